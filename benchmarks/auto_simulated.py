@@ -18,10 +18,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foretoken.controllers.auto import AutoController
-from foretoken.controllers.base import Controller
 from foretoken.core import Budget, Context, Limits, Rng, StepRecord
-from foretoken.sampling import Sampler, SamplingParams
+from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.methods.controllers.auto import AutoController
+from foretoken.methods.controllers.base import Controller
 
 NEW_TOKENS, WARM_UP, DEEPEST = 96, 250, 16
 SHORT, LONG = 40, 90

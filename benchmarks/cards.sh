@@ -4,7 +4,7 @@
 #   benchmarks/cards.sh MACHINE FOLDER          # MACHINE is part of the files' names, as xeon-amx; FOLDER has the models
 #   OUT=cards TOKENS=64 benchmarks/cards.sh xeon-amx ~/models
 #
-# Of FOLDER, what is there is measured: smollm2.gguf, smollm2/, coder05.gguf, coder05/ (a Transformers folder each);
+# Of FOLDER, what is there is measured: smollm2, coder05 and coder15, each as .gguf and as a Transformers folder;
 # what is not there is named.  A card that exists is kept: remove it to measure again.
 set -euo pipefail
 [ $# -eq 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
@@ -35,3 +35,5 @@ card smollm2-gguf "$models/smollm2.gguf" ngram suffix,share=false recycling auto
 card smollm2-bf16 "$models/smollm2" ngram suffix,share=false quantized,bits=4,k=4 auto
 card coder05-gguf "$models/coder05.gguf" ngram suffix,share=false auto
 card coder05-bf16 "$models/coder05" ngram suffix,share=false quantized,bits=4,k=4 auto
+card coder15-gguf "$models/coder15.gguf" ngram "model:$models/coder05.gguf,k=4" auto
+card coder15-bf16 "$models/coder15" ngram quantized,bits=4,k=4 auto

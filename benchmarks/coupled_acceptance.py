@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.theory.coupled import (
+from foretoken.lab.plan.coupled import (
     candidates_acceptance,
     coupled_acceptance,
     coupled_lower_bound,
     recursive_rejection_acceptance,
 )
-from foretoken.theory.plots import HERE, OTHER
-from foretoken.theory.speedup import acceptance_probability
+from foretoken.lab.plan.plots import HERE, OTHER
+from foretoken.lab.plan.speedup import acceptance_probability
 
 Array = NDArray[np.float64]
 BINS = np.linspace(0.0, 1.0, 11)

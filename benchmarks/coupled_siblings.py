@@ -24,12 +24,12 @@ from torch import Tensor
 
 from foretoken.core import Context, Kind, Rng, Scores, TokenTree
 from foretoken.core.noise import Noise
-from foretoken.drafters.drawing import best, draw_without_replacement
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.llm import assemble
 from foretoken.loading import build_draft_model, load_model, load_tokenizer
+from foretoken.methods.drafters.drawing import best, draw_without_replacement
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.registry import make
-from foretoken.sampling import Sampler, SamplingParams
 
 WIDTHS = (1, 2, 4, 8)
 

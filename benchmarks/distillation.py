@@ -29,9 +29,9 @@ from typing import Any
 from common import environment
 
 import foretoken as ft
-from foretoken.bench.alignment import Alignment
 from foretoken.cli.train_distill import open_shop
-from foretoken.drafters.learning.divergences import LOSSES
+from foretoken.lab.bench.alignment import Alignment
+from foretoken.methods.drafters.learning.divergences import LOSSES
 from foretoken.training.curves import values_of
 from foretoken.training.distill import Distiller
 from foretoken.training.text_sources import TEXTS

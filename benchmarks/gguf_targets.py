@@ -30,13 +30,13 @@ from inflated import table, tell
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
-from foretoken.bench.gguf_export import KINDS, quantize_gguf, write_gguf
-from foretoken.bench.inflate import load_inflated
-from foretoken.bench.run import BenchSettings, run_bench
-from foretoken.bench.serving import Shared
+from foretoken.lab.bench.gguf_export import KINDS, quantize_gguf, write_gguf
+from foretoken.lab.bench.inflate import load_inflated
+from foretoken.lab.bench.run import BenchSettings, run_bench
+from foretoken.lab.bench.serving import Shared
+from foretoken.lab.prompts import BenchPrompt
 from foretoken.llm import Llm
 from foretoken.loading import load_model, load_tokenizer
-from foretoken.measure.prompts import BenchPrompt
 from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
 ARMS = (

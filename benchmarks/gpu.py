@@ -24,9 +24,9 @@ import torch
 from prompts import CODE, PROSE
 
 import foretoken as ft
-from foretoken.bench.arms import Arm, ArmContext, ArmRun, make_arm
-from foretoken.bench.inflate import inflation, load_inflated
-from foretoken.bench.transformers_arms import TransformersArm
+from foretoken.lab.bench.arms import Arm, ArmContext, ArmRun, make_arm
+from foretoken.lab.bench.inflate import inflation, load_inflated
+from foretoken.lab.bench.transformers_arms import TransformersArm
 from foretoken.loading import load_tokenizer, parse_device
 from foretoken.models.forward.capture import Eager
 from foretoken.models.forward.graphed import with_graphs

@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken.controllers.constant import ConstantController
 from foretoken.core import TokenTree
-from foretoken.drafters.features import FeatureDrafter
-from foretoken.drafters.nets.decoder import LayerConfig
-from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
-from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
-from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
 from foretoken.loading.tokenizers import load_tokenizer
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.features import FeatureDrafter
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.models.base import Feed
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
@@ -38,7 +39,6 @@ from foretoken.models.forward.heads.native import HeadRows
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.native import library
-from foretoken.sampling import SamplingParams
 
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
 SPECS = ("eagle,nodes=16,depth=5", "eagle3,nodes=16,depth=5", "mtp", "medusa,nodes=16", "hydra,nodes=16")

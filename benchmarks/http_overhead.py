@@ -29,9 +29,9 @@ import httpx
 import psutil
 
 import foretoken as ft
-from foretoken.bench.load.run import Address, run_load
-from foretoken.bench.load.settings import Level, LoadSettings
-from foretoken.measure.prompts import BenchPrompt, load_prompts
+from foretoken.lab.bench.load.run import Address, run_load
+from foretoken.lab.bench.load.settings import Level, LoadSettings
+from foretoken.lab.prompts import BenchPrompt, load_prompts
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from common import Arm, environment, interleaved, median_ratio
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 import foretoken as ft
-from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.llm import Llm
+from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.models.stateful import StatefulModel
 
 VOCAB = 4096

@@ -21,13 +21,13 @@ from common import environment
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
-from foretoken.bench.arms import ArmContext, is_foreign, make_arm
-from foretoken.bench.inflate import load_inflated, target_name
-from foretoken.bench.run import BenchSettings, run_bench
-from foretoken.bench.serving import Shared
-from foretoken.bench.specs import PLAIN
+from foretoken.lab.bench.arms import ArmContext, is_foreign, make_arm
+from foretoken.lab.bench.inflate import load_inflated, target_name
+from foretoken.lab.bench.run import BenchSettings, run_bench
+from foretoken.lab.bench.serving import Shared
+from foretoken.lab.bench.specs import PLAIN
+from foretoken.lab.prompts import BenchPrompt
 from foretoken.loading import load_model, load_tokenizer
-from foretoken.measure.prompts import BenchPrompt
 
 DRAFTERS = (
     "model,k=6",

@@ -31,11 +31,11 @@ from margin_estimator import EVERY, WARM_UP, MarginEstimator, margin_of, prefixe
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 from torch import Tensor
 
-from foretoken.controllers.base import Controller
-from foretoken.controllers.stopping import entropy
 from foretoken.core import Budget, Context, Limits, StepRecord
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter, load_model, load_tokenizer
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.stopping import entropy
 
 SIGNALS = ("margin", "largest probability", "entropy")
 

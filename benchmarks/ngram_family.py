@@ -27,19 +27,19 @@ import numpy as np
 from common import environment
 
 from foretoken.core import Budget, Context, Rng, TokenTree
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.datastore import Datastore, build_datastore
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.ngram_cache import NgramCacheDrafter
-from foretoken.drafters.prediction import PredictionDrafter
-from foretoken.drafters.recycling import RecyclingDrafter
-from foretoken.drafters.retrieval import RetrievalDrafter
-from foretoken.drafters.sam import DatastoreCorpus, SamDrafter
-from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.core.io.documents import iter_documents
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.stats import SpecStats
-from foretoken.io.documents import iter_documents
 from foretoken.loading import load_tokenizer
-from foretoken.sampling import Sampler, SamplingParams
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.datastore import Datastore, build_datastore
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.ngram_cache import NgramCacheDrafter
+from foretoken.methods.drafters.prediction import PredictionDrafter
+from foretoken.methods.drafters.recycling import RecyclingDrafter
+from foretoken.methods.drafters.retrieval import RetrievalDrafter
+from foretoken.methods.drafters.sam import DatastoreCorpus, SamDrafter
+from foretoken.methods.drafters.suffix import SuffixDrafter
 
 TRACE = "traces/vicuna_7b_v1.5_greedy_mt_bench.jsonl"
 QUESTIONS = "prompts/spec_bench.jsonl"

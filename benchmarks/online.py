@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from common import environment
 
-from foretoken.drafters.online import OnlineDrafter
-from foretoken.io.documents import iter_documents
+from foretoken.core.io.documents import iter_documents
 from foretoken.llm import Llm, assemble
 from foretoken.loading import BUILTIN, build_draft_model, load_model, load_tokenizer, resolve
+from foretoken.methods.drafters.online import OnlineDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.training.corpus import is_held_out
 from foretoken.training.lm import next_token_loss

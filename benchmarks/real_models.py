@@ -1,12 +1,12 @@
 """A real chat model from a folder: our plain decoding and drafters against Transformers, and whether texts are equal.
 
-Twelve conversations (half of them about code; --conversations 20 for all) in the model's own template.  Speed: all arms take turns on
-every conversation, or with --batch 4 on four at a time; a figure is the median over them of tokens per second, prompt
-included.  Transformers' arms take several times as long: with --transformers-every 3 they take part in every third
-conversation, with 0 (and beside a GGUF file, and in batches) in none.  With --llama FILE (a GGUF
-file of the same weights) llama.cpp takes part: plain, with its prompt lookup, with --llama-draft FILE with a draft
-model.  Equality: text with drafts against plain
-decoding's, token by token, alone and in batches of eight, greedy and with a seed.
+Twelve conversations (half of them about code; --conversations 20 for all) in the model's own template.  Speed: all arms
+take turns on every conversation, or with --batch 4 on four at a time; a figure is the median over them of tokens per
+second, prompt included.  Transformers' arms take several times as long: with --transformers-every 3 they take part in
+every third conversation, with 0 (and beside a GGUF file, and in batches) in none.  With --llama FILE (a GGUF file of
+the same weights) llama.cpp takes part: plain, with its prompt lookup, with --llama-draft FILE with a draft model.
+Equality: text with drafts against plain decoding's, token by token, alone and in batches of eight, greedy and with a
+seed.
 
     python benchmarks/real_models.py FOLDER [--drafters SPEC ...] [--assistant FOLDER] [--new-tokens 128]
                                      [--conversations 12] [--transformers-every 1] [--batch 1]
@@ -29,9 +29,9 @@ from common import environment
 from quantized import instructions
 
 import foretoken as ft
-from foretoken.bench.arms import ArmContext
-from foretoken.bench.llama_cpp_arms import DraftArm, LlamaCppArm, PromptLookupArm
-from foretoken.measure.machine import hardware
+from foretoken.lab.bench.arms import ArmContext
+from foretoken.lab.bench.llama_cpp_arms import DraftArm, LlamaCppArm, PromptLookupArm
+from foretoken.loading.measured.machine import hardware
 
 CHAT = (
     "Why is the sky blue? Explain it to a child.",

@@ -27,8 +27,8 @@ from pathlib import Path
 import httpx
 from transformers import AutoModelForCausalLM
 
-from foretoken.bench.gguf_export import write_gguf
-from foretoken.bench.inflate import inflate
+from foretoken.lab.bench.gguf_export import write_gguf
+from foretoken.lab.bench.inflate import inflate
 from foretoken.loading import load_tokenizer
 from foretoken.loading.checkpoints import ZOO
 

@@ -25,7 +25,7 @@ from real_models import CHAT, CODE, SEED, _ids
 
 import foretoken as ft
 from foretoken.engine.stats import SpecStats
-from foretoken.measure.machine import hardware
+from foretoken.loading.measured.machine import hardware
 
 MORE_CHAT = (
     "What is the difference between weather and climate?",

@@ -100,7 +100,7 @@ def compare(model: Any, drafter: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+    from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 
     shape = Eagle3Config(**json.loads((drafter / "drafter.json").read_text(encoding="utf-8"))["config"])
     net = Eagle3Net(shape).eval()

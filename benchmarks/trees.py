@@ -21,15 +21,15 @@ from pathlib import Path
 from common import environment
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
-from foretoken.drafters.model import ModelDrafter
+from foretoken.lab.tune.positional import measured_acceptance
+from foretoken.lab.tune.tree import Workload
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter, load_model, load_tokenizer
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.trees.expansion import expansion_choices
+from foretoken.methods.trees.sequoia import solve
+from foretoken.methods.trees.shapes import Choice, expected_length
 from foretoken.models.base import LanguageModel
-from foretoken.trees.expansion import expansion_choices
-from foretoken.trees.sequoia import solve
-from foretoken.trees.shapes import Choice, expected_length
-from foretoken.tune.positional import measured_acceptance
-from foretoken.tune.tree import Workload
 
 BRANCHING = (2, 3, 4)
 

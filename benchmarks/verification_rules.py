@@ -24,12 +24,12 @@ from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 from torch import Tensor
 
 from foretoken.core import Scores, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter, load_model, load_tokenizer
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.verifiers.base import Coins, Verifier
 from foretoken.models.base import LanguageModel
 from foretoken.registry import make
-from foretoken.verifiers.base import Coins, Verifier
 
 ARMS = {
     "model,k=4": ("rejection", "block"),

@@ -7,9 +7,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.cards.card import read_cards
-from foretoken.bench.cards.page import render
-from foretoken.bench.report.page import embedded
+from foretoken.lab.report.cards.card import read_cards
+from foretoken.lab.report.cards.page import render
+from foretoken.lab.report.page import embedded
 
 DOCS = Path(__file__).parent
 CURVES = DOCS / "figures" / "curves.json"

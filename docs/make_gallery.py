@@ -183,8 +183,8 @@ def make_pictures(names: Sequence[str]) -> None:
 
 def _draw(row: Row, spec: str, verifier: str, temperature: float, prompt: str) -> None:
     import foretoken as ft
-    from foretoken.show.picture import render_tree
-    from foretoken.show.run import shown
+    from foretoken.lab.report.show.picture import render_tree
+    from foretoken.lab.report.show.run import shown
 
     try:
         llm = ft.load("builtin", spec, verifier, "constant", dtype="float32")

@@ -1,4 +1,4 @@
-"""Draws the plots of the pages on theory into ``docs/figures/theory``, from the formulas in ``foretoken.theory``.
+"""Draws the plots of the pages on theory into ``docs/figures/theory``, from the formulas in ``foretoken.lab.plan``.
 
 python docs/make_plots.py            # all of them; nothing is measured, so they come out the same everywhere
 python docs/make_plots.py batches    # these only
@@ -11,12 +11,10 @@ import heapq
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from foretoken.bench.report.charts import Chart, Guide, Lines, Series, Stack
-from foretoken.bench.report.picture import picture
-from foretoken.theory.assumptions import Assumptions
-from foretoken.theory.planner import plan
-from foretoken.theory.roofline import Roofline, ridge_tokens
-from foretoken.theory.speedup import (
+from foretoken.lab.plan.assumptions import Assumptions
+from foretoken.lab.plan.planner import plan
+from foretoken.lab.plan.roofline import Roofline, ridge_tokens
+from foretoken.lab.plan.speedup import (
     break_even_alpha,
     expected_tokens,
     memory_traffic_factor,
@@ -24,6 +22,8 @@ from foretoken.theory.speedup import (
     optimal_k,
     walltime_factor,
 )
+from foretoken.lab.report.charts import Chart, Guide, Lines, Series, Stack
+from foretoken.lab.report.picture import picture
 
 FOLDER = Path(__file__).parent / "figures" / "theory"
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.cli.demo import NAME, PROMPT
-from foretoken.io.named_models import MODELS
+from foretoken.core.io.named_models import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from foretoken.bench.report.markup import Markup, tag
+from foretoken.lab.report.markup import Markup, tag
 
 COLUMN, LINE, MARGIN, BAR = 8.0, 18.0, 16.0, 34.0
 """Pixels: width of a letter, height of a line, space around the text, height of the title bar."""

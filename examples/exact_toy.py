@@ -3,7 +3,7 @@
 from collections import Counter
 
 import foretoken as ft
-from foretoken.drafters.model import ModelDrafter
+from foretoken.methods.drafters.model import ModelDrafter
 
 target = ft.TableModel(lambda prefix: [0.45, 0.30, 0.20, 0.05], vocab_size=4)
 draft = ft.TableModel(lambda prefix: [0.10, 0.50, 0.30, 0.10], vocab_size=4)

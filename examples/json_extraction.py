@@ -7,7 +7,7 @@ Field names, quotes and braces are certain, so they cost no guess; the values ar
 import json
 
 import foretoken as ft
-from foretoken.grammar import compile_constraint
+from foretoken.server.grammar import compile_constraint
 
 schema = {
     "type": "object",

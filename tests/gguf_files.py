@@ -24,7 +24,7 @@ def toy(file: Path, **options: Any) -> Path:
     """A random llama of :func:`toys.llama` in float32, without a vocabulary."""
     import copy
 
-    from foretoken.bench.gguf_export import write_gguf
+    from foretoken.lab.bench.gguf_export import write_gguf
 
     write_gguf(copy.deepcopy(llama(**options)).float(), file)
     return file
@@ -32,7 +32,7 @@ def toy(file: Path, **options: Any) -> Path:
 
 def builtin(file: Path, role: str) -> Path:
     """The built-in target or draft model in float32, with its tokenizer."""
-    from foretoken.bench.gguf_export import write_gguf
+    from foretoken.lab.bench.gguf_export import write_gguf
     from foretoken.loading import load_model, load_tokenizer
 
     model: Any = load_model("builtin", role=role, dtype="float32")

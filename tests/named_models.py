@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.io import named_models
-from foretoken.io.named_models import NamedModel, Pinned
+from foretoken.core.io import named_models
+from foretoken.core.io.named_models import NamedModel, Pinned
 
 NAME, PACKAGE = "tiny", "tiny-model"
 

@@ -21,13 +21,13 @@ from transformers import (
 import foretoken as ft
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.noise import unseeded_from
-from foretoken.drafters.jacobi import JacobiDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.core.sampling import Sampler
 from foretoken.hub import SpeculativeOutput
-from foretoken.hub_params import params_of
-from foretoken.parity.statistics import chi_square_p
-from foretoken.sampling import Sampler
+from foretoken.lab.parity.statistics import chi_square_p
+from foretoken.loading.hub_params import params_of
+from foretoken.methods.drafters.jacobi import JacobiDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
 
 VOCAB = 24
 FALSE_ALARM = 1e-4  # of each distribution test; seeds are fixed

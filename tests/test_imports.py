@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,73 +16,48 @@ import foretoken
 ROOT = Path(foretoken.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-BASE = {"core", "sampling", "costs", "names"}
-AXES = {*BASE, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
-LIBRARY = {
-    *AXES,
-    "bos",
-    "constraints",
-    "conversation",
-    "options",
-    "prompts",
-    "engine",
-    "loading",
-    "llm",
-    "hub",
-    "hub_inputs",
-    "hub_params",
-    "io",
-    "theory",
-    "measure",
-    "tune",
-    "parity",
-    "training",
-    "formats",
-    "bench",
-    "config",
-}
-
 MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": LIBRARY,
     "core": set(),
-    "names": set(),
-    "specs": {"names"},
-    "costs": set(),
-    "registry": {"names", "specs"},
-    "config": {"registry"},
-    "sampling": {"core"},
-    "trees": {*BASE, "registry"},
-    "bos": set(),
-    "conversation": {"core"},
-    "prompts": {"bos", "conversation", "core"},
-    "io": set(),
-    "verifiers": {*BASE, "trees", "registry"},
-    "models": {*BASE, "trees", "io"},
-    "controllers": {*BASE, "trees"},
-    "drafters": {*BASE, "trees", "models", "io"},
-    "constraints": {"sampling"},
-    "options": {"constraints", "core", "prompts", "sampling", "engine"},
-    "grammar": {"constraints"},
-    "engine": {*AXES, "constraints"},
-    "loading": {*AXES, "config", "io"},
-    "llm": {*AXES, "engine", "loading", "options", "constraints", "conversation", "prompts", "measure"},
-    "hub": {*AXES, "engine", "loading", "llm", "hub_inputs", "hub_params"},
-    "hub_inputs": {"hub_params"},
-    "hub_params": {"sampling"},
-    "training": {*BASE, "conversation", "trees", "models", "drafters", "loading", "registry", "io"},
-    "theory": {"costs", "io"},
-    "measure": {*AXES, "engine", "loading", "options", "conversation", "prompts"},
-    "tune": LIBRARY - {"hub", "bench", "parity"},
-    "parity": LIBRARY - {"hub", "bench", "tune"},
-    "formats": {*BASE, "trees", "models", "drafters", "loading", "registry", "io"},
-    "bench": LIBRARY,
-    "show": LIBRARY - {"hub"},
-    "jobs": {"engine", "llm", "conversation"},
-    "server": {*LIBRARY, "grammar"},
-    "cli": {*LIBRARY, "show", "jobs", "server", "grammar"},
+    "registry": {"core"},
+    "models": {"core"},
+    "methods": {"core", "registry", "models"},
+    "engine": {"core", "registry", "models", "methods"},
+    "options": {"core", "engine"},
+    "loading": {"core", "registry", "models", "methods", "engine", "options"},
+    "llm": {"core", "registry", "models", "methods", "engine", "options", "loading"},
+    "hub": {"core", "registry", "models", "methods", "engine", "options", "loading", "llm"},
+    "training": {"core", "registry", "models", "methods", "engine", "options", "loading", "llm"},
+    "server": {"core", "registry", "models", "methods", "engine", "options", "loading", "llm"},
+    "lab": {"core", "registry", "models", "methods", "engine", "options", "loading", "llm", "training"},
+    "cli": {
+        "core",
+        "registry",
+        "models",
+        "methods",
+        "engine",
+        "options",
+        "loading",
+        "llm",
+        "training",
+        "server",
+        "lab",
+    },
+    "__init__": {"_moved", "core", "registry", "models", "methods", "engine", "llm", "hub"},
     "__main__": {"cli"},
+    "_moved": set(),
 }
-"""Package -> what it may import besides itself."""
+"""Room -> what it may import besides itself and the package, which imports nothing until a name of it is used."""
+
+INSIDE_METHODS: dict[str, set[str]] = {
+    "trees": set(),
+    "verifiers": {"trees"},
+    "controllers": {"trees"},
+    "drafters": {"trees"},
+}
+"""Folder of ``methods/`` -> what of ``methods/`` it may import besides itself."""
+
+MODELLESS = {"trees", "verifiers", "controllers"}
+"""Methods that see distributions and counts, and no model."""
 
 INSIDE_MODELS: dict[str, set[str]] = {
     "cache": {"base"},
@@ -95,6 +71,8 @@ INSIDE_MODELS: dict[str, set[str]] = {
     "other": {"base", "gguf", "huggingface", "runner"},
 }
 """Folder of ``models/`` -> what of ``models/`` it may import besides itself."""
+
+INSIDE = {"models": INSIDE_MODELS, "methods": INSIDE_METHODS}
 
 TRANSFORMERS_INSIDES = ("transformers.cache_utils", "transformers.masking_utils", "transformers.modeling_")
 
@@ -116,9 +94,9 @@ class Import:
 
     @property
     def folder(self) -> str | None:
-        """The folder of ``models/`` that holds the file, if one does."""
+        """The folder of ``models/`` or ``methods/`` that holds the file, if one does."""
         parts = self.file.relative_to(ROOT).parts
-        return parts[1] if parts[0] == "models" and len(parts) > 2 else None
+        return parts[1] if parts[0] in INSIDE and len(parts) > 2 else None
 
     @property
     def inside(self) -> str | None:
@@ -153,8 +131,10 @@ def objection(found: Import) -> str | None:
         return outside_objection(found)
     wanted, *below = inside.split(".")
     folder = found.folder
-    if wanted == "models" and below and folder and below[0] not in {folder, *INSIDE_MODELS[folder]}:
-        return f"models/{folder} must not import foretoken.{inside}"
+    if wanted == package and below and folder and below[0] not in {folder, *INSIDE[package][folder]}:
+        return f"{package}/{folder} must not import foretoken.{inside}"
+    if wanted == "models" and folder in MODELLESS:
+        return f"methods/{folder} must not import foretoken.{inside}"
     if wanted in {"", package} or wanted in MAY_IMPORT[package]:
         return None
     return f"{package} must not import foretoken.{inside}"
@@ -162,8 +142,8 @@ def objection(found: Import) -> str | None:
 
 def outside_objection(found: Import) -> str | None:
     library = found.module.split(".")[0]
-    if found.package in {"trees", "verifiers"} and library in {"transformers", "tokenizers", "numpy", "safetensors"}:
-        return f"{found.package} is pure tensor code: no {library}"
+    if found.folder in {"trees", "verifiers"} and library in {"transformers", "tokenizers", "numpy", "safetensors"}:
+        return f"{found.folder} is pure tensor code: no {library}"
     if found.package == "models":
         return None
     if found.module.startswith(TRANSFORMERS_INSIDES) or (
@@ -185,7 +165,8 @@ def test_imports_follow_the_layers() -> None:
 
 def test_every_package_has_a_rule() -> None:
     assert {found.package for file in FILES for found in imports_of(file)} <= set(MAY_IMPORT)
-    assert {file.parent.name for file in ROOT.glob("models/*/__init__.py")} == set(INSIDE_MODELS)
+    for room, table in INSIDE.items():
+        assert {file.parent.name for file in ROOT.glob(f"{room}/*/__init__.py")} == set(table)
 
 
 def files_of(found: Import, known: set[Path]) -> Iterator[Path]:
@@ -210,21 +191,39 @@ def cycle_of(imports: dict[Path, set[Path]]) -> list[Path]:
     return sorted(left)
 
 
-def models_imports() -> dict[Path, set[Path]]:
-    known = {file for file in FILES if file.is_relative_to(ROOT / "models")}
-    return {file: {other for found in imports_of(file) for other in files_of(found, known)} - {file} for file in known}
+def imports_of_files() -> dict[Path, set[Path]]:
+    """Every file with the files that it imports, at once or later."""
+    known = set(FILES)
+    return {file: {other for found in imports_of(file) for other in files_of(found, known)} - {file} for file in FILES}
 
 
-def test_no_files_of_models_import_each_other_in_a_circle() -> None:
-    assert cycle_of(models_imports()) == []
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert cycle_of(imports_of_files()) == []
 
 
 def test_a_circle_is_seen() -> None:
-    imports = models_imports()
+    imports = imports_of_files()
     runner, layers = ROOT / "models/runner.py", ROOT / "models/network/layers.py"
     (found,) = imports_of(layers, "def f():\n    from foretoken.models.runner import TreeRunner")
     imports[layers] |= set(files_of(found, set(imports)))
     assert {runner, layers} <= set(cycle_of(imports))
+
+
+def test_whoever_uses_the_library_imports_no_laboratory() -> None:
+    """Loading a model, drafting with it and writing a text need nothing of benchmarks, servers and training."""
+    code = """
+import sys
+import foretoken as ft
+llm = ft.load("builtin", drafter="ngram")
+assert len(llm.generate("def f(", max_new_tokens=4).token_ids) == 4
+rooms = {name.split(".")[1] for name in sys.modules if name.startswith("foretoken.")}
+print(*sorted(rooms))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    rooms = set(result.stdout.split())
+    assert {"core", "engine", "loading", "methods", "models"} <= rooms
+    assert not rooms & {"cli", "lab", "server", "training"}
 
 
 def test_the_protocol_of_models_imports_nothing_heavy() -> None:
@@ -239,31 +238,45 @@ def test_the_protocol_of_models_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("place", "source", "words"),
     [
-        ("verifiers/x.py", "from foretoken.models.base import LanguageModel", "must not import foretoken.models.base"),
-        ("verifiers/x.py", "import numpy as np", "pure tensor code"),
-        ("trees/x.py", "def f():\n    import foretoken.verifiers.base", "must not import foretoken.verifiers.base"),
-        ("drafters/x.py", "from foretoken.engine.loop import Engine", "must not import foretoken.engine"),
         (
-            "drafters/x.py",
-            "def f():\n    from foretoken.verifiers.block import B",
-            "must not import foretoken.verifiers",
+            "methods/verifiers/x.py",
+            "from foretoken.models.base import LanguageModel",
+            "must not import foretoken.models",
         ),
-        ("drafters/x.py", "from foretoken.loading import load_model", "must not import foretoken.loading"),
+        ("methods/verifiers/x.py", "import numpy as np", "pure tensor code"),
         (
-            "drafters/x.py",
+            "methods/trees/x.py",
+            "def f():\n    import foretoken.methods.verifiers.base",
+            "methods/trees must not import foretoken.methods.verifiers.base",
+        ),
+        ("methods/drafters/x.py", "from foretoken.engine.loop import Engine", "must not import foretoken.engine"),
+        (
+            "methods/drafters/x.py",
+            "def f():\n    from foretoken.methods.verifiers.block import B",
+            "methods/drafters must not import foretoken.methods.verifiers",
+        ),
+        ("methods/drafters/x.py", "from foretoken.loading import load_model", "must not import foretoken.loading"),
+        (
+            "methods/drafters/x.py",
             "def build():\n    from foretoken.loading import load_model",
             "must not import foretoken.loading",
         ),
         (
-            "controllers/x.py",
-            "def build():\n    import foretoken.drafters.nets.store",
-            "must not import foretoken.drafters",
+            "methods/controllers/x.py",
+            "def build():\n    import foretoken.methods.drafters.nets.store",
+            "methods/controllers must not import foretoken.methods.drafters",
         ),
-        ("drafters/x.py", "from transformers import DynamicCache", "only models/"),
+        ("methods/drafters/x.py", "from transformers import DynamicCache", "only models/"),
         ("engine/x.py", "from transformers.cache_utils import Cache", "only models/"),
         ("engine/x.py", "from foretoken.cli.main import main", "must not import foretoken.cli"),
-        ("bench/x.py", "def f():\n    import foretoken.server.app", "must not import foretoken.server.app"),
-        ("core/x.py", "from foretoken.sampling import Sampler", "must not import foretoken.sampling"),
+        (
+            "loading/x.py",
+            "def f():\n    from foretoken.lab.prompts import load_prompts",
+            "must not import foretoken.lab",
+        ),
+        ("lab/bench/x.py", "def f():\n    import foretoken.server.app", "must not import foretoken.server.app"),
+        ("training/x.py", "from foretoken.lab.prompts import load_prompts", "must not import foretoken.lab"),
+        ("core/x.py", "from foretoken.models.base import Feed", "must not import foretoken.models.base"),
         (
             "models/cache/x.py",
             "def f():\n    from foretoken.models.forward.lean import LeanForward",
@@ -280,11 +293,11 @@ def test_wrong_imports_are_seen(place: str, source: str, words: str) -> None:
     ("place", "source"),
     [
         (
-            "verifiers/x.py",
-            "import torch\nfrom foretoken.core import Kind\nfrom foretoken.trees.operations import merge",
+            "methods/verifiers/x.py",
+            "import torch\nfrom foretoken.core import Kind\nfrom foretoken.methods.trees.operations import merge",
         ),
         (
-            "drafters/x.py",
+            "methods/drafters/x.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from foretoken.engine.loop import Engine",
         ),
         ("models/x.py", "from transformers.cache_utils import Cache"),

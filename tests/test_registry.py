@@ -9,12 +9,12 @@ import pytest
 
 import foretoken
 from foretoken import registry
-from foretoken.controllers.base import Controller
 from foretoken.core import Kind
-from foretoken.drafters.base import Drafter
 from foretoken.loading import build_controller, build_drafter
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.verifiers.base import Verifier
 from foretoken.registry import Row, convert_options, find, options_of, parse_spec, split_specs
-from foretoken.verifiers.base import Verifier
 from toys import tables
 
 DOCS = Path(__file__).parents[1] / "docs" / "methods"
@@ -30,8 +30,8 @@ each_row = pytest.mark.parametrize("row", registry.ROWS, ids=lambda row: f"{row.
 def test_the_class_is_the_row(row: Row) -> None:
     """File name = method name = registry key; one method, one class, in the package of its role."""
     cls = row.load()
-    assert row.target.startswith(f"{row.role}s.{row.name}:")
-    assert cls.__module__ == f"foretoken.{row.role}s.{row.name}"
+    assert row.target.startswith(f"methods.{row.role}s.{row.name}:")
+    assert cls.__module__ == f"foretoken.methods.{row.role}s.{row.name}"
     assert cls.name == row.name
     assert cls.__doc__
     if row.role in BASES:
@@ -79,8 +79,8 @@ def test_every_method_file_has_a_row() -> None:
     known = {row.target.partition(":")[0] for row in registry.ROWS}
     package = Path(foretoken.__file__).parent
     for role, base in BASES.items():
-        for file in (package / f"{role}s").glob("*.py"):
-            module = f"{role}s.{file.stem}"
+        for file in (package / "methods" / f"{role}s").glob("*.py"):
+            module = f"methods.{role}s.{file.stem}"
             text = file.read_text()
             if "\n    name = " in text and f"({base.__name__})" in text:
                 assert module in known, f"add a registry row for {module}"

@@ -15,16 +15,16 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken.controllers.base import Controller
-from foretoken.controllers.constant import ConstantController
-from foretoken.drafters.base import Drafter
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.other.table import TableModel
-from foretoken.sampling import Sampler, SamplingParams
-from foretoken.verifiers.base import Verifier
 
 FALSE_ALARM = 1e-4
 """How often a right engine may fail one distribution test (seeds are fixed: a test that passes goes on passing)."""

@@ -1,4 +1,4 @@
-// The simulator: the formulas of foretoken.theory (tests compare both on a grid), and the page that shows them.
+// The simulator: the formulas of foretoken.lab.plan (tests compare both on a grid), and the page that shows them.
 "use strict";
 const formulas = (() => {
   const sum = (values) => values.reduce((total, value) => total + value, 0);

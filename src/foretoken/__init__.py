@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from foretoken import _moved
+
 if TYPE_CHECKING:
+    from foretoken.core.io.fetching import fetch as fetch
     from foretoken.engine.background import AsyncLlm as AsyncLlm
     from foretoken.hub import CustomGenerate as CustomGenerate
     from foretoken.hub import custom_generate as custom_generate
-    from foretoken.io.fetching import fetch as fetch
     from foretoken.llm import Llm as Llm
     from foretoken.llm import Output as Output
     from foretoken.llm import Piece as Piece
     from foretoken.llm import load as load
+    from foretoken.registry import methods as methods
 
 __version__ = "0.2.0"
 
@@ -25,9 +28,12 @@ __version__ = "0.2.0"
 # makes its first large tensor; a user's own setting stays.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+_moved.install()
+
 _HOMES = {
+    "methods": "foretoken.registry",
     "load": "foretoken.llm",
-    "fetch": "foretoken.io.fetching",
+    "fetch": "foretoken.core.io.fetching",
     "Llm": "foretoken.llm",
     "Output": "foretoken.llm",
     "Piece": "foretoken.llm",
@@ -37,7 +43,7 @@ _HOMES = {
     "Engine": "foretoken.engine.loop",
     "Request": "foretoken.engine.request",
     "SpecStats": "foretoken.engine.stats",
-    "SamplingParams": "foretoken.sampling",
+    "SamplingParams": "foretoken.core.sampling",
     "TokenTree": "foretoken.core",
     "Kind": "foretoken.core",
     "Budget": "foretoken.core",
@@ -45,23 +51,16 @@ _HOMES = {
     "Scores": "foretoken.core",
     "Verdict": "foretoken.core",
     "Rng": "foretoken.core",
-    "Drafter": "foretoken.drafters.base",
-    "Traits": "foretoken.drafters.base",
-    "Verifier": "foretoken.verifiers.base",
-    "Controller": "foretoken.controllers.base",
+    "Drafter": "foretoken.methods.drafters.base",
+    "Traits": "foretoken.methods.drafters.base",
+    "Verifier": "foretoken.methods.verifiers.base",
+    "Controller": "foretoken.methods.controllers.base",
     "LanguageModel": "foretoken.models.base",
     "CapabilityError": "foretoken.models.base",
     "TableModel": "foretoken.models.other.table",
 }
 
-__all__ = ["__version__", "methods", *_HOMES]
-
-
-def methods() -> list[dict[str, Any]]:
-    """The catalogue: one row per drafter, verifier, tree and controller."""
-    from foretoken.registry import rows
-
-    return [row.public() for row in rows()]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,17 +18,17 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from foretoken.controllers.base import Controller
 from foretoken.core.noise import samples_of, seeds_of
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
-from foretoken.hub_inputs import caller_of_generate, check_supported
-from foretoken.hub_params import params_of
 from foretoken.llm import Llm, load
 from foretoken.loading import load_tokenizer
+from foretoken.loading.hub_inputs import caller_of_generate, check_supported
+from foretoken.loading.hub_params import params_of
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.network.alone import lock_of
 from foretoken.models.network.watch import Watch
-from foretoken.verifiers.base import Verifier
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

@@ -10,11 +10,9 @@ from typing import Any, Unpack, overload
 
 import torch
 
-from foretoken.controllers.base import Controller
-from foretoken.conversation import Message, conversations_of, render, turn_ends
+from foretoken.core.conversation import Message, conversations_of, render, turn_ends
 from foretoken.core.noise import samples_of, seeds_of
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.known import KnownDrafter
+from foretoken.core.prompts import prompts_of
 from foretoken.engine.calls import Calls
 from foretoken.engine.loop import Engine
 from foretoken.engine.output import Output as Output
@@ -33,15 +31,17 @@ from foretoken.loading import (
 )
 from foretoken.loading import read_profile as read_profile
 from foretoken.loading.generation_defaults import GenerationDefaults, read_defaults
+from foretoken.loading.measured.calibration import calibrated
+from foretoken.loading.measured.profile import costs_for
 from foretoken.loading.memory import told_when_full
-from foretoken.measure.calibration import calibrated
-from foretoken.measure.profile import costs_for
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.known import KnownDrafter
+from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.graphed import with_graphs
 from foretoken.options import BatchOptions, Options, Prompt, beside, encode, make_request
-from foretoken.prompts import prompts_of
 from foretoken.registry import make
-from foretoken.verifiers.base import Verifier
 
 PREFIX_BYTES = 64 * 2**20
 """Memory for finished texts of an :class:`Llm`, where nobody says otherwise."""
@@ -195,7 +195,7 @@ class Llm:
         """Token ids of a prompt.
 
         Raises:
-            ValueError: as :func:`foretoken.prompts.encode`.
+            ValueError: as :func:`foretoken.core.prompts.encode`.
         """
         return encode(prompt, self.tokenizer)
 

@@ -6,12 +6,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from foretoken.constraints import FiniteLanguage, OutputRule
+from foretoken.core.constraints import FiniteLanguage, OutputRule
+from foretoken.core.prompts import Prompt as Prompt
+from foretoken.core.prompts import encode as encode
+from foretoken.core.sampling import FILTERS, LogitsProcessor, SamplingParams
 from foretoken.core.values import check_text, ids_of, texts_of
 from foretoken.engine.request import Request
-from foretoken.prompts import Prompt as Prompt
-from foretoken.prompts import encode as encode
-from foretoken.sampling import FILTERS, LogitsProcessor, SamplingParams
 
 Prediction = str | Sequence[int]
 
@@ -40,8 +40,8 @@ class CommonOptions(TypedDict, total=False):
             an end, do end it.
         allowed_token_ids: the only tokens that may be in the output, besides those that end it.
         bad_words: texts that must not be in the output.
-        constraint: what the output must look like (:mod:`foretoken.constraints`): a rule by which tokens are masked one
-            by one, or a finite language of which a string is drawn as a whole.
+        constraint: what the output must look like (:mod:`foretoken.core.constraints`): a rule by which tokens are
+            masked one by one, or a finite language of which a string is drawn as a whole.
         logprobs: report the log-probabilities of the output's tokens and of so many likeliest ones.
         prompt_logprobs: the same for the prompt.
         max_draft_tokens: longest draft; 0 decodes plainly.
@@ -132,7 +132,7 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
     """A checked request.
 
     Args:
-        prompt: text, token ids, or messages (:mod:`foretoken.prompts`).
+        prompt: text, token ids, or messages (:mod:`foretoken.core.prompts`).
         tokenizer: a Transformers tokenizer, if there is one.
         options: see :class:`Options`.
 

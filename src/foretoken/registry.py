@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from foretoken.names import unknown
-from foretoken.specs import Spec as Spec
-from foretoken.specs import convert_options as convert_options
-from foretoken.specs import options_of as options_of
-from foretoken.specs import parse_spec as parse_spec
-from foretoken.specs import split_specs as split_specs
+from foretoken.core.names import unknown
+from foretoken.core.specs import Spec as Spec
+from foretoken.core.specs import convert_options as convert_options
+from foretoken.core.specs import options_of as options_of
+from foretoken.core.specs import parse_spec as parse_spec
+from foretoken.core.specs import split_specs as split_specs
 
 Role = Literal["drafter", "verifier", "controller", "tree"]
 EXAMPLES: dict[Role, tuple[str, ...]] = {
@@ -70,21 +70,21 @@ class Row:
 
 def _drafter(name: str, cls: str, paper: str, summary: str, **more: Any) -> Row:
     more.setdefault("example", name)
-    return Row(name, "drafter", f"drafters.{name}:{cls}", paper, summary, **more)
+    return Row(name, "drafter", f"methods.drafters.{name}:{cls}", paper, summary, **more)
 
 
 def _verifier(name: str, cls: str, paper: str, summary: str, kind: str, **more: Any) -> Row:
-    return Row(name, "verifier", f"verifiers.{name}:{cls}", paper, summary, kind, example=name, **more)
+    return Row(name, "verifier", f"methods.verifiers.{name}:{cls}", paper, summary, kind, example=name, **more)
 
 
 def _controller(name: str, cls: str, paper: str, summary: str, **more: Any) -> Row:
     more.setdefault("example", name)
-    return Row(name, "controller", f"controllers.{name}:{cls}", paper, summary, **more)
+    return Row(name, "controller", f"methods.controllers.{name}:{cls}", paper, summary, **more)
 
 
 def _tree(name: str, cls: str, paper: str, summary: str, kind: str, **more: Any) -> Row:
     more.setdefault("example", name)
-    return Row(name, "tree", f"trees.{name}:{cls}", paper, summary, kind, **more)
+    return Row(name, "tree", f"methods.trees.{name}:{cls}", paper, summary, kind, **more)
 
 
 ROWS: tuple[Row, ...] = (
@@ -285,6 +285,11 @@ ROWS: tuple[Row, ...] = (
 def rows(role: Role | None = None) -> list[Row]:
     """The catalogue, or one role of it."""
     return [row for row in ROWS if role is None or row.role == role]
+
+
+def methods() -> list[dict[str, Any]]:
+    """The catalogue: one row per drafter, verifier, tree and controller."""
+    return [row.public() for row in rows()]
 
 
 @cache

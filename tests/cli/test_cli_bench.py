@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench import run as bench_run
+from foretoken.lab.bench import run as bench_run
 
 CELL = {
     "arm", "category", "temperature", "batch", "prompts", "new_tokens", "tokens_per_s", "speedup", "speedup_ci95",

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 pytest.importorskip("httpx", reason="the extra 'bench' is not installed")
 
-sys.path.append(str(Path(__file__).parents[1] / "bench"))
+sys.path.append(str(Path(__file__).parents[1] / "lab" / "bench"))
 from load_servers import Scripted, running
 
 CELL = {

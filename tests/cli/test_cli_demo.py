@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import named_models as tiny
-from foretoken.bench.gguf_export import write_gguf
 from foretoken.cli import demo
 from foretoken.cli.options import Common
-from foretoken.io.fetching import fetch
-from foretoken.io.named_models import NamedModel
+from foretoken.core.io.fetching import fetch
+from foretoken.core.io.named_models import NamedModel
+from foretoken.lab.bench.gguf_export import write_gguf
 from foretoken.loading import load_model, load_tokenizer
 
 DRAFTER = "model:tiny,k=3"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretoken.loading import load_model
-from foretoken.measure.machine import recommendations, scoring_costs
+from foretoken.loading.measured.machine import recommendations, scoring_costs
 from foretoken.models.base import Refusal
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.other.table import TableModel

@@ -11,9 +11,9 @@ from tiny_models import TEXT, save_model
 from transformers import AutoTokenizer
 
 import foretoken.registry as registry
-from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.drafters.nets.store import save_drafter
 from foretoken.loading import load_model
+from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models.forward.parts import TargetParts
 from foretoken.registry import rows
 from foretoken.training.corpus import train_tokenizer

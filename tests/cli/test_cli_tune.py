@@ -11,10 +11,10 @@ import torch
 from tiny_models import CONTEXT
 from transformers import BloomConfig, BloomForCausalLM
 
-from foretoken.drafters.skip_sets import SkipSet, load_skips
+from foretoken.lab.tune import layer_skip
+from foretoken.lab.tune.layer_skip import Speed, Workload, first_sets, tune
+from foretoken.methods.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.tune import layer_skip
-from foretoken.tune.layer_skip import Speed, Workload, first_sets, tune
 from models.checkpoints import new_model
 from toys import llama
 

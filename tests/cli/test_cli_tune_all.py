@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
-from foretoken.tune import race, search
-from foretoken.tune.tuned import Job
+from foretoken.lab.tune import race, search
+from foretoken.lab.tune.tuned import Job
 
 SHORT = ("--new-tokens", "24", "--max-prompts", "3", "--minutes", "5", "--drafters", "ngram,jacobi,m=4")
 

@@ -92,7 +92,7 @@ def test_an_interrupt_leaves_the_old_file(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("foretoken.drafters.datastore.suffix_order", interrupt)
+    monkeypatch.setattr("foretoken.methods.drafters.datastore.suffix_order", interrupt)
     assert main(["datastore", "build", str(corpus / "one.py"), "--out", str(out)]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert out.read_bytes() == before

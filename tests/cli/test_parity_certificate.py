@@ -12,12 +12,12 @@ import pytest
 import torch
 from tiny_models import save_model
 
-from foretoken.measure.machine import versions
+from foretoken.lab.parity.certificate import KIND, Certificate, digest_of, machine_here
+from foretoken.lab.parity.report import Check, Report, Settings
+from foretoken.lab.parity.verification import compare
+from foretoken.lab.parity.weights import drafter_checksums, model_checksums
+from foretoken.loading.measured.machine import versions
 from foretoken.models.other.table import TableModel
-from foretoken.parity.certificate import KIND, Certificate, digest_of, machine_here
-from foretoken.parity.report import Check, Report, Settings
-from foretoken.parity.verification import compare
-from foretoken.parity.weights import drafter_checksums, model_checksums
 
 QUICK = ("--max-new-tokens", "8", "--samples", "0", "--dtype", "float32", "--mode", "greedy", "--mode", "seed")
 
@@ -236,7 +236,7 @@ def test_a_run_that_was_broken_off_has_no_certificate(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("foretoken.parity.run.check_sampled", interrupted)
+    monkeypatch.setattr("foretoken.lab.parity.run.check_sampled", interrupted)
     file = tmp_path / "parity.json"
     result = run("parity", target, "--drafter", "ngram", "--max-new-tokens", "4", "--certificate", str(file))
     assert result.code == 130 and not file.exists()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from foretoken.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.theory.roofline import Roofline
-from foretoken.theory.speedup import expected_tokens, walltime_factor
+from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.lab.plan.roofline import Roofline
+from foretoken.lab.plan.speedup import expected_tokens, walltime_factor
 
 COSTS = RoundCosts(
     TargetCost({1: 0.10, 8: 0.11, 32: 0.20}),

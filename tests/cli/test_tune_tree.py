@@ -9,8 +9,8 @@ import pytest
 
 import foretoken as ft
 from foretoken.cli.main import main
-from foretoken.trees.sequoia import solve
-from foretoken.trees.shapes import expected_length, medusa_choices, read_tree
+from foretoken.methods.trees.sequoia import solve
+from foretoken.methods.trees.shapes import expected_length, medusa_choices, read_tree
 
 SMALL = ["tune", "tree", "--max-prompts", "1", "--new-tokens", "12", "--max-nodes", "4", "--json"]
 

@@ -11,13 +11,13 @@ import torch
 from checkpoints import new_model
 
 import foretoken as ft
-from foretoken.drafters.model import ModelDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.base import Feed
 from foretoken.models.forward.capture import CudaGraphs
 from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from graph_sessions import Pair, any_session, growing_session
 from toys import engine, llama, outputs
 

@@ -12,14 +12,14 @@ from matrix import GREEDY_MODES, PENALTIES, rows
 
 from fake_cuda import FakeCuda
 from foretoken import registry
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.verifiers.compatibility import verifiers_for
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
-from foretoken.verifiers.compatibility import verifiers_for
 from toys import engine, llama, outputs
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [0, 0, 31, 0], [9, 1, 2, 3, 4, 9, 1, 2, 30, 17]]

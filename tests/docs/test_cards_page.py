@@ -10,8 +10,8 @@ import made_parts
 import pytest
 from page_browser import browser, executable
 
-from foretoken.bench.cards.card import read_cards
-from foretoken.bench.cards.page import render
+from foretoken.lab.report.cards.card import read_cards
+from foretoken.lab.report.cards.page import render
 
 needs_browser = pytest.mark.skipif(executable() is None, reason="no chromium here: apt install chromium")
 

@@ -103,7 +103,7 @@ def test_the_numbers_of_the_built_in_model() -> None:
 def test_the_limits_are_the_codes() -> None:
     from foretoken.engine import conditional
 
-    language = pytest.importorskip("foretoken.grammar.language", reason="the extra 'grammar' is not installed")
+    language = pytest.importorskip("foretoken.server.grammar.language", reason="the extra 'grammar' is not installed")
     assert f"{language.MOST_STRINGS:,} of up to {language.MOST_BYTES:,} bytes" in TEXT
     assert f"| {conditional.MOST_NODES - 1:,} |" in TEXT
     assert f"up to {conditional.WIDTH - 1} tokens" in TEXT and f"pieces of {conditional.WIDTH}\ntokens" in TEXT

@@ -8,9 +8,9 @@ import make_plots
 import pytest
 from pages import DOCS
 
-from foretoken.bench.report.picture import picture
-from foretoken.theory.speedup import expected_tokens
-from foretoken.theory.trees import tree_expected_tokens
+from foretoken.lab.plan.speedup import expected_tokens
+from foretoken.lab.plan.trees import tree_expected_tokens
+from foretoken.lab.report.picture import picture
 
 each_plot = pytest.mark.parametrize("name", list(make_plots.PLOTS))
 

@@ -1,4 +1,4 @@
-"""The simulator's formulas are those of ``foretoken.theory``, and its page shows them, offline and at any width."""
+"""The simulator's formulas are those of ``foretoken.lab.plan``, and its page shows them, offline and at any width."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import made_parts
 import pytest
 from page_browser import Tab, browser, executable
 
-from foretoken.costs import TargetCost
-from foretoken.theory.assumptions import Assumptions, Measured
-from foretoken.theory.planner import Plan, plan
+from foretoken.core.costs import TargetCost
+from foretoken.lab.plan.assumptions import Assumptions, Measured
+from foretoken.lab.plan.planner import Plan, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "assets" / "simulator.js"

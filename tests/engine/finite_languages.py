@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foretoken.constraints import FiniteLanguage
+from foretoken.core.constraints import FiniteLanguage
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.models.other.table import TableModel
-from foretoken.sampling import SamplingParams
 
 END, OTHER_END = 0, 6
 STRINGS = [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 4), (4,), (4, 1), (5, 5, 5), (2, 1), (2, 3, 1)]

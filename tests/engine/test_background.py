@@ -10,21 +10,21 @@ from typing import Any, TypeVar
 import pytest
 
 from foretoken import AsyncLlm, registry
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.jacobi import JacobiDrafter
-from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.recycling import RecyclingDrafter
-from foretoken.drafters.router import RouterDrafter
-from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.errors import DeadlineExceeded, Draining, EngineDead, QueueFull, RequestFailed
 from foretoken.engine.request import Request
 from foretoken.llm import Llm, assemble
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.jacobi import JacobiDrafter
+from foretoken.methods.drafters.lookahead import LookaheadDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.recycling import RecyclingDrafter
+from foretoken.methods.drafters.router import RouterDrafter
+from foretoken.methods.drafters.suffix import SuffixDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from toys import llamas, tables
 
 T = TypeVar("T")

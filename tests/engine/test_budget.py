@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from foretoken.drafters.ngram import NgramDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.admission import SCRATCH
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
+from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llama, outputs, serve, tables
 
 

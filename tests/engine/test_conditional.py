@@ -17,11 +17,9 @@ from finite_languages import END, OTHER_END, PROMPT, STRINGS, Numbers, model, re
 from scipy.stats import chi2
 from torch import Tensor
 
-from foretoken.constraints import FiniteLanguage
-from foretoken.controllers.constant import ConstantController
 from foretoken.core import Context, OptionError, Rng, Scores, TokenTree
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
+from foretoken.core.constraints import FiniteLanguage
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.conditional import (
     LanguageRound,
     pieces,
@@ -35,10 +33,12 @@ from foretoken.engine.joining import join
 from foretoken.engine.request import Request
 from foretoken.llm import Llm
 from foretoken.loading.generation_defaults import GenerationDefaults
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.verifiers.base import Coins
 from foretoken.models.base import Capabilities, Feed, LanguageModel, SequenceState
 from foretoken.models.other.table import TableModel
-from foretoken.sampling import Sampler, SamplingParams
-from foretoken.verifiers.base import Coins
 from toys import CAUGHT, FALSE_ALARM, chi_square, engine, llamas, serve, tables
 
 TRIES = {

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from finite_languages import END, Numbers, model, request
 
-from foretoken.constraints import CannotGoOn, FiniteLanguage
 from foretoken.core import OptionError
+from foretoken.core.constraints import CannotGoOn, FiniteLanguage
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.conditional import MOST_NODES
 from foretoken.models.base import Capabilities
 from foretoken.models.other.table import TableModel
-from foretoken.sampling import SamplingParams
 from toys import engine, serve
 
 

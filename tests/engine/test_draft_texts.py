@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.controllers.constant import ConstantController
 from foretoken.core import Budget, Context, StepRecord
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.cascade import CascadeDrafter
-from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.known import KnownDrafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.online import OnlineDrafter
-from foretoken.drafters.router import RouterDrafter
-from foretoken.drafters.staged import StagedDrafter
-from foretoken.drafters.texts import BESIDE, DraftTexts
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.prefixes import SHORTEST
 from foretoken.engine.request import Request, Running
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.cascade import CascadeDrafter
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.known import KnownDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.online import OnlineDrafter
+from foretoken.methods.drafters.router import RouterDrafter
+from foretoken.methods.drafters.staged import StagedDrafter
+from foretoken.methods.drafters.texts import BESIDE, DraftTexts
+from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
-from foretoken.verifiers.compatibility import inner_rule
 from toys import engine, llama, serve
 
 ROOM = 2**22

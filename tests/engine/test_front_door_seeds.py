@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.controllers.constant import ConstantController
 from foretoken.core.noise import SEEDS
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
 from foretoken.llm import Llm, assemble
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
 from toys import tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]

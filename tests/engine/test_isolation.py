@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.controllers.base import Controller
-from foretoken.controllers.constant import ConstantController
 from foretoken.core import Budget, Context
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine import loop
 from foretoken.engine.errors import failure_of
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llama, llamas
 
 POISON = 31

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from tiny_tokenizer import tokenizer
 
-from foretoken.controllers.constant import ConstantController
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
 from foretoken.llm import Llm, Piece, load
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
 from toys import llamas, tables
 
 PROMPTS = [[0, 1, 2, 3, 0, 1], [3], [2, 2]]

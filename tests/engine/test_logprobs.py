@@ -7,15 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.recycling import RecyclingDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Request, Running
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.recycling import RecyclingDrafter
 from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llamas, serve
 
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]

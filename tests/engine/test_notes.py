@@ -12,11 +12,11 @@ from tiny_tokenizer import chat_tokenizer, ids_of, tokenizer
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from foretoken.controllers.constant import ConstantController
-from foretoken.drafters.ngram import NgramDrafter
+from foretoken.cli.jobs import read_jobs, run_jobs
 from foretoken.engine.background import AsyncLlm
-from foretoken.jobs import read_jobs, run_jobs
 from foretoken.llm import Llm
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.models.other.table import TableModel
 
 CHATML = (

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from foretoken import load
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.medusa import MedusaDrafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.drafters.ngram import NgramDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.prefixes import SHORTEST, Kept, Prefixes, common
 from foretoken.engine.request import Request, Running
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.medusa import MedusaDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.models.base import LanguageModel, Snapshot
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.stateful import StatefulModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llama, llamas, serve
 
 ROOM = 2**22

@@ -12,7 +12,7 @@ from test_conversation import llm
 from tiny_tokenizer import chat_tokenizer
 from transformers import BatchEncoding
 
-from foretoken.prompts import encode
+from foretoken.core.prompts import encode
 
 IDS = [5, 6, 7]
 ROWS = [[5, 6, 7], [8, 9, 5]]

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.reading import ALL, FEWEST, FIRST, PIECE, ReadingTime, shares
 from foretoken.engine.request import Request, Running
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llama, outputs, serve, tables
 
 CONTEXT = 4096

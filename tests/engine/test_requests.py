@@ -12,19 +12,19 @@ from torch import Tensor
 
 import foretoken
 from foretoken import registry
-from foretoken.controllers.base import Controller
-from foretoken.controllers.constant import ConstantController
 from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, Scores, StepRecord, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
+from foretoken.methods.verifiers.compatibility import right_verifiers
 from foretoken.models.base import Capabilities, CapabilityError, Feed
 from foretoken.models.other.table import TableModel
-from foretoken.sampling import SamplingParams
-from foretoken.verifiers.compatibility import right_verifiers
 from toys import engine, llamas, outputs, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]

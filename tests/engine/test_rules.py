@@ -15,17 +15,17 @@ import torch
 from tiny_tokenizer import Writer, eos, ids_of, tokenizer
 from torch import Tensor
 
-from foretoken.constraints import CannotGoOn
-from foretoken.controllers.constant import ConstantController
 from foretoken.core import OptionError
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.core.constraints import CannotGoOn
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.llm import Llm, Output
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.models.other.table import TableModel
-from foretoken.sampling import SamplingParams
 from toys import engine, fixed_tables, serve
 
 PROMPT = ids_of("The cat")

@@ -11,11 +11,11 @@ from tiny_tokenizer import Writer, tokenizer
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
-from foretoken.controllers.constant import ConstantController
-from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.ends import special_tokens
 from foretoken.engine.stopping import Stopper
 from foretoken.llm import Llm, Output
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.scripted import ScriptedDrafter
 
 END, START = "<|im_end|>", "<|im_start|>"
 

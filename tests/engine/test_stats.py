@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stats import SpecStats
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.models.base import Refusal
-from foretoken.sampling import SamplingParams
 from toys import engine, serve, tables
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from tiny_tokenizer import TEXT, Writer, eos, ids_of, tokenizer
 
-from foretoken.controllers.constant import ConstantController
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.stopping import Detokenizer, Stopper
 from foretoken.llm import Llm, Output, Piece
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
 from toys import tables
 
 PROMPT = ids_of("The cat")

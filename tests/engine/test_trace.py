@@ -9,16 +9,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request, Running
 from foretoken.engine.trace import RoundTrace
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.lookahead import LookaheadDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.models.other.table import TableModel
 from foretoken.registry import make
-from foretoken.sampling import Sampler, SamplingParams
 from toys import engine, outputs, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]

@@ -16,17 +16,17 @@ import fake_cuda
 from fake_graphs import fake_cuda_graphs
 from foretoken.core import NonFiniteLogitsError
 from foretoken.core.noise import Noise, send_together
+from foretoken.core.sampling import SamplingParams
 from foretoken.core.transfers import read_together
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.request import Request
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.verifiers.block import BlockVerifier
+from foretoken.methods.verifiers.lenient import LenientVerifier
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
-from foretoken.verifiers.block import BlockVerifier
-from foretoken.verifiers.lenient import LenientVerifier
 from toys import engine, llama
 
 Build = Callable[[LanguageModel, LanguageModel], Drafter | None]

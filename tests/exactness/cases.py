@@ -17,58 +17,61 @@ from typing import Any
 import torch
 from trained import taught, trained
 
-from foretoken.costs import TargetCost
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.bpd import BpdDrafter
-from foretoken.drafters.cascade import CascadeDrafter
-from foretoken.drafters.datastore import Datastore
-from foretoken.drafters.dflash import DflashDrafter
-from foretoken.drafters.dflash2 import Dflash2Drafter
-from foretoken.drafters.dspark import DsparkDrafter
-from foretoken.drafters.eagle import EagleDrafter
-from foretoken.drafters.eagle3 import Eagle3Drafter
-from foretoken.drafters.early_exit import EarlyExitDrafter
-from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.hydra import HydraDrafter
-from foretoken.drafters.jacobi import JacobiDrafter
-from foretoken.drafters.kangaroo import KangarooDrafter
-from foretoken.drafters.known import KnownDrafter
-from foretoken.drafters.layer_skip import LayerSkipDrafter
-from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.medusa import MedusaDrafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.mtp import MtpDrafter
-from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
-from foretoken.drafters.nets.decoder import LayerConfig
-from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
-from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
-from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
-from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
-from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
-from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
-from foretoken.drafters.nets.peagle import PeagleConfig, PeagleNet
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.ngram_cache import NgramCacheDrafter
-from foretoken.drafters.online import OnlineDrafter
-from foretoken.drafters.pard import PardDrafter
-from foretoken.drafters.pass_tokens import PassTokensDrafter
-from foretoken.drafters.peagle import PeagleDrafter
-from foretoken.drafters.prediction import PredictionDrafter
-from foretoken.drafters.quantized import QuantizedDrafter
-from foretoken.drafters.recycling import RecyclingDrafter
-from foretoken.drafters.retokenize import RetokenizeDrafter
-from foretoken.drafters.retrieval import RetrievalDrafter
-from foretoken.drafters.router import RouterDrafter
-from foretoken.drafters.sam import SamDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
-from foretoken.drafters.shared_vocab import SharedVocabDrafter
-from foretoken.drafters.sparse_kv import SparseKvDrafter
-from foretoken.drafters.staged import StagedDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.drafters.swift import SwiftDrafter
-from foretoken.drafters.vocabulary import Vocabulary
+from foretoken.core.costs import TargetCost
 from foretoken.loading.draft_models import windowed
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.bpd import BpdDrafter
+from foretoken.methods.drafters.cascade import CascadeDrafter
+from foretoken.methods.drafters.datastore import Datastore
+from foretoken.methods.drafters.dflash import DflashDrafter
+from foretoken.methods.drafters.dflash2 import Dflash2Drafter
+from foretoken.methods.drafters.dspark import DsparkDrafter
+from foretoken.methods.drafters.eagle import EagleDrafter
+from foretoken.methods.drafters.eagle3 import Eagle3Drafter
+from foretoken.methods.drafters.early_exit import EarlyExitDrafter
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.hydra import HydraDrafter
+from foretoken.methods.drafters.jacobi import JacobiDrafter
+from foretoken.methods.drafters.kangaroo import KangarooDrafter
+from foretoken.methods.drafters.known import KnownDrafter
+from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
+from foretoken.methods.drafters.lookahead import LookaheadDrafter
+from foretoken.methods.drafters.medusa import MedusaDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.mtp import MtpDrafter
+from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
+from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
+from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet
+from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
+from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.ngram_cache import NgramCacheDrafter
+from foretoken.methods.drafters.online import OnlineDrafter
+from foretoken.methods.drafters.pard import PardDrafter
+from foretoken.methods.drafters.pass_tokens import PassTokensDrafter
+from foretoken.methods.drafters.peagle import PeagleDrafter
+from foretoken.methods.drafters.prediction import PredictionDrafter
+from foretoken.methods.drafters.quantized import QuantizedDrafter
+from foretoken.methods.drafters.recycling import RecyclingDrafter
+from foretoken.methods.drafters.retokenize import RetokenizeDrafter
+from foretoken.methods.drafters.retrieval import RetrievalDrafter
+from foretoken.methods.drafters.router import RouterDrafter
+from foretoken.methods.drafters.sam import SamDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
+from foretoken.methods.drafters.shared_vocab import SharedVocabDrafter
+from foretoken.methods.drafters.sparse_kv import SparseKvDrafter
+from foretoken.methods.drafters.staged import StagedDrafter
+from foretoken.methods.drafters.suffix import SuffixDrafter
+from foretoken.methods.drafters.swift import SwiftDrafter
+from foretoken.methods.drafters.vocabulary import Vocabulary
+from foretoken.methods.trees.cost_aware import CostAware
+from foretoken.methods.trees.operations import first_nodes, from_paths
+from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -78,9 +81,6 @@ from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.variants.second_weights import OwnWeightsModel, Scheme
 from foretoken.training.recipes import RECIPES
-from foretoken.trees.cost_aware import CostAware
-from foretoken.trees.operations import first_nodes, from_paths
-from foretoken.verifiers.compatibility import inner_rule
 
 
 def predicting(drafter: KnownDrafter) -> KnownDrafter:

@@ -24,10 +24,10 @@ from matrix import SAMPLED_MODES
 from torch import Tensor
 
 from foretoken.core import Rng
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
-from foretoken.sampling import SamplingParams
 from toys import Distribution, joint_distribution
 
 Box = list[tuple[float, float]]

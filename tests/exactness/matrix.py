@@ -12,12 +12,12 @@ from torch import Tensor
 
 from foretoken import registry
 from foretoken.core import Kind
-from foretoken.drafters.base import Drafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.verifiers.base import Verifier
+from foretoken.methods.verifiers.compatibility import verifiers_for
 from foretoken.models.base import LanguageModel
-from foretoken.sampling import SamplingParams
-from foretoken.verifiers.base import Verifier
-from foretoken.verifiers.compatibility import verifiers_for
 from toys import joint_distribution, llamas, sampled_p_value, tables
 
 AUTO = "auto"

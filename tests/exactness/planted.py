@@ -19,15 +19,15 @@ from matrix import SAMPLED_BATCH, sampled_chance
 from torch import Tensor
 
 from foretoken import registry
-from foretoken.controllers.base import Controller
-from foretoken.controllers.confidence import ConfidenceController
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
-from foretoken.drafters.base import Drafter, Traits
-from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.loop import Engine
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.confidence import ConfidenceController
+from foretoken.methods.drafters.base import Drafter, Traits
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.verifiers.base import Coins, Verifier, draw, drawn_chance, leftover, residual, scaled
+from foretoken.methods.verifiers.block import pass_chance
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
-from foretoken.verifiers.base import Coins, Verifier, draw, drawn_chance, leftover, residual, scaled
-from foretoken.verifiers.block import pass_chance
 from toys import MarkovTable, engine, next_logits, tables
 
 

@@ -10,14 +10,14 @@ from matrix import SAMPLED_MODES
 
 from foretoken import registry
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
-from foretoken.sampling import SamplingParams
-from foretoken.trees.operations import from_paths
-from foretoken.verifiers.base import Verifier
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
+from foretoken.methods.trees.operations import from_paths
+from foretoken.methods.verifiers.base import Verifier
 from toys import (
     MarkovTable,
     engine,

@@ -16,16 +16,16 @@ from matrix import PENALTIES, rows
 
 from fake_cuda import Device, fake_cuda
 from foretoken import registry
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.online import OnlineDrafter
-from foretoken.drafters.quantized import QuantizedDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.online import OnlineDrafter
+from foretoken.methods.drafters.quantized import QuantizedDrafter
+from foretoken.methods.verifiers.base import Verifier
+from foretoken.methods.verifiers.compatibility import verifiers_for
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
-from foretoken.verifiers.base import Verifier
-from foretoken.verifiers.compatibility import verifiers_for
 from toys import engine, llama, outputs
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [0, 0, 31, 0], [9, 1, 2, 3, 4, 9, 1, 2, 30, 17]]

@@ -12,12 +12,12 @@ from exact_cells import BATCH, CAUGHT, TINY, differences, reference
 from torch import Tensor
 
 from foretoken.core import TokenTree
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.growing import Growing
-from foretoken.drafters.model import ModelDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.growing import Growing
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.base import Feed, Rows
-from foretoken.sampling import SamplingParams
 from toys import engine, llamas, outputs
 
 PROMPTS = [[0, 1, 2, 3, 0, 1], [3], [2, 2, 1]]

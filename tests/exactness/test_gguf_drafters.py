@@ -11,11 +11,11 @@ import torch
 from cases import CASES, Case
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import load_model
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.native import why_not
-from foretoken.sampling import SamplingParams
 from gguf_writer import write_model
 from toys import engine, outputs
 

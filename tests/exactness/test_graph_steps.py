@@ -9,10 +9,10 @@ from cases import CASES, Case
 from matrix import rows
 
 from fake_graphs import Recordings
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llama, outputs
 
 REQUESTS = [

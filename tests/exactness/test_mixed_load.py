@@ -21,6 +21,7 @@ from matrix import SEEDED_MODES, ban, rows
 from torch import Tensor
 
 from foretoken import registry
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine import requests
 from foretoken.engine.loop import Engine
 from foretoken.engine.prefixes import Prefixes
@@ -28,7 +29,6 @@ from foretoken.engine.request import Request, Running
 from foretoken.models.base import Snapshot
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llamas, serve
 
 MIXES = int(os.environ.get("FORETOKEN_MIXES", "2"))

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.core.noise import Noise
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.growing import Growing
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.growing import Growing
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.verifiers.base import Coins, Verifier, residual, verdict_at, walk_down
+from foretoken.methods.verifiers.coupled import CoupledVerifier
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.other.table import TableModel
-from foretoken.sampling import Sampler, SamplingParams
-from foretoken.verifiers.base import Coins, Verifier, residual, verdict_at, walk_down
-from foretoken.verifiers.coupled import CoupledVerifier
 from toys import (
     CAUGHT,
     FALSE_ALARM,

@@ -98,7 +98,7 @@ def planted_draws(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """All functions that drafters draw with are given the square of the distribution; which of them were called."""
     import sys
 
-    from foretoken.drafters import drawing
+    from foretoken.methods.drafters import drawing
 
     called: list[str] = []
     for name in ("draw_iid", "draw_each", "draw_without_replacement"):
@@ -108,7 +108,7 @@ def planted_draws(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             called.append(name)
             return one(distribution**2, *more)
 
-        for module in [m for key, m in sys.modules.items() if key.startswith("foretoken.drafters")]:
+        for module in [m for key, m in sys.modules.items() if key.startswith("foretoken.methods.drafters")]:
             if getattr(module, name, None) is right_one:
                 monkeypatch.setattr(module, name, wrong)
     return called
@@ -117,7 +117,7 @@ def planted_draws(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.slow
 def test_subtrees_that_share_their_draws_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traversal comes back from a rejected subtree to the next: tokens drawn once for both are no fresh draws there."""
-    import foretoken.drafters.drawn_tree as drawn_tree
+    import foretoken.methods.drafters.drawn_tree as drawn_tree
 
     pair = next(pair for pair in PROPOSING if pair.drafter == "medusa" and pair.case.label == "wor-tree-fresh")
     target, draft = toy_models(pair.case)

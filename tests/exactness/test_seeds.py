@@ -14,18 +14,18 @@ from cases import CASES, Case
 from matrix import SEEDED_MODES, rows
 
 from foretoken import registry
-from foretoken.controllers.base import Controller
-from foretoken.controllers.constant import ConstantController
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.router import RouterDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
 from foretoken.loading import build_controller
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.router import RouterDrafter
 from foretoken.models.base import LanguageModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llamas, outputs, serve
 
 PROMPTS = [

@@ -11,13 +11,13 @@ from cases import Case
 from matrix import SAMPLED_MODES, is_seeded, rows
 
 from foretoken.core import Budget
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.base import SequenceState
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llama, llamas, outputs, tables
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [9, 1, 2, 3, 4, 9, 1, 2, 30, 17, 12], [0, 0], [4, 5, 4, 5, 4]]

@@ -11,28 +11,28 @@ from cases import CASES, Case, bpd, eagle3, feature_drafter, hydra, kangaroo, me
 from matrix import rows
 
 from foretoken import load
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.cascade import CascadeDrafter
-from foretoken.drafters.eagle import EagleDrafter
-from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.known import KnownDrafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.mtp import MtpDrafter
-from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
-from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.ngram_cache import NgramCacheDrafter
-from foretoken.drafters.online import OnlineDrafter
-from foretoken.drafters.recycling import RecyclingDrafter
-from foretoken.drafters.router import RouterDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.drafters.swift import SwiftDrafter
-from foretoken.drafters.tenants import Tenants
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.cascade import CascadeDrafter
+from foretoken.methods.drafters.eagle import EagleDrafter
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.known import KnownDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.mtp import MtpDrafter
+from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.ngram_cache import NgramCacheDrafter
+from foretoken.methods.drafters.online import OnlineDrafter
+from foretoken.methods.drafters.recycling import RecyclingDrafter
+from foretoken.methods.drafters.router import RouterDrafter
+from foretoken.methods.drafters.suffix import SuffixDrafter
+from foretoken.methods.drafters.swift import SwiftDrafter
+from foretoken.methods.drafters.tenants import Tenants
+from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.models.base import LanguageModel
-from foretoken.sampling import SamplingParams
-from foretoken.verifiers.compatibility import inner_rule
 from toys import engine, llamas, serve
 
 ROOM = 2**24

@@ -17,8 +17,8 @@ from exact_cells import BATCH, CAUGHT, TINY, Reference, differences, reference
 from matrix import GREEDY_MODES, SAMPLED_MODES, Pair, pairs
 from test_matrix import NEW_TOKENS, PROMPTS, each, greedy_requests
 
-from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.engine.request import Request
+from foretoken.methods.drafters.early_exit import EarlyExitDrafter
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.low_rank import add_low_rank, merge_low_rank

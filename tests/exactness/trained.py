@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import torch
 from transformers import PreTrainedModel
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.pard import PardDrafter
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.pard import PardDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.models.huggingface import HuggingFaceModel

@@ -16,10 +16,10 @@ import pytest
 from filelock import FileLock
 
 import named_models as tiny
-from foretoken.io import fetching
-from foretoken.io.checkpoints import LoadError, check_source, is_gguf, located, resolve
-from foretoken.io.fetching import FetchError, fetch
-from foretoken.io.named_models import NamedModel, model_by_name, models_folder
+from foretoken.core.io import fetching
+from foretoken.core.io.checkpoints import LoadError, check_source, is_gguf, located, resolve
+from foretoken.core.io.fetching import FetchError, fetch
+from foretoken.core.io.named_models import NamedModel, model_by_name, models_folder
 
 CONTENT = b"GGUF" + os.urandom(2_000_000)
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import foretoken as ft
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
+from foretoken.methods.trees.operations import from_paths
 from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.layouts import usable_layouts
-from foretoken.trees.operations import from_paths
 
 pytestmark = pytest.mark.skipif(
     len(usable_layouts(torch.bfloat16)) == 1,

@@ -12,8 +12,8 @@ from checkpoints import new_model, prompt_of, save
 from torch import nn
 
 import foretoken as ft
-from foretoken.drafters.model import ModelDrafter
 from foretoken.llm import Llm
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models import wrap
 from foretoken.models.network.watch import Watch
 from test_hub import llama

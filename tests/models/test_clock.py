@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from fake_cuda import FakeCuda, fake_cuda
-from foretoken.drafters.model import ModelDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.base import Feed
 from foretoken.models.clock import now
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.sequential import SequentialModel
-from foretoken.sampling import SamplingParams
 from toys import engine, llama
 
 

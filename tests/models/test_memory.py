@@ -10,7 +10,7 @@ import torch
 from checkpoints import checkpoint, prompt_of
 
 import foretoken as ft
-from foretoken.drafters.model import ModelDrafter
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.cache.rectangle import CHUNK
 from foretoken.models.huggingface import HuggingFaceModel
 

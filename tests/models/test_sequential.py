@@ -12,11 +12,11 @@ import torch
 from checkpoints import VOCAB, new_model, plain_logits, prompt_of, save
 
 import foretoken as ft
-from foretoken.controllers.constant import ConstantController
 from foretoken.core import TokenTree
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.loop import Engine
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.models import wrap
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel

@@ -11,15 +11,15 @@ from checkpoints import VOCAB, new_model, prompt_of
 from hybrids import HYBRIDS, hybrid, unclamped, whole_float64
 
 import foretoken as ft
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.lab.parity.report import Settings
+from foretoken.lab.parity.run import run_parity
 from foretoken.loading.drafters import default_drafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.models import wrap
 from foretoken.models.base import CapabilityError
 from foretoken.models.stateful import StatefulModel
-from foretoken.parity.report import Settings
-from foretoken.parity.run import run_parity
 
 ABLE = [name for name in HYBRIDS if name not in ("mamba", "falcon_mamba", "jamba", "lfm2")]
 PROMPTS = [prompt_of(13), prompt_of(1, seed=1), [5, 6, 7, 8] * 3]

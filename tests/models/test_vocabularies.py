@@ -11,15 +11,15 @@ from checkpoints import new_model, prompt_of, save
 from scipy.stats import chi2_contingency
 
 import foretoken as ft
-from foretoken.controllers.constant import ConstantController
 from foretoken.core import TokenTree
 from foretoken.core.noise import unseeded_from
-from foretoken.drafters.model import ModelDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading import check_vocabularies
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.other.table import TableModel
-from foretoken.sampling import SamplingParams
 
 NARROW, WIDE = 100, 112
 

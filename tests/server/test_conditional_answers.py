@@ -12,8 +12,8 @@ pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
 
 from running_server import Running
 
-from foretoken.grammar import compile_language
 from foretoken.loading.generation_defaults import GenerationDefaults
+from foretoken.server.grammar import compile_language
 
 COLOURS = ["red", "green", "dark green", "dark"]
 CHOICE: dict[str, Any] = {"choice": COLOURS, "sampling": "conditional"}

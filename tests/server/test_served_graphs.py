@@ -12,8 +12,8 @@ from running_server import served
 
 import foretoken as ft
 from fake_graphs import Recordings
-from foretoken.drafters.model import ModelDrafter
 from foretoken.llm import Llm
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.server.config import Settings
 from foretoken.server.serving import Serving

@@ -270,8 +270,8 @@ def test_the_template_says_how_calls_are_written(template: str, form: Any) -> No
 
 def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
     """A grammar that spells them as text allows the token and then nothing behind it: the answer ended there."""
-    from foretoken.constraints import CannotGoOn
-    from foretoken.grammar import compile_constraint
+    from foretoken.core.constraints import CannotGoOn
+    from foretoken.server.grammar import compile_constraint
 
     tokenizer = ft.load("builtin", None).tokenizer
     tokenizer.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])

@@ -41,7 +41,7 @@ def make_with_template(settings: Settings) -> Llm:
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes the model say a text, by a grammar."""
     pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
-    from foretoken.grammar import compile_constraint
+    from foretoken.server.grammar import compile_constraint
 
     def say(text: str) -> None:
         async def scripted(body: Any, count: int, serving: Any, calls: str = "") -> list[Any]:

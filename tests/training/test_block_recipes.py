@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.controllers.constant import ConstantController
-from foretoken.drafters.nets.block_model import BlockModel
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.nets.block_model import BlockModel
 from foretoken.models.base import Feed
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.blocks import BlockRecipe, default_taps

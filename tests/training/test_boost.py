@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import foretoken as ft
-from foretoken.bench.alignment import Alignment
 from foretoken.cli.main import main
+from foretoken.lab.bench.alignment import Alignment
 from foretoken.loading import load_model
 from foretoken.training.boost import Boost, Stage, best_tokens, matched, ready_spec
 from foretoken.training.lm import LmConfig, train_lm

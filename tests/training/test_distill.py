@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import foretoken as ft
-from foretoken.bench.alignment import Alignment
 from foretoken.cli.main import main
-from foretoken.drafters.learning.divergences import LOSSES, divergence, log_distribution
+from foretoken.lab.bench.alignment import Alignment
 from foretoken.loading import load_model
+from foretoken.methods.drafters.learning.divergences import LOSSES, divergence, log_distribution
 from foretoken.training.distill import Distiller
 from foretoken.training.lm import LmConfig, train_lm
 from foretoken.training.loop import Progress

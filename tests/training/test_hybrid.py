@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import foretoken as ft
 from foretoken.cli.main import main
-from foretoken.formats import export_drafter
+from foretoken.training.formats import export_drafter
 from foretoken.training.hybrid import build_hybrid, start_from_llama
 from foretoken.training.lm import LmConfig, train_lm
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.drafters.pard import PardDrafter, mask_token
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import load_model
+from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.models.base import Feed
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.sampling import SamplingParams
 from foretoken.training.distill import Distiller, teach_mask
 from foretoken.training.mask_rows import kept_counts, mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.workshop import DistillConfig

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.jobs import Job, append, finished_ids, output_file, read_jobs
 from foretoken.cli.model_argument import HELP, model_before
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar
 from foretoken.cli.turns import tell_defaults
-from foretoken.jobs import Job, append, finished_ids, output_file, read_jobs
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
@@ -95,7 +95,7 @@ class Counts:
 
 
 def _run(common: Common, left: Sequence[Job], total: int, file: Any, max_running: int) -> Counts:
-    from foretoken.jobs import run_jobs
+    from foretoken.cli.jobs import run_jobs
 
     llm: Llm = common.load(own_sampling=True)
     tell_defaults(llm)

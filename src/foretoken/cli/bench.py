@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from foretoken.bench.specs import OTHER_ENGINES, check_arm
 from foretoken.cli.bench_serve import serve_command
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
 from foretoken.cli.output import json_only, progress_bar, screen
+from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm
 from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.cards.written import Origin
-    from foretoken.bench.run import BenchSettings
-    from foretoken.bench.summary import BenchResult
+    from foretoken.lab.bench.run import BenchSettings
+    from foretoken.lab.bench.summary import BenchResult
+    from foretoken.lab.report.cards.written import Origin
 
 _FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
 Number = TypeVar("Number", int, float)
@@ -100,9 +100,9 @@ def bench_command(
     cards = _cards(card or ())
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
-        from foretoken.bench.partial import check_out
-        from foretoken.bench.run import BenchSettings
-        from foretoken.measure.prompts import load_prompts, select
+        from foretoken.lab.bench.partial import check_out
+        from foretoken.lab.bench.run import BenchSettings
+        from foretoken.lab.prompts import load_prompts, select
 
         if out is not None:
             check_out(out, resume)
@@ -157,11 +157,11 @@ def _run(
     ignore_eos: bool,
     inflate: str | None,
 ) -> BenchResult:
-    from foretoken.bench.partial import partial_of
-    from foretoken.bench.run import run_bench
-    from foretoken.bench.serving import Shared
+    from foretoken.core.sampling import SamplingParams
+    from foretoken.lab.bench.partial import partial_of
+    from foretoken.lab.bench.run import run_bench
+    from foretoken.lab.bench.serving import Shared
     from foretoken.loading import load_model, load_tokenizer
-    from foretoken.sampling import SamplingParams
 
     SamplingParams(max(settings.temperatures), common.top_k, common.top_p, common.min_p)
     device = None if common.device == "auto" else common.device
@@ -306,16 +306,16 @@ def _cards(given: Sequence[Path]) -> dict[str, Path]:
 
 
 def _origin(common: Common, arms: Sequence[str], inflate: str | None) -> Origin:
-    from foretoken.bench.cards.written import origin
+    from foretoken.lab.report.cards.written import origin
 
     return origin(common.target, {"quantize": common.quantize, "inflate": inflate, "backend": common.backend}, arms)
 
 
 def _write_card(result: BenchResult, kind: str, file: Path, about: Origin | None) -> None:
-    from foretoken.bench.card import card
-    from foretoken.bench.cards.card import to_json
-    from foretoken.bench.cards.written import card_of
-    from foretoken.io.files import write_text
+    from foretoken.core.io.files import write_text
+    from foretoken.lab.bench.card import card
+    from foretoken.lab.report.cards.card import to_json
+    from foretoken.lab.report.cards.written import card_of
 
     text = card(result.cells, result.summary) if about is None or kind == ".md" else to_json(card_of(result, about))
     try:
@@ -332,8 +332,8 @@ def cards_command(
     as_json: Json = False,
 ) -> None:
     """Make one page of a folder of cards, with filters by CPU, model and method."""
-    from foretoken.bench.cards.page import write_page
     from foretoken.cli.output import check_out, print_json
+    from foretoken.lab.report.cards.page import write_page
 
     check_out(out)
     cards, rows, faults = write_page(folder, out)
@@ -356,8 +356,8 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Make a self-contained HTML page of a benchmark: bars, curves, and token trees round by round."""
-    from foretoken.bench.report import write_plots, write_report
     from foretoken.cli.output import print_json
+    from foretoken.lab.report import write_plots, write_report
 
     with json_only(as_json):
         write_report(run, out)

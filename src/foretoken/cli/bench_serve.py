@@ -15,8 +15,8 @@ from foretoken.cli.output import json_only, progress_bar, screen
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.load.run import LoadResult
-    from foretoken.bench.load.settings import Level
+    from foretoken.lab.bench.load.run import LoadResult
+    from foretoken.lab.bench.load.settings import Level
 
 Number = TypeVar("Number", int, float)
 _FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
@@ -106,7 +106,7 @@ def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst
     Raises:
         ValueError: something that is no number above 0, or bursts without a rate.
     """
-    from foretoken.bench.load.settings import Level
+    from foretoken.lab.bench.load.settings import Level
 
     if burst > 1 and not rate:
         raise ValueError("--burst says how many requests of a --rate arrive together: give --rate too")
@@ -138,7 +138,7 @@ def _object(text: str) -> dict[str, Any]:
 def _prompts(
     files: Sequence[Path] | None, format: str, category: Sequence[str] | None, most: int | None
 ) -> dict[str, Any]:
-    from foretoken.measure.prompts import load_prompts, select
+    from foretoken.lab.prompts import load_prompts, select
 
     loaded = [prompt for source in (files or [None]) for prompt in load_prompts(source, format)]  # type: ignore[list-item]
     return select(loaded, category or (), most)
@@ -155,12 +155,12 @@ def _measured(
 ) -> LoadResult:
     """Run it, and write its file."""
     try:
-        from foretoken.bench.load.run import parse_addresses, run_load
+        from foretoken.lab.bench.load.run import parse_addresses, run_load
     except ModuleNotFoundError as error:
         if error.name != "httpx":
             raise
         raise ValueError("a load test needs httpx: pip install 'foretoken[bench]'") from None
-    from foretoken.bench.load.settings import LoadSettings
+    from foretoken.lab.bench.load.settings import LoadSettings
 
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent} for --out")

@@ -194,7 +194,7 @@ class Session:
 
     def _prompt(self) -> list[int]:
         if self._has_template:
-            from foretoken.conversation import render
+            from foretoken.core.conversation import render
 
             return render(self._all(), self.llm.tokenizer)
         names = {"user": "User", "assistant": "Assistant"}

@@ -45,8 +45,8 @@ def build_command(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from foretoken.cli.output import json_only, print_json
-    from foretoken.drafters.datastore import build_datastore
     from foretoken.loading import load_tokenizer
+    from foretoken.methods.drafters.datastore import build_datastore
 
     with json_only(as_json):
         tokenizer = load_tokenizer(source)

@@ -19,7 +19,7 @@ from foretoken.cli.turns import prompt_for
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.compare import Comparison
+    from foretoken.lab.bench.compare import Comparison
     from foretoken.llm import Llm
 
 NAME = "smollm2"
@@ -88,8 +88,8 @@ def demo_command(
 
 def _chosen(fetch: bool) -> Show:
     """The real model; the built-in one, with the reason on stderr, where that is not here and cannot be had."""
-    from foretoken.io.checkpoints import located
-    from foretoken.io.named_models import MODELS
+    from foretoken.core.io.checkpoints import located
+    from foretoken.core.io.named_models import MODELS
 
     model = MODELS[NAME]
     try:

@@ -35,7 +35,7 @@ def doctor_command(
 def _measure(common: Common, repeat: int) -> dict[str, Any]:
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from foretoken.measure import machine
+    from foretoken.loading.measured import machine
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     # Drawn between the measurements only: an animated bar would take time from them.
@@ -71,7 +71,7 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
 
 
 def _about(source: str, target: Any) -> dict[str, Any]:
-    from foretoken.bench.inflate import target_name
+    from foretoken.lab.bench.inflate import target_name
     from foretoken.models.huggingface import HuggingFaceModel
     from foretoken.models.linear.packing import num_parameters
 

@@ -16,7 +16,7 @@ from foretoken.cli.output import json_only, print_json, progress_bar, screen
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from foretoken.bench.fitting import Fit, Subject
+    from foretoken.lab.bench.fitting import Fit, Subject
 
 
 @with_common(
@@ -71,7 +71,7 @@ class _Listing:
 
 
 def _listing(common: Common, folders: Sequence[Path]) -> _Listing:
-    from foretoken.bench.fitting import fits, ordered, places
+    from foretoken.lab.bench.fitting import fits, ordered, places
     from foretoken.loading import default_drafter
 
     common.check()
@@ -84,7 +84,7 @@ def _listing(common: Common, folders: Sequence[Path]) -> _Listing:
 
 
 def _subject(common: Common) -> Subject:
-    from foretoken.bench.fitting import Subject
+    from foretoken.lab.bench.fitting import Subject
     from foretoken.loading import load_tokenizer
 
     return Subject(

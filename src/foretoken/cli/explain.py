@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.output import has_colour
 from foretoken.engine.stopping import Detokenizer
-from foretoken.show.texts import token_texts as token_texts
+from foretoken.lab.report.show.texts import token_texts as token_texts
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
     from foretoken.engine.request import Origin
+    from foretoken.lab.report.show.run import Round
     from foretoken.llm import Llm, Output, Piece
-    from foretoken.show.run import Round
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "", "root": ""}
 MARKS = {"accepted": ("[", "]"), "recovered": ("<", ">"), "bonus": ("{", "}"), "plain": ("", "")}
@@ -180,7 +180,7 @@ def _joined(pieces: Sequence[Piece]) -> Output:
 
 
 def _print_trees(console: Console, output: Output, tokenizer: Any, colour: bool) -> None:
-    from foretoken.show.run import shown
+    from foretoken.lab.report.show.run import shown
 
     print_rounds(console, shown(output, tokenizer, "", ()).rounds, colour, "foretoken show draws them all")
 
@@ -197,7 +197,7 @@ def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: 
     """
     from rich.text import Text
 
-    from foretoken.show.lines import lines_of
+    from foretoken.lab.report.show.lines import lines_of
 
     for number, one in enumerate(rounds[first : first + TREES], first + 1):
         console.print(Text(f"round {number}: {one.caption}", "dim"), soft_wrap=True)

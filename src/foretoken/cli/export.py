@@ -11,7 +11,7 @@ import typer
 from foretoken.cli.model_argument import HELP, Target, existing_model, model_before
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
-from foretoken.formats.catalogue import ENGINES, methods, names
+from foretoken.training.formats.catalogue import ENGINES, methods, names
 
 Out = Annotated[Path, typer.Option(help="New folder; it appears whole or not at all.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier drafter at --out.")]
@@ -39,7 +39,7 @@ def export_command(
     model, (drafter,) = model_before(words, "DRAFTER")
     chosen = existing_model(model, target)
     with json_only(as_json):
-        from foretoken.formats import export_drafter
+        from foretoken.training.formats import export_drafter
 
         report = export_drafter(drafter, out, format, chosen, engine, force)
     _show(report, as_json, f"{report['method']} in the format {report['format']}")
@@ -77,8 +77,8 @@ def import_command(
     model, (source,) = model_before(words, "SOURCE")
     chosen = existing_model(model, target)
     with json_only(as_json):
-        from foretoken.formats import import_drafter
-        from foretoken.measure.acceptance import AcceptanceCheck
+        from foretoken.lab.acceptance import AcceptanceCheck
+        from foretoken.training.formats import import_drafter
 
         trial = AcceptanceCheck(expect) if check or expect is not None else None
         report = import_drafter(Path(source), out, chosen, method, force, trial)

@@ -20,8 +20,8 @@ from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaul
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.compare import Arm, Comparison
     from foretoken.engine.stats import SpecStats
+    from foretoken.lab.bench.compare import Arm, Comparison
     from foretoken.llm import Llm, Output
 
 DEFAULT_PROMPT = "The captain looked out over the sea and said nothing for a long time."
@@ -149,7 +149,7 @@ def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _inflated(llm: Llm) -> dict[str, Any]:
     """A note for JSON about an inflated target; nothing about another one."""
-    from foretoken.bench.inflate import inflation
+    from foretoken.lab.bench.inflate import inflation
 
     found = inflation(llm.target)
     return {} if found is None else {"inflation": found}
@@ -260,7 +260,7 @@ def compared(llm: Llm, prompt: str | list[int], options: dict[str, Any], repeat:
     Raises:
         ValueError: there is no drafter, or an option is wrong.
     """
-    from foretoken.bench.compare import compare
+    from foretoken.lab.bench.compare import compare
 
     if llm.drafter is None:
         raise ValueError(NOTHING_TO_COMPARE)

@@ -8,7 +8,7 @@ import typer
 
 from foretoken.cli.options import Json
 from foretoken.cli.output import print_json
-from foretoken.names import did_you_mean, unknown
+from foretoken.core.names import did_you_mean, unknown
 
 ROLES = ("drafter", "verifier", "tree", "controller")
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from foretoken.names import did_you_mean
+from foretoken.core.names import did_you_mean
 
 BUILTIN = "builtin"
 HELP = "builtin, a name that `foretoken models` lists, a model folder, a GGUF file, or a Hugging Face id."
@@ -40,7 +40,7 @@ def existing_model(model: str | None, target: str | None) -> str:
     Raises:
         ValueError: two different ones, or none at that place.
     """
-    from foretoken.io.checkpoints import check_source
+    from foretoken.core.io.checkpoints import check_source
 
     chosen = one_model(model, target)
     check_source(chosen)
@@ -55,7 +55,7 @@ def names_model(text: str) -> bool:
 
 def is_model(text: str) -> bool:
     """Whether a text names a model that is on this machine, or one that can be had by its name."""
-    from foretoken.io.named_models import MODELS
+    from foretoken.core.io.named_models import MODELS
 
     if text == BUILTIN or text.startswith(f"{BUILTIN}:") or text in MODELS:
         return True

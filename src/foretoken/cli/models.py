@@ -14,7 +14,7 @@ from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.io.fetching import Progress
+    from foretoken.core.io.fetching import Progress
 
 LICENCE = "Apache-2.0"
 """Of what comes with the package."""
@@ -54,11 +54,11 @@ def fetched(name: str, given: Path | None = None) -> Path:
     """The file of a named model, fetched if it is not here; what happens is told on stderr.
 
     Raises:
-        ValueError: an unknown name, or as :func:`foretoken.io.fetching.fetch`.
+        ValueError: an unknown name, or as :func:`foretoken.core.io.fetching.fetch`.
         OSError: the cache folder cannot be written.
     """
-    from foretoken.io.fetching import fetch
-    from foretoken.io.named_models import MB, model_by_name
+    from foretoken.core.io.fetching import fetch
+    from foretoken.core.io.named_models import MB, model_by_name
 
     model = model_by_name(name)
     if given is None and not model.is_cached:
@@ -71,8 +71,8 @@ def fetched(name: str, given: Path | None = None) -> Path:
 
 def catalogue() -> list[dict[str, Any]]:
     """A row per model, as the CLI's JSON prints it: ``bytes`` on disk, ``download_bytes``, ``cached``, ``path``."""
-    from foretoken.io.checkpoints import built_in_models
-    from foretoken.io.named_models import MODELS
+    from foretoken.core.io.checkpoints import built_in_models
+    from foretoken.core.io.named_models import MODELS
 
     ours = [
         _row(name, TITLES[name], LICENCE, sum(file.stat().st_size for file in folder.iterdir()), 0, folder, True)
@@ -101,7 +101,7 @@ def _row(
 
 def _print(found: list[dict[str, Any]]) -> None:
     """A line per model, and below it where it is or how to get it."""
-    from foretoken.io.named_models import MB
+    from foretoken.core.io.named_models import MB
 
     console = screen()
     width, titles = (max(len(row[key]) for row in found) for key in ("name", "title"))

@@ -132,8 +132,8 @@ class Common:
             ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.
         """
         self.check()
+        from foretoken.core.sampling import SamplingParams
         from foretoken.llm import load
-        from foretoken.sampling import SamplingParams
 
         SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
         chosen = drafter or self.drafter
@@ -154,7 +154,7 @@ class Common:
         )
         self._tell_inflated(llm.target)
         if own_sampling:  # a command that answers; others measure
-            from foretoken.measure.busy import settle_threads
+            from foretoken.loading.measured.busy import settle_threads
 
             if (told := settle_threads(llm.target)) is not None:
                 print(f"warning: {told}", file=sys.stderr)
@@ -182,7 +182,7 @@ class Common:
     def _tell_inflated(self, target: LanguageModel) -> None:
         """Whatever is printed below is about an inflated target: say so first."""
         if self.inflate is not None:
-            from foretoken.bench.inflate import target_name
+            from foretoken.lab.bench.inflate import target_name
 
             print(f"target: {target_name(target, self.target)}", file=sys.stderr)
 

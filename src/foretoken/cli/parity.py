@@ -14,9 +14,9 @@ from foretoken.cli.parity_certificate import before_certifying, verify_certifica
 from foretoken.cli.parity_report import print_report, run_on
 
 if TYPE_CHECKING:
+    from foretoken.lab.parity.report import Report
+    from foretoken.lab.parity.run import Settings
     from foretoken.models.base import LanguageModel
-    from foretoken.parity.report import Report
-    from foretoken.parity.run import Settings
 
 _DIFFERENCE, _INTERRUPTED = 1, 130
 _TOKENS, _SAMPLES, _FALSE_ALARM = 32, 128, 1e-3
@@ -106,8 +106,8 @@ def _refuse_beside_verify(common: Common, own: dict[str, Any]) -> None:
 def _settings(
     common: Common, modes: list[str] | None, samples: int, false_alarm: float, repetition_penalty: float
 ) -> Settings:
-    from foretoken.parity.report import MODES
-    from foretoken.parity.run import Settings
+    from foretoken.lab.parity.report import MODES
+    from foretoken.lab.parity.run import Settings
 
     return Settings(
         target_source=common.target,
@@ -135,7 +135,7 @@ def _run(
     common: Common, drafters: list[str] | None, prompts: Path | None, settings: Settings
 ) -> tuple[Report, bool, LanguageModel]:
     """The report, whether Ctrl-C cut it short, and the target."""
-    from foretoken.parity.run import read_prompts
+    from foretoken.lab.parity.run import read_prompts
 
     texts = read_prompts(prompts)
     target = common.load_target()

@@ -13,9 +13,9 @@ from foretoken.cli.output import json_only, print_json, screen
 from foretoken.cli.parity_report import print_report, run_on
 
 if TYPE_CHECKING:
+    from foretoken.lab.parity.report import Report, Settings
+    from foretoken.lab.parity.verification import Verification
     from foretoken.models.base import LanguageModel
-    from foretoken.parity.report import Report, Settings
-    from foretoken.parity.verification import Verification
 
 _NOT_VERIFIED, _INTERRUPTED = 1, 130
 OPTIONS = ("dtype", "device", "inflate", "quantize")
@@ -34,7 +34,7 @@ def before_certifying(file: Path, common: Common) -> dict[str, str]:
         )
     if common.profile is not None:
         raise ValueError("a certificate names no profile: give --drafter, --verifier and --controller instead")
-    from foretoken.parity.weights import model_checksums
+    from foretoken.lab.parity.weights import model_checksums
 
     return model_checksums(common.target)
 
@@ -52,8 +52,8 @@ def write_certificate(
     if not report.complete:
         console.print(f"{file} was not written: the run was broken off", soft_wrap=True)
         return
-    from foretoken.io.files import write_text
-    from foretoken.parity.certificate import certify, to_json
+    from foretoken.core.io.files import write_text
+    from foretoken.lab.parity.certificate import certify, to_json
 
     options = {name: getattr(common, name) for name in OPTIONS}
     write_text(file, to_json(certify(report, settings, target, options, checksums)))
@@ -75,8 +75,8 @@ def verify_certificate(
     Raises:
         ValueError: no whole certificate, or it is about another model or drafter.
     """
-    from foretoken.parity.certificate import check_weights, read_certificate
-    from foretoken.parity.verification import compare
+    from foretoken.lab.parity.certificate import check_weights, read_certificate
+    from foretoken.lab.parity.verification import compare
 
     certificate = read_certificate(file)
     named = common.target if common.target != Common.target else certificate.model["source"]

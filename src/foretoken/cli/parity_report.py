@@ -11,11 +11,11 @@ from foretoken.cli.output import progress_bar, screen
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.measure.prompts import BenchPrompt
+    from foretoken.lab.parity.report import Check, Report
+    from foretoken.lab.parity.run import Settings
+    from foretoken.lab.prompts import BenchPrompt
     from foretoken.models.base import LanguageModel
     from foretoken.options import Prompt
-    from foretoken.parity.report import Check, Report
-    from foretoken.parity.run import Settings
 
 _WIDEST = 110
 """Columns of the table, however narrow the terminal is; a longer spec is folded."""
@@ -29,9 +29,9 @@ def run_on(
     settings: Settings,
 ) -> tuple[Report, bool]:
     """The report on a target that is loaded, and whether Ctrl-C cut it short."""
+    from foretoken.lab.parity.report import Report
+    from foretoken.lab.parity.run import run_parity
     from foretoken.loading import load_tokenizer
-    from foretoken.parity.report import Report
-    from foretoken.parity.run import run_parity
 
     report = Report()
     bar: AbstractContextManager[Callable[[int, int, str], None]] = progress_bar()
@@ -85,7 +85,7 @@ def _print_power(console: Console, report: Report, settings: Settings) -> None:
 
 
 def _print_verdict(console: Console, report: Report) -> None:
-    from foretoken.parity.verdict import verdict
+    from foretoken.lab.parity.verdict import verdict
 
     colours = {"good": "bold green", "bad": "bold red", "even": ""}
     for remark in verdict(report):

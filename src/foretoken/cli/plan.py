@@ -12,9 +12,9 @@ from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.costs import RoundCosts
-    from foretoken.theory.assumptions import Assumptions
-    from foretoken.theory.planner import Plan
+    from foretoken.core.costs import RoundCosts
+    from foretoken.lab.plan.assumptions import Assumptions
+    from foretoken.lab.plan.planner import Plan
 
 LEGEND = (
     "tokens: per round; ops and reads: arithmetic, and reads of the target's weights, per token over plain decoding; "
@@ -65,14 +65,14 @@ def plan_command(
         plan_options.check_writable(plot)
     from dataclasses import replace
 
-    from foretoken.theory.planner import plan, summary
+    from foretoken.lab.plan.planner import plan, summary
 
     given, name = _assumptions(alpha, survival, c, overhead, v, operations, profile, drafter, lengths, batches[0])
     given = replace(given, guesses=guesses)
     with json_only(as_json):
         made = plan(given, lengths, batches, shapes, siblings)
         if plot is not None:
-            from foretoken.theory.plots import plot as draw
+            from foretoken.lab.plan.plots import plot as draw
 
             draw(made, plot)
         if not as_json:
@@ -105,7 +105,7 @@ def _assumptions(
     """What is assumed, and which drafter of a profile that is."""
     from dataclasses import replace
 
-    from foretoken.theory.assumptions import Assumptions
+    from foretoken.lab.plan.assumptions import Assumptions
 
     if alpha is not None and survival is not None:
         raise ValueError("give --alpha or --survival, not both")
@@ -134,7 +134,7 @@ def _assumptions(
 
 def _measured(costs: RoundCosts, drafter: str | None, lengths: list[int], batch: int) -> tuple[Assumptions, str]:
     """The profile's drafter of that name, or the one that promises most."""
-    from foretoken.theory.assumptions import Assumptions
+    from foretoken.lab.plan.assumptions import Assumptions
 
     if not costs.drafters:
         raise ValueError("the profile has no measured drafters: run `foretoken tune` again, or give --alpha and --c")
@@ -151,7 +151,7 @@ def _print(made: Plan, name: str | None, plot: Path | None) -> None:
     from rich import box
     from rich.table import Table
 
-    from foretoken.theory.planner import summary
+    from foretoken.lab.plan.planner import summary
 
     console = screen()
     style = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}

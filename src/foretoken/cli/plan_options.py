@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from foretoken.costs import RoundCosts
-    from foretoken.theory.assumptions import CallCost
+    from foretoken.core.costs import RoundCosts
+    from foretoken.lab.plan.assumptions import CallCost
 
 LONGEST = 512
 """Longest draft that is worked out."""
@@ -19,8 +19,8 @@ LEAVES = 4096
 
 def read_costs(file: Path) -> RoundCosts:
     """The measured costs in a profile."""
-    from foretoken.costs import RoundCosts
-    from foretoken.theory.assumptions import Assumptions
+    from foretoken.core.costs import RoundCosts
+    from foretoken.lab.plan.assumptions import Assumptions
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -41,8 +41,8 @@ def read_costs(file: Path) -> RoundCosts:
 
 def curve(text: str) -> CallCost:
     """v(n): ``flat``, ``1:1,8:1.1,...`` or ``roofline,key=value,...``."""
-    from foretoken.costs import TargetCost
-    from foretoken.theory.assumptions import Flat, Measured
+    from foretoken.core.costs import TargetCost
+    from foretoken.lab.plan.assumptions import Flat, Measured
 
     if text.strip() == "flat":
         return Flat()
@@ -66,8 +66,8 @@ def curve(text: str) -> CallCost:
 def _roofline(text: str) -> CallCost:
     from dataclasses import fields
 
+    from foretoken.lab.plan.roofline import Roofline
     from foretoken.registry import parse_spec
-    from foretoken.theory.roofline import Roofline
 
     kinds = {f.name: int if f.type == "int" else float for f in fields(Roofline)}
     needed, options = ("parameters", "bandwidth", "flops"), parse_spec(text).options

@@ -98,7 +98,7 @@ def serve_command(
     }
     if target is not None:
         flags["model"] = one_model(model, target)
-    from foretoken.io.checkpoints import check_source
+    from foretoken.core.io.checkpoints import check_source
     from foretoken.server import logs
     from foretoken.server.config import settings_from
     from foretoken.server.lifecycle import listener, run
@@ -111,7 +111,7 @@ def serve_command(
     _check_extra()
     logs.install()
     if replicas > 1:
-        from foretoken.server.scale import check_ray, serve_replicas
+        from foretoken.server.cluster.scale import check_ray, serve_replicas
 
         check_ray()
         sock = listener(settings)

@@ -15,9 +15,9 @@ from foretoken.cli.show_trace import Asked, show_trace, trace_file, write_whole
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
+    from foretoken.lab.prompts import BenchPrompt
+    from foretoken.lab.report.show.run import Shown
     from foretoken.llm import Llm, Output
-    from foretoken.measure.prompts import BenchPrompt
-    from foretoken.show.run import Shown
 
 KINDS = (".html", ".svg", ".jsonl")
 PAGE = Path("show.html")
@@ -78,7 +78,7 @@ def show_command(
         prompt = prompt_for(llm, text, system, raw, common.target) if row is None else row.encode(llm.tokenizer)
         output = llm.generate(prompt, **options, explain=True)
         tell_empty(llm, output.note, raw)
-        from foretoken.show.run import shown
+        from foretoken.lab.report.show.run import shown
 
         text = str(_in_words(llm, prompt)) if row is not None and row.messages else text
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
@@ -98,7 +98,7 @@ def _row_of(file: Path | None) -> BenchPrompt | None:
     """
     if file is None or ".jsonl" not in file.suffixes:
         return None
-    from foretoken.measure.prompts import load_prompts
+    from foretoken.lab.prompts import load_prompts
 
     rows = load_prompts(file)
     if len(rows) > 1:
@@ -112,8 +112,8 @@ def _in_words(llm: Llm, prompt: Any) -> Any:
 
 def _drawn(run: Shown, kind: str, number: int | None) -> tuple[str, int]:
     from foretoken import __version__
-    from foretoken.show import page, picture
-    from foretoken.show.trace_file import to_lines
+    from foretoken.lab.report.show import page, picture
+    from foretoken.lab.report.show.trace_file import to_lines
 
     if kind == ".jsonl":
         return "\n".join(to_lines(run, f"foretoken {__version__}")) + "\n", len(run.rounds)

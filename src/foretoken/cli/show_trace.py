@@ -13,9 +13,9 @@ from foretoken.cli.output import check_out, has_colour, print_json, screen
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.show.run import Shown
-    from foretoken.show.totals import Total
-    from foretoken.show.trace_file import Trace
+    from foretoken.lab.report.show.run import Shown
+    from foretoken.lab.report.show.totals import Total
+    from foretoken.lab.report.show.trace_file import Trace
 
 SUFFIX = ".jsonl"
 OWN = frozenset({"words", "out", "request", "number", "as_json"})
@@ -67,7 +67,7 @@ def show_trace(file: Path, asked: Asked) -> None:
     Raises:
         ValueError: a broken trace, no such request or round, or a page that cannot be written.
     """
-    from foretoken.show.trace_file import read_trace
+    from foretoken.lab.report.show.trace_file import read_trace
 
     if asked.out is not None:
         check_out(asked.out)
@@ -87,7 +87,7 @@ def show_trace(file: Path, asked: Asked) -> None:
 
 
 def _write(out: Path, trace: Trace, run: Shown, number: int | None) -> None:
-    from foretoken.show import page, picture
+    from foretoken.lab.report.show import page, picture
 
     if out.suffix.lower() == ".html":
         text = page.render(run, _table(trace))
@@ -104,7 +104,7 @@ def write_whole(out: Path, text: str) -> None:
     Raises:
         ValueError: it cannot be written.
     """
-    from foretoken.io.files import write_text
+    from foretoken.core.io.files import write_text
 
     try:
         write_text(out, text)
@@ -123,7 +123,7 @@ def _print(console: Console, trace: Trace, run: Shown, number: int | None) -> No
     from rich.text import Text
 
     from foretoken.cli.explain import coloured, legend, print_rounds
-    from foretoken.show.totals import HEADS
+    from foretoken.lab.report.show.totals import HEADS
 
     colour = has_colour(console)
     for name, value in run.facts:

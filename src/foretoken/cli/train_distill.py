@@ -18,7 +18,7 @@ from foretoken.cli.train_options import Data, Every, SaveMinutes, Steps, load_ta
 from foretoken.cli.train_progress import progress_bars, stop_on_signals
 
 if TYPE_CHECKING:
-    from foretoken.bench.alignment import Alignment
+    from foretoken.lab.bench.alignment import Alignment
     from foretoken.training.loop import Progress
     from foretoken.training.workshop import DistillConfig, Workshop
 
@@ -179,14 +179,14 @@ def open_shop(
 
 def measure_of(shop: Workshop) -> Alignment | None:
     """What measures students of this target on held-out text; ``None`` when nothing was held out."""
-    from foretoken.bench.alignment import PROMPT_TOKENS, PROMPTS, Alignment
+    from foretoken.lab.bench.alignment import PROMPT_TOKENS, PROMPTS, Alignment
 
     prompts = shop.held_prompts(PROMPTS, min(PROMPT_TOKENS, shop.target.context_length // 2))
     return Alignment(shop.target, prompts, shop.config.seed) if len(prompts) else None
 
 
 def _describe(measured: dict[str, Any] | None) -> str:
-    from foretoken.bench.alignment import describe
+    from foretoken.lab.bench.alignment import describe
 
     return describe(measured) if measured else "nothing held out"
 

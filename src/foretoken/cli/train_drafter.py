@@ -35,8 +35,8 @@ from foretoken.cli.train_options import (
 from foretoken.cli.train_progress import Stop, TrainingBar, stop_on_signals, training_bar
 
 if TYPE_CHECKING:
-    from foretoken.controllers.base import Controller
-    from foretoken.drafters.base import Drafter
+    from foretoken.methods.controllers.base import Controller
+    from foretoken.methods.drafters.base import Drafter
     from foretoken.models.base import LanguageModel
     from foretoken.training.recipes.base import Recipe
     from foretoken.training.trainer import TrainConfig

@@ -30,7 +30,7 @@ from foretoken.cli.train_options import (
 from foretoken.cli.train_progress import stop_on_signals, training_bar
 
 if TYPE_CHECKING:
-    from foretoken.drafters.base import Drafter
+    from foretoken.methods.drafters.base import Drafter
     from foretoken.models.base import LanguageModel
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import Trainer
@@ -113,8 +113,8 @@ def load_pair(target: str, draft: str, device: str | None = None) -> tuple[Langu
 
 def _trial(trainer: Trainer, recipe: SpecdecPpRecipe) -> Callable[[Drafter, LanguageModel], Mapping[str, Any]] | None:
     """Runs the head of the moment with both models on held-out text, and the same draft model without it."""
-    from foretoken.controllers.constant import ConstantController
-    from foretoken.controllers.specdec_pp import SpecdecPpController
+    from foretoken.methods.controllers.constant import ConstantController
+    from foretoken.methods.controllers.specdec_pp import SpecdecPpController
 
     prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, recipe.judge.context_length // 2))
     if not prompts:

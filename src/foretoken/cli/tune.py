@@ -12,7 +12,7 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.tune.layer_skip import Outcome, Search, Workload
+    from foretoken.lab.tune.layer_skip import Outcome, Search, Workload
 
 app = typer.Typer(
     cls=ModelGroup,
@@ -55,11 +55,11 @@ def layer_skip_command(
 
 
 def _workload(common: Common, prompts: Path | None, new_tokens: int, most: int, k: int) -> Workload:
-    from foretoken.drafters.own_layers import num_layers_of
+    from foretoken.core.sampling import SamplingParams
+    from foretoken.lab.parity.run import read_prompts
+    from foretoken.lab.tune.layer_skip import Workload, fitting_prompts
     from foretoken.loading import load_tokenizer
-    from foretoken.parity.run import read_prompts
-    from foretoken.sampling import SamplingParams
-    from foretoken.tune.layer_skip import Workload, fitting_prompts
+    from foretoken.methods.drafters.own_layers import num_layers_of
 
     SamplingParams(common.temperature)
     texts = read_prompts(prompts)
@@ -72,7 +72,7 @@ def _workload(common: Common, prompts: Path | None, new_tokens: int, most: int, 
 def _search(workload: Workload, out: Path, trials: int, resume: bool) -> Outcome:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from foretoken.tune.layer_skip import tune
+    from foretoken.lab.tune.layer_skip import tune
 
     console = screen(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -16,7 +16,7 @@ from foretoken.cli.options import Common, Json, given_options, with_common
 from foretoken.cli.output import check_out, json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.tune.tuned import Job, Outcome, Row
+    from foretoken.lab.tune.tuned import Job, Outcome, Row
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that SIGTERM has ended."""
@@ -119,13 +119,13 @@ def _job(
 ) -> Job:
     if not minutes > 0:
         raise ValueError(f"--minutes must be above 0, not {minutes:g}")
-    from foretoken.conversation import turn_ends
+    from foretoken.core.conversation import turn_ends
+    from foretoken.core.sampling import SamplingParams
+    from foretoken.lab.prompts import load_prompts, prompts_of_kind
+    from foretoken.lab.tune.choices import parse_names
+    from foretoken.lab.tune.tuned import Job
     from foretoken.loading import load_tokenizer
-    from foretoken.measure.busy import settle_threads
-    from foretoken.measure.prompts import load_prompts, prompts_of_kind
-    from foretoken.sampling import SamplingParams
-    from foretoken.tune.choices import parse_names
-    from foretoken.tune.tuned import Job
+    from foretoken.loading.measured.busy import settle_threads
 
     common.check()
     SamplingParams(common.temperature)
@@ -163,7 +163,7 @@ def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
     Raises:
         ValueError: no such folder or file, or a damaged profile.
     """
-    from foretoken.bench.fitting import offered, places
+    from foretoken.lab.bench.fitting import offered, places
     from foretoken.loading import read_profile
 
     named = None if common.profile is None else read_profile(common.profile).get("drafter")
@@ -198,8 +198,8 @@ def _tuned(job: Job, out: Path) -> Outcome:
     """Search, and keep the profile."""
     if out.is_dir():
         raise ValueError(f"{out} is a folder: name a file for the profile")
-    from foretoken.io.files import write_json
-    from foretoken.tune.search import tune
+    from foretoken.core.io.files import write_json
+    from foretoken.lab.tune.search import tune
 
     console = screen(stderr=True)
     bar = _Bar(console)

@@ -11,8 +11,8 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.drafters.base import Drafter
-    from foretoken.tune.tree import Outcome, Workload
+    from foretoken.lab.tune.tree import Outcome, Workload
+    from foretoken.methods.drafters.base import Drafter
 
 DEFAULT = "medusa"
 
@@ -64,11 +64,11 @@ def _workload(
     max_nodes: int,
     max_depth: int,
 ) -> Workload:
+    from foretoken.core.sampling import SamplingParams
+    from foretoken.lab.parity.run import read_prompts
+    from foretoken.lab.tune.layer_skip import fitting_prompts
+    from foretoken.lab.tune.tree import SIZES, Workload
     from foretoken.loading import build_drafter, load_tokenizer
-    from foretoken.parity.run import read_prompts
-    from foretoken.sampling import SamplingParams
-    from foretoken.tune.layer_skip import fitting_prompts
-    from foretoken.tune.tree import SIZES, Workload
 
     SamplingParams(common.temperature)
     texts = read_prompts(prompts)
@@ -86,8 +86,8 @@ def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: 
     Raises:
         ValueError: a drafter that fills no fixed tree, or a shape or temperature that it cannot be measured for.
     """
-    from foretoken.drafters.heads import HeadsDrafter
-    from foretoken.drafters.model import ModelDrafter
+    from foretoken.methods.drafters.heads import HeadsDrafter
+    from foretoken.methods.drafters.model import ModelDrafter
     from foretoken.registry import rows
 
     # Drafters that run the target's own layers look at a request's states, which a tuner does not have.
@@ -109,8 +109,8 @@ def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: 
 
 
 def _tuned(work: Workload) -> Outcome:
-    from foretoken.drafters.heads import HeadsDrafter
-    from foretoken.tune import positional, tree
+    from foretoken.lab.tune import positional, tree
+    from foretoken.methods.drafters.heads import HeadsDrafter
 
     tune = tree.tune if isinstance(work.drafter, HeadsDrafter) else positional.tune
     with screen(stderr=True).status("starting") as status:

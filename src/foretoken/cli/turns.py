@@ -27,7 +27,7 @@ def check_turn(system: str | None, raw: bool) -> None:
 
 def is_chat_model(llm: Llm) -> bool:
     """Whether the model's tokenizer has a chat template."""
-    from foretoken.conversation import has_template
+    from foretoken.core.conversation import has_template
 
     return llm.tokenizer is not None and has_template(llm.tokenizer)
 
@@ -42,7 +42,7 @@ def check_system(llm: Llm, system: str | None, target: str) -> None:
         return
     if not is_chat_model(llm):
         raise ValueError(f"{target} has no chat template, which --system needs: put the instructions into the prompt")
-    from foretoken.conversation import render
+    from foretoken.core.conversation import render
 
     render([{"role": "system", "content": system}, {"role": "user", "content": "Hello"}], llm.tokenizer)
 
@@ -58,7 +58,7 @@ def prompt_for(llm: Llm, text: str, system: str | None, raw: bool, target: str) 
         return text
     if not text.strip():
         raise ValueError("the prompt is empty: give at least one character")
-    from foretoken.conversation import render
+    from foretoken.core.conversation import render
 
     messages = [{"role": "user", "content": text}]
     return render([{"role": "system", "content": system}, *messages] if system is not None else messages, llm.tokenizer)

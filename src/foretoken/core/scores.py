@@ -34,7 +34,7 @@ class NothingAllowedError(NonFiniteLogitsError):
 
 
 class SamplingPipeline(Protocol):
-    """Turns logits into the distribution that a token is drawn from (:mod:`foretoken.sampling`)."""
+    """Turns logits into the distribution that a token is drawn from (:mod:`foretoken.core.sampling`)."""
 
     greedy: bool
     fixed: bool
@@ -88,7 +88,7 @@ class Scores:
         maker: the sampling pipeline of the request.
         taps: hidden states that the drafter asked for, by name, each [N, D].
         made: [n, V] target distributions of the first n nodes, where they were made for the whole batch
-            (:mod:`foretoken.verifiers.batched`).
+            (:mod:`foretoken.methods.verifiers.batched`).
         weights: p(x) and q(x) of all drafts of a chain, where they were read for the whole batch.
         chosen: the token after every node, where they were looked up for the whole batch.
         stuck: paths of tokens below the root after which the request lets nothing follow, of those that were looked at.

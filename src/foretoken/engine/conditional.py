@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.constraints import CannotGoOn, FiniteLanguage
 from foretoken.core import Context, Kind, NothingAllowedError, OptionError, Scores, TokenTree, Verdict
+from foretoken.core.constraints import CannotGoOn, FiniteLanguage
+from foretoken.core.sampling import FILTERS, SamplingParams
 from foretoken.engine.request import Request
+from foretoken.methods.trees.operations import select
+from foretoken.methods.verifiers.base import Coins, Verifier, draw
 from foretoken.models.base import Feed, LanguageModel
-from foretoken.sampling import FILTERS, SamplingParams
-from foretoken.trees.operations import select
-from foretoken.verifiers.base import Coins, Verifier, draw
 
 MOST_NODES = 2048
 """Nodes of a language's tree: scoring them takes what reading a prompt of as many tokens takes."""

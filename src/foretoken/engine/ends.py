@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foretoken.constraints import CannotGoOn
+from foretoken.core.constraints import CannotGoOn
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stopping import FinishReason
 from foretoken.models.base import LanguageModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foretoken.constraints import CannotGoOn
+from foretoken.core.constraints import CannotGoOn
 
 
 class QueueFull(RuntimeError):

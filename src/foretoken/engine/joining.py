@@ -9,13 +9,13 @@ import torch
 
 from foretoken.core import Context, OptionError, Rng
 from foretoken.core.noise import Noise, random_seed
+from foretoken.core.sampling import LogitsProcessor, Sampler
 from foretoken.engine.conditional import LanguageRound, whole_params
 from foretoken.engine.ends import ends_of, rules_of
 from foretoken.engine.processors import AllowedTokens, BadWords, MinTokens
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stopping import Stopper
 from foretoken.models.base import LanguageModel
-from foretoken.sampling import LogitsProcessor, Sampler
 
 
 def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Stopper:

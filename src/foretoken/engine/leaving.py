@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.drafters.texts import DraftText, DraftTexts
 from foretoken.engine.prefixes import SHORTEST, Kept, KeptDraft, Prefixes, common
 from foretoken.engine.request import Running
+from foretoken.methods.drafters.texts import DraftText, DraftTexts
 from foretoken.models.base import LanguageModel, Snapshot
 
 

@@ -21,22 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.controllers.base import Controller
 from foretoken.core import Budget, Kind, RoundTimes, Scores, StepRecord, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.texts import ALL, BESIDE, DraftTexts
 from foretoken.engine.ends import end_where_nothing_follows
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
 from foretoken.engine.requests import CHANGED, Requests, Turn
 from foretoken.engine.trace import trace
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.texts import ALL, BESIDE, DraftTexts
+from foretoken.methods.trees.operations import truncate
+from foretoken.methods.verifiers.base import Verifier
+from foretoken.methods.verifiers.batched import verify_batch
+from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, check_proposals
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.clock import now
 from foretoken.models.forward.attention import few_plans
-from foretoken.trees.operations import truncate
-from foretoken.verifiers.base import Verifier
-from foretoken.verifiers.batched import verify_batch
-from foretoken.verifiers.compatibility import auto_verifier, check_pair, check_proposals
 
 OnRound = Callable[[Sequence[Running], Sequence[TokenTree], Sequence[Verdict], RoundTimes], None]
 """Told of every round: the requests, their trees and verdicts, and (draft_s, target_s, verify_s, total_s)."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from foretoken.core import portions
+from foretoken.core.portions import portions
 from foretoken.engine.logprobs import logprobs_of
 from foretoken.engine.request import Running
 from foretoken.models.base import Feed, LanguageModel

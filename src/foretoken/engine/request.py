@@ -9,15 +9,15 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from foretoken.constraints import Constraint, FiniteLanguage
 from foretoken.core import Context, TokenTree
+from foretoken.core.constraints import Constraint, FiniteLanguage
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import FinishReason, Stopper
 from foretoken.engine.trace import RoundTrace
+from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.base import LanguageModel, SequenceState
-from foretoken.sampling import SamplingParams
-from foretoken.verifiers.base import Verifier
 
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
 

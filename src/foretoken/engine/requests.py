@@ -17,10 +17,7 @@ from typing import Any
 
 import torch
 
-from foretoken.controllers.base import Controller
 from foretoken.core import NonFiniteLogitsError, Scores, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.texts import DraftText, DraftTexts, Pace
 from foretoken.engine.admission import KvBudget, check
 from foretoken.engine.conditional import check_language
 from foretoken.engine.ends import ends_of
@@ -31,10 +28,13 @@ from foretoken.engine.reading import ALL, ReadingTime, open_text, read, shares
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
 from foretoken.engine.turns import first_in_turn
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.texts import DraftText, DraftTexts, Pace
+from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.base import CapabilityError, LanguageModel, Snapshot
 from foretoken.models.checks.finite import why_not_finite
 from foretoken.models.clock import now
-from foretoken.verifiers.base import Verifier
 
 CHANGED = (
     "the model was changed (its weights, layers or hooks) while this request ran: ask again, and change it only "

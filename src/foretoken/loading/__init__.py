@@ -17,8 +17,9 @@ from foretoken.loading.drafters import (
     free_drafters,
     has_drafter,
 )
-from foretoken.loading.models import DTYPES, load_model, parse_device, parse_dtype
+from foretoken.loading.models import load_model
 from foretoken.loading.native_heads import has_head, read_head
+from foretoken.loading.networks import DTYPES, parse_device, parse_dtype
 from foretoken.loading.profiles import read_profile
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 

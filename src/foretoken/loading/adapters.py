@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from foretoken.io.files import save_described
+from foretoken.core.io.files import save_described
 from foretoken.loading.checkpoints import ADAPTER_CONFIG, LoadError, is_adapter, resolve
 from foretoken.models.checks.finite import check_finite
 from foretoken.models.linear.packing import is_plain

@@ -1,4 +1,4 @@
-"""What is read of checkpoints with the libraries that read them; where they are is :mod:`foretoken.io.checkpoints`."""
+"""What is read of checkpoints with the libraries that read them (:mod:`foretoken.core.io.checkpoints` finds them)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from foretoken.io.checkpoints import ADAPTER_CONFIG as ADAPTER_CONFIG
-from foretoken.io.checkpoints import BUILTIN as BUILTIN
-from foretoken.io.checkpoints import PICKLES as PICKLES
-from foretoken.io.checkpoints import ZOO as ZOO
-from foretoken.io.checkpoints import LoadError as LoadError
-from foretoken.io.checkpoints import check_folder as check_folder
-from foretoken.io.checkpoints import check_no_drafter as check_no_drafter
-from foretoken.io.checkpoints import is_adapter as is_adapter
-from foretoken.io.checkpoints import is_builtin as is_builtin
-from foretoken.io.checkpoints import is_gguf as is_gguf
-from foretoken.io.checkpoints import local_folder as local_folder
-from foretoken.io.checkpoints import place_of as place_of
-from foretoken.io.checkpoints import resolve as resolve
+from foretoken.core.io.checkpoints import ADAPTER_CONFIG as ADAPTER_CONFIG
+from foretoken.core.io.checkpoints import BUILTIN as BUILTIN
+from foretoken.core.io.checkpoints import PICKLES as PICKLES
+from foretoken.core.io.checkpoints import ZOO as ZOO
+from foretoken.core.io.checkpoints import LoadError as LoadError
+from foretoken.core.io.checkpoints import check_folder as check_folder
+from foretoken.core.io.checkpoints import check_no_drafter as check_no_drafter
+from foretoken.core.io.checkpoints import is_adapter as is_adapter
+from foretoken.core.io.checkpoints import is_builtin as is_builtin
+from foretoken.core.io.checkpoints import is_gguf as is_gguf
+from foretoken.core.io.checkpoints import local_folder as local_folder
+from foretoken.core.io.checkpoints import place_of as place_of
+from foretoken.core.io.checkpoints import resolve as resolve
 
 
 def cause_of(error: Exception) -> str:

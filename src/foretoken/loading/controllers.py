@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from foretoken.controllers.base import Controller
-from foretoken.drafters.nets.specdec_pp import StopHead, StopHeadConfig
-from foretoken.drafters.nets.store import load_weights, read_stored
 from foretoken.loading.checkpoints import ZOO
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.drafters.nets.specdec_pp import StopHead, StopHeadConfig
+from foretoken.methods.drafters.nets.store import load_weights, read_stored
 from foretoken.registry import make
 
 METHOD = "specdec_pp"

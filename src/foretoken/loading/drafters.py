@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core import with_article
-from foretoken.drafters.base import BuildContext, Drafter, Verify
-from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.nested import works_nested
-from foretoken.drafters.pard import PardDrafter, mask_token
-from foretoken.io.drafter_folders import IMPORTED
-from foretoken.io.named_models import named_model
+from foretoken.core.io.drafter_folders import IMPORTED
+from foretoken.core.io.named_models import named_model
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
+from foretoken.methods.drafters.base import BuildContext, Drafter, Verify
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.nested import works_nested
+from foretoken.methods.drafters.pard import PardDrafter, mask_token
+from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.registry import convert_options, find, parse_spec, rows, split_specs
-from foretoken.verifiers.compatibility import inner_rule
 
 Part = str | Drafter | LanguageModel | nn.Module
 """What a drafter can be given as."""
@@ -174,7 +174,7 @@ def build_drafter(
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
     """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams; for a named model what its
-    entry says; for any other what is free (:meth:`~foretoken.drafters.base.Drafter.free_for`).  Of several the
+    entry says; for any other what is free (:meth:`~foretoken.methods.drafters.base.Drafter.free_for`).  Of several the
     controller picks one, or none.
 
     Plain decoding (``None``) for a target whose state cannot be rolled back.

@@ -38,7 +38,7 @@ def main() -> None:
         said.write(json.dumps(what) + "\n")
         said.flush()
 
-    from foretoken.loading.models import load_network, parse_dtype
+    from foretoken.loading.networks import load_network, parse_dtype
     from foretoken.loading.parallel import join
     from foretoken.models.huggingface import HuggingFaceModel
     from foretoken.models.other.parallel import follow

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foretoken.costs import RoundCosts
-from foretoken.io.files import cache_folder, write_json
+from foretoken.core.costs import RoundCosts
+from foretoken.core.io.files import cache_folder, write_json
 
 
 def cache_file() -> Path:

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from foretoken.io import hub_ids
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import (
     LoadError,
-    cause_of,
     check_folder,
-    check_no_drafter,
     file_of,
     is_adapter,
     local_folder,
@@ -22,8 +19,7 @@ from foretoken.loading.checkpoints import (
 )
 from foretoken.loading.gguf import check_backend, is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, unwrapped
-from foretoken.loading.memory import moved
-from foretoken.loading.stored import check_method, check_storage, quantisation_of
+from foretoken.loading.networks import from_pretrained, parse_device, parse_dtype
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
@@ -34,14 +30,6 @@ from foretoken.models.variants.draft_bits import fastest_kind
 from foretoken.models.variants.inflated import InflatedModel
 from foretoken.models.variants.inflation import inflate as inflate_network
 from foretoken.models.variants.inflation import shape_for
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
 
 AUTO = "auto"
 """A draft model's ``quantize`` that takes what is fastest."""
@@ -172,11 +160,11 @@ def _load_network(
     wanted, device = parse_dtype(dtype), parse_device(device)
     local = local_folder(source, role)
     if local is None:
-        return _from_pretrained(place_of(resolve(source, role)), wanted, device)
+        return from_pretrained(place_of(resolve(source, role)), wanted, device)
     if is_adapter(local):
         return _load_updated(local, dtype, device)
     check_folder(local)
-    return _from_pretrained(str(local), wanted, device)
+    return from_pretrained(str(local), wanted, device)
 
 
 def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Any:
@@ -189,132 +177,3 @@ def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | t
     merge_adapter(network, folder, config)
     network.config._name_or_path = str(folder)
     return network
-
-
-def load_network(path: str, dtype: torch.dtype | None, processes: int) -> Any:
-    """This process's part of a ``PreTrainedModel`` that is split over several, which have met already.
-
-    Raises:
-        LoadError: it cannot be loaded.
-    """
-    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
-
-    return _from_pretrained(path, dtype, None, DistributedConfig(tp_plan="auto", tp_size=processes))
-
-
-def _from_pretrained(
-    path: str, dtype: torch.dtype | None, device: str | torch.device | None, split: Any | None = None
-) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as hf_logging
-
-    told = quantisation_of(path)
-    check_method(told, path)
-    place = f"{path} (quantised with {told['quant_method']})" if told.get("quant_method") else path
-    _check_decoder_alone(path)
-
-    before = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype or "auto",
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, in one line
-            **({} if split is None else {"distributed_config": split}),
-        )
-    except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
-        _check_fetched(path)
-        raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
-    finally:
-        hf_logging.set_verbosity(before)
-        hf_logging.enable_progress_bar()
-    model, info = loaded
-    if not told:  # else Transformers has read it with the package that wrote it
-        check_storage(model, path, info.get("unexpected_keys", ()))
-    for key, found, wanted in sorted(info.get("mismatched_keys", ())):
-        raise LoadError(
-            f"{place} has a config.json that does not fit its weights: {key} is {list(found)} in the "
-            f"file and {list(wanted)} in the configuration; copy both from the same checkpoint"
-        )
-    missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
-    if missing:
-        _check_fetched(path)
-        raise LoadError(
-            f"{place} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
-        )
-    return moved(model, device, path)
-
-
-def _check_fetched(path: str) -> None:
-    """Look whether a hub id is a drafter's, once its files are here.
-
-    Raises:
-        LoadError: it is; says how it is used.
-    """
-    folder = path if Path(path).is_dir() else hub_ids.cached_folder(path)
-    if folder is not None:
-        check_no_drafter(Path(folder))
-
-
-def _check_decoder_alone(path: str) -> None:
-    """Refuse an encoder with a decoder: some would load as a decoder that was never told what to decode.
-
-    Raises:
-        LoadError: the configuration says that it is one.
-    """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception:  # whatever is wrong with it, loading the model says so
-        return
-    if getattr(config, "is_encoder_decoder", False):
-        raise LoadError(
-            f"{path} is an encoder and a decoder ({config.model_type}), and only decoders alone are run: give a causal "
-            "model"
-        )
-
-
-def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A dtype by name.
-
-    Raises:
-        ValueError: unknown name.
-    """
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def parse_device(device: str | torch.device | None) -> torch.device | None:
-    """A device by name, tried out; of ``"auto"`` the first of cuda, mps and cpu that there is.
-
-    Raises:
-        ValueError: there is no such device on this machine; the message says what there is.
-    """
-    if device is None:
-        return None
-    found = devices()
-    if device == "auto":
-        return torch.device(found[0])
-    try:
-        wanted = torch.device(device)
-        if wanted.type == "cuda" and f"cuda:{wanted.index or 0}" not in found:
-            raise ValueError(f"device {str(device)!r} is not on this machine: choose one of auto, {', '.join(found)}")
-        torch.empty(0, device=wanted)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
-    return wanted
-
-
-def devices() -> list[str]:
-    """What this machine can run models on, the fastest first: ``cuda:0`` and so on, ``mps``, ``cpu``."""
-    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return [*found, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]

@@ -106,7 +106,7 @@ def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: st
         ValueError: the model cannot be split so, an option that a split model does not take, or too few devices.
         LoadError: a process could not load its part.
     """
-    from foretoken.loading.models import load_network, parse_dtype
+    from foretoken.loading.networks import load_network, parse_dtype
 
     kind = _kind(device, count)
     path = _check_source(source, count, others)

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foretoken.costs import RoundCosts
+from foretoken.core.costs import RoundCosts
 
 
 def read_profile(file: str | Path) -> dict[str, Any]:
     """What a profile says: specs for ``drafter``, ``verifier`` and ``controller``, and what was measured.
 
     A profile is a JSON object; a drafter of ``null`` is plain decoding.  ``costs`` become :class:`RoundCosts`;
-    ``target`` and ``machine`` say where they were measured (:mod:`foretoken.measure.profile` compares them with what
-    is there); other keys are left alone.
+    ``target`` and ``machine`` say where they were measured (:mod:`foretoken.loading.measured.profile` compares them
+    with what is there); other keys are left alone.
 
     Raises:
         ValueError: no such file, no JSON object, a newer format, or a part of the wrong shape.

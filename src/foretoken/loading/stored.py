@@ -15,8 +15,8 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
-from foretoken.io import hub_ids
-from foretoken.io.checkpoints import LoadError, header_of, shards_of
+from foretoken.core.io import hub_ids
+from foretoken.core.io.checkpoints import LoadError, header_of, shards_of
 
 REMEDY = "take the full checkpoint (bfloat16 or float16), a GGUF file of it, or one whose quantization_config is there"
 NARROW = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "I8", "U8"}

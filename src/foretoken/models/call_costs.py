@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from foretoken.costs import TargetCost
+from foretoken.core.costs import TargetCost
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.clock import now

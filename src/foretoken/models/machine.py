@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from foretoken.io.files import cache_folder, write_json
+from foretoken.core.io.files import cache_folder, write_json
 from foretoken.models.native import library
 
 COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20

@@ -13,11 +13,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import foretoken
-from foretoken.bos import ids_with_one_bos
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.group import GroupDrafter
-from foretoken.drafters.known import KnownDrafter
-from foretoken.drafters.online import OnlineDrafter
+from foretoken.core.bos import ids_with_one_bos
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.group import GroupDrafter
+from foretoken.methods.drafters.known import KnownDrafter
+from foretoken.methods.drafters.online import OnlineDrafter
 from foretoken.server.errors import RESPONSES, ApiError, bad
 from foretoken.server.schemas import DetokenizeRequest, TokenizeRequest
 from foretoken.server.serving import Serving

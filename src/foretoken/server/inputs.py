@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 
-from foretoken.bos import ids_with_one_bos
-from foretoken.constraints import OutputRule
+from foretoken.core.bos import ids_with_one_bos
+from foretoken.core.constraints import OutputRule
 from foretoken.engine.request import Request
 from foretoken.options import beside, make_request
 from foretoken.server.errors import ApiError, bad
@@ -266,7 +266,7 @@ async def constraints_of(body: Shared, count: int, serving: Serving, calls: str 
         return [None] * count
     kind, spec, param = wanted
     try:
-        from foretoken.grammar import TrialBusy, compile_constraint, compile_language
+        from foretoken.server.grammar import TrialBusy, compile_constraint, compile_language
     except ModuleNotFoundError:
         raise bad("structured output needs an extra: pip install 'foretoken[grammar]'", param) from None
     llm = serving.llm

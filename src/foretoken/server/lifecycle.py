@@ -18,10 +18,6 @@ from foretoken.server.config import Settings
 
 DEAD = 70
 """Exit code when the engine has stopped by itself."""
-HEADERS_S = 15.0
-"""Seconds in which a connection must have sent the headers of its first request."""
-MOST_HEADER_BYTES = 32 * 1024
-"""Of the headers of a request."""
 
 
 def listener(settings: Settings) -> socket.socket:

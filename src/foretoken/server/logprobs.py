@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from foretoken.drafters.vocabulary import speller
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.stopping import Detokenizer
+from foretoken.methods.drafters.vocabulary import speller
 
 REPLACEMENT = "\ufffd"
 """What bytes that are no whole character are decoded to."""

@@ -13,9 +13,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from foretoken.server.config import Settings
 from foretoken.server.errors import bad
-from foretoken.server.lifecycle import HEADERS_S, MOST_HEADER_BYTES
 from foretoken.server.limits import BETWEEN, PIECE
 
+HEADERS_S = 15.0
+"""Seconds in which a connection must have sent the headers of its first request."""
+MOST_HEADER_BYTES = 32 * 1024
+"""Of the headers of a request."""
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """A client that has only stopped sending passes over it; one that is gone answers with a reset."""
 EVENT_PROBE = b": ping\n\n"

@@ -159,7 +159,7 @@ class StructuredOutputs(Body):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What is asked for, by its kind in :mod:`foretoken.grammar`; one, if the request is right."""
+        """What is asked for, by its kind in :mod:`foretoken.server.grammar`; one, if the request is right."""
         kinds: dict[str, Any] = {
             "json_schema": self.json_,
             "regex": self.regex,

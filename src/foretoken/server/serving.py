@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from foretoken.conversation import has_template
-from foretoken.drafters.texts import BESIDE
+from foretoken.core.conversation import has_template
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
 from foretoken.engine.turns import kept_back
 from foretoken.llm import Llm, load
-from foretoken.measure.busy import settle_threads
+from foretoken.loading.measured.busy import settle_threads
+from foretoken.methods.drafters.texts import BESIDE
 from foretoken.models.words import how_it_runs, refused_lines
 from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError, api_error
@@ -81,7 +81,7 @@ def warm_up(llm: Llm) -> None:
     """Compile a grammar, so that the first request does not pay for the tokenizer's view and the trial's process out of
     its two seconds."""
     try:
-        from foretoken.grammar import compile_constraint
+        from foretoken.server.grammar import compile_constraint
 
         compile_constraint("regex", "a", llm.tokenizer, llm.target.vocab_size)
     except ModuleNotFoundError:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from starlette.requests import Request as HttpRequest
 
-from foretoken.constraints import OutputRule
+from foretoken.core.constraints import OutputRule
 from foretoken.engine.background import Ticket
 from foretoken.engine.output import Output, Piece
 from foretoken.engine.request import Request as EngineRequest

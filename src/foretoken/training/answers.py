@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.conversation import has_template, render
-from foretoken.io.documents import CONVERSATIONS, iter_rows
-from foretoken.io.files import checksum, replacing, write_json
+from foretoken.core.conversation import has_template, render
+from foretoken.core.io.documents import CONVERSATIONS, iter_rows
+from foretoken.core.io.files import checksum, replacing, write_json
 from foretoken.training.chat import messages_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foretoken.io.files import replacing, write_json
+from foretoken.core.io.files import replacing, write_json
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.blocks import WrittenBlocks
 from foretoken.training.chat import ChatBlocks

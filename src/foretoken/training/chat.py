@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.conversation import checked, from_sharegpt, render, turn_ends
+from foretoken.core.conversation import checked, from_sharegpt, render, turn_ends
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak in training data."""

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from foretoken.io.files import replacing
+from foretoken.core.io.files import replacing
 
 
 def save_checkpoint(

@@ -21,8 +21,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.io.documents import Record, iter_records
-from foretoken.io.files import checksum, replacing, write_json
+from foretoken.core.io.documents import Record, iter_records
+from foretoken.core.io.files import checksum, replacing, write_json
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from foretoken.io.files import replacing, write_text
+from foretoken.core.io.files import replacing, write_text
 
 LOSS, MEASURED, OTHER = "#9bb7d4", "#b3442f", "#5b84b1"
 
@@ -124,7 +124,7 @@ MEASURES = {
     "expected_acceptance": "expected acceptance at T=1 (1 - TVD)",
     "argmax_agreement": "most likely tokens that agree",
 }
-"""What is measured of a draft model (:class:`foretoken.bench.alignment.Alignment`)."""
+"""What is measured of a draft model (:class:`foretoken.lab.bench.alignment.Alignment`)."""
 
 
 def values_of(measured: Mapping[str, Any]) -> list[float]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.learning.divergences import divergence
-from foretoken.drafters.pard import MASK
-from foretoken.io.files import save_model
+from foretoken.core.io.files import save_model
 from foretoken.loading import BUILTIN
+from foretoken.methods.drafters.learning.divergences import divergence
+from foretoken.methods.drafters.pard import MASK
 from foretoken.training.checkpoint import check_same, latest_checkpoint, read_meta
 from foretoken.training.curves import AlignmentCurve
 from foretoken.training.loop import Loop, Progress, Saving, identity_of
@@ -33,7 +33,7 @@ CHUNK, CPU_CHUNK = 1024, 64
 
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
-"""Measures a network as a draft model on held-out text (:class:`foretoken.bench.alignment.Alignment`)."""
+"""Measures a network as a draft model on held-out text (:class:`foretoken.lab.bench.alignment.Alignment`)."""
 
 
 class Distiller:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.io.documents import iter_documents
-from foretoken.io.files import save_model
+from foretoken.core.io.documents import iter_documents
+from foretoken.core.io.files import save_model
 from foretoken.training.cards.language_model import CardInfo, write_card
 from foretoken.training.cards.parts import command
 from foretoken.training.corpus import (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.io.files import write_json
+from foretoken.core.io.files import write_json
 from foretoken.training.checkpoint import check_same, latest_checkpoint, load_checkpoint, save_checkpoint
 from foretoken.training.curves import Curve
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.nets.store import save_drafter
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.blocks import TEXTS, WrittenBlocks, write_blocks

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.learning.divergences import check_loss
 from foretoken.loading import check_same_tokenizer, check_vocabularies, load_model, load_tokenizer, resolve
+from foretoken.methods.drafters.learning.divergences import check_loss
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts

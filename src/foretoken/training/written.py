@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.io.files import checksum, replacing
+from foretoken.core.io.files import checksum, replacing
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.models.base import Feed, LanguageModel, SequenceState
-from foretoken.sampling import Sampler, SamplingParams
 
 ROWS = 32
 """Continuations that are written at once: what one more costs falls until about here."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.drafters.nets.decoder import LayerConfig
-from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.cache.bands import SHORT, SLACK, in_bands
 from foretoken.models.cache.rectangle import CHUNK

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fake_cuda import fake_cuda
 from fake_graphs import Recordings
-from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.forward.attention import few_plans
 from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel

@@ -16,8 +16,9 @@ from transformers import LlamaForCausalLM
 
 import foretoken as ft
 from fake_graphs import Capturing, Recordings, fake_cuda_graphs
-from foretoken.drafters.model import ModelDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.cache.fixed import PATH, FixedCache
 from foretoken.models.cache.masks import LayerMask, RowPlan, additive_mask, unseen
@@ -28,7 +29,6 @@ from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.other.table import TableModel
 from foretoken.models.sequential import SequentialModel
-from foretoken.sampling import SamplingParams
 from graph_sessions import Pair, any_session, graphed, growing_session
 from toys import engine, llama, outputs
 

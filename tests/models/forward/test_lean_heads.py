@@ -12,12 +12,12 @@ from checkpoints import new_model, prompt_of
 from forwards import InFloat64, compare
 from torch import Tensor, nn
 
-from foretoken.drafters.nets.decoder import LayerConfig
-from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
-from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
-from foretoken.drafters.nets.hydra import PrefixLayer
-from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
-from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.methods.drafters.nets.hydra import PrefixLayer
+from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
+from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.models.base import Feed, Rows
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.lean import LeanHead

@@ -10,11 +10,11 @@ from checkpoints import new_model
 from torch import Tensor, nn
 
 from foretoken.core import Context
-from foretoken.drafters.heads import HeadsDrafter
-from foretoken.drafters.hydra import HydraDrafter
-from foretoken.drafters.medusa import MedusaDrafter
-from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
-from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.methods.drafters.heads import HeadsDrafter
+from foretoken.methods.drafters.hydra import HydraDrafter
+from foretoken.methods.drafters.medusa import MedusaDrafter
+from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
+from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.native import library
@@ -118,7 +118,7 @@ def test_what_is_not_covered_says_why() -> None:
 def test_all_requests_of_a_batch_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a stop rule the whole logits are looked at, and nobody's otherwise."""
     from foretoken.core import Budget, Rng
-    from foretoken.sampling import Sampler, SamplingParams
+    from foretoken.core.sampling import Sampler, SamplingParams
 
     drafter, calls = drafter_of(*CASES[0]), []
     native = drafter._native[0]

@@ -12,7 +12,7 @@ import torch
 from checkpoints import new_model, prompt_of, save
 
 import foretoken as ft
-from foretoken.bench.gguf_export import write_gguf
+from foretoken.lab.bench.gguf_export import write_gguf
 from foretoken.loading import load_model, load_tokenizer
 from foretoken.models.base import Feed
 from foretoken.models.gguf.file import read_gguf

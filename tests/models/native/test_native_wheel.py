@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.measure.machine import hardware
+from foretoken.loading.measured.machine import hardware
 from foretoken.models.linear import layouts
 from foretoken.models.linear.layouts import usable_layouts
 from foretoken.models.native import compiling, library

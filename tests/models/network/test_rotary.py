@@ -13,23 +13,23 @@ import torch
 from checkpoints import PLAIN_ROPE, new_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.cascade import CascadeDrafter
-from foretoken.drafters.layer_skip import LayerSkipDrafter
-from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.sparse_kv import SparseKvDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.cascade import CascadeDrafter
+from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
+from foretoken.methods.drafters.lookahead import LookaheadDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.sparse_kv import SparseKvDrafter
+from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.models import wrap
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.forward.graphed import with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.rotary import ChangingRotary, context_of, rule_of
 from foretoken.models.sequential import SequentialModel
-from foretoken.sampling import SamplingParams
-from foretoken.verifiers.compatibility import inner_rule
 from toys import engine, outputs, serve
 
 BORDER, LONGEST, NEW = 64, 256, 12

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import foretoken as ft
-from foretoken.drafters.model import ModelDrafter
+from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, draft_models, load_model
 from foretoken.loading.draft_models import build_draft_model
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import storage_of
 from foretoken.models.linear.quantised_linear import quantise_linears
 from foretoken.models.linear.quantised_products import Int4Product, Int8Product, QuantisedProduct
 from foretoken.models.variants import draft_bits
 from foretoken.models.variants.draft_bits import fastest_kind
-from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of
 from toys import engine, outputs
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.io.checkpoints import GGUF_MAGIC, gguf_fault
+from foretoken.core.io.checkpoints import GGUF_MAGIC, gguf_fault
 
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.io.files import cache_folder, replacing
+from foretoken.core.io.files import cache_folder, replacing
 from foretoken.models.native import compiling
 from foretoken.models.native.compiling import LEVELS
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from foretoken.io.checkpoints import gguf_fault
+from foretoken.core.io.checkpoints import gguf_fault
 from foretoken.models.gguf.file import GgufError as GgufError
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.io.files import write_text
+from foretoken.core.io.files import write_text
 from foretoken.training.cards.parts import LIMITS, front_matter, names_of, seen_text, table
 from foretoken.training.curves import MEASURES, values_of
 

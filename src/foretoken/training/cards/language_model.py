@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foretoken.io.files import write_text
+from foretoken.core.io.files import write_text
 from foretoken.training.cards.parts import LIMITS, front_matter, names_of, table
 
 

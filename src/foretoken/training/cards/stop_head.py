@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.io.files import write_text
+from foretoken.core.io.files import write_text
 from foretoken.training.cards.drafter import WRITTEN_OPTIONS
 from foretoken.training.cards.parts import command, names_of, seen_text, table
 

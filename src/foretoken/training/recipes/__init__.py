@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from foretoken.names import unknown
+from foretoken.core.names import unknown
 from foretoken.training.recipes.base import Recipe
 
 RECIPES = {

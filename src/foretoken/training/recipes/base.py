@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.drafters.base import Drafter
+from foretoken.core.names import unknown
+from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
-from foretoken.names import unknown
 
 LARGE_VOCABULARY = 16384
 """From so many tokens on, drafters that use the target's projection guess the frequent ones alone."""

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.blocks import BlockDrafter
-from foretoken.drafters.nets.block import BlockConfig, BlockNet
-from foretoken.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.blocks import BlockDrafter
+from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
+from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.bpd import BpdDrafter
-from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.bpd import BpdDrafter
+from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.training.recipes.base import Batch, Recipe, check_rank, cross_entropy, soft_cross_entropy
 
 PROBED_TOKENS = 64

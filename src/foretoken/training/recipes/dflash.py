@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.drafters.dflash import DflashDrafter
+from foretoken.methods.drafters.dflash import DflashDrafter
 from foretoken.training.recipes.blocks import BlockRecipe
 
 

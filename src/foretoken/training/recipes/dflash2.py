@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foretoken.drafters.dflash2 import Dflash2Drafter
-from foretoken.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
+from foretoken.methods.drafters.dflash2 import Dflash2Drafter
+from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.training.recipes.base import Batch, soft_cross_entropy
 from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings
 from foretoken.training.recipes.features import texts_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.drafters.dspark import DsparkDrafter
-from foretoken.drafters.nets.dspark import DsparkConfig, DsparkNet
+from foretoken.methods.drafters.dspark import DsparkDrafter
+from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.training.recipes.base import Batch, mean_of
 from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings
 from foretoken.training.recipes.features import texts_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.drafters.eagle import EagleDrafter
-from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.methods.drafters.eagle import EagleDrafter
+from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.training.recipes.base import Batch, mean_of
 from foretoken.training.recipes.features import FeatureRecipe, at_rows, some_rows, texts_of
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.eagle3 import Eagle3Drafter, draft_logits
-from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.eagle3 import Eagle3Drafter, draft_logits
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
 from foretoken.training.recipes.base import Batch, token_counts
 from foretoken.training.recipes.features import FeatureRecipe, some_rows
 

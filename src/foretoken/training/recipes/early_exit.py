@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.early_exit import EarlyExitDrafter
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.early_exit import EarlyExitDrafter
 from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import (
     Batch,

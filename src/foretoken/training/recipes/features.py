@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.features import FeatureDrafter
-from foretoken.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.features import FeatureDrafter
+from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.training.recipes.base import Batch, Recipe

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.heads import HeadsDrafter
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, some_places
 from foretoken.training.recipes.labels import Labels, places_of
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foretoken.drafters.hydra import HydraDrafter
-from foretoken.drafters.nets.decoder import LayerConfig
-from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
+from foretoken.methods.drafters.hydra import HydraDrafter
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.heads import HeadsRecipe, check_labels
 

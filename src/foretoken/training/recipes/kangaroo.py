@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.kangaroo import KangarooDrafter
-from foretoken.drafters.nets.decoder import LayerConfig
-from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.kangaroo import KangarooDrafter
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_places
 

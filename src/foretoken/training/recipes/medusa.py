@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foretoken.drafters.medusa import MedusaDrafter
-from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.methods.drafters.medusa import MedusaDrafter
+from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.training.recipes.base import Batch, check_rank, text_loss
 from foretoken.training.recipes.heads import PLACES, HeadsRecipe, check_labels
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.mtp import MtpDrafter
-from foretoken.drafters.nets.mtp import MtpConfig, MtpNet, module_for
+from foretoken.methods.drafters.mtp import MtpDrafter
+from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet, module_for
 from foretoken.models.forward.heads.mtp import NativeModule
 from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import Batch

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
-from foretoken.drafters.pass_tokens import PassTokensDrafter
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
+from foretoken.methods.drafters.pass_tokens import PassTokensDrafter
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.extra import branch_states, check_rows

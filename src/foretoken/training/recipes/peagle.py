@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.nets.peagle import PeagleConfig, PeagleNet
-from foretoken.drafters.peagle import PeagleDrafter
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
+from foretoken.methods.drafters.peagle import PeagleDrafter
 from foretoken.training.mask_rows import KEEP, LEAST, mask_ids, mask_rows, rows_mask, with_text
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.eagle3 import Eagle3Recipe

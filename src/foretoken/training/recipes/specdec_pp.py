@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.nets.specdec_pp import StopHead, StopHeadConfig, best_constant, weighted_loss
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.nets.specdec_pp import StopHead, StopHeadConfig, best_constant, weighted_loss
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.recipes.base import Batch, Recipe

@@ -33,8 +33,8 @@ class HeadForward:
     """A network over pairs of a token's embedding and a hidden state: its output and the logits behind it.
 
     Args:
-        net: one of :mod:`foretoken.drafters.nets` over embeddings and features, with ``head_state``; it is run in
-            float32, its layer in bfloat16 where that is faster, and moves to the target's device.
+        net: one of :mod:`foretoken.methods.drafters.nets` over embeddings and features, with ``head_state``; it is run
+            in float32, its layer in bfloat16 where that is faster, and moves to the target's device.
         parts: the target's embedding and vocabulary projection.
         target: the model that is drafted for (its context length and end-of-text ids).
         project: logits [m, V_d] of states [m, D]; over the target's vocabulary by default.

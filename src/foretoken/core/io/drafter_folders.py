@@ -1,0 +1,134 @@
+"""What a folder holds, by its structure: a drafter of some kind, or a model that stands by itself.
+
+A drafter may call itself ``model_type: "qwen3"`` and have neither embedding nor projection: who loads it as a model is
+told the name of a tensor.  Its tensors say what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.io.headers import tensor_names
+
+OURS = "drafter.json"
+IMPORTED = ("eagle", "eagle3", "peagle", "medusa", "mtp", "dflash", "dflash2", "dspark")
+"""Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
+PREFIXES = {
+    "model.": "",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "midlayer.": "layers.0.",
+}
+"""How names of a block drafter begin elsewhere -> ours."""
+MEDUSA = re.compile(r"(?:medusa_head\.)?\d+\.\d+\.linear\.weight|(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight")
+NAMED = {"dflash2": "dflash2", "dflash": "dflash", "dspark": "dspark", "peagle": "peagle", "eagle3": "eagle3"}
+"""What the class in ``config.json`` has in its name -> the kind, where there are no tensors to ask."""
+
+
+def our_name(name: str) -> str:
+    """A tensor's name without what others put before it."""
+    name = name.removeprefix("model.")
+    for theirs, ours in PREFIXES.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def block_kind(names: Collection[str]) -> str | None:
+    """Which block drafter tensors of these names make: ``dflash``, ``dflash2`` or ``dspark``; ``None``: none."""
+    ours = {our_name(name) for name in names}
+    if not {"fc.weight", "hidden_norm.weight"} <= ours:
+        return None
+    parts = {name.split(".")[0] for name in ours}
+    if "candidate_selector" in parts or any(".attention_conv." in name for name in ours):
+        return "dflash2"
+    return "dspark" if parts & {"markov_head", "confidence_head"} else "dflash"
+
+
+def drafter_kind(folder: Path) -> str | None:
+    """Which drafter a folder holds, ours or another project's; ``None``: none.
+
+    Args:
+        folder: with ``drafter.json``, or with ``config.json`` or tensors.
+    """
+    if (folder / OURS).is_file():
+        return str(_object(folder / OURS).get("method") or "of a kind that its damaged drafter.json does not tell")
+    config, names = _object(folder / "config.json"), tensor_names(folder)
+    told = config.get("speculators_model_type")
+    return str(told) if told else _kind(config, names)
+
+
+def is_whole_model(folder: Path) -> bool:
+    """Whether a folder holds a model with an embedding of its own, and no drafter."""
+    embeds = any("embed" in name or "wte" in name for name in tensor_names(folder))
+    return (folder / "config.json").is_file() and embeds and drafter_kind(folder) is None
+
+
+def not_a_model(folder: Path) -> str | None:
+    """Why a folder with a drafter is no model, and how it is used, in one line; ``None`` for any other folder."""
+    kind = drafter_kind(folder)
+    if kind is None:
+        return None
+    said = f"{folder} is a drafter ({kind}){_target_of(folder)}, not a model: "
+    if (folder / OURS).is_file():
+        return f"{said}give it with --drafter {kind}:{folder}"
+    if kind in IMPORTED:
+        return f"{said}import it, `foretoken import MODEL {folder} --out OUT`, and give it with --drafter {kind}:OUT"
+    return f"{said}drafters of this kind cannot be imported (those that can: {', '.join(IMPORTED)})"
+
+
+def _kind(config: Mapping[str, Any], names: frozenset[str]) -> str | None:
+    block = block_kind(names)
+    if block is not None:
+        return block
+    if "fc.weight" in names:
+        if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names:
+            return "peagle" if "mask_hidden" in names else "eagle3"
+        if "layers.0.self_attn.q_proj.weight" in names:
+            return "eagle"
+    if any(MEDUSA.fullmatch(name) for name in names):
+        return "medusa"
+    if any(name.startswith("mtp_layers.") for name in names):
+        return "mtp"
+    return None if names else _named_kind(config)
+
+
+def _named_kind(config: Mapping[str, Any]) -> str | None:
+    """By what ``config.json`` says alone: weights are pickled, or not there."""
+    if "medusa_num_heads" in config or config.get("model_type") == "medusa":
+        return "medusa"
+    architectures = config.get("architectures")
+    name = str(architectures[0]).lower() if isinstance(architectures, list) and architectures else ""
+    named = next((kind for part, kind in NAMED.items() if part in name), None)
+    return named or ("dflash" if "dflash_config" in config else None)
+
+
+def _target_of(folder: Path) -> str:
+    """Whom a drafter is for, in words that follow its kind; empty where its files do not tell."""
+    ours, config = _object(folder / OURS).get("target"), _object(folder / "config.json")
+    if isinstance(ours, Mapping):
+        layers, size = ours.get("num_layers"), ours.get("hidden_size")
+    else:
+        speculators = config.get("speculators_config")
+        verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
+        named = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+        named = named or config.get("base_model_name_or_path")
+        if named:
+            return f" for {named}"
+        layers, size = config.get("num_target_layers"), config.get("target_hidden_size") or config.get("hidden_size")
+    facts = [f"{layers} layers"] if layers else []
+    facts += [f"hidden size {size}"] if size else []
+    return f" for a model of {' and '.join(facts)}" if facts else ""
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none, or a damaged one."""
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}

@@ -1,0 +1,125 @@
+"""Files and folders that appear whole or not at all, and checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from foretoken.core.io.cache import cache_folder as cache_folder
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A draft beside ``path`` that takes its place when the block ends well, and is removed otherwise.
+
+    The block writes a file or a folder there.  Two processes may write the same path: the later one wins.
+
+    Raises:
+        OSError: it cannot be written, the disk is full, or there is no folder for it.
+    """
+    path = Path(path)
+    draft = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    _remove(draft)
+    try:
+        yield draft
+        _put(draft, path)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from None
+    finally:
+        _remove(draft)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _put(draft: Path, path: Path) -> None:
+    """Rename; an old folder, which no other one can replace, is set aside first and comes back when that fails."""
+    aside = draft.with_name(f"{draft.name}-old")
+    if draft.is_dir() and path.exists():
+        path.rename(aside)
+    try:
+        draft.replace(path)
+    except BaseException:
+        if aside.exists():
+            aside.rename(path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: as :func:`replacing`.
+    """
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return Path(path)
+
+
+def write_json(path: str | Path, content: Any) -> Path:
+    """Write indented JSON, whole or not at all; makes the folder that it is in.
+
+    Raises:
+        OSError: as :func:`write_text`.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def save_model(network: Any, tokenizer: Any | None, folder: Path) -> None:
+    """Write a network and its tokenizer in Hugging Face's layout; every file appears whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    from transformers.utils import logging as hf_logging
+
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # of one file, in the middle of ours
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / ".tmp-model"
+    _remove(draft)
+    try:
+        network.save_pretrained(draft)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+        for file in sorted(draft.iterdir()):
+            file.replace(folder / file.name)
+    finally:
+        _remove(draft)
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def save_described(folder: Path, weights: tuple[str, dict[str, Any]], described: tuple[str, Any]) -> None:
+    """Write tensors and the JSON file beside them, each under its name; both appear whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    from safetensors.torch import save_file
+
+    (name, tensors), (card, content) = weights, described
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / card) as text, replacing(folder / name) as draft:  # which takes its place first
+        save_file(tensors, draft, {"format": "pt"})
+        text.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        shutil.copymode(text, draft)  # safetensors lets only the owner read
+
+
+def checksum(data: bytes | str, size: int = 8) -> str:
+    """Tells data from other data: ``size`` bytes as hexadecimal digits."""
+    return hashlib.blake2b(data.encode() if isinstance(data, str) else data, digest_size=size).hexdigest()

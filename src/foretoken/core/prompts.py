@@ -1,0 +1,146 @@
+"""What a prompt may be: text, token ids, or a conversation; one of them or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Number
+from typing import Any
+
+from foretoken.core.bos import ids_with_one_bos
+from foretoken.core.conversation import Message, is_messages, render
+from foretoken.core.values import check_text
+
+Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
+"""Text, token ids (a list, or a tensor or array), messages, or what a tokenizer returns for one text."""
+KINDS = "a prompt is text, token ids (a list, or a 1-D tensor or array of integers), or a list of messages"
+
+
+def encode(prompt: Any, tokenizer: Any | None) -> list[int]:
+    """Token ids of one prompt.
+
+    Raises:
+        ValueError: text or messages without a tokenizer, messages that cannot be rendered, an empty prompt, several
+            prompts, or anything else that is no prompt.
+    """
+    found, single = prompts_of(prompt, tokenizer)
+    if not single:
+        if not found:
+            raise ValueError("the prompt is empty: give at least one token")
+        raise ValueError(f"one prompt is wanted here, not a list of {len(found)}: {KINDS}")
+    (one,) = found
+    if isinstance(one, str):
+        return _of_text(one, tokenizer)
+    if is_messages(one):
+        return render(one, tokenizer)
+    return _checked_ids(one)
+
+
+def prompts_of(prompts: Any, tokenizer: Any | None = None) -> tuple[list[Any], bool]:
+    """Prompts, each for :func:`encode`, and whether a single one was given rather than several.
+
+    A list of numbers and a list of messages are one prompt, and so is a tensor or a tokenizer's output of one row.
+
+    Args:
+        prompts: one prompt, a list of prompts, a tensor or array, or a tokenizer's output.
+        tokenizer: tells which id fills rows up.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(prompts, str) or is_messages(prompts):
+        return [prompts], True
+    if isinstance(prompts, Mapping):
+        return _of_mapping(prompts)
+    if hasattr(prompts, "tolist"):
+        return _of_array(prompts.tolist(), tokenizer)
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Sequence):
+        raise ValueError(f"{KINDS}, not {_shown(prompts)}")
+    if any(isinstance(one, Number) for one in prompts):
+        return [prompts], True
+    return list(prompts), False
+
+
+def _of_mapping(given: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    """The rows of a tokenizer's output, without what fills them up at the left."""
+    if "input_ids" not in given:
+        hint = "put the message into a list" if "role" in given else "a mapping needs input_ids"
+        raise ValueError(f"{KINDS}, not {_shown(given)}: {hint}")
+    rows, single = _rows(_listed(given["input_ids"]))
+    if given.get("attention_mask") is None:
+        return rows, single
+    masks, _ = _rows(_listed(given["attention_mask"]))
+    if [len(mask) for mask in masks] != [len(row) for row in rows]:
+        raise ValueError("input_ids and attention_mask have different shapes")
+    return [_unpadded(row, list(map(int, mask))) for row, mask in zip(rows, masks, strict=True)], single
+
+
+def _unpadded(row: list[Any], mask: list[int]) -> list[Any]:
+    filled = len(row) - sum(mask)
+    if mask != [0] * filled + [1] * (len(row) - filled):
+        raise ValueError(
+            "the attention_mask leaves out tokens that are not at the left: pad at the left "
+            "(tokenizer.padding_side = 'left'), or give lists without padding"
+        )
+    return row[filled:]
+
+
+def _of_array(values: Any, tokenizer: Any | None) -> tuple[list[Any], bool]:
+    if not isinstance(values, list):
+        raise ValueError(f"{KINDS}, not one number alone")
+    if values and all(isinstance(one, str) for one in values):
+        return values, False
+    rows, single = _rows(values)
+    pad = getattr(tokenizer, "pad_token_id", None)
+    for end in (0, -1):
+        filled = [row[end] == pad for row in rows if row]
+        if pad is not None and any(filled) and not all(filled):
+            raise ValueError(
+                f"some rows of token ids {'end' if end else 'begin'} with the padding token {pad}: give the "
+                "tokenizer's whole output (with attention_mask), or lists without padding"
+            )
+    return rows, single
+
+
+def _rows(values: Any) -> tuple[list[list[Any]], bool]:
+    """Rows of ids, and whether it is a single one."""
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{KINDS}: input_ids cannot be {_shown(values)}")
+    listed = [_listed(one) for one in values]
+    if not any(isinstance(one, list | tuple) for one in listed):
+        return [listed], True
+    if not all(isinstance(one, list | tuple) for one in listed):
+        raise ValueError(f"{KINDS}: input_ids mixes numbers and lists")
+    if any(isinstance(_listed(token), list | tuple) for row in listed for token in row[:1]):
+        raise ValueError(f"{KINDS}: token ids with more than two dimensions are none of these")
+    return [list(row) for row in listed], len(listed) == 1
+
+
+def _listed(value: Any) -> Any:
+    """A tensor or array as lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _of_text(text: str, tokenizer: Any | None) -> list[int]:
+    if tokenizer is None:
+        raise ValueError("a text prompt needs a tokenizer: pass tokenizer=... to load, or give token ids")
+    check_text("prompt", text)
+    ids = ids_with_one_bos(text, tokenizer)
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one character")
+    return ids
+
+
+def _checked_ids(ids: Sequence[Any]) -> list[int]:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise ValueError(f"the prompt must hold token ids (whole numbers), not {_shown(token)}: {KINDS}")
+    if not len(ids):
+        raise ValueError("the prompt is empty: give at least one token")
+    return [int(token) for token in ids]
+
+
+def _shown(value: Any) -> str:
+    """A value in a message of one line."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return ascii(value)[:60]
+    return f"an object of type {type(value).__name__}"

@@ -1,0 +1,137 @@
+"""Spec strings ``name[:path][,key=value...]``, and what their values mean to the class that is named."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.core.names import unknown
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed spec string ``name[:path][,key=value...]``."""
+
+    name: str
+    path: str | None
+    options: dict[str, str]
+
+
+def parse_spec(text: str) -> Spec:
+    """Split a spec string into name, path and options.
+
+    Commas inside parentheses do not split, so an option may hold specs: ``cascade:./d,inner=(ngram,n=3,k=6)``.  A
+    value that is wrapped in parentheses loses the outer pair.
+
+    Raises:
+        ValueError: an option without ``=``, an empty name, or parentheses that do not close.
+    """
+    head, *rest = _split(text, ",")
+    name, _, path = head.partition(":")
+    options = {}
+    for item in rest:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{item!r} in {text!r} is not key=value; a spec is name[:path][,key=value...]")
+        options[key.strip()] = _unwrap(value.strip())
+    if not name.strip():
+        raise ValueError(f"{text!r} names no method; a spec is name[:path][,key=value...]")
+    return Spec(name.strip(), path.strip() or None, options)
+
+
+def split_specs(text: str) -> list[str]:
+    """The specs of a list such as ``model:./a,k=4|ngram|(suffix,k=8)``: split where no parenthesis is open.
+
+    Raises:
+        ValueError: nothing before, after or between two ``|``, or parentheses that do not close.
+    """
+    specs = [_unwrap(part.strip()) for part in _split(text, "|")]
+    if not all(specs):
+        raise ValueError(
+            f"{text!r} has an empty place in its list: write specs joined by |, for example model,k=4|ngram"
+        )
+    return specs
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at separators outside parentheses."""
+    parts, depth = [""], 0
+    for sign in text:
+        depth += (sign == "(") - (sign == ")")
+        if depth < 0:
+            break
+        if sign == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    if depth:
+        raise ValueError(f"{text!r} has unbalanced parentheses: close every ( with a )")
+    return parts
+
+
+def _unwrap(text: str) -> str:
+    """Without the one pair of parentheses around all of it, if there is one."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for place, sign in enumerate(text):
+        depth += (sign == "(") - (sign == ")")
+        if depth == 0:  # where the first one closes
+            return text[1:-1].strip() if place == len(text) - 1 else text
+    return text
+
+
+def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
+    """The plain options of the constructor, and of ``build`` where there is one.
+
+    Plain is what is annotated with str, int, float, bool, or one of them or None.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    for function in filter(None, (cls.__init__, getattr(cls, "build", None))):
+        hints = typing.get_type_hints(function)
+        found |= {
+            name: parameter.replace(annotation=hints[name])
+            for name, parameter in inspect.signature(function).parameters.items()
+            if name in hints and _plain_type(hints[name]) is not None and name != "path"
+        }
+    return found
+
+
+def convert_options(role: str, name: str, cls: type[Any], options: dict[str, str]) -> dict[str, Any]:
+    """Turn a spec's strings into the constructor's types.
+
+    Raises:
+        ValueError: unknown key (lists the valid ones) or a value of the wrong type.
+    """
+    known = options_of(cls)
+    result = {}
+    for key, text in options.items():
+        if key not in known:
+            what = f"unknown option {key!r} of {role} {name!r}"
+            raise unknown(what, key, list(known) or ["it has none"], lead="valid ones:")
+        kind = _plain_type(known[key].annotation)
+        try:
+            result[key] = _convert(text, kind)
+        except ValueError:
+            wanted = kind.__name__ if kind else "value"
+            raise ValueError(f"option {key}={text!r} of {role} {name!r} must be of type {wanted}") from None
+    return result
+
+
+def _plain_type(annotation: Any) -> type[Any] | None:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return _plain_type(inner[0]) if len(inner) == 1 else None
+    return annotation if annotation in (str, int, float, bool) else None
+
+
+def _convert(text: str, kind: type[Any] | None) -> Any:
+    if kind is bool:
+        lowered = text.lower()
+        if lowered not in ("true", "false", "1", "0", "yes", "no"):
+            raise ValueError(text)
+        return lowered in ("true", "1", "yes")
+    return kind(text) if kind else text

@@ -1,0 +1,252 @@
+"""How many tokens a round a drafter gives on ordinary text, against the figure that is expected of it.
+
+A drafter that reads other layers than it was trained on loads, and its text is right: only its drafts are not.  What it
+accepts is therefore compared with what its card or its user says, and the layers beside its own are tried.  One whose
+layers should read a window, and read the whole text, guesses right in short texts only: the same places are tried
+behind texts of several lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from foretoken.engine.loop import Engine
+from foretoken.engine.request import Request
+from foretoken.engine.stats import SpecStats
+from foretoken.lab.prompts import prompts_of_kind
+from foretoken.loading import build_drafter
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.heads import HeadsDrafter
+from foretoken.methods.drafters.nets.store import CONFIG, WEIGHTS
+from foretoken.models.base import LanguageModel
+from foretoken.options import encode
+
+PROMPTS, NEW_TOKENS = 8, 64
+"""Prompts that are answered, and how far."""
+ENOUGH = 0.8
+"""Share of the expected figure that is enough: text of another kind is accepted a little less."""
+LENGTHS = (256, 2048, 8192)
+"""Tokens of text that drafts are tried behind, the first as what the others are compared with."""
+LONG_TEXTS = 2
+"""Texts of each length."""
+COLLAPSED = 0.5
+"""Share of the drafts accepted in short texts below which those of long ones count as broken."""
+CLEARLY_MORE = 1.1
+"""How many times the tokens a round other layers must give to be named."""
+DEPTHS = {"dflash": "taps", "dflash2": "taps", "dspark": "taps", "eagle3": "layers", "peagle": "layers"}
+"""Where a drafter's configuration names depths of the target, by method."""
+CHAINS = dict.fromkeys(("dflash", "dflash2", "dspark", "pard", "peagle"), "nodes=256,width=1") | dict.fromkeys(
+    ("eagle", "eagle3"), "nodes=5,depth=5,width=1"
+)
+"""Options of a chain, by method; what is not named drafts one by itself."""
+_NUMBER = r"(\d+(?:\.\d+)?)\b(?!\s*%)"
+_STATED = re.compile(
+    rf"(?:acceptance length|accepted length)[^\d\n]{{0,40}}{_NUMBER}|{_NUMBER}\s+tokens (?:a|per) round", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What was measured.
+
+    Attributes:
+        tokens_a_round: the target's own token included.
+        by_position: share of the rounds whose draft was accepted up to each position.
+        rounds: how many there were.
+    """
+
+    tokens_a_round: float
+    by_position: tuple[float, ...]
+    rounds: int
+
+
+class NewDrafter(Protocol):
+    """A drafter that was read and is not in its place yet (:class:`foretoken.training.formats.transfer.Imported`)."""
+
+    source: Path
+    folder: Path
+    spec: str
+    model: LanguageModel
+    target: str
+    tokenizer: Any
+
+
+class AcceptanceCheck:
+    """Drafts with a new drafter on ordinary text, greedily and in chains: call it with one.
+
+    Args:
+        expect: tokens a round that are expected; by default what the card beside the drafter states.
+
+    Raises:
+        ValueError: ``expect`` is no number above 1.
+    """
+
+    def __init__(self, expect: float | None = None) -> None:
+        if expect is not None and not 1 < expect < float("inf"):
+            raise ValueError(f"expect is in tokens a round, the target's own included, and above 1, not {expect}")
+        self.expect = expect
+
+    def __call__(self, new: NewDrafter) -> dict[str, Any]:
+        """``acceptance`` (as :class:`Acceptance`, with what was ``expected``, and tokens a round ``by_length`` of the
+        text) and ``warnings``.
+
+        Raises:
+            ValueError: the target has no tokenizer, less than .8 of what was expected is accepted, or drafts fail in
+                long texts where a figure was expected; says which layers accept more, or what else may be wrong.
+        """
+        if new.tokenizer is None:
+            raise ValueError(f"{new.target} has no tokenizer, and acceptance is measured on text: leave the check out")
+        prompts = ordinary_prompts(new.tokenizer, new.model.context_length)
+        expected = stated(new.source) if self.expect is None else self.expect
+        own = _measured(new, new.folder, prompts)
+        better = ""
+        if expected is None or own.tokens_a_round < ENOUGH * expected:
+            better = _better_layers(new, own, prompts)
+            if expected is not None:
+                raise ValueError(_too_little(new, own, expected, better))
+        by_length = _by_length(new)
+        fault = _fault_of_lengths(by_length)
+        if fault and expected is not None:
+            raise ValueError(f"{new.source} {fault}")
+        warnings = [better] * bool(better) + [f"it {fault}"] * bool(fault)
+        return {
+            "acceptance": {**asdict(own), "expected": expected, "by_length": by_length},
+            "warnings": warnings,
+        }
+
+
+def ordinary_prompts(tokenizer: Any, context: int) -> list[list[int]]:
+    """Ids of a few built-in prompts of the kind that a model is for, cut where its context is short."""
+    most = max(1, context // 2)
+    return [prompt.encode(tokenizer)[-most:] for prompt in prompts_of_kind(tokenizer)[:PROMPTS]]
+
+
+def long_text(tokenizer: Any) -> list[int]:
+    """Ids of a long ordinary text that every machine has: a module of Python's standard library."""
+    ids: list[int] = encode(inspect.getsource(argparse), tokenizer)
+    return ids
+
+
+def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> Acceptance:
+    """Answer prompts greedily with a draft of the drafter's own length in every round.
+
+    Args:
+        target: the model.
+        drafter: what drafts for it.
+        prompts: token ids.
+    """
+    engine, total = Engine(target, drafter, None, ConstantController()), SpecStats()
+    for ids in prompts:
+        room = target.context_length - len(ids)
+        engine.add(Request(ids, max_new_tokens=max(1, min(NEW_TOKENS, room)), ignore_eos=True))
+    try:
+        while engine.busy:
+            for run, emission in engine.step():
+                if emission.error is not None:
+                    raise emission.error
+                if emission.finish_reason is not None:
+                    total.merge(run.stats)
+    finally:
+        engine.close()
+    reached = [*total.num_accepted_tokens_per_pos, *[0] * drafter.max_depth][: drafter.max_depth]
+    shares = tuple(count / max(total.num_drafts, 1) for count in reached)
+    return Acceptance(total.mean_acceptance_length, shares, total.num_drafts)
+
+
+def stated(folder: Path) -> float | None:
+    """Tokens a round that the card in a folder states, the least where it states several; ``None``: nothing is."""
+    card = folder / "README.md"
+    if not folder.is_dir() or not card.is_file():
+        return None
+    text = re.sub(r"[|*`:]", " ", card.read_text(encoding="utf-8", errors="replace"))
+    figures = [float(one or other) for one, other in _STATED.findall(text)]
+    return min((figure for figure in figures if figure > 1), default=None)
+
+
+def _measured(new: NewDrafter, folder: Path, prompts: Sequence[Sequence[int]]) -> Acceptance:
+    spec = new.spec.format(folder)
+    options = CHAINS.get(new.spec.split(":")[0], "")
+    drafter = build_drafter(
+        f"{spec},{options}" if options else spec, new.model, target_source=new.target, tokenizer=new.tokenizer
+    )
+    if isinstance(drafter, HeadsDrafter):
+        drafter = drafter.reshaped([(0,) * depth for depth in range(1, len(drafter.heads.blocks) + 1)])
+    if drafter is None:
+        raise ValueError(f"{spec} drafts nothing")
+    return measure_acceptance(new.model, drafter, prompts)
+
+
+def _by_length(new: NewDrafter) -> dict[int, float]:
+    """Tokens a round by the length of the text before, all at the same places; nothing where no two lengths fit."""
+    text, room = long_text(new.tokenizer), new.model.context_length - NEW_TOKENS
+    lengths = [length for length in LENGTHS if length <= min(room, len(text))]
+    if len(lengths) < 2:
+        return {}
+    ends = [len(text) - i * (len(text) - lengths[-1]) // max(LONG_TEXTS - 1, 1) for i in range(LONG_TEXTS)]
+    return {
+        length: _measured(new, new.folder, [text[end - length : end] for end in ends]).tokens_a_round
+        for length in lengths
+    }
+
+
+def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
+    """What long texts say against a drafter, in words; empty: nothing."""
+    if not by_length:
+        return ""
+    short, *longer = by_length.items()
+    wrong = [(length, tokens) for length, tokens in longer if tokens - 1 < COLLAPSED * (short[1] - 1)]
+    if not wrong:
+        return ""
+    (length, tokens), *_ = wrong
+    return (
+        f"gives {tokens:.2f} tokens a round behind {length} tokens of text and {short[1]:.2f} behind {short[0]}: "
+        "layers that were trained with a window must have it in config.json, and for others give window=N"
+    )
+
+
+def _better_layers(new: NewDrafter, own: Acceptance, prompts: Sequence[Sequence[int]]) -> str:
+    """Which layers beside the drafter's own give clearly more, in words; empty: none do, or it names none."""
+    tried = {by: _shifted(new, by, prompts) for by in (-1, 1)}
+    measured = {by: other.tokens_a_round for by, other in tried.items() if other is not None}
+    best = max(measured, key=measured.__getitem__, default=0)
+    if not best or measured[best] < CLEARLY_MORE * own.tokens_a_round:
+        return ""
+    return (
+        f"its layer ids are off by one: with ids one {'higher' if best > 0 else 'lower'} it gives "
+        f"{measured[best]:.2f} tokens a round; correct them in config.json and import it again"
+    )
+
+
+def _shifted(new: NewDrafter, by: int, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
+    """What the drafter would give if every layer that it reads were the one ``by`` behind; ``None``: there is none."""
+    file = new.folder / CONFIG
+    told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    key = DEPTHS.get(told.get("method", ""))
+    depths = [] if key is None else [int(part) + by for part in told["config"][key].split(",")]
+    if not depths or min(depths) < 0 or max(depths) > told["target"]["num_layers"]:
+        return None
+    told["config"][key] = ",".join(map(str, depths))
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / CONFIG).write_text(json.dumps(told), encoding="utf-8")
+        (Path(place) / WEIGHTS).symlink_to((new.folder / WEIGHTS).resolve())
+        return _measured(new, Path(place), prompts)
+
+
+def _too_little(new: NewDrafter, own: Acceptance, expected: float, better: str) -> str:
+    method = new.spec.split(":")[0]
+    masks = ["a wrong mask_token_id"] if DEPTHS.get(method) == "taps" or method == "peagle" else []
+    layers = ["layer ids of another numbering"] if method in DEPTHS else []
+    causes = ["another target than it was trained for", *layers, *masks, "a figure for trees or for text of one kind"]
+    return (
+        f"{new.source} gives {own.tokens_a_round:.2f} tokens a round on ordinary text, as a chain, and {expected:g} "
+        f"are expected, of which {ENOUGH:.0%} would do: {better or 'likely causes are ' + ', '.join(causes)}"
+    )

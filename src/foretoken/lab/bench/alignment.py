@@ -1,0 +1,113 @@
+"""How well a draft model is aligned with a target: acceptance through the engine, and its expectation without luck."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.engine.stats import SpecStats
+from foretoken.llm import assemble
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.learning.divergences import log_distribution
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.pard import PardDrafter, mask_token
+from foretoken.models import wrap
+from foretoken.models.base import LanguageModel
+from foretoken.training.written import write_continuations
+
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 48, 48
+"""Held-out prompts, their length, and how far every one is continued."""
+K = 4
+"""Length of the chains that are drafted."""
+
+
+class Alignment:
+    """Measures draft models of one target on the same text: ``alignment(network)``.
+
+    Args:
+        target: the target.
+        prompts: held-out prompts, int64 [n, m].
+        seed: of what is drawn.
+    """
+
+    def __init__(self, target: LanguageModel, prompts: Tensor, seed: int = 0) -> None:
+        self.target, self.prompts, self.seed = target, prompts, seed
+        self.new_tokens = min(NEW_TOKENS, target.context_length - prompts.shape[1])
+        # What a draft model meets when it drafts is what the target writes: held-out prompts, the target's text.
+        self.text = write_continuations(target, prompts, self.new_tokens, 1.0, seed)
+
+    def __call__(self, network: Any) -> dict[str, Any]:
+        """``greedy`` and ``sampled`` (see :meth:`lengths`), ``expected_acceptance``, ``argmax_agreement``."""
+        drafter = self.drafter(network)
+        return {
+            "greedy": self.lengths(drafter, 0.0),
+            "sampled": self.lengths(drafter, 1.0),
+            **self.expected(network),
+        }
+
+    def drafter(self, network: Any) -> Drafter:
+        """Chains of the network, in one pass where it was taught to fill masks."""
+        model = wrap(network, exact="approximate")
+        if mask_token(model) is None:
+            return ModelDrafter(model, K, target=self.target)
+        return PardDrafter(model, K, nodes=K, width=1, target=self.target)
+
+    def together(self, networks: Sequence[Any]) -> dict[str, Any]:
+        """``greedy`` and ``sampled`` lengths of several networks as one ensemble."""
+        drafters = [self.drafter(network) for network in networks]
+        drafter = drafters[0] if len(drafters) == 1 else EnsembleDrafter(drafters)
+        return {"greedy": self.lengths(drafter, 0.0), "sampled": self.lengths(drafter, 1.0)}
+
+    def lengths(self, drafter: Drafter, temperature: float) -> dict[str, Any]:
+        """Mean acceptance length and the share of rounds that reach each position, through the engine."""
+        llm = assemble(self.target, drafter, "auto", "constant", None)
+        total = SpecStats()
+        seeds = list(range(self.seed, self.seed + len(self.prompts)))
+        outputs = llm.generate(
+            self.prompts.tolist(), max_new_tokens=self.new_tokens, temperature=temperature, seed=seeds, ignore_eos=True
+        )
+        for out in outputs:
+            total.merge(out.stats)
+        reached = [*total.num_accepted_tokens_per_pos, *[0] * drafter.max_depth][: drafter.max_depth]
+        return {
+            "mean_acceptance_length": total.mean_acceptance_length,
+            "per_position": [count / max(1, total.num_drafts) for count in reached],
+        }
+
+    @torch.no_grad()
+    def expected(self, network: Any) -> dict[str, float]:
+        """1 - TVD, the probability that a draft token drawn at T=1 is accepted, and the share of equal argmaxes."""
+        start = self.prompts.shape[1] - 1
+        own: Any = self.target.model  # type: ignore[attr-defined]
+        p, q = (
+            log_distribution(
+                model(input_ids=self.text[:, :-1].to(model.device), use_cache=False).logits[:, start:]
+            ).cpu()
+            for model in (own, network)
+        )
+        width = min(p.shape[-1], q.shape[-1])
+        p, q = p[..., :width], q[..., :width]
+        return {
+            "expected_acceptance": float(torch.minimum(p.exp(), q.exp()).sum(-1).mean()),
+            "argmax_agreement": float((p.argmax(-1) == q.argmax(-1)).float().mean()),
+        }
+
+
+def describe(measured: Mapping[str, Any]) -> str:
+    """One line on a measurement."""
+    parts = []
+    for mode, words in (("greedy", "greedy"), ("sampled", "T=1")):
+        found = measured[mode]
+        parts.append(f"{words} {found['mean_acceptance_length']:.2f} ({_shares(found['per_position'])})")
+    return (
+        f"mean acceptance length on held-out text: {', '.join(parts)}; expected acceptance "
+        f"{measured['expected_acceptance']:.3f}, equal argmax {measured['argmax_agreement']:.3f}"
+    )
+
+
+def _shares(per_position: Sequence[float]) -> str:
+    return " ".join(f"{share:.0%}" for share in per_position)

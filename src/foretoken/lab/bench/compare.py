@@ -1,0 +1,123 @@
+"""Plain and speculative decoding of one prompt, interleaved in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.noise import Noise
+from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.lab.parity.difference import Difference, first_difference
+
+if TYPE_CHECKING:
+    from foretoken.engine.request import Request
+    from foretoken.llm import Llm, Output
+from foretoken.options import Prompt
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Repeated runs of one way to decode.
+
+    Attributes:
+        output: of the run with the median speed (of an even number of runs, the slower of the middle two).
+        rates: tokens/s of every run, in order.
+    """
+
+    output: Output
+    rates: list[float]
+
+    @classmethod
+    def of(cls, outputs: list[Output]) -> Arm:
+        """The arm of several runs."""
+        ordered = sorted(outputs, key=lambda output: output.stats.tokens_per_s)
+        return cls(ordered[(len(ordered) - 1) // 2], [output.stats.tokens_per_s for output in outputs])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Median speed of the rounds, prefill excluded."""
+        return self.output.stats.tokens_per_s
+
+    def public(self) -> dict[str, Any]:
+        """As the CLI's JSON prints it."""
+        return {"text": self.output.text, "token_ids": self.output.token_ids, "stats": self.output.stats.as_dict()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both arms, and whether they said the same.
+
+    Attributes:
+        comparable: whether they were meant to: greedy outputs, and those that a seed fixes.
+    """
+
+    plain: Arm
+    speculative: Arm
+    difference: Difference | None
+    comparable: bool = True
+
+    @property
+    def speedup(self) -> float:
+        """Speculative over plain tokens/s (medians)."""
+        plain = self.plain.tokens_per_s
+        return self.speculative.tokens_per_s / plain if plain else 0.0
+
+    @property
+    def identical(self) -> bool:
+        """Whether both arms gave the same tokens."""
+        return self.difference is None
+
+    def public(self) -> dict[str, Any]:
+        """As the CLI's JSON prints it."""
+        found = self.difference
+        return {
+            "plain": self.plain.public(),
+            "speculative": self.speculative.public(),
+            "speedup": self.speedup,
+            "identical": self.identical,
+            "first_difference": found
+            and {"position": found.position, "logit_gap": found.logit_gap if self.comparable else None},
+        }
+
+
+def compare(
+    llm: Llm,
+    prompt: Prompt,
+    options: Mapping[str, Any],
+    repeat: int = 3,
+    on_run: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Decode ``prompt`` both ways, ``repeat`` times each after one warm-up.
+
+    The arms take turns at going first, so that a change in the machine's load hits both.  Sampled runs need
+    ``options["seed"]``, or no two of them say the same; unless a verifier with draws of its own was asked for, both
+    arms then say the same.
+
+    Raises:
+        ValueError: ``repeat`` below 1, or bad options.
+    """
+    if repeat < 1:
+        raise ValueError(f"repeat must be at least 1, not {repeat}")
+    plain = llm.plain
+    outputs: dict[bool, list[Output]] = {False: [], True: []}
+    for turn in range(repeat + 1):
+        for speculative in (False, True) if turn % 2 == 0 else (True, False):
+            outputs[speculative].append((llm if speculative else plain).generate(prompt, **options))
+        if on_run is not None:
+            on_run(turn)
+    one, other = Arm.of(outputs[False][1:]), Arm.of(outputs[True][1:])
+    request = llm.request(prompt, **options)
+    tokens = one.output.token_ids, other.output.token_ids
+    return Comparison(one, other, *_difference(llm, request, *tokens))
+
+
+def _difference(llm: Llm, request: Request, one: list[int], other: list[int]) -> tuple[Difference | None, bool]:
+    """Where the outputs of one request part, and whether they were meant to be the same."""
+    greedy, verifier = request.params.temperature == 0, llm.engine.verifier
+    coupled = not greedy and request.seed is not None and (verifier is None or verifier.races)
+    noise = Noise(request.seed) if coupled and request.seed is not None else None
+    comparable = greedy or coupled
+    # Two draws of one distribution have no token that would be right: only where they part can be told.
+    sampler = Sampler(request.params if comparable else SamplingParams(), len(request.prompt), noise)
+    return first_difference(llm.target, request.prompt, one, other, sampler), comparable

@@ -1,0 +1,267 @@
+"""Which drafters work for a target: every row of the registry, and what is in folders; building them decides."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.io.drafter_folders import OURS as CONFIG
+from foretoken.llm import assemble
+from foretoken.loading import build_drafter
+from foretoken.loading.checkpoints import ADAPTER_CONFIG
+from foretoken.methods.drafters.datastore import MAGIC
+from foretoken.models.base import LanguageModel
+from foretoken.registry import Row, find, rows
+from foretoken.training.formats.catalogue import LAYOUTS
+from foretoken.training.formats.folders import Found
+
+REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
+"""What says that a drafter does not fit; anything else is a bug of ours."""
+DRAFT_MODEL = "draft model"
+"""How the registry says that a row runs a language model from a folder."""
+DATASTORE = "datastore"
+
+OnProgress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What drafters are to fit.
+
+    Attributes:
+        target: the target.
+        source: what it was loaded from.
+        tokenizer: its tokenizer, if any.
+        verifier, controller: what a drafter must get on with.
+        device: where draft models go.
+        allow_lossy: permit verifiers that change the target's distribution.
+    """
+
+    target: LanguageModel
+    source: Any = "builtin"
+    tokenizer: Any | None = None
+    verifier: str = "auto"
+    controller: str = "auto"
+    device: Any = None
+    allow_lossy: bool = False
+
+    def is_from(self, path: Path) -> bool:
+        """Whether the target itself was loaded from there."""
+        return isinstance(self.source, str | Path) and Path(self.source).expanduser().resolve() == path.resolve()
+
+    def refusal(self, spec: str) -> str | None:
+        """Why a drafter cannot be used here, in one line; ``None`` if it can."""
+        try:
+            built = build_drafter(
+                spec, self.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device
+            )
+            assemble(self.target, built, self.verifier, self.controller, self.tokenizer, allow_lossy=self.allow_lossy)
+        except REFUSALS as error:
+            return " ".join(str(error).split()) or type(error).__name__
+        return None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A drafter, and whether it works for a target.
+
+    Attributes:
+        name: its registry name; empty where none could be told.
+        spec: what ``--drafter`` takes; the folder or file where no drafter could be made of it.
+        works: whether it can be built and run.
+        why: what it needs and has, or why it is refused.
+        only_for: the requests that it is for, where those are not all.
+    """
+
+    name: str
+    spec: str
+    works: bool
+    why: str
+    only_for: str = ""
+
+    @property
+    def public(self) -> dict[str, Any]:
+        """As ``foretoken drafters --json`` prints it; ``gain`` is for ``foretoken tune`` to find."""
+        return {"name": self.name, "spec": self.spec, "works": self.works, "why": self.why, "gain": None}
+
+
+def fits(
+    subject: Subject, folders: Sequence[Path] = (), on_progress: OnProgress = lambda done, total, text: None
+) -> list[Fit]:
+    """Every drafter for a target: those of the registry, then what is in folders (or their subfolders) and files.
+
+    Args:
+        subject: the target.
+        folders: where to look for draft models, trained drafters, datastores and GGUF files.
+        on_progress: told (done, all, what comes next).
+
+    Raises:
+        ValueError: a folder or file that does not exist.
+    """
+    found = [place for folder in folders for place in places(folder) if not subject.is_from(place)]
+    catalogue = rows("drafter")
+    total = len(catalogue) + len(found)
+    fitting: list[Fit] = []
+    for number, row in enumerate(catalogue):
+        on_progress(number, total, row.name)
+        fitting.append(of_target(row, subject))
+    for number, place in enumerate(found, len(catalogue)):
+        on_progress(number, total, str(place))
+        fitting += of_place(place, subject)
+    return fitting
+
+
+def ordered(fitting: Sequence[Fit]) -> list[Fit]:
+    """What works for every request first, then what is for some requests only, and what does not work."""
+    return sorted(fitting, key=lambda fit: (not fit.works, bool(fit.only_for)))
+
+
+# -- what comes with the target --------------------------------------------------------------------------------------
+
+
+def of_target(row: Row, subject: Subject) -> Fit:
+    """A row of the registry without a path: its example, or the name alone with what the target has by default."""
+    spec, reason = row.name, None
+    for spec in dict.fromkeys((row.example, row.name)):
+        reason = subject.refusal(spec)
+        if reason is None:
+            break
+    return _fit(row, spec, reason)
+
+
+def _fit(row: Row, spec: str, reason: str | None) -> Fit:
+    only_for: str = row.load().traits.only_for
+    has = f"has {row.needs}" if row.needs else "needs nothing beyond the target"
+    why = reason or (f"only for {only_for}" if only_for else has)
+    return Fit(row.name, spec, reason is None, why, only_for)
+
+
+# -- what is in folders ----------------------------------------------------------------------------------------------
+
+
+def places(path: Path) -> list[Path]:
+    """A folder and those of its subfolders and files that hold something to draft with; a file is one itself.
+
+    Raises:
+        ValueError: no such folder or file.
+    """
+    path = path.expanduser()
+    if not path.exists():
+        raise ValueError(f"no such folder or file: {path}")
+    inside = [one for one in sorted(path.iterdir()) if _is_something(one)] if path.is_dir() else []
+    return [path, *inside] if not inside or _is_something(path) else inside
+
+
+def _is_something(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / name).exists() for name in (CONFIG, "config.json", ADAPTER_CONFIG))
+    return path.suffix == ".gguf" or _begins_with_magic(path)
+
+
+def _begins_with_magic(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def of_place(path: Path, subject: Subject) -> list[Fit]:
+    """What can be made of a folder or file, or why nothing can."""
+    if set(",()|") & set(str(path)):
+        return [Fit("", str(path), False, "its path has a comma, a bar or a parenthesis, which no spec can hold")]
+    if (path / CONFIG).exists():
+        return [_trained(path, subject)]
+    if path.is_dir() and not _is_something(path):
+        return [Fit("", str(path), False, "it holds no model, trained drafter, datastore or GGUF file")]
+    if path.is_dir():
+        foreign = _foreign(path)
+        if foreign is not None:
+            return [foreign]
+    if path.is_dir() or path.suffix == ".gguf":
+        return _first_that_works(path, subject)
+    return _of_file(path, subject)
+
+
+def offered(path: Path) -> str | None:
+    """The spec of what a folder or file seems to be meant for, nothing of which is loaded; ``None``: for nothing."""
+    if set(",()|") & set(str(path)):
+        return None
+    if (path / CONFIG).exists():
+        try:
+            method = str(json.loads((path / CONFIG).read_text(encoding="utf-8"))["method"])
+            return f"{find('drafter', method).name}:{path}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    if path.is_dir():
+        return f"model:{path}" if _is_something(path) and _foreign(path) is None else None
+    return f"model:{path}" if path.suffix == ".gguf" else f"retrieval:{path}" if _begins_with_magic(path) else None
+
+
+def _trained(folder: Path, subject: Subject) -> Fit:
+    """A drafter that ``foretoken train`` or ``import`` wrote; it says itself what it is."""
+    try:
+        method = str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["method"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Fit("", str(folder), False, f"{folder / CONFIG} is damaged: copy the folder again")
+    try:
+        row = find("drafter", method)
+    except ValueError:
+        role = next((row.role for row in rows() if row.name == method), None)
+        reason = f"it belongs to the {role} {method!r}" if role else f"it was trained as {method!r}, which is unknown"
+        return Fit(method, str(folder), False, reason)
+    return _tried(row, folder, subject)
+
+
+def _foreign(folder: Path) -> Fit | None:
+    """A trained drafter in another project's layout."""
+    try:
+        found = Found(folder)
+        for layout in LAYOUTS:
+            if find("drafter", layout.method).needs_training and layout.load().recognises(found):
+                return Fit(
+                    layout.method,
+                    str(folder),
+                    False,
+                    f"it is in the layout of {layout.summary}: foretoken import {folder} --out FOLDER first",
+                )
+    except REFUSALS:
+        return None  # damaged: whoever reads it as a model says how
+    return None
+
+
+def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
+    """A language model.  The rows that need the same are tried together, until some work: a draft model of the target's
+    own tokenizer needs no translation; and of those that refuse one the first speaks for all."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows("drafter"):
+        if row.needs.startswith(DRAFT_MODEL):
+            groups.setdefault(row.needs, []).append(row)
+    refused: list[Fit] = []
+    for group in groups.values():
+        found = [_tried(row, path, subject) for row in group]
+        working = [fit for fit in found if fit.works]
+        if working:
+            return [*working, *refused]
+        refused += found[:1]
+    return refused[:1]
+
+
+def _tried(row: Row, path: Path, subject: Subject) -> Fit:
+    spec = f"{row.name}:{path}"
+    fit = _fit(row, spec, subject.refusal(spec))
+    gc.collect()  # a model and its lean forward hold each other: their weights are freed before the next ones are read
+    return fit
+
+
+def _of_file(path: Path, subject: Subject) -> list[Fit]:
+    """Every drafter that reads the file."""
+    able = [row for row in rows("drafter") if not (row.needs_training or row.needs.startswith(DRAFT_MODEL))]
+    found = [_tried(row, path, subject) for row in able]
+    working = [fit for fit in found if fit.works]
+    readers = [fit for fit, row in zip(found, able, strict=True) if DATASTORE in row.needs]
+    return working or [replace(fit, name="", spec=str(path)) for fit in readers[:1]]

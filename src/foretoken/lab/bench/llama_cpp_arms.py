@@ -1,0 +1,207 @@
+"""llama.cpp on the target's weights: plain, with its prompt lookup, and with a draft model.
+
+The Python binding has a place for any drafter of chains and ships prompt lookup; the draft model here is a second
+llama.cpp model in that place, which writes greedily.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from foretoken.lab.bench.arm_context import ArmContext, ArmRun
+from foretoken.lab.bench.gguf_export import write_gguf
+from foretoken.loading import resolve
+from foretoken.loading.gguf import is_gguf
+from foretoken.models.other.llama_cpp_model import LlamaCppModel
+
+MOST_SLOTS = 8192
+"""Most tokens that llama.cpp is given room for: it takes the memory at once."""
+
+
+def llama_package() -> Any:
+    """The ``llama_cpp`` package.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = "" if isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp" else f" ({error})"
+        raise ValueError(f"the arm llama.cpp needs llama-cpp-python{reason}: pip install llama-cpp-python") from None
+    return llama_cpp
+
+
+def gguf_file(context: ArmContext) -> Path | None:
+    """The file that the target was read from, if it was one."""
+    if isinstance(context.target, LlamaCppModel):
+        return context.target.path
+    source = context.target_source
+    return Path(source) if isinstance(source, str | Path) and is_gguf(source) else None
+
+
+class LlamaCppArm:
+    """Plain decoding.
+
+    Args:
+        name: its spec.
+        context: the target.  A GGUF file is opened as it is; weights of a Transformers model are written as GGUF into
+            a temporary file, which is given back when it is loaded.
+        threads: CPU threads; PyTorch's number by default.
+
+    Raises:
+        ValueError: the package is missing, or an architecture that cannot be written.
+    """
+
+    def __init__(self, name: str, context: ArmContext, threads: int = 0) -> None:
+        llama_package()
+        self.name, self.threads, self.ignore_eos = name, threads, context.ignore_eos
+        self.eos = context.target.eos_token_ids
+        network: Any = getattr(context.target, "model", None)
+        drafter = self.drafter(context)
+        file = gguf_file(context)
+        if file is not None:
+            count = threads or getattr(context.target, "threads", 0) or torch.get_num_threads()
+            self.engine = open_file(file, min(context.target.context_length, MOST_SLOTS), count, drafter, True)
+        elif hasattr(network, "generate"):
+            self.engine = open_llama(network, threads, drafter, logits_all=True)
+        else:
+            raise ValueError(
+                f"this arm needs a GGUF file or a Transformers target, not {type(context.target).__name__}"
+            )
+        self.clock = _Calls(self.engine)
+
+    def drafter(self, context: ArmContext) -> Any | None:
+        """What llama.cpp asks for draft tokens."""
+        return None
+
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> ArmRun:
+        """One request alone from an empty cache; the prefill ends with the first token."""
+        self.engine.reset()
+        self.engine.set_seed(seed)
+        tokens: list[int] = []
+        times: list[float] = []
+        self.clock.count = 0
+        began = perf_counter()
+        options = {"temp": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
+        for token in self.engine.generate(list(prompt_ids), **options):
+            tokens.append(int(token))
+            times.append(perf_counter() - began)
+            if len(tokens) >= max_new_tokens or (not self.ignore_eos and token in self.eos):
+                break
+        rounds = self.clock.count - 1  # without the prefill
+        decoded = len(tokens) - 1
+        length = decoded / rounds if rounds > 0 else None
+        return ArmRun(tokens, times[-1] - times[0], decoded, times[0], length)
+
+
+class PromptLookupArm(LlamaCppArm):
+    """The binding's own prompt lookup.
+
+    Args:
+        name: its spec.
+        context: the target.
+        k: draft tokens per round.
+        n: longest match.
+        threads: CPU threads; PyTorch's number by default.
+    """
+
+    def __init__(self, name: str, context: ArmContext, k: int = 10, n: int = 2, threads: int = 0) -> None:
+        self.k, self.n = k, n
+        super().__init__(name, context, threads)
+
+    def drafter(self, context: ArmContext) -> Any:
+        """The binding's class."""
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        return LlamaPromptLookupDecoding(max_ngram_size=self.n, num_pred_tokens=self.k)
+
+
+class DraftArm(LlamaCppArm):
+    """A draft model in llama.cpp, greedy chains of ``k`` tokens.
+
+    Args:
+        name: its spec.
+        context: the target.
+        draft: GGUF file, folder or hub id of the draft model; the built-in one for the built-in target.
+        k: draft tokens per round.
+        dtype: of the draft model.
+        threads: CPU threads; PyTorch's number by default.
+    """
+
+    def __init__(
+        self, name: str, context: ArmContext, draft: str = "", k: int = 4, dtype: str = "bfloat16", threads: int = 0
+    ) -> None:
+        self.draft, self.k, self.dtype = draft, k, dtype
+        self.threads = threads
+        super().__init__(name, context, threads)
+
+    def drafter(self, context: ArmContext) -> Any:
+        """A callable from the text so far to draft tokens."""
+        import numpy as np
+
+        from foretoken.lab.bench.transformers_arms import load_draft
+
+        if self.draft and is_gguf(self.draft):
+            count = self.threads or torch.get_num_threads()
+            model = open_file(resolve(self.draft), context.target.context_length, count)
+        else:
+            model = open_llama(load_draft(self.draft, context, self.dtype), self.threads)
+
+        def propose(input_ids: Any, /, **_: Any) -> Any:
+            drafted = []
+            for token in model.generate(input_ids.tolist(), temp=0.0, repeat_penalty=1.0):
+                drafted.append(token)
+                if len(drafted) == self.k:
+                    break
+            return np.array(drafted, dtype=np.intc)
+
+        return propose
+
+
+class _Calls:
+    """Counts the target's calls: every round is one."""
+
+    def __init__(self, engine: Any) -> None:
+        self.count = 0
+        evaluate = engine.eval
+
+        def counted(tokens: Sequence[int]) -> None:
+            self.count += 1
+            evaluate(tokens)
+
+        engine.eval = counted
+
+
+def open_llama(network: Any, threads: int = 0, drafter: Any | None = None, logits_all: bool = False) -> Any:
+    """The network in llama.cpp; its file is gone as soon as it is mapped."""
+    config = network.config.get_text_config()
+    count = threads or torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="foretoken-gguf-") as folder:
+        file = Path(folder) / "model.gguf"
+        write_gguf(network, file)
+        return open_file(file, config.max_position_embeddings, count, drafter, logits_all)
+
+
+def open_file(
+    file: str | Path, context: int, threads: int, drafter: Any | None = None, logits_all: bool = False
+) -> Any:
+    """A GGUF file in llama.cpp's Python binding."""
+    return llama_package().Llama(
+        str(file),
+        n_ctx=context,
+        n_threads=threads,
+        n_threads_batch=threads,
+        draft_model=drafter,
+        logits_all=logits_all and drafter is not None,
+        verbose=False,
+    )
+
+
+ARMS: dict[str, type[LlamaCppArm]] = {"plain": LlamaCppArm, "prompt_lookup": PromptLookupArm, "draft": DraftArm}

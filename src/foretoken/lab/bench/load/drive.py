@@ -1,0 +1,226 @@
+"""Runs passes: all arms at all levels, taking turns, until it is done or somebody wants to see what there is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import httpx
+
+from foretoken.lab.bench.load.client import ask, counters, open_client
+from foretoken.lab.bench.load.sample import Drafts, Sample
+from foretoken.lab.bench.load.settings import Arm, Ask, Level, LoadSettings, arrivals
+from foretoken.lab.prompts import BenchPrompt
+
+Tell = Callable[[int, int, str], None]
+"""Called with requests done, requests in all, and what runs."""
+
+
+@dataclass
+class Pass:
+    """One arm at one level, once.
+
+    Attributes:
+        seconds: from the first request to the last end.
+        lag_s: how late requests were sent at worst, where they arrive by a rate.
+        drafts: what the server's counters grew by, for servers that say nothing of single requests.
+        cut: whether it was interrupted.
+    """
+
+    arm: Arm
+    level: Level
+    number: int
+    samples: list[Sample] = field(default_factory=list)
+    seconds: float = 0.0
+    lag_s: float = 0.0
+    drafts: Drafts | None = None
+    cut: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of requests that ended well."""
+        return sum(sample.tokens for sample in self.samples if sample.ok)
+
+
+class Driver:
+    """Sends the requests of a load test.
+
+    Args:
+        http: what sends them.
+        settings: what each asks.
+        prompts: by category.
+        tell: is told how far it is.
+    """
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        settings: LoadSettings,
+        prompts: Mapping[str, Sequence[BenchPrompt]],
+        tell: Tell,
+    ) -> None:
+        self.http, self.settings, self.prompts, self.tell = http, settings, prompts, tell
+        self.stop = asyncio.Event()
+        self.sent = 0
+        self._all = 0
+
+    async def run(self, arms: Sequence[Arm]) -> list[Pass]:
+        """Every level and pass; what there is by then, when it is stopped.
+
+        Raises:
+            ValueError: a server refuses even the first requests.
+        """
+        settings, found = self.settings, []
+        self._all = len(arms) * len(settings.levels) * settings.passes * settings.requests
+        for arm in arms:
+            await self._warm(arm)
+        for level in settings.levels:
+            for number in range(settings.passes):
+                for arm in arms if number % 2 == 0 else reversed(arms):
+                    if not self.stop.is_set():
+                        found.append(await self._pass(arm, level, number))
+        return found
+
+    async def _warm(self, arm: Arm) -> None:
+        """The first requests; if all fail, the test would measure errors alone."""
+        self.tell(0, self._all, f"{arm.name}: warming up")
+        asks = self.settings.asks(self.prompts, self.settings.warmup)
+        samples = await self._gathered([self._ask(arm, one, f"warm-{arm.name}") for one in asks])
+        bad = [sample for sample in samples if not sample.ok]
+        if bad and len(bad) == len(samples):
+            raise ValueError(f"{arm.name} at {arm.server.url} answers no request ({bad[0].error}): {bad[0].detail}")
+        if arm.extra.get("speculative") == {"enabled": False}:
+            _check_plain(arm, samples)
+
+    async def _ask(self, arm: Arm, one: Ask, salt: str) -> Sample:
+        return await ask(self.http, self.settings, arm, one, salt)
+
+    async def _pass(self, arm: Arm, level: Level, number: int) -> Pass:
+        found = Pass(arm, level, number)
+        asks = self.settings.asks(self.prompts, self.settings.requests)
+        salt = f"{level.label}-{number}-{arm.name}".replace(" ", "_")
+        self.tell(self.sent, self._all, f"{arm.name}, {level.label}")
+        before = await counters(self.http, arm.server)
+
+        async def one(place: int) -> None:
+            found.samples.append(await self._ask(arm, asks[place], salt))
+            self.sent += 1
+            self.tell(self.sent, self._all, f"{arm.name}, {level.label}")
+
+        began = perf_counter()
+        if level.shape == "concurrency":
+            await self._clients(int(level.value), len(asks), one)
+        else:
+            await self._arriving(found, level, len(asks), one)
+        ends = [sample.last_s for sample in found.samples if sample.last_s is not None]
+        found.seconds = max(ends, default=perf_counter()) - began
+        found.cut = self.stop.is_set()
+        found.drafts = _grown(before, await counters(self.http, arm.server))
+        return found
+
+    async def _clients(self, clients: int, count: int, one: Callable[[int], Awaitable[None]]) -> None:
+        """So many at a time."""
+        numbers = iter(range(count))
+
+        async def client() -> None:
+            for number in numbers:  # shared: each takes the next
+                await one(number)
+
+        await self._gathered([client() for _ in range(clients)])
+
+    async def _arriving(self, found: Pass, level: Level, count: int, one: Callable[[int], Awaitable[None]]) -> None:
+        """By a rate, whatever the server does."""
+        times = arrivals(level, count, (self.settings.seed or 0) + found.number)
+        began = perf_counter()
+
+        async def at(number: int) -> None:
+            await asyncio.sleep(max(0.0, began + times[number] - perf_counter()))
+            found.lag_s = max(found.lag_s, perf_counter() - began - times[number])
+            await one(number)
+
+        await self._gathered([at(number) for number in range(count)])
+
+    async def _gathered(self, work: Sequence[Awaitable[Sample | None]]) -> list[Sample]:
+        """All of it, or what is done when somebody stops it; requests that run then are dropped."""
+        tasks = [asyncio.ensure_future(one) for one in work]
+        stopped = asyncio.ensure_future(self.stop.wait())
+        try:
+            left = set(tasks)
+            while left and not self.stop.is_set():
+                done, _ = await asyncio.wait({*left, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                left -= done
+                for task in done - {stopped}:
+                    task.result()
+        finally:
+            for task in (*tasks, stopped):
+                task.cancel()
+            await asyncio.gather(*tasks, stopped, return_exceptions=True)
+        finished = [task.result() for task in tasks if not task.cancelled()]
+        return [sample for sample in finished if sample is not None]
+
+
+def _check_plain(arm: Arm, samples: Sequence[Sample]) -> None:
+    """Plain decoding must be plain.
+
+    Raises:
+        ValueError: the server drafts all the same.
+    """
+    ignored = any("speculative" in sample.ignored for sample in samples)
+    if ignored or any(sample.drafts is not None and sample.drafts.drafted for sample in samples):
+        raise ValueError(
+            f"{arm.server.url} does not turn speculation off for a request, so --compare cannot compare: "
+            "start a second server without drafts, and give both addresses"
+        )
+
+
+def _grown(before: Drafts | None, after: Drafts | None) -> Drafts | None:
+    if before is None or after is None:
+        return None
+    rounds = None if before.rounds is None or after.rounds is None else after.rounds - before.rounds
+    return Drafts(rounds, after.drafted - before.drafted, after.accepted - before.accepted)
+
+
+@contextlib.contextmanager
+def stopped_by_ctrl_c(stop: asyncio.Event) -> Iterator[None]:
+    """The first Ctrl-C sets ``stop``, the second one interrupts as ever; only where signals can be caught."""
+    loop = asyncio.get_running_loop()
+
+    def asked() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, asked)
+    except (NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+async def drive(
+    settings: LoadSettings,
+    find_arms: Callable[[httpx.AsyncClient], Awaitable[Sequence[Arm]]],
+    prompts: Mapping[str, Sequence[BenchPrompt]],
+    tell: Tell,
+    after: Callable[[httpx.AsyncClient, Sequence[Arm], list[Pass]], Awaitable[None]] | None = None,
+) -> tuple[Sequence[Arm], list[Pass], bool]:
+    """The arms, their passes, and whether it was interrupted; ``after`` may ask the servers about what was found.
+
+    Raises:
+        ValueError: a server is not there, or refuses what it is asked.
+    """
+    async with open_client(settings.timeout_s) as http:
+        driver = Driver(http, settings, prompts, tell)
+        with stopped_by_ctrl_c(driver.stop):
+            arms = await find_arms(http)
+            passes = await driver.run(arms)
+            if after is not None and not driver.stop.is_set():
+                await after(http, arms, passes)
+        return arms, passes, driver.stop.is_set()

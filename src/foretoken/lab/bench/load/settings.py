@@ -1,0 +1,159 @@
+"""What a load test does: which servers, how many requests, how they arrive, what each asks."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from foretoken.lab.prompts import BenchPrompt
+
+Shape = Literal["concurrency", "rate"]
+LARGEST_TIE = 0.3
+"""Gap between two log-probabilities that rounding in bfloat16 may turn over: 4 % of a logit of 8."""
+SERVER, PLAIN, SPECULATIVE = "server", "plain", "speculative"
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server.
+
+    Attributes:
+        name: as tables show it.
+        url: without ``/v1``.
+        model: what its requests name.
+        key: API key; empty for none.
+        salted: whether it keeps the caches of different ``cache_salt`` apart (it refuses or ignores the field if not).
+        about: what it says of itself.
+    """
+
+    name: str
+    url: str
+    model: str
+    key: str = field(default="", repr=False)
+    salted: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A server and what its requests say besides."""
+
+    name: str
+    server: Server
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Level:
+    """How requests come.
+
+    Attributes:
+        shape: ``concurrency``: so many clients, each sends its next request when the last has ended; ``rate``: requests
+            arrive by chance (a Poisson process), whether the server keeps up or not.
+        value: clients, or requests per second.
+        burst: with a rate, requests that arrive together.
+    """
+
+    shape: Shape
+    value: float
+    burst: int = 1
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value) or self.value <= 0:
+            raise ValueError(f"--{self.shape} must be above 0, not {self.value:g}")
+        if self.burst < 1:
+            raise ValueError(f"--burst must be at least 1, not {self.burst}")
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        if self.shape == "concurrency":
+            return f"{self.value:g} at a time"
+        return f"{self.value:g}/s" + (f", {self.burst} together" if self.burst > 1 else "")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a pass: the same number asks the same of every arm."""
+
+    number: int
+    prompt: BenchPrompt
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """All of a load test.
+
+    Attributes:
+        levels: one after the other.
+        requests: per level, arm and pass.
+        passes: how often each level is measured; arms take turns at going first.
+        warmup: requests to each arm before anything is measured.
+        max_tokens, temperature, top_p: what each request asks.
+        seed: of the first request, counted up by request; also of the arrivals. ``None`` sends no seed.
+        chat: chat completions instead of completions.
+        ignore_eos: ask for outputs of equal length.
+        extra: further fields of every request.
+        timeout_s: after which a request counts as failed.
+    """
+
+    levels: Sequence[Level]
+    requests: int = 64
+    passes: int = 1
+    warmup: int = 4
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    chat: bool = False
+    ignore_eos: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 600.0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the same request must have the same answer."""
+        return self.temperature == 0 or self.seed is not None
+
+    def asks(self, prompts: Mapping[str, Sequence[BenchPrompt]], count: int, first: int = 0) -> list[Ask]:
+        """Requests that go through the categories in turn, and from the beginning again when prompts run out."""
+        lists = [list(group) for group in prompts.values()]
+        found = []
+        for number in range(first, first + count):
+            group = lists[number % len(lists)]
+            prompt = group[number // len(lists) % len(group)]
+            found.append(Ask(number, prompt, None if self.seed is None else self.seed + number))
+        return found
+
+    def body(self, arm: Arm, ask: Ask, salt: str) -> dict[str, Any]:
+        """The JSON of a request."""
+        body: dict[str, Any] = {"model": arm.server.model, "max_tokens": self.max_tokens, "stream": True}
+        if self.chat:
+            body["messages"] = list(ask.prompt.messages) or [{"role": "user", "content": ask.prompt.text}]
+        else:
+            body["prompt"] = ask.prompt.text
+        body |= {"temperature": self.temperature, "stream_options": {"include_usage": True}}
+        if self.top_p < 1:
+            body["top_p"] = self.top_p
+        if ask.seed is not None:
+            body["seed"] = ask.seed
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if arm.server.salted:
+            body["cache_salt"] = salt
+        return body | dict(self.extra) | dict(arm.extra)
+
+
+def arrivals(level: Level, count: int, seed: int) -> list[float]:
+    """Seconds from the start at which requests arrive; groups of ``burst`` keep the rate."""
+    chance = random.Random(seed)
+    found: list[float] = []
+    now = 0.0
+    while len(found) < count:
+        found += [now] * min(level.burst, count - len(found))
+        now += chance.expovariate(level.value / level.burst)
+    return found

@@ -1,0 +1,110 @@
+"""The file beside ``--out`` that an interrupted benchmark goes on from: a header, then one result a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from foretoken.core.io.files import write_text
+from foretoken.lab.bench.results import Key, UnitResult, dumps
+
+
+def partial_of(out: Path) -> Path:
+    """Where an unfinished run is kept."""
+    return out.with_name(out.name + ".partial")
+
+
+def _holds(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """Whether a run can be written to ``out``, before seconds are spent on loading.
+
+    Raises:
+        ValueError: a folder, or none to write in; an unfinished run that is not to be resumed; nothing to resume.
+    """
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder: --out needs a file name")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out cannot be written: there is no folder {out.absolute().parent}")
+    unfinished = _holds(partial_of(out))
+    if unfinished and not resume:
+        raise ValueError(
+            f"{partial_of(out)} holds an unfinished run: add --resume to go on with it, or delete it to start anew"
+        )
+    if resume and not unfinished and _holds(out):
+        raise ValueError(f"{out} is finished, there is nothing to resume: leave --resume out to run it again")
+
+
+class Partial:
+    """Finished results of a run, appended as they come.
+
+    Args:
+        out: where the whole run will be written; this file is ``OUT.partial``.
+        config: everything that decides what is run; only the same run is resumed.
+        resume: go on with what the file holds.
+
+    Raises:
+        ValueError: an unfinished run is there and ``resume`` is not asked for, or it is one of another configuration
+            or damaged.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, out: Path, config: Mapping[str, Any], resume: bool) -> None:
+        self.out, self.path = out, partial_of(out)
+        self.done: dict[Key, UnitResult] = {}
+        self.notes: dict[str, Any] = {}
+        check_out(out, resume)
+        found = _holds(self.path)
+        if found:
+            self._read(json.loads(dumps(config)))
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
+        if not found or self.path.stat().st_size == 0:
+            self._append({"config": config})
+
+    def _read(self, config: Mapping[str, Any]) -> None:
+        whole, _, half = self.path.read_bytes().rpartition(b"\n")
+        try:
+            rows = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+            found = rows[0]["config"] if rows else config
+            results = [UnitResult(**row["result"]) for row in rows[1:] if "result" in row]
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path} is damaged ({error}): delete it to start anew") from None
+        other = sorted(key for key in {*found, *config} if found.get(key) != config.get(key))
+        if other:
+            raise ValueError(
+                f"{self.path} was made with other settings ({', '.join(other)}): give the same ones, or delete it"
+            )
+        self.done = {result.key: result for result in results}
+        for row in rows[1:]:
+            self.notes |= row.get("note", {})
+        if half or not rows:  # a line that was cut off by a kill is done again
+            with self.path.open("rb+") as file:
+                file.truncate(len(whole) + 1 if rows else 0)
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        self._file.write(dumps(row) + "\n")
+        self._file.flush()
+
+    def add(self, result: UnitResult) -> None:
+        """A finished result."""
+        self.done[result.key] = result
+        self._append({"result": vars(result)})
+
+    def note(self, name: str, value: Any) -> None:
+        """Something else that a resumed run needs."""
+        self.notes[name] = value
+        self._append({"note": {name: value}})
+
+    def finish(self, lines: list[str]) -> None:
+        """Write the whole run and drop the partial file."""
+        write_text(self.out, "".join(line + "\n" for line in lines))
+        self.close()
+        self.path.unlink()
+
+    def close(self) -> None:
+        """Leave the file as it is."""
+        self._file.close()

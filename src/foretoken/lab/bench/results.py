@@ -1,0 +1,292 @@
+"""Results of a benchmark: what one arm did with one batch of prompts, and the cells that are made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.engine.stats import SpecStats
+from foretoken.lab.bench.specs import PLAIN
+from foretoken.loading.measured.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
+
+RESAMPLES = 1000
+"""Bootstrap samples of a confidence interval."""
+OVERALL = "overall"
+
+Setting = tuple[float, int]
+"""Temperature and batch size."""
+Key = tuple[str, float, int, str, int]
+"""Arm, temperature, batch size, category, unit."""
+
+
+@dataclass
+class UnitResult:
+    """One arm on one unit: a batch of prompts at a setting; seconds count every round of the batch once.
+
+    Attributes:
+        arm, temperature, batch, category: which.
+        unit: its number within the category.
+        prompts: numbers of its prompts within the category.
+        outputs: new tokens per prompt.
+        seconds: decoding without the prefill, everything included.
+        decoded: how many tokens were made in them.
+        prefill_s: seconds before them.
+        mean_acceptance_length: as another engine tells it; ``None`` for our own arms, which have counts.
+        drafts, drafted, accepted, per_pos: rounds, draft tokens, accepted ones, and those by depth; ``None`` as above.
+        draft_s, target_s, verify_s: of the seconds; ``None`` as above.
+        rounds: per round [nodes, depth, draft seconds].
+        trace: the rounds of the first request, where it was traced.
+        seeds: per prompt, where seed and prompt alone fix a sampled output; ``None`` for greedy outputs, other engines,
+            and rules that draw with coins of their own.
+    """
+
+    arm: str
+    temperature: float
+    batch: int
+    category: str
+    unit: int
+    prompts: list[int]
+    outputs: list[list[int]]
+    seconds: float
+    decoded: int
+    prefill_s: float
+    mean_acceptance_length: float | None = None
+    drafts: int | None = None
+    drafted: int = 0
+    accepted: int = 0
+    per_pos: list[int] = field(default_factory=list)
+    draft_s: float | None = None
+    target_s: float | None = None
+    verify_s: float | None = None
+    rounds: list[list[float]] = field(default_factory=list)
+    trace: list[dict[str, Any]] | None = None
+    seeds: list[int] | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the outputs must be plain decoding's."""
+        return self.temperature == 0 or self.seeds is not None
+
+    @property
+    def key(self) -> Key:
+        """What it is a result of."""
+        return (self.arm, self.temperature, self.batch, self.category, self.unit)
+
+    @property
+    def setting(self) -> Setting:
+        """Temperature and batch size."""
+        return (self.temperature, self.batch)
+
+    @property
+    def draft_rounds(self) -> list[DraftRound]:
+        """The rounds as the cost model reads them."""
+        return [DraftRound(int(nodes), int(depth), seconds) for nodes, depth, seconds in self.rounds]
+
+
+def dumps(value: Any) -> str:
+    """One line of JSON; what JSON cannot hold becomes null, and every sign is ASCII, so that no text breaks a line."""
+    return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+# -- numbers of a cell -----------------------------------------------------------------------------------------------
+
+
+def rate(results: Iterable[UnitResult]) -> float:
+    """Tokens per second of several results together."""
+    found = list(results)
+    seconds = sum(r.seconds for r in found)
+    return sum(r.decoded for r in found) / seconds if seconds > 0 else 0.0
+
+
+def speedup_ci95(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> list[float]:
+    """95 % interval of the ratio of rates: units (with both arms' results) drawn again with replacement.
+
+    A single unit has no spread: both ends are then its own ratio.
+    """
+    table = np.array(
+        [[a.decoded, a.seconds, p.decoded, p.seconds] for a, p in zip(arm, plain, strict=True)], dtype=float
+    )
+    draws = np.random.default_rng(0).integers(len(table), size=(RESAMPLES, len(table)))
+    sums = table[draws].sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
+    ratios = ratios[np.isfinite(ratios)]
+    return [float(x) for x in np.quantile(ratios, [0.025, 0.975])] if len(ratios) else [0.0, 0.0]
+
+
+def acceptance_length(results: Sequence[UnitResult]) -> float | None:
+    """Tokens per round of a request, the target's own included."""
+    counted = [r for r in results if r.drafts]
+    if counted:
+        return 1.0 + sum(r.accepted for r in counted) / sum(r.drafts or 0 for r in counted)
+    told = [(r.mean_acceptance_length, r.decoded) for r in results if r.mean_acceptance_length]
+    rounds = sum(decoded / length for length, decoded in told)
+    return sum(decoded for _, decoded in told) / rounds if rounds else None
+
+
+def comparable(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> bool:
+    """Whether an arm's outputs must be plain decoding's, token by token: both are greedy, or coupled by their seeds."""
+    return all(a.fixed and p.fixed and a.seeds == p.seeds for a, p in zip(arm, plain, strict=True))
+
+
+def cell(
+    arm: Sequence[UnitResult], plain: Sequence[UnitResult], category: str, predicted: float | None, num_prompts: int
+) -> dict[str, Any]:
+    """The public object of one arm in one category at one setting; both sequences hold the same units in order."""
+    first = arm[0]
+    spent = sum(r.seconds for r in arm)
+    ours = all(r.draft_s is not None for r in arm)
+    draft_s, target_s = (sum(getattr(r, name) or 0.0 for r in arm) for name in ("draft_s", "target_s"))
+    drafted, base = sum(r.drafted for r in arm), rate(plain)
+    same = all(a.outputs == p.outputs for a, p in zip(arm, plain, strict=True)) if comparable(arm, plain) else None
+    return {
+        "arm": first.arm,
+        "category": category,
+        "temperature": first.temperature,
+        "batch": first.batch,
+        "prompts": num_prompts,
+        "new_tokens": sum(len(output) for r in arm for output in r.outputs),
+        "tokens_per_s": rate(arm),
+        "speedup": rate(arm) / base if base else 0.0,
+        "speedup_ci95": speedup_ci95(arm, plain),
+        "mean_acceptance_length": acceptance_length(arm),
+        "acceptance_rate": (sum(r.accepted for r in arm) / drafted if drafted else 0.0) if ours else None,
+        "identical": same,
+        "draft_s": draft_s if ours else None,
+        "target_s": target_s if ours else None,
+        "overhead_s": max(0.0, spent - draft_s - target_s) if ours else None,
+        "predicted_speedup": predicted,
+    }
+
+
+def drafted(results: Sequence[UnitResult]) -> dict[str, Any]:
+    """Which cell some results are of, and how many draft tokens they have; ``None`` where an engine does not tell."""
+    first = results[0]
+    known = all(r.drafts is not None for r in results)
+    return {
+        "arm": first.arm,
+        "category": first.category,
+        "temperature": first.temperature,
+        "batch": first.batch,
+        "drafted": sum(r.drafted for r in results) if known else None,
+    }
+
+
+# -- the cost model --------------------------------------------------------------------------------------------------
+
+
+def rest_s(plain: Sequence[UnitResult]) -> float:
+    """Seconds of a plain round that are not the target call."""
+    rounds = sum(len(r.rounds) for r in plain)
+    spent = sum(r.seconds - (r.draft_s or 0.0) - (r.target_s or 0.0) for r in plain)
+    return max(0.0, spent / rounds) if rounds else 0.0
+
+
+def anchored(target: TargetCost, plain: Sequence[UnitResult]) -> TargetCost:
+    """The measured curve, moved to where plain rounds of the run itself put its beginning.
+
+    v(n) is measured in a minute of its own; the machine may be busier or the texts longer in the run.
+    """
+    rounds = [found for r in plain for found in r.rounds]
+    calls_s = sum(r.target_s or 0.0 for r in plain)
+    if not rounds or calls_s <= 0:
+        return target
+    mean_nodes = round(sum(found[0] for found in rounds) / len(rounds))
+    scale = calls_s / len(rounds) / target.of(mean_nodes)
+    return TargetCost({n: seconds * scale for n, seconds in target.seconds.items()})
+
+
+def prediction(
+    cell_results: Sequence[UnitResult], all_results: Sequence[UnitResult], target: TargetCost, rest: float
+) -> float | None:
+    """What the cost model says of one cell: 1 for plain decoding, ``None`` for other engines (their rounds are hidden).
+
+    Args:
+        cell_results: the cell's own results: how long its drafts were and how many of them were accepted.
+        all_results: the arm's results of every category at this setting: what drafting costs.
+        target: measured cost of target calls at this batch size.
+        rest: measured rest of a plain round.
+    """
+    if cell_results[0].arm == PLAIN:
+        return 1.0
+    rounds = [found for r in cell_results for found in r.draft_rounds]
+    if not rounds:
+        return None
+    cost = draft_seconds([found for r in all_results for found in r.draft_rounds])
+    tokens = sum(r.decoded for r in cell_results)
+    return predicted_speedup(target, rest, cost, rounds, tokens, cell_results[0].batch)
+
+
+def arm_cost(results: Sequence[UnitResult]) -> DrafterCost | None:
+    """An arm's cost and survival, for the summary; ``None`` for what drafts nothing or is not ours."""
+    rounds = [found for r in results for found in r.draft_rounds]
+    depth = max((found.depth for found in rounds), default=0)
+    if depth == 0:
+        return None
+    return drafter_cost(_stats(results), depth, rounds, results[0].batch)
+
+
+def round_costs(results: Sequence[UnitResult], arms: Sequence[str], target: TargetCost) -> RoundCosts:
+    """Measured costs of all arms at one setting."""
+    found = {arm: arm_cost([r for r in results if r.arm == arm]) for arm in arms}
+    drafters = {arm: cost for arm, cost in found.items() if cost is not None}
+    plain = [r for r in results if r.arm == PLAIN]
+    return RoundCosts(anchored(target, plain), drafters, rest_s(plain))
+
+
+def _stats(results: Sequence[UnitResult]) -> SpecStats:
+    total = SpecStats()
+    for r in results:
+        total.merge(
+            SpecStats(
+                num_drafts=r.drafts or 0,
+                num_draft_tokens=r.drafted,
+                num_accepted_tokens=r.accepted,
+                num_accepted_tokens_per_pos=list(r.per_pos),
+                num_new_tokens=r.decoded,
+                draft_s=r.draft_s or 0.0,
+                target_s=r.target_s or 0.0,
+                verify_s=r.verify_s or 0.0,
+            )
+        )
+    return total
+
+
+def positions(results: Sequence[UnitResult]) -> list[float]:
+    """Per depth the share of rounds in which drafts were accepted at least that far."""
+    total = _stats(results)
+    return [count / total.num_drafts for count in total.num_accepted_tokens_per_pos] if total.num_drafts else []
+
+
+def time_split(results: Sequence[UnitResult]) -> dict[str, float] | None:
+    """Where an arm's seconds went; ``None`` for other engines."""
+    ours = [r for r in results if r.draft_s is not None]
+    if not ours:
+        return None
+    total = _stats(ours)
+    spent = sum(r.seconds for r in ours)
+    return {
+        "draft_s": total.draft_s,
+        "target_s": total.target_s,
+        "verify_s": total.verify_s,
+        "overhead_s": max(0.0, spent - total.draft_s - total.target_s - total.verify_s),
+        "prefill_s": sum(r.prefill_s for r in ours),
+        "total_s": spent,
+        "rounds": sum(len(r.rounds) for r in ours),
+    }

@@ -1,0 +1,281 @@
+"""The benchmark: arms x categories x temperatures x batch sizes, interleaved, resumable, with its proof beside it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.costs import TargetCost
+from foretoken.core.noise import SEEDS, check_seed
+from foretoken.lab.bench.partial import Partial
+from foretoken.lab.bench.results import Key, Setting, UnitResult
+from foretoken.lab.bench.serving import MAX_BATCH, ServedArm, Shared, Unit, make_served_arm
+from foretoken.lab.bench.specs import PLAIN
+from foretoken.lab.bench.summary import BenchResult, Tally, dtype_of, machine
+from foretoken.lab.prompts import BenchPrompt
+from foretoken.loading.measured.costs import measure_target
+
+WARM_UP = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
+"""Decoded by every arm before anything is timed; no prompt of ours, so that nothing is learned from it."""
+WARM_UP_IDS, WARM_UP_TOKENS = 24, 32
+COST_REPEATS = 7
+MOST_NODES = 256
+
+OnProgress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is run.
+
+    Attributes:
+        arms: specs beside plain decoding, which is always an arm.
+        temperatures, batches: every pair is a setting.
+        repeat: runs per prompt; the one of median time counts.
+        seed: of the first prompt; the others count up.
+        chat: use the tokenizer's chat template for conversations, where it has one.
+    """
+
+    arms: Sequence[str] = ("auto",)
+    temperatures: Sequence[float] = (0.0,)
+    batches: Sequence[int] = (1,)
+    repeat: int = 1
+    seed: int = 0
+    chat: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.temperatures or not self.batches:
+            raise ValueError("a benchmark needs at least one temperature and one batch size")
+        check_seed(self.seed)
+        if self.repeat < 1:
+            raise ValueError(f"repeat must be at least 1, not {self.repeat}")
+        for batch in self.batches:
+            if not 1 <= batch <= MAX_BATCH:
+                raise ValueError(f"a batch size must be 1 to {MAX_BATCH}, not {batch}")
+        for temperature in self.temperatures:
+            if not 0 <= temperature < float("inf"):
+                raise ValueError(f"a temperature must be 0 or more, not {temperature}")
+
+    @property
+    def names(self) -> list[str]:
+        """All arms, plain decoding first."""
+        return list(dict.fromkeys([PLAIN, *(PLAIN if arm == "none" else arm for arm in self.arms)]))
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Temperatures and batch sizes, each pair once, in the order given."""
+        return list(dict.fromkeys((float(t), int(b)) for t in self.temperatures for b in self.batches))
+
+
+@dataclass
+class Bench:
+    """A benchmark of one target.
+
+    Attributes:
+        shared: the target and what all arms share.
+        prompts: prompts by category.
+        settings: what is run.
+        on_progress: told (finished, all, what comes next) between runs, never while the clock runs.
+
+    Raises:
+        ValueError: no prompts, no room for the output, or an arm that does not fit.
+    """
+
+    shared: Shared
+    prompts: Mapping[str, Sequence[BenchPrompt | Sequence[int]]]
+    settings: BenchSettings
+    on_progress: OnProgress = lambda done, total, text: None
+    results: dict[Key, UnitResult] = field(default_factory=dict)
+    targets: dict[int, TargetCost] = field(default_factory=dict)
+    num_cut: int = 0
+
+    def __post_init__(self) -> None:
+        if not any(self.prompts.values()):
+            raise ValueError("there are no prompts to run")
+        self.ids = {name: [self._encode(p) for p in group] for name, group in self.prompts.items() if group}
+        self.arms = self._build()
+        self._total = sum(a.can(s) for s in self.settings.settings for _ in self.units(s[1]) for a in self.arms)
+
+    # -- what is run -------------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: BenchPrompt | Sequence[int]) -> list[int]:
+        """Ids, the last ones where there are too many for the context."""
+        shared = self.shared
+        room = shared.target.context_length - shared.max_new_tokens
+        if shared.max_new_tokens < 1 or room < 1:
+            raise ValueError(
+                f"max_new_tokens must be 1 to {shared.target.context_length - 1} for this target, "
+                f"not {shared.max_new_tokens}"
+            )
+        if isinstance(prompt, BenchPrompt):
+            if shared.tokenizer is None:
+                raise ValueError("text prompts need a tokenizer: this target has none beside it")
+            found = prompt.encode(shared.tokenizer, self.settings.chat)
+        else:
+            found = list(prompt)
+        if not found:
+            raise ValueError("a prompt has no tokens")
+        self.num_cut += len(found) > room
+        return found[-room:]
+
+    def _build(self) -> list[ServedArm]:
+        arms = []
+        for name in self.settings.names:
+            self.on_progress(0, 0, f"loading {name}")
+            arms.append(make_served_arm(name, self.shared))
+        return arms
+
+    def units(self, batch: int) -> Iterator[Unit]:
+        """Batches of prompts; a last one that is not full is filled up from the category's beginning."""
+        for category, group in self.ids.items():
+            for number, start in enumerate(range(0, len(group), batch)):
+                prompts = [(start + i) % len(group) for i in range(batch)]
+                seeds = [(self.settings.seed + start + i) % SEEDS for i in range(batch)]
+                ids = [group[i] for i in prompts]
+                yield Unit(category, number, prompts, ids, seeds, self.shared.max_new_tokens)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Everything that decides the results: what a resumed run must share with the interrupted one."""
+        shared, settings = self.shared, self.settings
+        digest = hashlib.sha256(repr(list(self.ids.items())).encode()).hexdigest()[:16]
+        return {
+            "target": str(shared.target_source),
+            "dtype": dtype_of(shared),
+            "inflate": shared.inflate,
+            "arms": settings.names,
+            "temperatures": list(settings.temperatures),
+            "batches": list(settings.batches),
+            "prompts": {"sha256": digest, "categories": {name: len(group) for name, group in self.ids.items()}},
+            "max_new_tokens": shared.max_new_tokens,
+            "repeat": settings.repeat,
+            "seed": settings.seed,
+            "verifier": shared.verifier,
+            "controller": shared.controller,
+            "profile": None if shared.profile is None else str(shared.profile),
+            "allow_lossy": shared.allow_lossy,
+            "ignore_eos": shared.ignore_eos,
+            "filters": shared.filters,
+        }
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def run(self, partial: Partial | None = None) -> BenchResult:
+        """Run what is not there yet, then make cells and summary of everything.
+
+        Raises:
+            ValueError: an arm refuses a prompt or setting.
+        """
+        where = machine(self.shared)
+        if partial is not None:
+            self.results |= partial.done
+        self._measure_targets(partial)
+        self.run_units(partial)
+        return Tally(self, where).result()
+
+    def run_units(self, partial: Partial | None = None) -> None:
+        """Run what is not there yet, into ``results``.
+
+        Raises:
+            ValueError: an arm refuses a prompt or setting.
+        """
+        for setting in self.settings.settings:
+            self._run_setting(setting, partial)
+
+    def _measure_targets(self, partial: Partial | None) -> None:
+        most = max(arm.most_nodes for arm in self.arms)
+        text = sorted((ids for group in self.ids.values() for ids in group), key=len)
+        middle = text[len(text) // 2]
+        for batch in sorted(set(self.settings.batches)):
+            name = f"target_s:{batch}"
+            known = partial.notes.get(name) if partial is not None else None
+            if known is None:
+                self.on_progress(len(self.results), self._total, f"measuring v(n), batch {batch}")
+                last = min(MOST_NODES, most * batch)
+                counts = [batch * 2**i for i in range(10) if batch * 2**i < 2 * last]
+                cost = measure_target(self.shared.target, middle, counts, COST_REPEATS, batch)
+                known = {str(n): seconds for n, seconds in cost.seconds.items()}
+                if partial is not None:
+                    partial.note(name, known)
+            self.targets[batch] = TargetCost({int(n): seconds for n, seconds in known.items()})
+
+    def _run_setting(self, setting: Setting, partial: Partial | None) -> None:
+        able = [arm for arm in self.arms if arm.can(setting)]
+        entered: set[str] = set()
+        traced = setting[1] == self.settings.settings[0][1]
+        for turn, unit in enumerate(self.units(setting[1])):
+            key = (*setting, unit.category, unit.number)
+            missing = [arm for arm in able if (arm.name, *key) not in self.results]
+            for arm in missing:
+                if arm.name not in entered:
+                    entered.add(arm.name)
+                    self._warm_up(arm, setting)
+            for result in self._run_unit(missing, unit, setting, turn, traced and unit.number == 0):
+                self.results[result.key] = result
+                if partial is not None:
+                    partial.add(result)
+
+    def _warm_up(self, arm: ServedArm, setting: Setting) -> None:
+        self._tell(setting, f"warming up {arm.name}")
+        arm.enter(setting)
+        shared = self.shared
+        ids = shared.tokenizer(WARM_UP)["input_ids"] if shared.tokenizer is not None else range(1, 1 + WARM_UP_IDS)
+        room = shared.target.context_length - shared.max_new_tokens
+        prompt = [i % shared.target.vocab_size for i in ids][:room]
+        each = range(setting[1])
+        unit = Unit("warm-up", 0, each, [prompt for _ in each], each, min(WARM_UP_TOKENS, shared.max_new_tokens))
+        arm.run(unit, setting, False)
+
+    def _run_unit(
+        self, arms: Sequence[ServedArm], unit: Unit, setting: Setting, turn: int, traced: bool
+    ) -> Iterator[UnitResult]:
+        """The arms take turns at going first, so that a change in the machine's load hits all of them."""
+        runs: dict[str, list[UnitResult]] = {arm.name: [] for arm in arms}
+        for again in range(self.settings.repeat):
+            first = (turn + again) % len(arms) if arms else 0
+            for arm in (*arms[first:], *arms[:first]):
+                self._tell(setting, f"{arm.name}, {unit.category}")
+                found = runs[arm.name]
+                found.append(arm.run(unit, setting, traced and again == 0))
+                if len(found) == self.settings.repeat:
+                    yield _counted(found, arm.remembers)
+
+    def _tell(self, setting: Setting, text: str) -> None:
+        self.on_progress(len(self.results), self._total, f"T={setting[0]:g} batch {setting[1]}: {text}")
+
+
+def _counted(runs: Sequence[UnitResult], remembers: bool) -> UnitResult:
+    """The run of median time; the first one of an arm that may remember it."""
+    chosen = runs[0] if remembers else sorted(runs, key=lambda r: r.seconds)[(len(runs) - 1) // 2]
+    chosen.trace = runs[0].trace
+    return chosen
+
+
+def run_bench(
+    shared: Shared,
+    prompts: Mapping[str, Sequence[BenchPrompt | Sequence[int]]],
+    settings: BenchSettings,
+    out: Path | None = None,
+    resume: bool = False,
+    on_progress: OnProgress = lambda done, total, text: None,
+) -> BenchResult:
+    """Run a benchmark; with ``out`` every finished result is kept in ``OUT.partial`` until all of them are there.
+
+    Raises:
+        ValueError: an arm, a setting or a prompt that does not fit; an unfinished run that is not to be resumed, or
+            one of another configuration.
+        OSError: ``out`` cannot be written.
+    """
+    bench = Bench(shared, prompts, settings, on_progress)
+    if out is None:
+        return bench.run()
+    partial = Partial(out, bench.config, resume)
+    try:
+        result = bench.run(partial)
+        partial.finish(result.lines)
+    finally:
+        partial.close()
+    return result

@@ -1,0 +1,43 @@
+"""The specs of a benchmark's arms, read without loading anything heavy."""
+
+from __future__ import annotations
+
+from foretoken.core.names import UnknownName
+from foretoken.lab.bench.arms import is_foreign
+from foretoken.registry import find, parse_spec
+
+PLAIN = "plain"
+"""The arm that all others are compared with; ``none`` names it too."""
+OTHER_ENGINES = "transformers:plain, transformers:assisted, transformers:prompt_lookup, llama.cpp"
+
+
+def split_arm(spec: str) -> tuple[str, str | None]:
+    """Drafter and controller of ``DRAFTER[@CONTROLLER]``; an ``@`` that no controller follows is part of the drafter.
+
+    Raises:
+        ValueError: the spec cannot be parsed.
+    """
+    head, at, tail = spec.rpartition("@")
+    if at and head:
+        try:
+            find("controller", parse_spec(tail).name)
+        except ValueError:
+            return spec, None
+        return head, tail
+    return spec, None
+
+
+def check_arm(spec: str) -> None:
+    """Whether there is anything of that name.
+
+    Raises:
+        ValueError: there is not; lists what there is.
+    """
+    name = parse_spec(split_arm(spec)[0]).name
+    if is_foreign(spec) or name in ("auto", "none", PLAIN):
+        return
+    try:
+        find("drafter", name)
+    except UnknownName as error:
+        others = f", or another engine: {OTHER_ENGINES}"
+        raise UnknownName(f"{error}{others}", f"{error.short}{others}") from None

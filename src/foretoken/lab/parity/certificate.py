@@ -1,0 +1,180 @@
+"""Certificates: a parity run as a file that another machine can repeat and compare with.
+
+The digest of the whole tells a file that was changed; it is no signature, since whoever changes a file can write a new
+digest as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from foretoken.lab.parity.report import PLAIN, Report, Settings
+from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_checksums
+from foretoken.loading.measured.machine import hardware, threads, versions
+from foretoken.models.base import LanguageModel
+from foretoken.models.huggingface import HuggingFaceModel
+
+KIND, VERSION = "foretoken parity certificate", 1
+SETTINGS = ("verifier", "controller", "max_new_tokens", "sampling", "samples", "false_alarm", "seed", "allow_lossy")
+"""Settings of the run that are kept as they are."""
+PARTS = {
+    "model": ("source", "checksums", "options", "forward", "weights", "exactness", "exactness_why"),
+    "settings": (*SETTINGS, "modes"),
+    "texts": ("greedy", "seeded"),
+    "result": ("passed", "checks"),
+}
+"""What the parts of a certificate hold at least."""
+REMEDY = "write one with foretoken parity --certificate FILE"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a run was, where it ran and what came out.
+
+    Attributes:
+        written: date and time, UTC.
+        versions: of foretoken, Python, PyTorch and Transformers.
+        machine: processor, its matrix instructions, cores, accelerators, kernels and threads.
+        model: ``source``, ``checksums`` of its files, ``options`` of loading, and how it ran: ``forward``, ``weights``,
+            ``layout``, ``exactness``, ``exactness_why``, ``refused``.
+        drafters: ``spec`` and ``checksums`` of each.
+        settings: of the run, with its ``modes``.
+        prompts: token ids.
+        texts: token ids of plain decoding's ``greedy`` and ``seeded`` outputs.
+        result: what ``foretoken parity --json`` prints.
+    """
+
+    written: str
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    model: dict[str, Any]
+    drafters: list[dict[str, Any]]
+    settings: dict[str, Any]
+    prompts: list[list[int]]
+    texts: dict[str, list[list[int]]]
+    result: dict[str, Any]
+
+    @property
+    def specs(self) -> list[str]:
+        """The drafters that were checked."""
+        return [drafter["spec"] for drafter in self.drafters]
+
+    def run_settings(self, source: str) -> Settings:
+        """The settings of the run, for the model at ``source``."""
+        kept = {name: self.settings[name] for name in SETTINGS}
+        return Settings(target_source=source, modes=self.settings["modes"], **kept)
+
+
+def machine_here() -> dict[str, Any]:
+    """What decides how sums are rounded here."""
+    return {**hardware(), "torch_threads": threads()["torch_threads"]}
+
+
+def model_here(source: str, options: Mapping[str, Any], target: LanguageModel, checksums: Checksums) -> dict[str, Any]:
+    """What is certified of a model."""
+    told = target.describe()
+    del told["threads"]  # the machine's
+    layout = target.packing.layout if isinstance(target, HuggingFaceModel) else "plain"
+    return {"source": source, "checksums": checksums, "options": dict(options), "layout": layout, **told}
+
+
+def certify(
+    report: Report, settings: Settings, target: LanguageModel, options: Mapping[str, Any], checksums: Checksums
+) -> Certificate:
+    """The certificate of a run that came to its end.
+
+    Args:
+        report: of the run.
+        settings: of the run.
+        target: the model that was checked.
+        options: how it was loaded: ``dtype``, ``device``, ``inflate``, ``quantize``.
+        checksums: of its files.
+
+    Raises:
+        ValueError: the run was broken off.
+    """
+    if not report.complete:
+        raise ValueError("there is no certificate of a run that was broken off: let it come to its end")
+    source = str(settings.target_source)
+    specs = dict.fromkeys(check.drafter for check in report.checks if check.drafter != PLAIN)
+    return Certificate(
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        machine=machine_here(),
+        model=model_here(source, options, target, checksums),
+        drafters=[{"spec": spec, "checksums": drafter_checksums(spec, source)} for spec in specs],
+        settings={**{name: getattr(settings, name) for name in SETTINGS}, "modes": list(settings.modes)},
+        prompts=report.prompts,
+        texts={"greedy": report.plain, "seeded": report.seeded},
+        result=report.public(),
+    )
+
+
+def to_json(certificate: Certificate) -> str:
+    """The certificate as the text of a file."""
+    body = {"kind": KIND, "version": VERSION, **asdict(certificate)}
+    return json.dumps({**body, "digest": digest_of(body)}, indent=1) + "\n"
+
+
+def digest_of(body: Mapping[str, Any]) -> str:
+    """SHA-256 of a certificate without its digest, however the file is laid out."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_certificate(file: Path) -> Certificate:
+    """A certificate that is whole.
+
+    Raises:
+        ValueError: no such file, no JSON, no certificate, one of another version, or one that was changed.
+    """
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the certificate {file}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file} is no JSON, so no certificate: {REMEDY}") from None
+    if not isinstance(body, dict) or body.get("kind") != KIND:
+        raise ValueError(f"{file} is no certificate of parity: {REMEDY}")
+    if body.pop("version", None) != VERSION:
+        raise ValueError(f"{file} is a certificate of another version than {VERSION}: {REMEDY}")
+    digest = body.pop("digest", None)
+    if digest != digest_of({**body, "version": VERSION}):
+        raise ValueError(f"{file} was changed after it was written: its digest does not fit what it says")
+    del body["kind"]
+    try:
+        certificate = Certificate(**body)
+        whole = all(set(keys) <= set(getattr(certificate, part)) for part, keys in PARTS.items())
+        whole = whole and all({"spec", "checksums"} <= set(drafter) for drafter in certificate.drafters)
+    except TypeError:
+        whole = False
+    if not whole:
+        raise ValueError(f"{file} is no whole certificate of parity: {REMEDY}")
+    return certificate
+
+
+def check_weights(certificate: Certificate, file: Path, source: str, drafters: Sequence[str]) -> Checksums:
+    """The checksums of the model at ``source``, if it and its drafters are those of the certificate.
+
+    Raises:
+        ValueError: they are others, or not on this machine.
+    """
+    here = model_checksums(source)
+    _same(certificate.model["checksums"], here, f"{file} is about another model than {source}")
+    if len(drafters) != len(certificate.drafters):
+        raise ValueError(f"{file} is about {len(certificate.drafters)} drafters: give --drafter for each, or for none")
+    for known, spec in zip(certificate.drafters, drafters, strict=True):
+        _same(known["checksums"], drafter_checksums(spec, source), f"{file} is about another drafter than {spec}")
+    return here
+
+
+def _same(known: Checksums, here: Checksums, words: str) -> None:
+    """Files are told by their contents: a folder or a file may be called otherwise here."""
+    if sorted(known.values()) != sorted(here.values()):
+        other = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
+        raise ValueError(f"{words}: the checksums of {', '.join(other) or 'its files'} differ")

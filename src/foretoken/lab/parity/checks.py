@@ -1,0 +1,329 @@
+"""The checks of parity that compare outputs token by token: greedy ones, and sampled ones of the same seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from foretoken.core.noise import SEEDS, Noise
+from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.lab.parity.difference import first_difference, next_logits
+from foretoken.lab.parity.report import Check, Settings
+from foretoken.llm import Llm, Output
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.verifiers.base import Verifier
+from foretoken.methods.verifiers.compatibility import auto_verifier
+from foretoken.models.base import LanguageModel
+
+
+@dataclass(frozen=True)
+class StopCase:
+    """An output that must end early: by a stop string, or by an end-of-text token that a bias brings about.
+
+    Attributes:
+        prompt: which one.
+        options: of ``generate``.
+        plain: what plain decoding gives.
+    """
+
+    prompt: int
+    options: dict[str, Any]
+    plain: Output
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What every drafter is compared with.
+
+    Attributes:
+        target: the model under test.
+        prompts: token ids.
+        settings: of the run.
+        plain: greedy outputs of plain decoding.
+        outside: greedy outputs of ``model.generate``; ``None`` when the target is no Transformers model.
+        stops: outputs that end early.
+        seeded: sampled outputs of plain decoding, of every prompt twice, with the seeds of :attr:`seeds`.
+    """
+
+    target: LanguageModel
+    prompts: list[list[int]]
+    settings: Settings
+    plain: list[list[int]]
+    outside: list[list[int]] | None
+    stops: list[StopCase]
+    seeded: Sequence[list[int]] = ()
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of two sampled outputs per prompt: of every prompt once, then again."""
+        return [(self.settings.seed + i) % SEEDS for i in range(2 * len(self.prompts))]
+
+    @property
+    def predictions(self) -> list[list[int]]:
+        """Per prompt what a caller would expect, for drafters that use it: plain decoding's output with a gap."""
+        return [output[: len(output) // 3] + output[len(output) // 3 + 1 :] for output in self.plain]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A drafter under test.
+
+    Attributes:
+        spec: how it is named in the report.
+        steady: with a controller that always drafts.
+        chosen: with the controller that was asked for (both are the same unless that is ``auto``).
+        reference: what it is compared with.
+    """
+
+    spec: str
+    steady: Llm
+    chosen: Llm
+    reference: Reference
+
+    @cached_property
+    def alone(self) -> list[Output]:
+        """Greedy outputs of every prompt alone."""
+        r = self.reference
+        options = {"max_new_tokens": r.settings.max_new_tokens, **r.settings.greedy}
+        pairs = zip(r.prompts, r.predictions, strict=True)
+        return [self.steady.generate(prompt, prediction=guess, **options) for prompt, guess in pairs]
+
+    def check(self, mode: str) -> Check:
+        """An empty check of a mode."""
+        greedy = mode not in ("sampled", "seed")
+        name = verifier_name(self.steady, greedy, seeded=mode == "seed")
+        return Check(self.spec, name, mode, len(self.reference.prompts))
+
+
+def always_drafting(llm: Llm, allow_lossy: bool) -> Llm:
+    """The same with drafts in every round, whatever they cost."""
+    return Llm(
+        llm.target, llm.drafter, llm.engine.verifier, ConstantController(), llm.tokenizer, allow_lossy=allow_lossy
+    )
+
+
+def verifier_name(llm: Llm, greedy: bool, seeded: bool) -> str:
+    """The rule that follows the drafter."""
+    if llm.engine.verifier is not None:
+        return llm.engine.verifier.name
+    drafter = llm.drafter
+    if drafter is None:
+        return "none"
+    coupled = seeded or drafter.traits.prefers_noise
+    return auto_verifier(drafter.traits.kind, drafter.traits.draws_trees, greedy, coupled).name
+
+
+# -- what everything is compared with --------------------------------------------------------------------------------
+
+
+def transformers_output(target: LanguageModel, prompt: list[int], settings: Settings) -> list[int] | None:
+    """Greedy output of ``model.generate``; ``None`` when the target is no Transformers model."""
+    model = getattr(target, "model", None)
+    if model is None or not hasattr(model, "generate"):
+        return None
+    from transformers import GenerationConfig
+
+    eos = sorted(target.eos_token_ids)
+    # A fresh configuration: the checkpoint's own may ask for sampling or penalties.
+    config = GenerationConfig(
+        max_new_tokens=settings.max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=settings.greedy.get("repetition_penalty", 1.0),
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
+    )
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    return list(out[0, len(prompt) :].tolist())
+
+
+def stop_cases(plain: Llm, prompts: Sequence[list[int]], expected: Sequence[list[int]], s: Settings) -> list[StopCase]:
+    """Per prompt an output that a stop string ends and one that an end-of-text token ends, after a quarter of it."""
+    cases = []
+    for i, (prompt, output) in enumerate(zip(prompts, expected, strict=True)):
+        place = len(output) // 4
+        for options in (_stop_string(plain, output, place), _eos_bias(plain.target, prompt, output, place)):
+            if options:
+                options |= {"max_new_tokens": s.max_new_tokens, **s.greedy}
+                cases.append(StopCase(i, options, plain.generate(prompt, **options)))
+    return cases
+
+
+def _stop_string(plain: Llm, output: list[int], place: int) -> dict[str, Any]:
+    """Text of the two tokens from ``place`` on, so that it spans a border."""
+    if plain.tokenizer is None:
+        return {}
+    before, upto = (plain.tokenizer.decode(output[:n], skip_special_tokens=True) for n in (place, place + 2))
+    text = upto[len(before) :]
+    return {"stop": text} if text and "\ufffd" not in text else {}
+
+
+def _eos_bias(target: LanguageModel, prompt: list[int], output: list[int], place: int) -> dict[str, Any]:
+    """A bias that puts an end-of-text token in front at ``place``, if none did so before."""
+    if not target.eos_token_ids:
+        return {}
+    eos = min(target.eos_token_ids)
+    logits = next_logits(target, [*prompt, *output[:place]]).cpu().double()
+    gap = float(logits.max() - logits[eos])
+    return {"logit_bias": {eos: gap + 0.5}} if math.isfinite(gap) else {}
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_greedy(subject: Subject) -> Check:
+    """Every prompt alone against plain decoding, with drafts in every round."""
+    reference = subject.reference
+    return _compared(subject, "greedy", reference.plain, subject.alone)
+
+
+def check_transformers(subject: Subject) -> Check | None:
+    """Every prompt alone against ``model.generate``."""
+    outside = subject.reference.outside
+    return None if outside is None else _compared(subject, "transformers", outside, subject.alone)
+
+
+def check_batch(subject: Subject) -> Check:
+    """All prompts together against plain decoding of each alone, with the controller that was asked for."""
+    r = subject.reference
+    options = {"max_new_tokens": r.settings.max_new_tokens, **r.settings.greedy}
+    # Each prompt twice: the batch is ragged, and twins must not disturb each other.
+    outputs = subject.chosen.generate(2 * r.prompts, prediction=2 * r.predictions, **options)
+    return _compared(subject, "batch", 2 * r.plain, outputs)
+
+
+def check_stop(subject: Subject) -> Check | None:
+    """Outputs that end early: the same tokens, text and reason as plain decoding's."""
+    r = subject.reference
+    if not r.stops:
+        return None
+    check = subject.check("stop")
+    check.prompts = len(r.stops)
+    for case in r.stops:
+        guess = r.predictions[case.prompt]
+        output = subject.steady.generate(r.prompts[case.prompt], prediction=guess, **case.options)
+        _compare(check, r, case.prompt, case.plain.token_ids, output, case.options)
+        wanted, got = ((o.text, o.finish_reason) for o in (case.plain, output))
+        if output.token_ids == case.plain.token_ids and wanted != got:
+            check.identical, check.differences = check.identical - 1, check.differences + 1
+            check.notes.append(f"prompt {case.prompt} ends otherwise: {got!r}, plain decoding {wanted!r}")
+    return check
+
+
+def _compared(subject: Subject, mode: str, expected: Sequence[list[int]], outputs: Sequence[Output]) -> Check:
+    check = subject.check(mode)
+    check.prompts = len(expected)
+    r = subject.reference
+    for i, (want, output) in enumerate(zip(expected, outputs, strict=True)):
+        _compare(check, r, i % len(r.prompts), want, output, r.settings.greedy)
+    return check
+
+
+def _compare(check: Check, r: Reference, prompt: int, want: list[int], output: Output, options: dict[str, Any]) -> None:
+    """Count one greedy output as the same, a tie or different."""
+    params = SamplingParams(**{k: v for k, v in options.items() if k == "logit_bias" or k.endswith("_penalty")})
+    _judge(check, r, prompt, want, output, Sampler(params, len(r.prompts[prompt])), f"prompt {prompt}")
+
+
+def _judge(
+    check: Check, r: Reference, prompt: int, want: list[int], output: Output, sampler: Sampler, what: str
+) -> None:
+    """Count one output whose tokens the sampler fixes as the same, a tie or different."""
+    check.drafted += output.stats.num_draft_tokens
+    found = first_difference(r.target, r.prompts[prompt], want, output.token_ids, sampler)
+    if found is None:
+        check.identical += 1
+        return
+    # The kernels of ``transformers.generate`` are others: a target that keeps its own bits may tie with them.
+    broken = found.is_tie and r.target.exactness == "bitwise" and check.mode != "transformers"
+    counts_as_tie = found.is_tie and not broken
+    check.ties += counts_as_tie
+    check.differences += not counts_as_tie
+    check.broken += broken
+    if counts_as_tie and found.logit_gap is not None:
+        check.gaps.append(found.logit_gap)
+    ended = found.position == min(len(want), len(output.token_ids))
+    no_gap = "one output ends there" if ended else "one token there is impossible"
+    gap = no_gap if found.logit_gap is None else f"logit gap {found.logit_gap:.3g}"
+    kind = f"a real difference (a tie is at most {found.tolerance:.3g})"
+    if found.is_tie:
+        kind = "a tie, which a target that is exact to the last bit must not have" if broken else "a tie"
+    check.notes.append(f"{what} differs from token {found.position} on: {gap}, {kind}")
+
+
+# -- seeds -----------------------------------------------------------------------------------------------------------
+
+
+def check_seed(subject: Subject) -> Check | None:
+    """Seeded sampled outputs: plain decoding's with the same seeds, by coupled sampling.
+
+    A rule that draws with coins of its own, where one was named, gives other outputs.  Of it only the same batch served
+    again is compared; ``None`` for one that is right at temperature 0 only.
+    """
+    verifier = subject.chosen.engine.verifier
+    if verifier is None or verifier.races:
+        return _check_coupled(subject)
+    return None if verifier.greedy_only else _check_again(subject, verifier)
+
+
+def _check_coupled(subject: Subject) -> Check:
+    """Every prompt alone with drafts in every round, and all twice in one batch with the controller asked for."""
+    r = subject.reference
+    check = subject.check("seed")
+    count = len(r.prompts)
+    options = _sampled(r)
+    jobs = list(zip(2 * r.prompts, r.seeds, 2 * r.predictions, strict=True))
+    outputs = [
+        subject.steady.generate(ids, seed=seed, prediction=guess, **options) for ids, seed, guess in jobs[:count]
+    ]
+    outputs += subject.chosen.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **options)
+    check.prompts = len(outputs)
+    params = SamplingParams(**r.settings.sampling)
+    for i, output in enumerate(outputs):
+        place, where = (i, "alone") if i < count else (i - count, "in a batch")
+        ids, seed, _ = jobs[place]
+        sampler = Sampler(params, len(ids), Noise(seed))
+        what = f"prompt {place % count} with seed {seed}, {where},"
+        _judge(check, r, place % count, r.seeded[place], output, sampler, what)
+    return check
+
+
+def _check_again(subject: Subject, verifier: Verifier) -> Check | None:
+    """A batch and the same batch again: the same computation, so that not even rounding may change a token.
+
+    ``None`` for a drafter that learns from the first run: its drafts, and so the rule's draws, are others then.
+    """
+    r = subject.reference
+    drafter = subject.chosen.drafter
+    if drafter is None or drafter.traits.shares_state:
+        return None
+    check = subject.check("seed")
+    # A controller that looks at the clock may plan other drafts the second time.
+    llm = always_drafting(subject.chosen, r.settings.allow_lossy)
+    first, again = (
+        llm.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **_sampled(r)) for _ in range(2)
+    )
+    check.prompts = len(again)
+    for i, (one, other) in enumerate(zip(first, again, strict=True)):
+        check.drafted += other.stats.num_draft_tokens
+        if one.token_ids == other.token_ids:
+            check.identical += 1
+            continue
+        check.differences += 1
+        check.notes.append(
+            f"prompt {i % len(r.prompts)} with seed {r.seeds[i]}: the same batch again gives another text, "
+            f"a real difference ({verifier.name} draws from the seed alone)"
+        )
+    return check
+
+
+def _sampled(r: Reference) -> dict[str, Any]:
+    """Options of the seeded outputs."""
+    return {**r.settings.sampling, "max_new_tokens": r.settings.max_new_tokens}

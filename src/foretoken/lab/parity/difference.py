@@ -1,0 +1,147 @@
+"""Where two outputs of one request part, and whether rounding explains it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.models.base import Feed, LanguageModel
+
+RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Gap between two logits that rounding may turn over, as a fraction of the largest logit's magnitude (at least 1).
+
+A forward over 1 row and one over n rows sum in another order.  Through a stack of layers their logits differ by a few
+units in the last place: 2**-8 in bfloat16, 2**-11 in float16, 2**-24 in float32.
+"""
+LARGEST_EXPONENT = 700.0
+"""exp of more overflows."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two outputs of one prompt differ.
+
+    Attributes:
+        position: index among the new tokens.
+        logit_gap: how far the less likely of the two tokens is from being the one that follows there, in the target's
+            own logits; ``None`` when one output simply ends there, or has a token that the filters exclude.
+        tolerance: the largest gap that counts as a numerical tie.
+    """
+
+    position: int
+    logit_gap: float | None
+    tolerance: float
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.logit_gap is not None and self.logit_gap <= self.tolerance
+
+
+def first_difference(
+    target: LanguageModel,
+    prompt: Sequence[int],
+    one: Sequence[int],
+    other: Sequence[int],
+    sampler: Sampler | None = None,
+) -> Difference | None:
+    """Compare two outputs of one request token by token; ``None`` when they are the same.
+
+    After every prefix one token is right: the one of largest :meth:`~foretoken.core.sampling.Sampler.ranking`, which is
+    the processed logits of a greedy request, and log p + noise of a seeded one.  The target scores the common prefix
+    once more, one row at the end, as plain decoding does.
+
+    Args:
+        target: the model that both outputs are of.
+        prompt: token ids.
+        one, other: new token ids.
+        sampler: of the request; by default a greedy one without penalties.
+
+    Raises:
+        ValueError: the sampler leaves the next token to chance.
+    """
+    sampler = sampler or Sampler(SamplingParams(), len(prompt))
+    if not sampler.fixed:
+        raise ValueError("sampled outputs can be compared token by token only with the noise of their seed")
+    if list(one) == list(other):
+        return None
+    shorter = min(len(one), len(other))
+    position = next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    prefix = [*prompt, *one[:position]]
+    logits = next_logits(target, prefix)
+    tolerance = tie_tolerance(logits, getattr(target, "rounds_like", logits.dtype))
+    if position == shorter:
+        return Difference(position, None, tolerance)
+    gap = _logit_gap(sampler, logits.cpu().double(), prefix, (one[position], other[position]), tolerance)
+    return Difference(position, gap if math.isfinite(gap) else None, tolerance)
+
+
+def _logit_gap(
+    sampler: Sampler, logits: Tensor, prefix: Sequence[int], tokens: tuple[int, int], tolerance: float
+) -> float:
+    """The distance of the further of two tokens to the largest of the ranking, in logits [V].
+
+    Rounding may also move a token over the border of a filter.  So a token is in the race if it may have been kept, and
+    has to beat only those that were kept in any case.
+    """
+    params = sampler.params
+    ranking = _ranking(sampler, replace(params, top_k=0, top_p=1.0, min_p=0.0), logits, prefix)
+    may, must = _kept(sampler, logits, prefix, tolerance)
+    best = ranking.where(must, -math.inf).max()
+    gap = float(best - ranking.where(may, -math.inf)[list(tokens)].min())
+    # log p is the logits over the temperature.
+    return max(0.0, gap) * (1.0 if sampler.greedy else params.temperature)
+
+
+def _ranking(sampler: Sampler, params: SamplingParams, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+    """[V] the ranking after ``prefix`` with other parameters and the same noise."""
+    return Sampler(params, sampler.prompt_length, sampler.noise).ranking(logits[None], [len(prefix)], [prefix])[0]
+
+
+def _kept(sampler: Sampler, logits: Tensor, prefix: Sequence[int], tolerance: float) -> tuple[Tensor, Tensor]:
+    """[V] which tokens the filters may keep, and which they must, if gaps between logits are off by ``tolerance``.
+
+    Every filter keeps the tokens of the largest logits.  How many top-p and min-p keep depends on ratios of
+    probabilities, which are off by a factor; two tokens beside the border may also change places.
+    """
+    params = sampler.params
+    scores = _ranking(sampler, replace(params, temperature=0.0), logits, prefix)
+    if sampler.greedy:
+        return torch.isfinite(scores), torch.isfinite(scores)
+    factor = math.exp(min(tolerance / params.temperature, LARGEST_EXPONENT))
+    most, least = (
+        torch.isfinite(_ranking(sampler, _moved(params, by), logits, prefix)) for by in (factor, 1.0 / factor)
+    )
+    may = scores >= scores[most].min() - tolerance
+    must = least & (scores > scores.where(~least, -math.inf).max() + tolerance)
+    return may, must
+
+
+def _moved(params: SamplingParams, factor: float) -> SamplingParams:
+    """The filters after ratios of probabilities changed by a factor: above 1 they keep more tokens, below 1 fewer."""
+    odds = params.top_p * factor
+    top_p = odds / (1.0 - params.top_p + odds)
+    return replace(params, top_p=max(top_p, math.ulp(0.0)), min_p=min(1.0, params.min_p / factor))
+
+
+@torch.inference_mode()
+def next_logits(target: LanguageModel, tokens: Sequence[int]) -> Tensor:
+    """[V] logits after ``tokens``, scored as plain decoding would."""
+    sequence = target.open()
+    try:
+        target.prefill(sequence, tokens[:-1])
+        return target.forward([Feed(sequence, tokens[-1:])])[0].logits[0]
+    finally:
+        target.release(sequence)
+
+
+def tie_tolerance(logits: Tensor, dtype: torch.dtype | None = None) -> float:
+    """The largest gap in ``logits`` [V] that rounding in ``dtype``, by default theirs, may turn over."""
+    finite = logits[torch.isfinite(logits)]
+    scale = max(1.0, float(finite.abs().max())) if len(finite) else 1.0
+    return RELATIVE_TOLERANCE.get(dtype or logits.dtype, 1e-4) * scale

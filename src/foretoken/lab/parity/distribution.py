@@ -1,0 +1,154 @@
+"""The sampled check of parity: do tokens that were drawn without a seed follow the target's own distribution?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Rng
+from foretoken.core.noise import SEEDS, unseeded_from
+from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.lab.parity.checks import Reference, Subject
+from foretoken.lab.parity.report import Check
+from foretoken.lab.parity.statistics import chi_square, smallest_seen, uniform_place, uniformity, upper_tail
+from foretoken.llm import Llm
+from foretoken.models.base import Feed, LanguageModel, SequenceState
+
+Beginning = tuple[int, tuple[int, ...]]
+"""A prompt and the first tokens of an output."""
+TABLE_TOKENS = 4
+"""Tokens of every sampled output: enough for drafts of several tokens, few enough to sample often."""
+BATCH = 32
+LEAST = 10
+"""Outputs that must begin alike for what follows them to be counted as a table of its own."""
+
+
+@dataclass
+class Evidence:
+    """What is collected of sampled tokens.
+
+    Attributes:
+        places: every token's place in its distribution (see :func:`foretoken.lab.parity.statistics.uniform_place`).
+        followers: for every beginning (prompt, first tokens) of ``LEAST`` outputs at least, what came next.
+        distributions: the target's distribution [V] after each of these beginnings.
+    """
+
+    places: list[float] = field(default_factory=list)
+    followers: dict[Beginning, list[int]] = field(default_factory=dict)
+    distributions: dict[Beginning, Tensor] = field(default_factory=dict)
+
+    def tables(self, longest: int) -> tuple[float, int, int]:
+        """Chi-square statistic and degrees of freedom of what follows beginnings up to a length, and the draws."""
+        statistic, freedom, draws = 0.0, 0, 0
+        for beginning, tokens in self.followers.items():
+            if len(beginning[1]) <= longest:
+                distribution = self.distributions[beginning]
+                part = chi_square(
+                    torch.bincount(torch.tensor(tokens), minlength=len(distribution)), distribution * len(tokens)
+                )
+                statistic, freedom, draws = statistic + part[0], freedom + part[1], draws + len(tokens)
+        return statistic, freedom, draws
+
+    def tests(self) -> list[tuple[float, int, int]]:
+        """Statistic, degrees of freedom and draws: first tokens, tokens after every frequent beginning, places."""
+        return [self.tables(0), self.tables(TABLE_TOKENS), (*uniformity(self.places), len(self.places))]
+
+
+def check_sampled(subject: Subject, limit: float) -> Check | None:
+    """Three tests of sampled outputs of all prompts; ``None`` for a rule that is right at temperature 0 only.
+
+    Args:
+        subject: the drafter under test.
+        limit: p-value below which the check fails.
+    """
+    verifier = subject.steady.engine.verifier
+    samples = subject.reference.settings.samples
+    if not samples or (verifier is not None and verifier.greedy_only):
+        return None
+    check = subject.check("sampled")
+    tests = _collect(subject.reference, _sample(subject, check)).tests()
+    check.p_value = min(1.0, len(tests) * min(upper_tail(statistic, freedom) for statistic, freedom, _ in tests))
+    check.sees = min(smallest_seen(draws, freedom, limit / len(tests)) for _, freedom, draws in tests)
+    if check.p_value < limit:
+        check.differences = 1
+        check.notes.append(f"the sampled distribution differs: p = {check.p_value:.2g} (limit {limit:.2g})")
+    return check
+
+
+def _sample(subject: Subject, check: Check) -> list[list[list[int]]]:
+    """Sampled outputs of every prompt, as users get them who give no seed.
+
+    A half with drafts in every round, the other with the controller that was asked for.
+    """
+    r = subject.reference
+    outputs: list[list[list[int]]] = [[] for _ in r.prompts]
+    jobs = [divmod(i, len(r.prompts)) for i in range(r.settings.samples)]
+    # A seed would ask for coupled sampling.  Without one a request takes its randomness from torch's own generator on
+    # the CPU, which gets a state of ours meanwhile, so that the same command gives the same report.
+    with unseeded_from(r.settings.seed):
+        for half, llm in enumerate((subject.steady, subject.chosen)):
+            mine = [prompt for turn, prompt in jobs if turn % 2 == half]
+            for start in range(0, len(mine), BATCH):
+                _serve(llm, r, mine[start : start + BATCH], outputs, check)
+    return outputs
+
+
+def _serve(llm: Llm, r: Reference, batch: Sequence[int], outputs: list[list[list[int]]], check: Check) -> None:
+    """One batch of prompts; what comes out is added to its prompt's ``outputs``."""
+    room = min(r.target.context_length - len(prompt) for prompt in r.prompts)
+    made = llm.generate(
+        [r.prompts[prompt] for prompt in batch],
+        prediction=[r.predictions[prompt] for prompt in batch],
+        max_new_tokens=min(TABLE_TOKENS, room),
+        **r.settings.sampling,
+    )
+    for prompt, output in zip(batch, made, strict=True):
+        outputs[prompt].append(output.token_ids)
+        check.drafted += output.stats.num_draft_tokens
+
+
+@torch.inference_mode()
+def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
+    """Compare every token with the target's own distribution after what came before it."""
+    coins = Rng((r.settings.seed + 1_000_003) % SEEDS)  # not the stream of any sample
+    makers = [Sampler(SamplingParams(**r.settings.sampling), len(prompt)) for prompt in r.prompts]
+    begin = Counter((i, tuple(o[:n])) for i, made in enumerate(outputs) for o in made for n in range(len(o)))
+    found = Evidence()
+    sequences = [r.target.open() for _ in r.prompts]
+    try:
+        for sequence, prompt in zip(sequences, r.prompts, strict=True):
+            r.target.prefill(sequence, prompt[:-1])
+        for row in zip_longest(*outputs):
+            jobs = [(i, output) for i, output in enumerate(row) if output is not None]
+            for (i, output), logits in zip(jobs, _scored(r.target, sequences, r.prompts, jobs), strict=True):
+                prefixes = [[*r.prompts[i], *output[:n]] for n in range(len(output))]
+                distributions = makers[i].distributions(logits, prefixes)
+                for n, (token, distribution) in enumerate(zip(output, distributions.cpu().double(), strict=True)):
+                    found.places.append(uniform_place(distribution, token, coins.uniform()))
+                    beginning = (i, tuple(output[:n]))
+                    if begin[beginning] >= LEAST:
+                        found.distributions.setdefault(beginning, distribution.clone())
+                        found.followers.setdefault(beginning, []).append(token)
+    finally:
+        for sequence in sequences:
+            r.target.release(sequence)
+    return found
+
+
+def _scored(
+    target: LanguageModel,
+    sequences: Sequence[SequenceState],
+    prompts: Sequence[list[int]],
+    jobs: Sequence[tuple[int, list[int]]],
+) -> list[Tensor]:
+    """Per (prompt, output) the logits [T, V] of its tokens: a chain behind the prompt, which is then dropped."""
+    feeds = [Feed(sequences[i], [prompts[i][-1], *output[:-1]]) for i, output in jobs]
+    rows = target.forward(feeds)
+    for i, _ in jobs:
+        target.commit(sequences[i], ())
+    return [row.logits for row in rows]

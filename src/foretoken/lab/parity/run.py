@@ -1,0 +1,198 @@
+"""Parity: speculative against plain decoding on a given target, greedy and sampled.
+
+Greedy outputs are compared token by token with plain decoding through the same loop and with
+``transformers.generate``, sampled ones of a seed with plain decoding of that seed; the first difference is a numerical
+tie or a real one.  Sampled outputs without a seed are tested against the target's exact distribution.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from foretoken.lab.parity.checks import (
+    Reference,
+    Subject,
+    always_drafting,
+    check_batch,
+    check_greedy,
+    check_seed,
+    check_stop,
+    check_transformers,
+    stop_cases,
+    transformers_output,
+)
+from foretoken.lab.parity.distribution import check_sampled
+from foretoken.lab.parity.prompts import read_prompts as read_prompts
+from foretoken.lab.parity.report import MODES, PLAIN, Check, Report
+from foretoken.lab.parity.report import Settings as Settings
+from foretoken.lab.prompts import BenchPrompt
+from foretoken.llm import Llm, load
+from foretoken.loading import build_drafter, default_drafter
+from foretoken.methods.drafters.base import Drafter
+from foretoken.models.base import LanguageModel
+from foretoken.options import Prompt
+from foretoken.registry import rows
+
+OnProgress = Callable[[int, int, str], None]
+"""Told how many checks are done, how many there are, and which one begins."""
+PARTS: dict[str, Callable[[Subject], Check | None]] = {
+    "greedy": check_greedy,
+    "transformers": check_transformers,
+    "batch": check_batch,
+    "stop": check_stop,
+    "seed": check_seed,
+}
+
+
+def run_parity(
+    target: LanguageModel,
+    tokenizer: Any | None,
+    drafters: Sequence[str | Drafter] | None,
+    prompts: Sequence[Prompt | BenchPrompt],
+    settings: Settings,
+    on_progress: OnProgress = lambda done, total, text: None,
+    report: Report | None = None,
+) -> Report:
+    """Compare every drafter with plain decoding on ``target``.
+
+    Args:
+        target: the model under test.
+        tokenizer: for text prompts.
+        drafters: specs or drafters; ``None`` tries all, and leaves out those that do not fit.
+        prompts: of a file, or what :func:`foretoken.core.prompts.encode` takes.
+        settings: see :class:`Settings`.
+        on_progress: told what is being done.
+        report: filled as checks are finished, for a caller who wants what there is when the run is broken off.
+
+    Raises:
+        ValueError: a drafter that was asked for does not fit, a prompt that does not, or a bad setting.
+    """
+    report = Report() if report is None else report
+    report.exactness, report.exactness_why = target.exactness, target.exactness_why
+    if not prompts:
+        raise ValueError("parity needs at least one prompt")
+    on_progress(0, 0, "drafters that fit")
+    if drafters is None:
+        specs, report.skipped = _fitting(target, tokenizer, settings)
+    else:  # what does not fit is found before anything runs
+        specs = list(drafters)
+        for spec in specs:
+            _llm(spec, target, tokenizer, settings)
+    on_progress(0, 0, "plain decoding")
+    reference, plain = _reference(target, tokenizer, prompts, settings)
+    report.prompts, report.plain, report.seeded = reference.prompts, reference.plain, list(reference.seeded)
+    modes = [mode for mode in MODES if mode in settings.modes]
+    report.planned = len(specs) * len(modes)
+    if reference.outside is not None:
+        report.checks.append(_compared_outside(plain, reference))
+        report.planned, report.done = report.planned + 1, 1
+    limit = settings.false_alarm / max(1, len(specs))
+    for i, spec in enumerate(specs):
+        subject = _subject(spec, reference, tokenizer)
+        for j, mode in enumerate(modes):
+            on_progress(i * len(modes) + j, len(specs) * len(modes), f"{subject.spec}: {mode}")
+            check = _checked(subject, mode, limit)
+            report.done += 1
+            if check is not None:
+                report.checks.append(check)
+    report.complete = True
+    return report
+
+
+def _compared_outside(plain: Llm, reference: Reference) -> Check:
+    """Plain decoding itself against ``model.generate``."""
+    check = check_transformers(Subject(PLAIN, plain, plain, reference))
+    if check is None:
+        raise RuntimeError("there is nothing outside to compare with")
+    return check
+
+
+def _reference(
+    target: LanguageModel, tokenizer: Any | None, prompts: Sequence[Prompt | BenchPrompt], settings: Settings
+) -> tuple[Reference, Llm]:
+    plain = Llm(target, None, None, None, tokenizer)
+    encoded = [p.encode(tokenizer) if isinstance(p, BenchPrompt) else plain.encode(p) for p in prompts]
+    options = {"max_new_tokens": settings.max_new_tokens, **settings.greedy}
+    expected = [plain.generate(prompt, **options).token_ids for prompt in encoded]
+    outside = None
+    if "transformers" in settings.modes:
+        found = [transformers_output(target, prompt, settings) for prompt in encoded]
+        outside = [output for output in found if output is not None] or None
+    stops = stop_cases(plain, encoded, expected, settings) if "stop" in settings.modes else []
+    reference = Reference(target, encoded, settings, expected, outside, stops)
+    if "seed" in settings.modes:
+        options |= settings.sampling
+        pairs = zip(2 * encoded, reference.seeds, strict=True)
+        seeded = [plain.generate(prompt, seed=seed, **options).token_ids for prompt, seed in pairs]
+        reference = replace(reference, seeded=seeded)
+    return reference, plain
+
+
+def _checked(subject: Subject, mode: str, limit: float) -> Check | None:
+    """One check; one that breaks off is a difference: plain decoding did not."""
+    try:
+        return check_sampled(subject, limit) if mode == "sampled" else PARTS[mode](subject)
+    except MemoryError:
+        raise
+    except Exception as error:
+        for llm in (subject.steady, subject.chosen):
+            llm.engine.close()
+        check = subject.check(mode)
+        check.differences = check.prompts
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        check.notes.append(f"broke off: {reason} ({Path(place.filename).name}, line {place.lineno})")
+        return check
+
+
+# -- drafters --------------------------------------------------------------------------------------------------------
+
+
+def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple[list[str | Drafter], list[str]]:
+    """What ``auto`` means here and every drafter of the registry that runs on this target, and why others do not."""
+    first = default_drafter(target, settings.target_source)
+    specs = [] if first is None else [first]
+    specs += [row.example for row in rows("drafter") if row.example not in specs]
+    fitting: list[str | Drafter] = []
+    skipped = []
+    for spec in specs:
+        try:
+            _llm(spec, target, tokenizer, settings)
+        except ValueError as error:
+            skipped.append(f"{spec}: {error}")
+        else:
+            fitting.append(spec)
+    return fitting, skipped
+
+
+def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Subject:
+    settings = reference.settings
+    chosen = _llm(spec, reference.target, tokenizer, settings)
+    # auto may decide to draft nothing, and then nothing would be checked.
+    steady = always_drafting(chosen, settings.allow_lossy) if settings.controller == "auto" else chosen
+    name = spec if isinstance(spec, str) else spec.spec or spec.name
+    return Subject(name, steady, chosen, reference)
+
+
+def _llm(spec: str | Drafter, target: LanguageModel, tokenizer: Any, settings: Settings) -> Llm:
+    wanted = default_drafter(target, settings.target_source) if spec == "auto" else spec
+    if wanted is None:
+        raise ValueError("this target's state cannot be rolled back: it can only be decoded plainly")
+    drafter = build_drafter(
+        wanted, target, target_source=settings.target_source, tokenizer=tokenizer, device=settings.device
+    )
+    if drafter is None:
+        raise ValueError("parity compares a drafter with plain decoding: 'none' is plain decoding itself")
+    return load(
+        target,
+        drafter,
+        settings.verifier,
+        settings.controller,
+        tokenizer=tokenizer,
+        allow_lossy=settings.allow_lossy,
+        profile=settings.profile,
+    )

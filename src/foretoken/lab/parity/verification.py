@@ -1,0 +1,194 @@
+"""A certificate beside the same run here: line by line what is equal and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.core.noise import SEEDS, Noise
+from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.lab.parity.certificate import Certificate, machine_here
+from foretoken.lab.parity.difference import Difference, first_difference
+from foretoken.lab.parity.report import Check, Report, Settings
+from foretoken.loading.measured.machine import versions
+from foretoken.models.base import LanguageModel
+from foretoken.models.words import exactness_line
+
+COUNTS = ("prompts", "identical", "ties", "differences")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was compared.
+
+    Attributes:
+        name: what.
+        text: what it is there and here, in words.
+        equal: whether both are the same.
+    """
+
+    name: str
+    text: str
+    equal: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a second run says of a certificate.
+
+    Attributes:
+        lines: what was compared.
+        verified: whether every promise of the certificate holds here.
+        outcome: in words.
+    """
+
+    lines: list[Line]
+    verified: bool
+    outcome: str
+
+    def public(self) -> dict[str, Any]:
+        """As the CLI's JSON prints it."""
+        rows = [{"name": line.name, "equal": line.equal, "text": line.text} for line in self.lines]
+        return {"verified": self.verified, "outcome": self.outcome, "lines": rows}
+
+
+def compare(certificate: Certificate, report: Report, settings: Settings, target: LanguageModel) -> Verification:
+    """Everything that the certificate says, beside a finished run of the same checks here.
+
+    Equal texts are asked for where the machine, the versions and the way in which the model runs are the same and it
+    is exact to the last bit.  Elsewhere near-ties may differ, and nothing else.
+    """
+    here = target.describe()
+    places = [
+        _facts("versions", certificate.versions, versions()),
+        _facts("machine", certificate.machine, machine_here()),
+        _facts("model", certificate.model, here, only=("forward", "weights")),
+    ]
+    texts, ties, differences = _texts(certificate, report, settings, target)
+    bitwise = certificate.model["exactness"] == here["exactness"] == "bitwise"
+    must_be_equal = bitwise and all(line.equal for line in places)
+    lines = [
+        Line("weights", "the same files, by their checksums", True),
+        *places,
+        _exactness(certificate, here),
+        *_checks(certificate, report),
+        *texts,
+    ]
+    held = bool(certificate.result["passed"]) and report.passed
+    verified = held and not differences and not (ties and must_be_equal)
+    return Verification(lines, verified, _outcome(certificate, report, ties, differences, must_be_equal))
+
+
+def _outcome(certificate: Certificate, report: Report, ties: int, differences: int, must_be_equal: bool) -> str:
+    if not certificate.result["passed"]:
+        return "NOT verified: the run that was certified had failed itself"
+    if not report.passed:
+        return "NOT verified: what passed there fails here"
+    if differences:
+        return f"NOT verified: {_texts_differ(differences)} in a way that rounding does not explain"
+    if ties and must_be_equal:
+        return f"NOT verified: {_texts_differ(ties)}, on a machine on which the same bits were promised"
+    lost = certificate.model["exactness"] == "bitwise" != report.exactness
+    holds = "what was checked there holds here" + (
+        ", but up to rounding only: no equal bits are promised" if lost else ""
+    )
+    if ties:
+        return f"verified up to rounding: {holds}, and {_texts_differ(ties)} from near-ties on"
+    return f"verified: {holds}, and all of plain decoding's texts are equal"
+
+
+def _texts_differ(count: int) -> str:
+    return "1 of plain decoding's texts differs" if count == 1 else f"{count} of plain decoding's texts differ"
+
+
+def _facts(name: str, there: Mapping[str, Any], here: Mapping[str, Any], only: Sequence[str] = ()) -> Line:
+    keys = only or sorted({*there, *here})
+    other = [key for key in keys if there.get(key) != here.get(key)]
+    if not other:
+        return Line(name, "the same", True)
+    return Line(
+        name,
+        "; ".join(f"{key} is {_shown(there.get(key))} there, {_shown(here.get(key))} here" for key in other),
+        False,
+    )
+
+
+def _shown(value: Any) -> str:
+    return (" ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+
+
+def _exactness(certificate: Certificate, here: Mapping[str, Any]) -> Line:
+    there = certificate.model
+    if there["exactness"] == here["exactness"]:
+        return Line("exactness", f"{exactness_line(here)}, there and here", True)
+    return Line("exactness", f"{exactness_line(there)} there, {exactness_line(here)} here", False)
+
+
+def _checks(certificate: Certificate, report: Report) -> list[Line]:
+    """A line for every check, by drafter and mode; drafters are told by their order, since paths may be others."""
+    known = certificate.result["checks"]
+    lines = []
+    for i, check in enumerate(report.checks):
+        name = f"{check.drafter}, {check.mode}"
+        there = known[i] if i < len(known) and known[i]["mode"] == check.mode else None
+        lines.append(_check(name, there, check))
+    if len(known) > len(lines):
+        lines.append(Line("checks", f"{len(known)} there, {len(lines)} here", False))
+    return lines
+
+
+def _check(name: str, there: Mapping[str, Any] | None, check: Check) -> Line:
+    if there is None:
+        return Line(name, "not checked there", False)
+    if not check.compares_texts:
+        passed = there["differences"] == check.differences
+        return Line(name, f"{_p_value(there['p_value'])} there, {_p_value(check.p_value)} here", passed)
+    other = [key for key in COUNTS if there[key] != getattr(check, key)]
+    if not other:
+        return Line(name, f"{check.identical} of {check.prompts} texts equal, there and here", True)
+    return Line(name, ", ".join(f"{key} {there[key]} there and {getattr(check, key)} here" for key in other), False)
+
+
+def _p_value(value: float | None) -> str:
+    return "broke off" if value is None else f"p = {value:.3g}"
+
+
+def _texts(
+    certificate: Certificate, report: Report, settings: Settings, target: LanguageModel
+) -> tuple[list[Line], int, int]:
+    """Plain decoding's texts there and here, how many differ by a tie, and how many for real."""
+    lines, ties, differences = [], 0, 0
+    for kind, here in (("greedy", report.plain), ("seeded", report.seeded)):
+        there = certificate.texts[kind]
+        if len(there) != len(here):
+            lines.append(Line(f"{kind} texts", f"{len(there)} there, {len(here)} here", False))
+            differences += abs(len(there) - len(here))
+            continue
+        notes = []
+        for i, (one, other) in enumerate(zip(there, here, strict=True)):
+            prompt = i % len(report.prompts)
+            sampler = _sampler(settings, report.prompts[prompt], i if kind == "seeded" else None)
+            found = first_difference(target, report.prompts[prompt], one, other, sampler)
+            if found is not None:
+                ties, differences = ties + found.is_tie, differences + (not found.is_tie)
+                seed = f" with seed {(settings.seed + i) % SEEDS}" if kind == "seeded" else ""
+                notes.append(f"prompt {prompt}{seed} {_note(found)}")
+        if here:
+            same = len(here) - len(notes)
+            text = f"{same} of {len(here)} are the certificate's, token by token"
+            lines.append(Line(f"{kind} texts", "; ".join([text, *notes]), not notes))
+    return lines, ties, differences
+
+
+def _sampler(settings: Settings, prompt: Sequence[int], place: int | None) -> Sampler:
+    """What fixes the tokens of a greedy text, or of the seeded one at a place."""
+    if place is None:
+        return Sampler(SamplingParams(**settings.greedy), len(prompt))
+    return Sampler(SamplingParams(**settings.sampling), len(prompt), Noise((settings.seed + place) % SEEDS))
+
+
+def _note(found: Difference) -> str:
+    gap = "" if found.logit_gap is None else f", logit gap {found.logit_gap:.3g}"
+    kind = "a numerical tie" if found.is_tie else "a real difference"
+    return f"differs from token {found.position} on{gap}, {kind}"

@@ -1,0 +1,327 @@
+"""How much to draft, how much faster that is, and what would break it: tables from :mod:`foretoken.lab.plan.speedup`.
+
+Section 3.5 of Leviathan et al., https://arxiv.org/abs/2211.17192; batches: SmartSpec, 2406.14066.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from foretoken.lab.plan import speedup as theory
+from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
+from foretoken.lab.plan.roofline import Roofline
+from foretoken.lab.plan.speedup import Acceptance
+from foretoken.lab.plan.trees import (
+    branching_parents,
+    positional_success,
+    tree_expected_tokens,
+    trial_acceptance,
+)
+
+MAX_BATCH = 4096
+"""Where the search for the batch at which drafting stops paying ends."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Drafts of k tokens.
+
+    Attributes:
+        k: draft levels; 0 is plain decoding.
+        nodes: tokens that the target scores per request, the root included.
+        tokens: per round.
+        speedups: by batch size.
+        operations: arithmetic per token over plain decoding's.
+        target_reads: reads of the target's weights per token over plain decoding's.
+        break_even_alpha: acceptance from which it pays at the first batch size; ``None``: never, or k = 0.
+        break_even_c: draft cost up to which it pays there; ``None``: not even for free, or k = 0.
+    """
+
+    k: int
+    nodes: int
+    tokens: float
+    speedups: dict[int, float]
+    operations: float
+    target_reads: float
+    break_even_alpha: float | None
+    break_even_c: float | None
+
+
+@dataclass(frozen=True)
+class TreeRow:
+    """A tree in the words of :class:`Row`; ``shape`` is its child counts per level."""
+
+    shape: str
+    nodes: int
+    depth: int
+    tokens: float
+    speedups: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of the plan when something is different.
+
+    Attributes:
+        what: in words.
+        speedup: of the plan's k (of the nearest one when no k pays).
+        best_k, best_speedup: of the k that would be right then.
+    """
+
+    what: str
+    speedup: float
+    best_k: int
+    best_speedup: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """From where the plan's k is slower than plain decoding, each with everything else as assumed.
+
+    ``None`` for what cannot happen; ``batch`` is the smallest power of two.
+    """
+
+    alpha: float | None
+    c: float | None
+    overhead: float | None
+    batch: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that was worked out, for the batch sizes asked.
+
+    Attributes:
+        rows: by k, plain decoding first.
+        best: the row to use at the first batch size.
+        best_by_batch: the best k of each batch size.
+        trees: as asked.
+        changes, limits: sensitivity and break-even of ``best``; of ``nearest`` when ``best`` is plain decoding.
+        notes: what to know before the numbers are believed.
+    """
+
+    assumptions: Assumptions
+    batches: tuple[int, ...]
+    rows: tuple[Row, ...]
+    best: Row
+    best_by_batch: dict[int, int]
+    trees: tuple[TreeRow, ...]
+    changes: tuple[Change, ...]
+    limits: Limits | None
+    notes: tuple[str, ...]
+
+    def row(self, k: int) -> Row:
+        """The row of k."""
+        return next(row for row in self.rows if row.k == k)
+
+    @property
+    def nearest(self) -> Row | None:
+        """The best row that drafts at all."""
+        drafting = [row for row in self.rows if row.k]
+        return max(drafting, key=lambda row: row.speedups[self.batches[0]], default=None)
+
+    def public(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        given = self.assumptions
+        rate = isinstance(given.acceptance, float | int)
+        return {
+            "alpha": given.acceptance if rate else None,
+            "survival": None if rate else list(given.acceptance),  # type: ignore[arg-type]
+            "c": given.c,
+            "overhead": given.overhead,
+            "guesses": given.guesses,
+            "batches": list(self.batches),
+            "rows": [asdict(row) for row in self.rows],
+            "best": asdict(self.best),
+            "best_by_batch": self.best_by_batch,
+            "trees": [asdict(tree) for tree in self.trees],
+            "sensitivity": [asdict(change) for change in self.changes],
+            "break_even": None if self.limits is None else asdict(self.limits),
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    assumptions: Assumptions,
+    ks: Sequence[int],
+    batches: Sequence[int] = (1,),
+    trees: Sequence[Sequence[int]] = (),
+    positions: Sequence[float] | None = None,
+) -> Plan:
+    """Work everything out.
+
+    Args:
+        assumptions: acceptance and costs.
+        ks: draft lengths to consider; 0 (plain decoding) always is.
+        batches: requests per round; the first one decides ``best``.
+        trees: shapes, child counts per level.
+        positions: chance that the first, second, ... sibling is accepted; by default the rate of the first position,
+            tried
+            afresh for every sibling (an upper estimate).
+
+    Raises:
+        ValueError: nothing to consider, a negative k, a batch below 1, or a bad tree.
+    """
+    ks = sorted({0, *ks})
+    if ks[0] < 0 or not batches or min(batches) < 1:
+        raise ValueError(f"a plan needs k >= 0 and batch sizes >= 1, not {list(ks)} and {list(batches)}")
+    rows = tuple(_row(assumptions, k, batches) for k in ks)
+    best_by_batch = {batch: assumptions.best_k(ks, batch) for batch in batches}
+    best = rows[ks.index(best_by_batch[batches[0]])]
+    found = tuple(_tree(assumptions, shape, positions, batches) for shape in trees)
+    made = Plan(assumptions, tuple(batches), rows, best, best_by_batch, found, (), None, ())
+    nearest = best if best.k else made.nearest
+    return replace(
+        made,
+        changes=() if nearest is None else tuple(_changes(assumptions, nearest.k, ks, batches[0])),
+        limits=None if nearest is None else _limits(assumptions, nearest.k, batches[0]),
+        notes=tuple(_notes(made, positions)),
+    )
+
+
+def _row(given: Assumptions, k: int, batches: Sequence[int]) -> Row:
+    nodes, tokens = given.nodes(k), given.tokens(k)
+    c_hat = given.c if given.c_hat is None else given.c_hat
+    limits = _limits(given, k, batches[0], search=False) if k else None
+    return Row(
+        k,
+        nodes,
+        tokens,
+        {batch: given.speedup(k, batch) for batch in batches},
+        (nodes + k * c_hat) / tokens,
+        1.0 / tokens,
+        limits.alpha if limits else None,
+        limits.c if limits else None,
+    )
+
+
+def _tree(
+    given: Assumptions, widths: Sequence[int], positions: Sequence[float] | None, batches: Sequence[int]
+) -> TreeRow:
+    parents = branching_parents(widths)
+    table: list[Sequence[float]] = []
+    before = 1.0
+    for depth, s in enumerate(theory.extended(_survival(given.acceptance, len(widths)), len(widths))):
+        # At depth d the first sibling is accepted as often as a chain's d-th token; the others are scaled alike.
+        rate, before = (s / before if before > 0 else 0.0), s
+        table.append(trial_acceptance(rate, widths[depth]) if positions is None else positions)
+    tokens = tree_expected_tokens(parents, positional_success(parents, table))
+    depth = len(widths)
+    speedups = {batch: tokens / given.cost(depth, len(parents), batch) for batch in batches}
+    return TreeRow("x".join(map(str, widths)), len(parents) - 1, depth, tokens, speedups)
+
+
+def _survival(acceptance: Acceptance, k: int) -> Sequence[float]:
+    return theory.survival(float(acceptance), k) if isinstance(acceptance, float | int) else acceptance
+
+
+def _limits(given: Assumptions, k: int, batch: int, search: bool = True) -> Limits:
+    tokens, nodes = given.tokens(k), given.nodes(k)
+    plain = given.v(1, batch)
+    spare = tokens - given.cost(k, nodes, batch)  # in plain rounds of the batch
+    per_step = k * (1.0 if given.drafter_grows else 1.0 / plain)
+    c, overhead = given.c + spare / per_step, given.overhead + spare * plain
+    too_many = None
+    if search and spare > 0:
+        sizes = (2**i for i in range(MAX_BATCH.bit_length()))
+        too_many = next((size for size in sizes if size > batch and given.speedup(k, size) < 1.0), None)
+    return Limits(
+        theory.alpha_for_tokens(given.cost(k, nodes, batch), k, given.guesses),
+        c if c >= 0 else None,
+        overhead if overhead >= 0 else None,
+        too_many,
+    )
+
+
+def _changes(given: Assumptions, k: int, ks: Sequence[int], batch: int) -> list[Change]:
+    cases = [
+        ("acceptance 0.1 lower", given.shifted(-0.1)),
+        ("acceptance 0.1 higher", given.shifted(0.1)),
+        ("draft step twice as slow", replace(given, c=2 * given.c)),
+        ("draft step twice as fast", replace(given, c=given.c / 2)),
+        ("overhead 0.1 higher", replace(given, overhead=given.overhead + 0.1)),
+        ("scoring more tokens twice as expensive", replace(given, v=_Steeper(given.v))),
+    ]
+    changes = []
+    for what, case in cases:
+        if case == given or (isinstance(given.v, Flat) and "scoring" in what):
+            continue
+        best = case.best_k(ks, batch)
+        changes.append(Change(what, case.speedup(k, batch), best, case.speedup(best, batch)))
+    return changes
+
+
+@dataclass(frozen=True)
+class _Steeper:
+    """1 + 2 (v - 1), with the plain rounds of a batch left as they are."""
+
+    v: CallCost
+
+    def __call__(self, nodes: int, batch: int = 1) -> float:
+        plain, full = self.v(1, batch), self.v(nodes, batch)
+        return plain + 2.0 * max(full - plain, 0.0)
+
+
+def _notes(made: Plan, positions: Sequence[float] | None) -> list[str]:
+    given, notes = made.assumptions, []
+    most = max([row.nodes for row in made.rows] + [tree.nodes + 1 for tree in made.trees]) * max(made.batches)
+    if given.c == 0 and given.overhead == 0:
+        notes.append("drafting is taken to be free (c = 0)")
+    if isinstance(given.v, Roofline):
+        notes.append("v(n) is estimated from the device's peak figures; measured costs are better")
+    if isinstance(given.v, Flat):
+        notes.append("scoring any number of tokens is taken to cost the same; give v(n) for trees, batches and CPUs")
+    elif isinstance(given.v, Measured) and most > given.v.known_to:
+        notes.append(f"v(n) is known up to n = {given.v.known_to} and continued along its last slope up to {most}")
+    known = None if isinstance(given.acceptance, float | int) else len(given.acceptance)
+    if known is not None and made.rows[-1].k > known:
+        notes.append(f"acceptance is known up to position {known}; further ones are taken to be like the last")
+    if given.guesses > 1:
+        notes.append(f"the {given.guesses} guesses are taken to be independent, an upper estimate")
+    if positions is None and any(tree.nodes > tree.depth for tree in made.trees):
+        notes.append("siblings are taken to be independent trials, an upper estimate; give measured positions")
+    return notes
+
+
+def summary(made: Plan) -> str:
+    """The plan in a few plain sentences."""
+    given, batch, best, near = made.assumptions, made.batches[0], made.best, made.nearest
+    where = "" if batch == 1 else f" at batch {batch}"
+    if best.k:
+        text = (
+            f"Draft k={best.k} tokens a round{where}: {best.tokens:.2f} tokens a round, {best.speedups[batch]:.2f}x "
+            f"plain decoding.{_conditions(made.limits, best.k, pays=True)}"
+        )
+        if best is made.rows[-1] and len(made.rows) > 2:
+            text += " It is the longest draft considered: try longer ones."
+    elif near is None:
+        text = "Only plain decoding was asked about."
+    else:
+        text = (
+            f"Do not draft chains{where}: no length pays. The nearest is k={near.k} with {near.speedups[batch]:.2f}x "
+            f"plain decoding: {near.tokens:.2f} tokens a round where {given.cost(near.k, near.nodes, batch):.2f} are "
+            f"needed.{_conditions(made.limits, near.k, pays=False)}"
+        )
+    tree = max(made.trees, key=lambda tree: tree.speedups[batch], default=None)
+    if tree is not None and tree.speedups[batch] > best.speedups[batch]:
+        text += f" The tree {tree.shape} is faster: {tree.tokens:.2f} tokens a round, {tree.speedups[batch]:.2f}x."
+    return text
+
+
+def _conditions(limits: Limits | None, k: int, pays: bool) -> str:
+    if limits is None:
+        return ""
+    parts = []
+    if limits.alpha is not None and (limits.alpha > 0 or not pays):
+        parts.append(f"acceptance {'falls below' if pays else 'rises above'} {limits.alpha:.0%}")
+    if limits.c is not None:
+        parts.append(f"a draft step costs {'more' if pays else 'less'} than {limits.c:.0%} of a target step")
+    if pays and limits.overhead is not None:
+        parts.append(f"the overhead of a round exceeds {limits.overhead:.0%} of a target step")
+    if pays and limits.batch is not None:
+        parts.append(f"the batch reaches {limits.batch}")
+    if not parts:
+        return "" if pays else " Nothing that acceptance or a faster drafter can do would change that."
+    return f" k={k} {'stops paying' if pays else 'would pay'} when {', or when '.join(parts)}."

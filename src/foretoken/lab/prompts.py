@@ -1,0 +1,284 @@
+"""Prompts of a benchmark: built-in ones, and loaders for the files that people have.
+
+Every format is read from a local file; ``.gz`` is unpacked on the way.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.conversation import from_sharegpt, has_template, render, to_answer
+from foretoken.core.names import unknown
+from foretoken.options import encode
+
+BUILTIN_FILE = Path(__file__).with_name("builtin_prompts.jsonl")
+CHAT_FILE = Path(__file__).with_name("chat_prompts.jsonl")
+USUAL = ("prose", "code", "agentic", "repetitive")
+"""Categories of the built-in texts that people's own are like."""
+TEXT_SUFFIXES = (".txt", ".md")
+Row = Mapping[str, Any]
+
+
+class _Shape(ValueError):
+    """A row that is not of its format; the caller adds file and line."""
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """One prompt.
+
+    Attributes:
+        category: the group that it is counted in.
+        text: what is completed when the tokenizer has no chat template.
+        messages: the conversation, for formats that are conversations.
+    """
+
+    category: str
+    text: str
+    messages: tuple[dict[str, Any], ...] = ()
+
+    def encode(self, tokenizer: Any, chat: bool = True) -> list[int]:
+        """Token ids: by the chat template where ``chat``, the tokenizer has one, and this is a conversation.
+
+        Raises:
+            ValueError: no tokenizer, an empty text, or messages that the template refuses.
+        """
+        if chat and self.messages and has_template(tokenizer):
+            return render(self.messages, tokenizer)
+        return encode(self.text, tokenizer)
+
+
+# -- one row of every format -----------------------------------------------------------------------------------------
+
+
+def _text_of(row: Row, key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise _Shape(f"{key!r} must be a text")
+    return value
+
+
+def _category_of(row: Row, default: str) -> str:
+    value = row.get("category", default)
+    if not isinstance(value, str) or not value.strip():
+        raise _Shape("'category' must be a text")
+    return value
+
+
+def _plain(row: Row) -> BenchPrompt:
+    return BenchPrompt(
+        _category_of(row, "default"), _text_of(row, "prompt" if "prompt" in row or "text" not in row else "text")
+    )
+
+
+def _turns(row: Row) -> BenchPrompt:
+    """Spec-Bench and MT-bench: the first turn (later ones need the model's own answers)."""
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+        raise _Shape("'turns' must be a list of texts")
+    return BenchPrompt(_category_of(row, "default"), turns[0], ({"role": "user", "content": turns[0]},))
+
+
+def _humaneval(row: Row) -> BenchPrompt:
+    return BenchPrompt("humaneval", _text_of(row, "prompt"))
+
+
+def _mbpp(row: Row) -> BenchPrompt:
+    """The task and its tests as a docstring at the top of a program."""
+    tests = row.get("test_list") or []
+    if not isinstance(tests, list):
+        raise _Shape("'test_list' must be a list")
+    lines = "\n".join(str(test) for test in tests)
+    return BenchPrompt("mbpp", f'"""\n{_text_of(row, "text")}\n{lines}\n"""\n')
+
+
+def _gsm8k(row: Row) -> BenchPrompt:
+    question = _text_of(row, "question")
+    return BenchPrompt("gsm8k", f"Question: {question}\nAnswer:", ({"role": "user", "content": question},))
+
+
+def _chat(row: Row) -> BenchPrompt:
+    """A transcript up to the last message that an assistant would answer."""
+    found = row.get("messages")
+    if not isinstance(found, list):
+        raise _Shape("'messages' must be a list of messages")
+    return _transcript(row, found)
+
+
+def _sharegpt(row: Row) -> BenchPrompt:
+    return _transcript(row, from_sharegpt(row.get("conversations")))
+
+
+def _transcript(row: Row, found: list[Any]) -> BenchPrompt:
+    messages = to_answer(found)
+    text = "\n\n".join(f"{message['role']}: {_said(message)}" for message in messages)
+    return BenchPrompt(_category_of(row, "chat"), f"{text}\n\nassistant:", tuple(messages))
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """What a message says without a template: its text, or its calls of tools."""
+    return str(message["content"]) or json.dumps(message.get("tool_calls", ""))
+
+
+READERS: dict[str, Callable[[Row], BenchPrompt]] = {
+    "jsonl": _plain,
+    "spec_bench": _turns,
+    "mt_bench": _turns,
+    "humaneval": _humaneval,
+    "mbpp": _mbpp,
+    "gsm8k": _gsm8k,
+    "chat": _chat,
+    "sharegpt": _sharegpt,
+}
+FORMATS = ("auto", *READERS, "text")
+KEYS = "prompt (and category), turns, question and answer, text and code, text, messages or conversations"
+
+
+def _format_of(row: Row) -> str:
+    """The format that a row's keys tell."""
+    if "messages" in row:
+        return "chat"
+    if "conversations" in row:
+        return "sharegpt"
+    if "turns" in row:
+        return "spec_bench"
+    if "prompt" in row:
+        return "humaneval" if "entry_point" in row or "canonical_solution" in row else "jsonl"
+    if "question" in row:
+        return "gsm8k"
+    if "text" in row and ("code" in row or "test_list" in row):
+        return "mbpp"
+    if "text" in row:
+        return "jsonl"
+    raise _Shape(f"no known prompt in the keys {', '.join(map(repr, row)) or '(none)'}: give {KEYS}")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]:
+    """Prompts of a file, of all files of a folder, or the built-in ones.
+
+    Args:
+        source: ``.jsonl``, ``.json``, ``.txt`` or ``.md`` (one prompt a line), each perhaps with ``.gz``; a folder of
+            them; ``None`` for the built-in prompts.
+        format: one of :data:`FORMATS`; ``auto`` looks at every row.
+
+    Raises:
+        ValueError: an unknown format, no prompts, or a row of the wrong shape (with file and line).
+        OSError: no such file.
+    """
+    if format not in FORMATS:
+        raise unknown(f"unknown prompt format {format!r}", format, FORMATS)
+    file = BUILTIN_FILE if source is None else source
+    if file.is_dir():
+        wanted = (".jsonl", ".json", *TEXT_SUFFIXES)
+        files = [f for f in sorted(file.iterdir()) if f.is_file() and _suffix(f) in wanted]
+    else:
+        files = [file]
+    prompts = [prompt for one in files for prompt in _read(one, format)]
+    if not prompts:
+        raise ValueError(f"{file} holds no prompts: give text, one prompt a line, or JSONL rows with {KEYS}")
+    return prompts
+
+
+def prompts_of_kind(tokenizer: Any) -> list[BenchPrompt]:
+    """Built-in prompts of the kind that a model is for: questions and tasks, for its chat template, or texts to go on
+    with where it has none.  Any few of them in a row are of several categories."""
+    if has_template(tokenizer):
+        return load_prompts(CHAT_FILE)
+    groups = select(load_prompts(None), USUAL)
+    rows = zip_longest(*(groups[name] for name in USUAL))
+    return [prompt for row in rows for prompt in row if prompt is not None]
+
+
+def _suffix(file: Path) -> str:
+    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+
+
+def _read(file: Path, format: str) -> Iterator[BenchPrompt]:
+    text = _contents(file)
+    if format == "text" or (format == "auto" and _suffix(file) in TEXT_SUFFIXES):
+        for line in text.splitlines():
+            if line.strip():
+                yield BenchPrompt("text", line)
+        return
+    for number, row in _rows(file, text):
+        try:
+            if not isinstance(row, dict):
+                raise _Shape(f"a row must be a JSON object, not {type(row).__name__}")
+            yield READERS[_format_of(row) if format == "auto" else format](row)
+        except ValueError as error:
+            asked = "" if format == "auto" else f" (--format {format})"
+            raise ValueError(f"{file}, line {number}: {error}{asked}") from None
+
+
+def _contents(file: Path) -> str:
+    raw = file.read_bytes()
+    try:
+        return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8-sig")
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as text: {error}") from None
+
+
+def _rows(file: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Line numbers and JSON values: one a line, or the whole file where it is ``.json``."""
+    if _suffix(file) == ".json":
+        value = _parsed(text, file, 1)
+        if isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value) and value:
+            value = {"messages": value}
+        for row in value if isinstance(value, list) else [value]:
+            yield 1, row
+        return
+    # Not splitlines(): JSON strings may hold U+2028 and its like.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, _parsed(line, file, number)
+
+
+def _parsed(text: str, file: Path, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = line + error.lineno - 1
+        raise ValueError(
+            f"{file}, line {where}: this is no JSON ({error.msg}); plain text needs --format text"
+        ) from None
+
+
+def select(
+    prompts: Sequence[BenchPrompt], categories: Sequence[str] = (), most: int | None = None
+) -> dict[str, list[BenchPrompt]]:
+    """Prompts by category, in the order in which the categories appear.
+
+    Args:
+        prompts: what was loaded.
+        categories: those wanted; all if none.
+        most: most prompts of a category, spread evenly over it.
+
+    Raises:
+        ValueError: an unknown category (lists those that there are).
+    """
+    counts = Counter(prompt.category for prompt in prompts)
+    for name in categories:
+        if name not in counts:
+            known = ", ".join(f"{known} ({count})" for known, count in counts.items())
+            raise ValueError(f"no prompts of category {name!r}: choose from {known}")
+    found: dict[str, list[BenchPrompt]] = {name: [] for name in counts if not categories or name in categories}
+    for prompt in prompts:
+        if prompt.category in found:
+            found[prompt.category].append(prompt)
+    return {name: _spread(group, most) for name, group in found.items()}
+
+
+def _spread(group: list[BenchPrompt], most: int | None) -> list[BenchPrompt]:
+    if most is None or len(group) <= most:
+        return group
+    return [group[i * len(group) // most] for i in range(most)]

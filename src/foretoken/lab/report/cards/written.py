@@ -1,0 +1,153 @@
+"""Makes the card of a finished benchmark: what was run by name and fingerprint, without the folders of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from foretoken.lab.bench.arms import is_foreign
+from foretoken.lab.bench.specs import PLAIN, split_arm
+from foretoken.lab.bench.summary import BenchResult
+from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_checksums
+from foretoken.lab.report.cards.card import COUNTS, Card
+from foretoken.loading.checkpoints import is_builtin
+from foretoken.registry import parse_spec
+
+_PATH = re.compile(r"[^\s:=,()|]*/[^\s:=,()|]*")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run is of, known before it begins: name, kind and fingerprints of the files.
+
+    Attributes:
+        source: the model, as given.
+        model: the fields of the card that tell it.
+        drafters: fingerprint of each arm's own files; ``None`` for one that has none.
+    """
+
+    source: str
+    model: dict[str, Any]
+    drafters: dict[str, str | None]
+
+
+def origin(source: str, options: Mapping[str, str | None], arms: Sequence[str]) -> Origin:
+    """Reads the files once, before minutes are spent on the run.
+
+    Args:
+        source: the model.
+        options: how it is loaded: ``quantize``, ``inflate`` and ``backend``.
+        arms: specs beside plain decoding.
+
+    Raises:
+        ValueError: the model's files are not on this machine, or nothing but plain decoding is to be measured.
+    """
+    if all(arm in ("none", PLAIN) for arm in arms):
+        raise ValueError("a card compares a drafter with plain decoding: give --drafter")
+    kind = "built-in" if is_builtin(source) else "gguf" if source.endswith(".gguf") else "transformers"
+    model = {
+        "name": without_folders(source).removesuffix(".gguf"),
+        "kind": kind,
+        "fingerprint": fingerprint(model_checksums(source)),
+        **options,
+    }
+    return Origin(source, model, {arm: _drafter(arm, source) for arm in arms})
+
+
+def _drafter(arm: str, source: str) -> str | None:
+    if is_foreign(arm) or arm in ("auto", "none", PLAIN):
+        return None
+    found = drafter_checksums(split_arm(arm)[0], source)
+    return fingerprint(found) if found else None
+
+
+def fingerprint(checksums: Checksums) -> str:
+    """One SHA-256 over the checksums of files, whatever the files are called."""
+    digest = hashlib.sha256("\n".join(sorted(checksums.values())).encode()).hexdigest()
+    return f"sha256:{digest}"
+
+
+def without_folders(text: str) -> str:
+    """A spec or a path with the last name of each path alone; ids of the hub stay."""
+
+    def short(match: re.Match[str]) -> str:
+        path = match[0]
+        if _HUB_ID.fullmatch(path) and not Path(path).exists():
+            return path
+        return Path(path).name
+
+    return _PATH.sub(short, text)
+
+
+def card_of(result: BenchResult, about: Origin) -> Card:
+    """The card of a run."""
+    summary = result.summary
+    machine, settings = summary["machine"], summary["settings"]
+    hardware, threads = machine["hardware"], machine["threads"]
+    overall = summary["overall"]
+    plain = {(c["temperature"], c["batch"]): c for c in overall if c["arm"] == PLAIN}
+    rows = [c for c in overall if c["arm"] != PLAIN]
+    figures = [_figure(cell, plain[cell["temperature"], cell["batch"]], summary, about) for cell in rows]
+    keys = ("max_new_tokens", "ignore_eos", "repeat", "seed", "filters", "allow_lossy")
+    return Card(
+        written=datetime.now(UTC).date().isoformat(),
+        model={**about.model, **summary["runs_as"]},
+        machine={
+            "cpu": hardware["cpu"],
+            "cores": hardware["cores"],
+            "threads": threads["torch_threads"],
+            "matrix": hardware["cpu_flags"],
+            "gpus": hardware["gpus"],
+            "kernels": hardware["kernels"],
+            "load": threads["load"],
+        },
+        versions=machine["versions"],
+        workload={
+            "prompts_sha256": settings["prompts"]["sha256"],
+            "categories": settings["prompts"]["categories"],
+            **{key: settings[key] for key in keys},
+        },
+        figures=figures,
+    )
+
+
+def _figure(
+    cell: Mapping[str, Any], plain: Mapping[str, Any], summary: Mapping[str, Any], about: Origin
+) -> dict[str, Any]:
+    arm, setting = cell["arm"], (cell["temperature"], cell["batch"])
+    drafter, controller = split_arm(arm)
+    ours = not is_foreign(arm)
+    (prefill,) = [p["prefill_s"] for p in summary["prefill"] if _place(p) == (arm, *setting)]
+    equality = [e for e in summary["equality"] if _place(e) == (arm, *setting)]
+    return {
+        "method": parse_spec(drafter).name if ours else arm,
+        "drafter": without_folders(drafter),
+        "controller": without_folders(controller or summary["settings"]["controller"]),
+        "verifier": summary["settings"]["verifier"],
+        "fingerprint": about.drafters.get(arm),
+        "temperature": cell["temperature"],
+        "batch": cell["batch"],
+        "plain_tokens_per_s": _short(plain["tokens_per_s"]),
+        "tokens_per_s": _short(cell["tokens_per_s"]),
+        "speedup": _short(cell["speedup"]),
+        "speedup_ci95": [_short(end) for end in cell["speedup_ci95"]],
+        "tokens_per_round": None if (length := cell["mean_acceptance_length"]) is None else _short(length),
+        "prefill_s": _short(prefill) if ours else None,
+        "ttft_s": None if ours else _short(prefill),
+        "equality": {name: sum(e[name] for e in equality) for name in COUNTS} if equality else None,
+    }
+
+
+def _place(found: Mapping[str, Any]) -> tuple[str, float, int]:
+    return found["arm"], found["temperature"], found["batch"]
+
+
+def _short(value: float) -> float:
+    """Four digits are more than a benchmark knows."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,312 @@
+"""From a run to the charts of its report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import fmean
+from typing import Any
+
+from foretoken.core.costs import RoundCosts
+from foretoken.lab.bench.specs import split_arm
+from foretoken.lab.report.charts import NEUTRAL, Bar, Bars, Guide, Lines, Point, Series, Stack
+from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_of
+from foretoken.registry import parse_spec
+
+COST_PARTS = ("draft", "target", "verify", "overhead")
+ALL = "all categories"
+BAND = 0.1
+"""How far a measured speed-up may be from the predicted one."""
+
+Cell = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """A speed-up with its 95 % interval, where there is one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def colour_of(run: Run, arm: str) -> int:
+    """An arm's colour number: the same in every chart."""
+    return NEUTRAL if arm in PLAIN else run.rivals.index(arm)
+
+
+def speedup_of(cell: Cell) -> Speedup | None:
+    """What a cell measured; an interval of no width (one prompt has no spread) is none."""
+    value = number(cell.get("speedup"))
+    if value is None:
+        return None
+    ends = cell.get("speedup_ci95")
+    found = [number(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else [None, None]
+    return Speedup(value) if None in found or found[0] == found[1] else Speedup(value, *found)
+
+
+def together(cells: Sequence[Cell]) -> Speedup | None:
+    """The speed-up of cells of one arm taken together: plain decoding's time over the arm's.
+
+    So a cell weighs as much as its time: ``S = sum(w s)``.  Its interval takes cells as independent: the distances to
+    the ends add in squares, ``S - sqrt(sum((w (s - low))^2))``.
+    """
+    known = [(s, _seconds(cell)) for cell in cells if (s := speedup_of(cell)) is not None]
+    if len(known) < 2:
+        return known[0][0] if known else None
+    total = sum(seconds for _, seconds in known)
+    weighted = [(s, seconds / total) for s, seconds in known]
+    value = sum(w * s.value for s, w in weighted)
+    low = _spread([(w, None if s.low is None else s.value - s.low) for s, w in weighted])
+    high = _spread([(w, None if s.high is None else s.high - s.value) for s, w in weighted])
+    return Speedup(value, None if low is None else value - low, None if high is None else value + high)
+
+
+def _seconds(cell: Cell) -> float:
+    """Decoding time of a cell; 1 (all cells alike) when it was not recorded."""
+    tokens, speed = number(cell.get("new_tokens")), number(cell.get("tokens_per_s"))
+    return tokens / speed if tokens and speed else 1.0
+
+
+def _spread(found: Sequence[tuple[float, float | None]]) -> float | None:
+    distances = [w * d for w, d in found if d is not None]
+    return sqrt(sum(d * d for d in distances)) if len(distances) == len(found) else None
+
+
+def equality(cell: Cell) -> str:
+    """Whether the arm said what plain decoding said: identical, ties, differs, or nothing (it was not compared)."""
+    same, prompts = cell.get("identical"), number(cell.get("prompts"))
+    ties, differences = number(cell.get("ties")) or 0.0, number(cell.get("differences"))
+    if same is None or cell.get("arm") in PLAIN:
+        return ""
+    if same is True or (same is not False and prompts is not None and same == prompts):
+        return "identical"
+    missing = None if same is False or prompts is None else prompts - (number(same) or 0.0)
+    explained = ties > 0 and not differences and (missing is None or ties >= missing)
+    return "ties" if explained else "differs"
+
+
+def _worst(cells: Sequence[Cell]) -> str:
+    found = {equality(cell) for cell in cells}
+    return next((badge for badge in ("differs", "ties", "identical") if badge in found), "")
+
+
+def speedups(run: Run, setting: Setting) -> list[Bars]:
+    """Speed-up per arm: all categories together, then each."""
+    groups: list[tuple[str, Sequence[Cell]]] = [
+        (category, [c for c in run.at(setting) if c["category"] == category]) for category in run.categories
+    ]
+    if len(groups) > 1:
+        groups.insert(0, (ALL, run.at(setting)))
+    panels = []
+    for title, cells in groups:
+        bars = [bar for arm in run.rivals if (bar := _bar(run, arm, cells, title == ALL)) is not None]
+        if bars:
+            panels.append(Bars(title, "speed-up over plain decoding", bars, line=1.0))
+    end = max((panel.x_end for panel in panels), default=0.0)
+    return [replace(panel, end=end) for panel in panels]  # one scale, so that panels can be compared
+
+
+def _bar(run: Run, arm: str, cells: Sequence[Cell], whole: bool) -> Bar | None:
+    mine = [cell for cell in cells if cell["arm"] == arm]
+    found = overall(run, setting_of(mine[0]), arm) if whole and mine else together(mine)
+    if found is None:
+        return None
+    return Bar(arm, found.value, found.low, found.high, colour_of(run, arm), _worst(mine))
+
+
+def overall(run: Run, setting: Setting, arm: str) -> Speedup | None:
+    """An arm's speed-up in a setting, all categories together: as the run says, else from its cells."""
+    told = run.overall(setting, arm)
+    if told is not None and (found := speedup_of(told)) is not None:
+        return found
+    return together(run.at(setting, arm))
+
+
+def positions(run: Run) -> Lines | None:
+    """Share of rounds in which at least that many draft tokens were accepted."""
+    series = []
+    for arm, shares in run.part("positions").items():
+        known = [number(share) for share in shares] if isinstance(shares, list) else []
+        points = [(float(i), share) for i, share in enumerate(known, 1) if share is not None]
+        if points and arm in run.rivals:
+            series.append(Series(arm, points, colour_of(run, arm)))
+    if not series:
+        return None
+    deepest = int(max(x for s in series for x, _ in s.points))
+    every = 1 if deepest <= 16 else 4
+    places = [float(x) for x in range(1, deepest + 1) if x == 1 or x % every == 0]
+    title = "Acceptance by position"
+    return Lines(title, "position in the draft", "accepted that far", series, percent=True, x_ticks=places)
+
+
+def round_ms(run: Run, arm: str) -> dict[str, float] | None:
+    """Milliseconds of an arm's round by part."""
+    found = run.part("rounds").get(arm)
+    count = number(found.get("rounds")) if isinstance(found, Mapping) else None
+    if not count or not isinstance(found, Mapping):
+        return None
+    return {part: 1000 * (number(found.get(f"{part}_s")) or 0.0) / count for part in COST_PARTS}
+
+
+def round_costs(run: Run) -> Stack | None:
+    """Where the time of a round goes."""
+    rows = [(arm, [*parts.values()]) for arm in run.arms if (parts := round_ms(run, arm)) is not None]
+    return Stack("Cost of a round", "milliseconds per round", COST_PARTS, rows) if rows else None
+
+
+def sweeps(run: Run) -> list[Lines]:
+    """Speed-up against temperature, batch size and every option in which arms differ; only where there are two."""
+    temperature, batch = run.settings[0]
+    by_temperature = [(t, (t, b)) for t, b in run.settings if b == batch]
+    by_batch = [(float(b), (t, b)) for t, b in run.settings if t == temperature]
+    charts = [
+        _sweep(run, "Speed-up against temperature", "temperature", by_temperature),
+        _sweep(run, "Speed-up against batch size", "requests in a batch", by_batch),
+        *_option_sweeps(run),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def _sweep(run: Run, title: str, x_label: str, places: Sequence[tuple[float, Setting]]) -> Lines | None:
+    series = []
+    for arm in run.rivals:
+        found = [(x, overall(run, setting, arm)) for x, setting in places]
+        points = [(x, s.value) for x, s in found if s is not None]
+        if points:
+            series.append(Series(arm, points, colour_of(run, arm)))
+    return _against(title, x_label, series)
+
+
+def _against(title: str, x_label: str, series: Sequence[Series]) -> Lines | None:
+    places = sorted({x for s in series for x, _ in s.points})
+    if len(places) < 2:
+        return None
+    plain = Guide("plain decoding", [(places[0], 1.0), (places[-1], 1.0)])
+    return Lines(title, x_label, "speed-up", series, [plain], x_ticks=places)
+
+
+def _option_sweeps(run: Run) -> list[Lines]:
+    """One chart per numeric option (k, nodes, depth ...) in which arms differ that are otherwise the same."""
+    groups: dict[str, dict[str, list[tuple[float, str]]]] = {}
+    for arm in run.rivals:
+        for option, value, rest in _numeric_options(arm):
+            groups.setdefault(option, {}).setdefault(rest, []).append((value, arm))
+    charts = []
+    for option, families in groups.items():
+        series = []
+        for rest, members in families.items():
+            found = [(x, overall(run, run.settings[0], arm)) for x, arm in sorted(members)]
+            points = [(x, s.value) for x, s in found if s is not None]
+            if len(points) > 1:
+                series.append(Series(rest, points, colour_of(run, members[0][1])))
+        if (chart := _against(f"Speed-up against {option}", option, series)) is not None:
+            charts.append(chart)
+    return charts
+
+
+def _numeric_options(arm: str) -> list[tuple[str, float, str]]:
+    """(option, value, the spec without it) for every numeric option of an arm."""
+    try:
+        drafter, controller = split_arm(arm)
+        spec = parse_spec(drafter)
+    except ValueError:
+        return []
+    found = []
+    for option, value in spec.options.items():
+        try:
+            place = float(value)
+        except ValueError:
+            continue
+        rest = [f"{key}={other}" for key, other in spec.options.items() if key != option]
+        name = spec.name if spec.path is None else f"{spec.name}:{spec.path}"
+        family = ",".join([name, *rest]) + (f"@{controller}" if controller else "")
+        found.append((option, place, family))
+    return found
+
+
+def predictions(run: Run) -> Lines | None:
+    """Measured speed-up against what the cost model says."""
+    series = []
+    for arm in run.rivals:
+        known = [
+            (x, y, cell)
+            for cell in run.cells
+            if cell["arm"] == arm
+            and (x := number(cell.get("predicted_speedup"))) is not None
+            and (y := number(cell.get("speedup"))) is not None
+        ]
+        if known:
+            labels = [f"{c['category']}, T={c['temperature']:g}, batch {c['batch']}" for _, _, c in known]
+            series.append(Series(arm, [(x, y) for x, y, _ in known], colour_of(run, arm), False, labels))
+    if not series:
+        return None
+    end = 1.1 * max(max(point) for s in series for point in s.points)
+    equal = Guide("measured = predicted", [(0.0, 0.0), (end, end)])
+    band = [(0.0, 0.0), (end, (1 + BAND) * end), (end, (1 - BAND) * end)]
+    title = "Predicted and measured speed-up"
+    return Lines(title, "predicted speed-up", "measured speed-up", series, [equal], band=band)
+
+
+def costs_of(run: Run) -> RoundCosts | None:
+    """The run's measured costs, when it has them."""
+    try:
+        return RoundCosts.from_dict(run.part("costs"))
+    except ValueError:
+        return None
+
+
+def node_costs(run: Run) -> Lines | None:
+    """v(n): what scoring n tokens costs, in calls with one; the tree sizes in use lie on the curve."""
+    costs = costs_of(run)
+    if costs is None or len(costs.target.seconds) < 2:
+        return None
+    counts = sorted(costs.target.seconds)
+    curve = [(float(n), costs.target.relative(n)) for n in counts]
+    used = [
+        Series(f"{arm}: {nodes:.3g} nodes", [(nodes, _relative(costs, nodes))], colour_of(run, arm), False)
+        for arm, nodes in nodes_used(run).items()
+        if 1 <= nodes <= counts[-1]
+    ]
+    top = min(counts[-1], max(2.0, 1.25 * max(v for _, v in curve)))
+    steps: list[Point] = [(1 + (top - 1) * i / 20, 1 + (top - 1) * i / 20) for i in range(21)]
+    guides = [Guide("free: every call costs the same", [(1.0, 1.0), (float(counts[-1]), 1.0)]), Guide("linear", steps)]
+    best = best_size(costs)
+    marks = [] if best is None else [(float(best[1]), f"best by the cost model: {best[1]} nodes, {best[0]}", NEUTRAL)]
+    return Lines(
+        "Cost of a target call",
+        "tokens scored in one call",
+        "v(n), in calls with one token",
+        [Series("measured v(n)", curve), *used],
+        guides,
+        marks,
+        log_x=True,
+        x_ticks=[float(n) for n in counts if n & (n - 1) == 0],
+    )
+
+
+def _relative(costs: RoundCosts, nodes: float) -> float:
+    """v(n) of a mean number of nodes."""
+    below = int(nodes)
+    low, high = costs.target.relative(below), costs.target.relative(below + 1)
+    return low + (nodes - below) * (high - low)
+
+
+def nodes_used(run: Run) -> dict[str, float]:
+    """Mean nodes per round (the root included) of every traced arm."""
+    found: dict[str, list[int]] = {}
+    for trace in run.traces:
+        found.setdefault(str(trace.get("arm")), []).extend(len(r["tokens"]) for r in trace["rounds"] if r.get("tokens"))
+    return {arm: fmean(counts) for arm, counts in found.items() if counts and arm in run.rivals}
+
+
+def best_size(costs: RoundCosts) -> tuple[str, int] | None:
+    """Drafter and nodes per round with the greatest predicted speed-up, when any is above plain decoding."""
+    choices = [
+        (costs.speedup(spec, depth), spec, 1 + round(cost.nodes_per_depth * depth * cost.proposes))
+        for spec, cost in costs.drafters.items()
+        for depth in range(1, len(cost.survival) + 1)
+    ]
+    speedup, spec, nodes = max(choices, default=(0.0, "", 0))
+    return (spec, nodes) if speedup > 1 else None

@@ -1,0 +1,115 @@
+"""From a load test to the charts of its report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foretoken.lab.report.charts import LIGHT, Bar, Bars, Lines, Series
+from foretoken.lab.report.read import Run, number
+
+Cell = Mapping[str, Any]
+MEASURES = {
+    "ttft_ms": "Time to first token",
+    "tpot_ms": "Time per output token",
+    "e2e_ms": "Latency to the end",
+}
+AXES = {"rate": "requests per second that arrive", "concurrency": "requests at a time"}
+THROUGHPUT = {"tokens_per_s": "tokens per second", "requests_per_s": "requests per second"}
+
+
+def colour_of(run: Run, arm: str) -> int:
+    """An arm's colour number: the same in every chart."""
+    return run.arms.index(arm)
+
+
+def levels(run: Run, shape: str) -> list[float]:
+    """Rates, or numbers of clients, the smallest first."""
+    return sorted({float(cell["level"]) for cell in run.cells if cell.get("load") == shape})
+
+
+def cells_of(run: Run, shape: str, arm: str) -> list[Cell]:
+    """An arm's cells by level."""
+    found = [cell for cell in run.cells if cell.get("load") == shape and cell["arm"] == arm]
+    return sorted(found, key=lambda cell: float(cell["level"]))
+
+
+def latencies(run: Run, shape: str) -> list[Lines]:
+    """Median and 99th percentile of each latency over rate or concurrency."""
+    charts = []
+    for name, title in MEASURES.items():
+        series = [
+            Series(f"{arm}, {words}", points, colour_of(run, arm) + place * len(LIGHT))
+            for arm in run.arms
+            for place, (share, words) in enumerate({"p50": "median", "p99": "99th percentile"}.items())
+            if (points := _points(run, shape, arm, name, share))
+        ]
+        if series:
+            charts.append(Lines(title, AXES[shape], "milliseconds", series, x_ticks=levels(run, shape)))
+    return charts
+
+
+def _points(run: Run, shape: str, arm: str, name: str, share: str) -> list[tuple[float, float]]:
+    found = []
+    for cell in cells_of(run, shape, arm):
+        spread = cell.get(name)
+        value = number(spread.get(share)) if isinstance(spread, Mapping) else None
+        if value is not None:
+            found.append((float(cell["level"]), value))
+    return found
+
+
+def throughputs(run: Run, shape: str) -> list[Lines | Bars]:
+    """Tokens and requests per second: curves over the levels, bars where there is one level."""
+    charts: list[Lines | Bars] = []
+    places = levels(run, shape)
+    for name, words in THROUGHPUT.items():
+        title = words[0].upper() + words[1:]
+        found = {
+            arm: [(float(c["level"]), v) for c in cells_of(run, shape, arm) if (v := number(c.get(name))) is not None]
+            for arm in run.arms
+        }
+        found = {arm: points for arm, points in found.items() if points}
+        if len(places) > 1 and found:
+            series = [Series(arm, points, colour_of(run, arm)) for arm, points in found.items()]
+            charts.append(Lines(title, AXES[shape], words, series, x_ticks=places))
+        elif found:
+            bars = [Bar(arm, points[0][1], colour=colour_of(run, arm)) for arm, points in found.items()]
+            charts.append(Bars(title, f"{words}, {places[0]:g} {AXES[shape]}", bars))
+    return charts
+
+
+def distributions(run: Run, shape: str, level: float) -> list[Lines]:
+    """Share of requests (y) that took at most so long (x), at one level."""
+    found = [c for c in run.listed("curves") if isinstance(c, Mapping) and c.get("load") == shape]
+    here = [c for c in found if number(c.get("level")) == level and c.get("arm") in run.arms]
+    charts = []
+    for name, title in MEASURES.items():
+        series = [
+            Series(str(curve["arm"]), points, colour_of(run, str(curve["arm"])))
+            for curve in here
+            if (points := _cumulated(curve, name))
+        ]
+        if series:
+            charts.append(Lines(title, "milliseconds", "share of requests", series, percent=True))
+    return charts
+
+
+def _cumulated(curve: Cell, name: str) -> list[tuple[float, float]]:
+    values, shares = curve.get(name), curve.get("percentiles")
+    if not isinstance(values, list) or not isinstance(shares, list) or len(values) != len(shares):
+        return []
+    pairs = [(number(value), number(share)) for value, share in zip(values, shares, strict=True)]
+    return [(value, share / 100) for value, share in pairs if value is not None and share is not None]
+
+
+def plots(run: Run) -> dict[str, list[Lines | Bars]]:
+    """File name -> its charts, for papers."""
+    found: dict[str, list[Lines | Bars]] = {}
+    for shape in AXES:
+        if levels(run, shape):
+            found[f"throughput_{shape}"] = throughputs(run, shape)
+            found[f"latency_{shape}"] = [*latencies(run, shape)]
+        for level in levels(run, shape):
+            found[f"distribution_{shape}_{level:g}"] = [*distributions(run, shape, level)]
+    return found

@@ -1,0 +1,111 @@
+"""Puts the sections into one HTML file that loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from foretoken.core.io.files import write_text
+from foretoken.lab.report import load_sections, sections
+from foretoken.lab.report.charts import DARK, LIGHT
+from foretoken.lab.report.markup import Markup, join, safe, tag
+from foretoken.lab.report.read import Run, read_run
+
+SECTIONS = (
+    ("speed-up", sections.speedups),
+    ("acceptance", sections.positions),
+    ("round cost", sections.rounds),
+    ("sweeps", sections.sweeps),
+    ("cost model", sections.costs),
+    ("trace", sections.trace),
+    ("all numbers", sections.table),
+)
+
+LOAD_SECTIONS = (
+    ("throughput", load_sections.throughput),
+    ("latency", load_sections.latency),
+    ("distribution", load_sections.distributions),
+    ("categories", load_sections.categories),
+    ("all numbers", load_sections.table),
+)
+
+
+def write_report(run_file: Path, out_file: Path) -> None:
+    """Write the report of a benchmark.
+
+    Args:
+        run_file: ``run.jsonl`` of ``foretoken bench`` or ``foretoken bench serve``; an interrupted one will do.
+        out_file: the HTML file, whole or not at all.
+
+    Raises:
+        ValueError: the run cannot be read (see :func:`~foretoken.lab.report.read.read_run`), or the report cannot
+            be written.
+    """
+    text = render(read_run(Path(run_file)))
+    out_file = Path(out_file)
+    try:
+        out_file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(out_file, text)
+    except OSError as error:
+        raise ValueError(f"the report cannot be written to {out_file}: {error.strerror}") from None
+
+
+def render(run: Run) -> str:
+    """The page of a run."""
+    header, parts = (load_sections.header, LOAD_SECTIONS) if run.is_load else (sections.header, SECTIONS)
+    made = [(name, content) for name, make in parts if (content := make(run)) is not None]
+    links = [tag("a", name, href=f"#{_id(content)}") for name, content in made]
+    body = join(header(run), tag("nav", *links, aria_label="sections"), *(content for _, content in made))
+    return Template(resource("template.html")).substitute(
+        title=safe(f"foretoken bench: {run.name}"),
+        css=palette() + resource("tree.css") + resource("report.css"),
+        js=resource("report.js"),
+        body=body,
+        data=embedded({"traces": run.traces}),
+    )
+
+
+def _id(content: Markup) -> str:
+    return content.split('id="', 1)[1].split('"', 1)[0]
+
+
+def resource(name: str) -> str:
+    return files("foretoken.lab.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def palette() -> str:
+    """The colours of arms, for light and dark mode."""
+    classes = [f".c{i} {{ --c: var(--arm{i}); }}" for i in range(len(LIGHT))]
+    return "\n".join(
+        [
+            f":root {{ {_variables(LIGHT)} }}",
+            f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}",
+            *classes,
+            ".cn { --c: var(--ink); }",
+            "",
+        ]
+    )
+
+
+def _variables(colours: tuple[str, ...]) -> str:
+    return " ".join(f"--arm{i}: {colour};" for i, colour in enumerate(colours))
+
+
+def embedded(value: Any) -> str:
+    """JSON that can stand inside a script element: no ``<`` in it, and no number that JSON lacks."""
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    for sign in ("<", ">", "&", "\u2028", "\u2029"):
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,181 @@
+"""The report's charts as PNG files for papers, drawn with matplotlib from the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.io.files import replacing
+from foretoken.lab.report import figures, load_figures
+from foretoken.lab.report.charts import LIGHT, NEUTRAL, Bars, Chart, Lines, Stack, short
+from foretoken.lab.report.read import Run, read_run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GREY = "#565d66"
+MARKERS = "os^DvPX|"
+PARTS = ("#2e93fd", "#aeb6c0", "#720d82", "#d76d75")
+SOLID = ("-", "--", ":")
+STYLE: Any = {
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.parse_math": False,
+    "pdf.fonttype": 42,
+}
+DPI = 300
+COLUMN = 3.4
+"""Width of one chart, in inches: a column of a paper."""
+
+
+def write_plots(run_file: Path, folder: Path, pdf: bool = False) -> list[Path]:
+    """Write every chart that the run has data for; returns the files.
+
+    Args:
+        run_file: ``run.jsonl`` of ``foretoken bench``.
+        folder: where ``speedup.png``, ``positions.png``, ``rounds.png`` and so on go.
+        pdf: write each as PDF too.
+
+    Raises:
+        ValueError: the run cannot be read, the folder cannot be written, or matplotlib is missing.
+    """
+    run = read_run(Path(run_file))
+    try:
+        from matplotlib import rc_context
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install 'foretoken[bench]'") from None
+    folder = Path(folder)
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with rc_context(STYLE):
+            for name, charts in plots_of(run).items():
+                written += [_write(charts, folder / f"{name}{end}") for end in (".png", ".pdf")[: 1 + pdf]]
+    except OSError as error:
+        raise ValueError(f"plots cannot be written to {folder}: {error.strerror}") from None
+    return written
+
+
+def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
+    """File name -> the charts in it, for everything that the run has data for."""
+    found: dict[str, Sequence[Chart]] = {}
+    if run.is_load:
+        return {name: charts for name, charts in load_figures.plots(run).items() if charts}
+    for i, (temperature, batch) in enumerate(run.settings):
+        found["speedup" if i == 0 else f"speedup_t{temperature:g}_b{batch}"] = figures.speedups(
+            run, (temperature, batch)
+        )
+    single = {
+        "positions": figures.positions(run),
+        "rounds": figures.round_costs(run),
+        "predicted": figures.predictions(run),
+        "node_cost": figures.node_costs(run),
+    }
+    found |= {name: [chart] for name, chart in single.items() if chart is not None}
+    found |= {"".join(c if c.isalnum() else "_" for c in chart.title.lower()): [chart] for chart in figures.sweeps(run)}
+    return {name: charts for name, charts in found.items() if charts}
+
+
+def _write(charts: Sequence[Chart], file: Path) -> Path:
+    from matplotlib.figure import Figure
+
+    columns = min(2, len(charts))
+    rows = -(-len(charts) // columns)
+    height = max(map(_height, charts))
+    picture = Figure((columns * COLUMN * (1.0 if columns > 1 else 1.35), rows * height), layout="constrained")
+    axes = list(picture.subplots(rows, columns, squeeze=False).flat)
+    for chart, ax in zip(charts, axes, strict=False):
+        _draw(chart, ax)
+    for ax in axes[len(charts) :]:
+        ax.set_axis_off()
+    with replacing(file) as draft:
+        picture.savefig(draft, dpi=DPI, format=file.suffix[1:])
+    return file
+
+
+def _height(chart: Chart) -> float:
+    if isinstance(chart, Lines):
+        return 3.2 + 0.14 * (len(chart.series) + len(chart.guides) + len(chart.marks))
+    return 0.95 + 0.24 * len(chart.bars if isinstance(chart, Bars) else chart.rows)
+
+
+def _draw(chart: Chart, ax: Axes) -> None:
+    draw: Callable[[Any, Axes], None] = (
+        _bars if isinstance(chart, Bars) else _stack if isinstance(chart, Stack) else _lines
+    )
+    ax.set_title(chart.title, loc="left", fontsize=9)
+    ax.set_xlabel(chart.x_label)
+    draw(chart, ax)
+
+
+def colour(number: int) -> str:
+    """An arm's colour, as in the page."""
+    return GREY if number == NEUTRAL else LIGHT[number % len(LIGHT)]
+
+
+def _name_rows(ax: Axes, labels: Sequence[str]) -> None:
+    ax.set_yticks(range(len(labels)), [label if len(label) < 35 else f"{label[:33]}…" for label in labels])
+    ax.invert_yaxis()
+
+
+def _bars(chart: Bars, ax: Axes) -> None:
+    values = [bar.value for bar in chart.bars]
+    ax.barh(range(len(values)), values, 0.62, color=[colour(bar.colour) for bar in chart.bars])
+    for i, bar in enumerate(chart.bars):
+        end = bar.value
+        if bar.low is not None and bar.high is not None:
+            ends = [[max(bar.value - bar.low, 0)], [max(bar.high - bar.value, 0)]]
+            for colour_, width in (("white", 2.6), ("black", 0.8)):  # a white edge, to be seen on dark bars
+                ax.errorbar([bar.value], [i], xerr=ends, color=colour_, elinewidth=width, capsize=2, capthick=width)
+            end = max(end, bar.high)
+        ax.annotate(f"{bar.value:.2f}", (end, i), (3, 0), textcoords="offset points", va="center", fontsize=7)
+    _name_rows(ax, [bar.label for bar in chart.bars])
+    ax.set_xlim(0, 1.14 * chart.x_end)
+    if chart.line is not None:
+        ax.axvline(chart.line, color="black", linestyle="--", linewidth=0.8)
+
+
+def _stack(chart: Stack, ax: Axes) -> None:
+    left = [0.0] * len(chart.rows)
+    for i, part in enumerate(chart.parts):
+        values = [max(row[i], 0.0) for _, row in chart.rows]
+        ax.barh(range(len(values)), values, 0.62, left, color=PARTS[i], label=part)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    _name_rows(ax, [label for label, _ in chart.rows])
+    ax.legend(ncols=len(chart.parts), fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 0.98))
+    ax.set_title(chart.title, loc="left", fontsize=9, pad=20)
+
+
+def _lines(chart: Lines, ax: Axes) -> None:
+    if chart.band:
+        ax.fill(*zip(*chart.band, strict=True), color="#eceff3", zorder=0, label="within 10 % of it")
+    for i, guide in enumerate(chart.guides):
+        ax.plot(
+            *zip(*guide.points, strict=True), color=GREY, linewidth=0.9, linestyle=SOLID[1 + i % 2], label=guide.name
+        )
+    for x, name, _ in chart.marks:
+        ax.axvline(x, color="black", linewidth=0.9, linestyle="-.", label=name)
+    for series in chart.series:
+        marker = "." if series.colour == NEUTRAL else MARKERS[series.colour % len(MARKERS)]
+        line = SOLID[max(series.colour, 0) // len(LIGHT) % len(SOLID)] if series.joined else ""
+        ax.plot(
+            *zip(*series.points, strict=True), color=colour(series.colour), marker=marker, markersize=4, linewidth=1.3,
+            linestyle=line, label=series.name,
+        )  # fmt: skip
+    if chart.log_x:
+        ax.set_xscale("log", base=2)
+    if chart.x_ticks:
+        ax.set_xticks(list(chart.x_ticks), [short(x) for x in chart.x_ticks])
+        ax.minorticks_off()
+    if chart.band:
+        ax.set_xlim(*chart.x_range())
+    ax.set_ylim(*chart.y_range())
+    if chart.percent:
+        from matplotlib.ticker import PercentFormatter
+
+        ax.yaxis.set_major_formatter(PercentFormatter(1))
+    ax.set_ylabel(chart.y_label)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(-0.12, -0.16))

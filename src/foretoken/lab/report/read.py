@@ -1,0 +1,209 @@
+"""Reads ``run.jsonl``: cells, then a summary; an interrupted run has no summary, perhaps half a line at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foretoken.lab.report.unfinished import unfinished
+
+PLAIN = ("none", "plain")
+"""Names of the arm that all others are compared with."""
+NOT_A_RUN = "write one with 'foretoken bench --out run.jsonl'"
+
+LOADS = ("rate", "concurrency")
+"""What requests of a load test follow."""
+
+Setting = tuple[float, int]
+"""Temperature and batch size."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A benchmark as its file tells it.
+
+    Attributes:
+        name: of the file.
+        text: the file as it is, for the download.
+        cells: one object per arm, category, temperature and batch.
+        summary: the last line; empty for an interrupted run.
+        notes: what a reader must know about this file.
+    """
+
+    name: str
+    text: str
+    cells: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def arms(self) -> list[str]:
+        """All arms, plain decoding first (not in a load test), else in the order of the run, which fixes colours."""
+        named = [str(a.get("arm", a.get("name", "?")) if isinstance(a, Mapping) else a) for a in self.listed("arms")]
+        seen = dict.fromkeys([*named, *(cell["arm"] for cell in self.cells)])
+        return list(seen) if self.is_load else sorted(seen, key=lambda arm: arm not in PLAIN)
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it is a load test of a server."""
+        return all("load" in cell for cell in self.cells)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it was broken off: there is no summary, one that says so, or cells are missing."""
+        planned = number(self.summary.get("cells"))
+        missing = planned is not None and planned > len(self.cells)
+        return not self.summary.get("summary") or bool(self.summary.get("interrupted")) or missing
+
+    def drafted_nothing(self, setting: Setting, arm: str) -> bool:
+        """Whether an arm is known to have drafted nothing at a setting: it decoded plainly."""
+        counts = [number(cell.get("drafted")) for cell in self.at(setting, arm)]
+        return bool(counts) and all(count == 0 for count in counts)
+
+    @property
+    def rivals(self) -> list[str]:
+        """All arms but plain decoding."""
+        return [arm for arm in self.arms if arm not in PLAIN]
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Temperatures and batch sizes of the cells, the smallest first."""
+        return sorted({setting_of(cell) for cell in self.cells})
+
+    @property
+    def categories(self) -> list[str]:
+        """Categories in the order of the run."""
+        return list(dict.fromkeys(cell["category"] for cell in self.cells))
+
+    def at(self, setting: Setting, arm: str | None = None) -> list[Mapping[str, Any]]:
+        """Cells of a setting, of one arm or of all."""
+        return [c for c in self.cells if setting_of(c) == setting and arm in (None, c["arm"])]
+
+    def part(self, name: str) -> dict[str, Any]:
+        """An object of the summary, empty when it is not there."""
+        found = self.summary.get(name)
+        return dict(found) if isinstance(found, Mapping) else {}
+
+    def overall(self, setting: Setting, arm: str) -> Mapping[str, Any] | None:
+        """An arm's cell of all categories together, where the summary has one."""
+        cells = [c for c in self.listed("overall") if isinstance(c, Mapping) and c.get("arm") == arm]
+        return next((c for c in cells if (c.get("temperature"), c.get("batch")) == setting), None)
+
+    @property
+    def traces(self) -> list[dict[str, Any]]:
+        """Recorded generations, round by round; those with drafts first, since plain decoding has nothing to show."""
+        found = [dict(t) for t in self.listed("traces") if isinstance(t, Mapping) and t.get("rounds")]
+        return sorted(found, key=lambda trace: trace.get("arm") in PLAIN)
+
+    def listed(self, name: str) -> Sequence[Any]:
+        """A list of the summary, empty when it is not there."""
+        found = self.summary.get(name)
+        return found if isinstance(found, list) else []
+
+
+def setting_of(cell: Mapping[str, Any]) -> Setting:
+    """Temperature and batch size of a cell."""
+    return float(cell["temperature"]), int(cell["batch"])
+
+
+def number(value: Any) -> float | None:
+    """``value`` when it is a finite number, else nothing."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def read_run(file: Path) -> Run:
+    """Read a run, or what ``foretoken bench`` left of an unfinished one in ``FILE.partial``.
+
+    Raises:
+        ValueError: not there, no text, a line that is no JSON object or no cell (it is named), or no cell at all.
+    """
+    beside = file.with_name(file.name + ".partial")
+    if not file.exists() and beside.is_file():
+        file = beside
+    if not file.is_file():
+        raise ValueError(f"there is no run {file}: {NOT_A_RUN}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is no text, so no bench run: {NOT_A_RUN}") from None
+    objects, notes = _objects(file, text)
+    cells: list[Mapping[str, Any]]
+    summary: Mapping[str, Any]
+    whole: Mapping[str, Any] = {}
+    if objects and "config" in objects[0][1]:
+        cells, summary = unfinished([found for _, found in objects])
+    else:
+        cells = [_cell(found, place, file) for place, found in objects if not found.get("summary")]
+        summary = whole = next((found for _, found in objects if found.get("summary")), {})
+    if not cells:
+        raise ValueError(f"{file} holds no cells of a bench run: {NOT_A_RUN}")
+    return Run(file.name, text, _with_equality(cells, summary), summary, [*notes, *_remarks(cells, whole)])
+
+
+def _objects(file: Path, text: str) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+    """The lines' objects with their line numbers, and a note about a last line that was cut off."""
+    objects: list[tuple[int, dict[str, Any]]] = []
+    lines = text.split("\n")
+    for place, line in enumerate(lines, 1):
+        found = _parsed(line) if line.strip() else {}
+        if found:
+            objects.append((place, found))
+        elif found is None and place == len(lines) and objects:  # no line break behind it
+            return objects, [f"Line {place} was cut off while it was written and is left out."]
+        elif found is None:
+            raise ValueError(f"line {place} of {file} is no JSON object: {NOT_A_RUN}")
+    return objects, []
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _cell(found: Mapping[str, Any], place: int, file: Path) -> Mapping[str, Any]:
+    """A cell whose key fields are there and of the right type; numbers may be missing, a chart then leaves it out."""
+    cell = {"category": "all", "temperature": 0.0, "batch": 1, **found}
+    if not isinstance(cell.get("arm"), str) or not isinstance(cell["category"], str):
+        raise ValueError(f"line {place} of {file} is no bench cell, it lacks an arm: {NOT_A_RUN}")
+    if number(cell["temperature"]) is None or number(cell["batch"]) is None:
+        raise ValueError(f"line {place} of {file} is no bench cell, its temperature or batch is no number: {NOT_A_RUN}")
+    if "load" in cell and (cell["load"] not in LOADS or number(cell.get("level")) is None):
+        raise ValueError(f"line {place} of {file} is no cell of a load test, it lacks its level: {NOT_A_RUN}")
+    return cell
+
+
+def _with_equality(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Cells with the summary's counts of ties, differences and draft tokens."""
+    names = ("arm", "category", "temperature", "batch")
+    counts: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for part, wanted in (("equality", ("ties", "differences")), ("drafted", ("drafted",))):
+        for row in summary.get(part) or ():
+            if isinstance(row, Mapping):
+                own = counts.setdefault(tuple(row.get(name) for name in names), {})
+                own |= {name: row[name] for name in wanted if name in row}
+    return [{**counts.get(tuple(cell[name] for name in names), {}), **cell} for cell in cells]
+
+
+def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[str]:
+    """What a reader must know about a run; ``summary`` is empty when it was interrupted."""
+    if not summary:
+        return [
+            f"This run was interrupted: it has {len(cells)} cells and no summary, so some charts may be missing and "
+            "numbers may rest on few prompts."
+        ]
+    if summary.get("interrupted"):
+        return ["This test was interrupted: it has the requests that had ended by then."]
+    planned = number(summary.get("cells"))
+    notes = [f"Left out: {reason}." for reason in summary.get("skipped") or ()]
+    if planned is not None and planned != len(cells):
+        notes.append(f"The summary speaks of {planned:.0f} cells, the file has {len(cells)}.")
+    return notes

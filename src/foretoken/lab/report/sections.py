@@ -1,0 +1,278 @@
+"""The sections of the page; each is nothing when the run has no data for it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foretoken.lab.report import figures
+from foretoken.lab.report.charts import Chart
+from foretoken.lab.report.markup import Markup, join, tag
+from foretoken.lab.report.read import PLAIN, Run, number
+from foretoken.lab.report.svg import draw
+from foretoken.lab.report.verdict import setting_name, verdict
+
+LEGEND = {
+    "root": "root: the last token that were accepted",
+    "accepted": "accepted draft token",
+    "rejected": "rejected draft token",
+    "recovered": "recovered: the target's own, where drafts failed",
+    "bonus": "bonus: the target's own, after drafts that were all accepted",
+    "plain": "plain: nothing was drafted",
+    "probe": "probe: scored for the drafter only",
+}
+SHORTEST = -1
+"""As many digits as the number has."""
+COLUMNS: tuple[tuple[str, str, int], ...] = (
+    ("temperature", "T", SHORTEST),
+    ("batch", "batch", 0),
+    ("prompts", "prompts", 0),
+    ("new_tokens", "new tokens", 0),
+    ("tokens_per_s", "tokens/s", 1),
+    ("speedup", "speed-up", 2),
+    ("speedup_ci95", "95 % CI", 2),
+    ("predicted_speedup", "predicted", 2),
+    ("mean_acceptance_length", "tokens/round", 2),
+    ("acceptance_rate", "acceptance", 3),
+    ("draft_s", "draft s", 2),
+    ("target_s", "target s", 2),
+    ("overhead_s", "overhead s", 3),
+    ("prefill_s", "prefill s", 3),
+)
+"""Field, heading and digits of the table's numbers."""
+
+
+def section(key: str, title: str, how: str, *content: object) -> Markup:
+    """A section with a sentence on how to read it."""
+    return tag("section", tag("h2", title), tag("p", how, class_="how"), *content, id=key)
+
+
+def figure(chart: Chart) -> Markup:
+    """A chart with its title."""
+    return tag("figure", tag("figcaption", chart.title), draw(chart))
+
+
+def alone(chart: Chart) -> Markup:
+    """A section's only chart: the heading is its title."""
+    return tag("figure", draw(chart))
+
+
+def panels(charts: Sequence[Chart]) -> Markup:
+    """Charts side by side where there is room."""
+    return tag("div", *map(figure, charts), class_="panels")
+
+
+# -- header ----------------------------------------------------------------------------------------------------------
+
+
+def header(run: Run) -> Markup:
+    """What was measured, on what, and what came out."""
+    rows = [join(tag("dt", name), tag("dd", value)) for name, value in facts(run) if value]
+    remarks = [tag("p", remark.text, class_=remark.tone) for remark in verdict(run)]
+    notes = [tag("p", note, class_="note") for note in [*run.notes, *_inflated(run)]]
+    return tag(
+        "header",
+        tag("h1", "Speculative decoding benchmark"),
+        tag("dl", *rows, class_="facts"),
+        *notes,
+        tag("div", *remarks, class_="verdict", role="note", aria_label="verdict"),
+    )
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """Names and values of the header."""
+    machine = run.part("machine")
+    hardware, versions = _object(machine, "hardware"), _object(machine, "versions")
+    gpus = ", ".join(map(str, hardware.get("gpus") or ()))
+    cores = hardware.get("cores")
+    return [
+        ("target", _target(run)),
+        ("dtype", _anywhere(run, "dtype")),
+        ("device", _anywhere(run, "device")),
+        ("machine", ", ".join(filter(None, [str(hardware.get("cpu") or ""), f"{cores} cores" if cores else "", gpus]))),
+        ("threads", _threads(_object(machine, "threads") or machine)),
+        ("versions", ", ".join(f"{name} {value}" for name, value in versions.items())),
+        ("tokens per prompt", _anywhere(run, "max_new_tokens")),
+        ("run", f"{len(run.cells)} cells, {len(run.rivals)} arms beside plain decoding, {run.name}"),
+    ]
+
+
+def _object(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = holder.get(name)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _target(run: Run) -> str:
+    found = run.summary.get("target")
+    return str(found.get("source", found) if isinstance(found, Mapping) else found or "")
+
+
+def _anywhere(run: Run, name: str) -> str:
+    """A setting that may be told of the target, the settings or the machine."""
+    for place in (run.part("target"), run.part("settings"), run.part("machine"), run.summary):
+        if place.get(name) not in (None, ""):
+            return str(place[name])
+    return ""
+
+
+def _threads(found: Mapping[str, Any]) -> str:
+    words = [f"{found['torch_threads']} (torch)"] if found.get("torch_threads") else []
+    words += [f"{name}={value}" for name, value in _object(found, "variables").items() if value is not None]
+    load = number(found.get("load"))
+    return ", ".join([*words, *([] if load is None else [f"load before the run {load:.2f}"])])
+
+
+def _inflated(run: Run) -> list[str]:
+    size = _anywhere(run, "inflate") or _anywhere(run, "inflated")
+    if size in ("", "False", "None"):
+        return []
+    return [
+        f"The target was inflated ({size}): widened and deepened without changing what it says. "
+        "Its outputs are the small model's, its cost is that of the big one."
+    ]
+
+
+# -- charts ----------------------------------------------------------------------------------------------------------
+
+
+def speedups(run: Run) -> Markup | None:
+    """Bars per category, for the first setting open and for others to be opened."""
+    found = [(setting_name(setting), figures.speedups(run, setting)) for setting in run.settings]
+    shown = [(name, charts) for name, charts in found if charts]
+    if not shown:
+        return None
+    name, charts = shown[0]
+    more = [tag("details", tag("summary", other), panels(bars)) for other, bars in shown[1:]]
+    how = (
+        "How many times as fast as plain decoding (the dashed line). Whiskers: 95 % confidence interval. "
+        "= same: the output equals plain decoding's token by token (with the same seeds, where tokens are sampled); "
+        "≈ ties: but for numerical ties."
+    )
+    return section("speedup", f"Speed-up ({name})", how, panels(charts), *more)
+
+
+def positions(run: Run) -> Markup | None:
+    """Acceptance by position."""
+    chart = figures.positions(run)
+    how = "Share of rounds with at least so many accepted tokens. Where a line nears 0, drafting further is waste."
+    return None if chart is None else section("positions", chart.title, how, alone(chart))
+
+
+def rounds(run: Run) -> Markup | None:
+    """Cost breakdown."""
+    chart = figures.round_costs(run)
+    how = (
+        "Where the time of one round goes, all settings together. A round pays when it writes more tokens than it "
+        "costs plain rounds. Overhead is what is neither drafting, nor the target call, nor the acceptance rule."
+    )
+    return None if chart is None else section("rounds", chart.title, how, alone(chart))
+
+
+def sweeps(run: Run) -> Markup | None:
+    """Speed-up against temperature, batch and options."""
+    charts = figures.sweeps(run)
+    how = "All categories together, everything else as in the first setting. The dashed line is plain decoding."
+    return section("sweeps", "What changes the speed-up", how, panels(charts)) if charts else None
+
+
+def costs(run: Run) -> Markup | None:
+    """Predicted against measured, and v(n)."""
+    found = (figures.predictions(run), figures.node_costs(run))
+    charts: list[Chart] = [chart for chart in found if chart is not None]
+    how = (
+        "Above the diagonal a run was faster than its measured costs promise, below it slower. "
+        "v(n) near the flat line: trees are nearly free; near the linear one: every guess costs a token."
+    )
+    return section("costs", "Cost model", how, panels(charts)) if charts else None
+
+
+# -- trace -----------------------------------------------------------------------------------------------------------
+
+
+def trace(run: Run) -> Markup | None:
+    """The browsable trace; ``report.js`` fills it."""
+    if not run.traces:
+        return None
+    keys = [_key(name, words) for name, words in LEGEND.items()]
+    stepper = tag(
+        "span",
+        tag("button", "← back", type="button", id="back"),
+        tag("input", type="range", id="round", min=1, max=1, value=1, aria_label="round"),
+        tag("button", "next →", type="button", id="on"),
+        class_="stepper",
+    )
+    choices = (tag("label", "arm ", tag("select", id="arm")), tag("label", "prompt ", tag("select", id="prompt")))
+    controls = tag("div", *choices, stepper, class_="controls")
+    tree = tag("div", tag("svg"), id="tree", class_="scroll", tabindex=0, aria_label="token tree")
+    parts = [
+        controls,
+        tag("p", id="caption", aria_live="polite"),
+        tag("ul", *keys, class_="legend"),
+        tree,
+        tag("pre", id="text", class_="scroll", tabindex=0),
+    ]
+    how = (
+        "Step through the rounds with the buttons, the slider or the arrow keys. · is a space, ⏎ a line break, "
+        "⇥ a tab. Thick lines are what was kept; outlined text is what this round wrote."
+    )
+    quiet = tag("noscript", tag("p", "The trace needs JavaScript.", class_="note"))
+    return section("trace", "Trace", how, quiet, tag("div", *parts, id="viewer"))
+
+
+def _key(name: str, words: str) -> Markup:
+    box = tag("rect", x=1, y=1, width=22, height=14, rx=3, class_=f"node {name}")
+    return tag("li", tag("svg", box, width=24, height=16, aria_hidden="true"), " ", words)
+
+
+# -- table -----------------------------------------------------------------------------------------------------------
+
+
+def table(run: Run) -> Markup:
+    """Every cell of the run, and the file itself."""
+    used = [column for column in COLUMNS if any(cell.get(column[0]) is not None for cell in run.cells)]
+    heads = [head(name, "words") for name in ("arm", "category")]
+    heads += [head(name, None) for _, name, _ in used]
+    heads.append(head("output", "words"))
+    body = [_row(cell, used) for cell in run.cells]
+    whole = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *body), class_="sortable")
+    how = "Every cell of the run; a click on a heading sorts, a second one turns the order round."
+    return section("table", "All numbers", how, tag("div", whole, class_="scroll", tabindex=0), download(run))
+
+
+def download(run: Run) -> Markup:
+    """The file itself."""
+    coded = base64.b64encode(run.text.encode("utf-8")).decode("ascii")
+    link = tag("a", f"Download {run.name}", href=f"data:application/x-ndjson;base64,{coded}", download=run.name)
+    return tag("p", link)
+
+
+def head(name: str, class_: str | None) -> Markup:
+    """A heading that sorts."""
+    return tag("th", tag("button", name, type="button"), scope="col", class_=class_)
+
+
+def _row(cell: Mapping[str, Any], used: Sequence[tuple[str, str, int]]) -> Markup:
+    badge = figures.equality(cell)
+    tone = {"identical": "words good", "differs": "words bad"}.get(badge, "words")
+    arm = f"{cell['arm']} (plain)" if cell["arm"] == PLAIN[0] else cell["arm"]
+    return tag(
+        "tr",
+        tag("td", arm, class_="words"),
+        tag("td", cell["category"], class_="words"),
+        *(number_cell(cell.get(name), digits) for name, _, digits in used),
+        tag("td", badge, class_=tone),
+    )
+
+
+def number_cell(value: Any, digits: int) -> Markup:
+    """A cell of the table; an interval sorts by its lower end, one of no width is none."""
+    if isinstance(value, list):
+        ends = [number(end) for end in value]
+        if len(ends) != 2 or ends[0] is None or ends[1] is None or ends[0] == ends[1]:
+            return tag("td", "", data_sort="")
+        return tag("td", f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}", data_sort=ends[0])
+    found = number(value)
+    if found is None:
+        return tag("td", "", data_sort="")
+    return tag("td", f"{found:g}" if digits == SHORTEST else f"{found:.{digits}f}", data_sort=found)

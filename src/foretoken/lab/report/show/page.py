@@ -1,0 +1,111 @@
+"""The HTML page of a run, in one file that loads nothing and runs no script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+
+from foretoken.lab.report.markup import Markup, join, tag
+from foretoken.lab.report.page import resource
+from foretoken.lab.report.show.run import Round, Shown
+from foretoken.lab.report.show.texts import visible
+from foretoken.lab.report.show.totals import HEADS, Total
+from foretoken.lab.report.show.tree import draw_tree
+
+MOST_ROUNDS = 200
+"""Rounds that are drawn; the text has all of them."""
+MOST_REASONS = 16
+MOST_TOTALS = 500
+
+MEANINGS = {
+    "accepted": "an accepted draft token",
+    "recovered": "the target's token in place of a rejected one",
+    "bonus": "the target's token after a whole accepted path",
+    "plain": "plain: nothing was drafted",
+}
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def render(run: Shown, totals: Sequence[Total] = ()) -> str:
+    """The page.
+
+    Args:
+        run: what is drawn.
+        totals: rows of a table, of a trace with several requests or of an engine that tells totals alone.
+    """
+    drawn = run.rounds[:MOST_ROUNDS]
+    left = len(run.rounds) - len(drawn)
+    body = join(
+        tag("h1", "What speculation did"),
+        _facts(run),
+        _totals(totals) if totals else "",
+        join(legend(), _ribbon(run)) if run.rounds else "",
+        *(_section(i, one) for i, one in enumerate(drawn)),
+        tag("p", f"{left} more rounds are not drawn.", class_="caption") if left else "",
+    )
+    head = join(
+        tag("meta", charset="utf-8"),
+        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
+        tag("title", "foretoken show"),
+        tag("style", style()),
+    )
+    page = tag("html", tag("head", head), tag("body", tag("main", body)), lang="en")
+    return f"<!DOCTYPE html>\n{page}\n"
+
+
+def style() -> Markup:
+    """Style sheet of the page."""
+    own = files("foretoken.lab.report.show").joinpath("show.css").read_text(encoding="utf-8")
+    return Markup(resource("tree.css") + own)
+
+
+def legend() -> Markup:
+    """What the colours mean."""
+    keys = [tag("li", tag("span", name, class_=f"key {name}"), f" {meaning}") for name, meaning in MEANINGS.items()]
+    return tag("ul", *keys, class_="legend")
+
+
+def _facts(run: Shown) -> Markup:
+    rows = [join(tag("dt", name), tag("dd", value)) for name, value in run.facts]
+    return tag("dl", *rows, class_="facts")
+
+
+def _totals(totals: Sequence[Total]) -> Markup:
+    head = tag("tr", *(tag("th", name) for name in HEADS))
+    rows = [tag("tr", *(tag("td", cell) for cell in total.cells)) for total in totals[:MOST_TOTALS]]
+    left = len(totals) - len(rows)
+    table = tag("table", tag("thead", head), tag("tbody", *rows))
+    more = tag("p", f"{left} more rows are not shown.", class_="caption") if left else ""
+    return join(tag("div", table, class_="scroll", tabindex=0), more)
+
+
+def _ribbon(run: Shown) -> Markup:
+    parts = [tag("span", run.prompt, class_="prompt")]
+    for i, one in enumerate(run.rounds):
+        words = [tag("span", word.text, class_=word.origin) for word in one.words]
+        href = f"#round-{i + 1}" if i < MOST_ROUNDS else None
+        parts.append(tag("a", *words, href=href, title=f"round {i + 1}: {one.caption}"))
+    return tag("div", *parts, class_="ribbon")
+
+
+def _section(i: int, one: Round) -> Markup:
+    tree = draw_tree(one.nodes, one.next_token)
+    label = f"token tree of round {i + 1}: {one.caption}"
+    picture = tag("svg", tree.markup, width=f"{tree.width:.0f}", height=f"{tree.height:.0f}", role="img",
+                  aria_label=label)  # fmt: skip
+    reasons = one.reasons
+    items = [
+        tag("li", tag("code", visible(node.text)), " ", tag("span", node.why, class_=node.status))
+        for node in reasons[:MOST_REASONS]
+    ]
+    if len(reasons) > MOST_REASONS:
+        items.append(tag("li", f"and {len(reasons) - MOST_REASONS} more"))
+    return tag(
+        "section",
+        tag("h2", f"Round {i + 1}"),
+        tag("p", one.caption, class_="caption"),
+        tag("div", picture, class_="scroll", tabindex=0),
+        tag("ul", *items, class_="why") if items else "",
+        id=f"round-{i + 1}",
+    )

@@ -1,0 +1,171 @@
+"""One SVG picture of a run: the text as a ribbon, and one round with its tree and its reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.lab.report.markup import Markup, tag
+from foretoken.lab.report.page import resource
+from foretoken.lab.report.show.run import Round, Shown, Word
+from foretoken.lab.report.show.texts import visible, width
+from foretoken.lab.report.show.tree import LETTER, draw_tree
+from foretoken.lab.report.show.why import Node
+
+MARGIN = 16.0
+LINE = 22.0
+LEAST = 660.0
+"""Least width of the picture, in pixels."""
+MOST_REASONS = 8
+MOST_LINES = 7
+
+STYLE = """
+svg { font: 13px system-ui, sans-serif; } .panel { fill: var(--panel); stroke: var(--edge); }
+.soft { fill: var(--soft); } .title { font-weight: 600; }
+.ribbon { font: 13px ui-monospace, monospace; white-space: pre; }
+.back.accepted { fill: var(--accepted); } .back.recovered { fill: var(--recovered); }
+.back.bonus { fill: var(--bonus); }
+.back.plain, .back.prompt { fill: none; } svg .prompt { fill: var(--soft); }
+"""
+
+
+def render(run: Shown, round_index: int) -> str:
+    """The picture.
+
+    Args:
+        run: what is shown.
+        round_index: which round is drawn, from 0.
+
+    Raises:
+        ValueError: there is no such round.
+    """
+    if not 0 <= round_index < len(run.rounds):
+        raise ValueError(f"there is no round {round_index + 1}: the run has {len(run.rounds)}")
+    one = run.rounds[round_index]
+    tree = draw_tree(one.nodes, one.next_token)
+    wide = max(LEAST, tree.width + 2 * MARGIN + 16)
+    y = MARGIN + 12
+    parts = [_text(MARGIN, y, " · ".join(value for _, value in run.facts), "soft")]
+    ribbon, y = _ribbon(run, y + 12, wide)
+    parts += ribbon
+    parts.append(_text(MARGIN, y + 20, f"Round {round_index + 1}", "title"))
+    lines = _wrapped(one.caption, int((wide - 2 * MARGIN) / 6.6))
+    for i, line in enumerate(lines):
+        parts.append(_text(MARGIN, y + 40 + 18 * i, line, "soft"))
+    y += 40 + 18 * len(lines)
+    parts.append(tag("g", tree.markup, transform=f"translate({MARGIN:.0f},{y:.0f})"))
+    y += tree.height + 14
+    reasons, y = _reasons(one, y)
+    legend, y = _legend(y + 4)
+    return _picture([*parts, *reasons, *legend], wide, y, f"round {round_index + 1}: {one.caption}")
+
+
+def render_tree(one: Round, title: str, most: int) -> str:
+    """A round alone, with a title and its reasons; nodes that were never tried are left out above ``most`` nodes."""
+    nodes = list(one.nodes)
+    dropped = 0
+    for kinds in (("probe",), ("untried",), ("rejected",)):
+        while len(nodes) > most and (spare := _spare(nodes, kinds)) is not None:
+            nodes.remove(spare)
+            dropped += 1
+    tree = draw_tree(nodes, one.next_token)
+    wide = max(LEAST, tree.width + 2 * MARGIN)
+    more = f" ({dropped} nodes are not drawn)" if dropped else ""
+    parts = [_text(MARGIN, 24, title, "title")]
+    lines = _wrapped(one.caption.split("; draft")[0] + more, int((wide - 2 * MARGIN) / 6.6))
+    parts += [_text(MARGIN, 44 + 18 * i, line, "soft") for i, line in enumerate(lines)]
+    y = 40.0 + 18 * len(lines)
+    parts.append(tag("g", tree.markup, transform=f"translate({MARGIN:.0f},{y:.0f})"))
+    reasons, y = _reasons(one, y + tree.height + 14)
+    return _picture([*parts, *reasons], wide, y + 2, f"{title}; {one.caption}")
+
+
+def _spare(nodes: Sequence[Node], kinds: Sequence[str]) -> Node | None:
+    """The last leaf of such a kind."""
+    parents = {node.parent for node in nodes}
+    return next((n for n in reversed(nodes) if n.status in kinds and n.index not in parents), None)
+
+
+def _reasons(one: Round, y: float) -> tuple[list[Markup], float]:
+    parts = []
+    for node in one.reasons[:MOST_REASONS]:
+        parts.append(_text(MARGIN, y, visible(node.text), "token"))
+        parts.append(_text(MARGIN + 140, y, node.why, "soft"))
+        y += 19
+    return parts, y
+
+
+def _picture(parts: Sequence[Markup], wide: float, high: float, label: str) -> str:
+    background = tag("rect", width="100%", height="100%", rx=10, class_="panel")
+    return tag(
+        "svg", tag("style", Markup(resource("tree.css") + STYLE)), background, *parts,
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {wide:.0f} {high:.0f}", width=f"{wide:.0f}",
+        height=f"{high:.0f}", role="img", aria_label=label,
+    ) + "\n"  # fmt: skip
+
+
+def _text(x: float, y: float, words: str, class_: str) -> Markup:
+    return tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", class_=class_)
+
+
+def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
+    """The prompt and what was written, wrapped; too long texts end in an ellipsis."""
+    words = [Word(run.prompt, "prompt"), *(word for one in run.rounds for word in one.words)]
+    room = int((wide - 2 * MARGIN) / LETTER)
+    parts: list[Markup] = []
+    x, line = 0.0, 0
+    for word in words:
+        for i, piece in enumerate(word.text.split("\n")):
+            if i:
+                x, line = 0.0, line + 1
+            for part in _fitting(piece, room, x):
+                if part.starts_line:
+                    x, line = 0.0, line + 1
+                if line >= MOST_LINES:
+                    parts.append(_text(MARGIN + x * LETTER, y + LINE * MOST_LINES + 2, "…", "soft"))
+                    return parts, y + LINE * MOST_LINES + 8
+                if part.text:
+                    parts += _word(part.text, word.origin, MARGIN + x * LETTER, y + LINE * line)
+                    x += width(part.text)
+    return parts, y + LINE * (line + 1) + 4
+
+
+class _Part:
+    """A part of a word on one line."""
+
+    def __init__(self, text: str, starts_line: bool) -> None:
+        self.text, self.starts_line = text, starts_line
+
+
+def _fitting(text: str, room: int, x: float) -> list[_Part]:
+    found, rest, starts = [], text, False
+    left = room - x
+    while width(rest) > left:
+        count = max(int(left / max(width(rest) / len(rest), 1.0)), 0)
+        found.append(_Part(rest[:count], starts))
+        rest, left, starts = rest[count:], float(room), True
+    return [*found, _Part(rest, starts)]
+
+
+def _word(text: str, origin: str, x: float, y: float) -> list[Markup]:
+    broad = width(text) * LETTER
+    back = tag("rect", x=f"{x:.1f}", y=f"{y:.1f}", width=f"{max(broad - 1, 1):.1f}", height=18, rx=3,
+               class_=f"back {origin}")  # fmt: skip
+    shown = tag("text", text, x=f"{x:.1f}", y=f"{y + 13.5:.1f}", class_=f"ribbon {origin}", xml_space="preserve",
+                textLength=f"{broad:.1f}", lengthAdjust="spacingAndGlyphs")  # fmt: skip
+    return [back, Markup(shown.replace("xml-space", "xml:space"))]
+
+
+def _legend(y: float) -> tuple[list[Markup], float]:
+    parts, x = [], MARGIN
+    for name in ("accepted", "rejected", "recovered", "bonus", "untried"):
+        parts.append(tag("rect", x=f"{x:.1f}", y=f"{y:.1f}", width=16, height=14, rx=3, class_=f"node {name}"))
+        label = "not tried" if name == "untried" else name
+        parts.append(_text(x + 22, y + 11.5, label, "soft"))
+        x += 40 + 7.2 * len(label)
+    return parts, y + 14 + MARGIN
+
+
+def _wrapped(text: str, letters: int) -> Sequence[str]:
+    import textwrap
+
+    return textwrap.wrap(text, letters) or [""]

@@ -1,0 +1,166 @@
+"""One round of a trace's line: the tree, what was accepted, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foretoken.engine.trace import RoundTrace
+from foretoken.lab.report.show.run import Round, Word, own_meaning
+from foretoken.lab.report.show.texts import printable
+from foretoken.lab.report.show.why import Node, Status
+
+UNKNOWN = "?"
+"""Text of a token that an engine does not tell."""
+STATUSES = ("accepted", "rejected", "untried", "probe")
+ORIGINS = ("recovered", "bonus", "plain")
+REASONS = {
+    "root": "the last token of the text: the target reads it now",
+    "accepted": "accepted",
+    "rejected": "rejected: the target took another token",
+    "untried": "not reached: the token before it was not accepted",
+    "probe": "probe: scored for the drafter, never a candidate",
+}
+MOST_NODES = 4096
+
+
+class Fault(ValueError):
+    """What is wrong with a line; the reader adds the file and the line's number."""
+
+
+def text_of(row: Mapping[str, Any], name: str, default: str) -> str:
+    """A field that is a text.
+
+    Raises:
+        Fault: it is something else.
+    """
+    value = row.get(name, default)
+    if not isinstance(value, str):
+        raise Fault(f"'{name}' must be a text")
+    return value
+
+
+def number(row: Mapping[str, Any], name: str) -> float | None:
+    """A field that is a number from 0 on, or is not there.
+
+    Raises:
+        Fault: it is something else.
+    """
+    value = row.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise Fault(f"'{name}' must be a number from 0 on")
+    return float(value)
+
+
+def read_round(row: Mapping[str, Any], index: int) -> Round:
+    """A round.
+
+    Args:
+        row: the fields of its line.
+        index: which round of its request.
+
+    Raises:
+        Fault: a field is not as it must be, or does not fit the others.
+    """
+    draft = _list(row, "draft", None, (str, type(None)))
+    count = len(draft)
+    if count > MOST_NODES:
+        raise Fault(f"'draft' has {count} tokens, and at most {MOST_NODES} can be shown")
+    parents = _list(row, "parents", count, int) if "parents" in row else list(range(count))
+    for place, parent in enumerate(parents):
+        if not 0 <= parent <= place:
+            raise Fault(f"'parents': node {place + 1} has parent {parent}; the root is 0, and parents come first")
+    accepted = _path(row, parents)
+    status = _status(row, parents, accepted)
+    texts = [UNKNOWN if text is None else text for text in draft]
+    whys = _optional(row, "why", count, str)
+    ps, qs = (_optional(row, name, count, (int, float)) for name in ("p", "q"))
+    ids = _list(row, "ids", count + 2, int) if "ids" in row else [-1] * (count + 2)
+    root = Node(0, -1, ids[0], text_of(row, "root", UNKNOWN), "root", REASONS["root"], None, None)
+    nodes = [root] + [
+        Node(i + 1, parents[i], ids[i + 1], texts[i], status[i], whys[i] or REASONS[status[i]], ps[i], qs[i])
+        for i in range(count)
+    ]
+    origin = _origin(row, nodes, accepted)
+    own = text_of(row, "next", UNKNOWN)
+    next_p = number(row, "next_p")
+    next_node = Node(-1, -1, ids[-1], own, "accepted", own_meaning(origin, own, next_p), next_p, None)
+    probes = [node.index for node in nodes if node.status == "probe"]
+    trace = RoundTrace(
+        index, ids[:-1], [-1, *parents], [None, *ps], [None, *qs], accepted, ids[-1], origin == "bonus",
+        printable(text_of(row, "drafter", "drafter")) if count else "none",
+        draft_s=(number(row, "draft_ms") or 0.0) / 1000, target_s=(number(row, "target_ms") or 0.0) / 1000,
+        probes=probes,
+    )  # fmt: skip
+    return Round(trace, nodes, next_node, _words(row, nodes, accepted, own, origin))
+
+
+def _list(row: Mapping[str, Any], name: str, count: int | None, kind: Any) -> list[Any]:
+    found = row.get(name)
+    right = isinstance(found, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in found)
+    if not right or not isinstance(found, list):
+        raise Fault(f"'{name}' must be a list of {'whole numbers' if kind is int else 'texts or null'}")
+    if count is not None and len(found) != count:
+        raise Fault(f"'{name}' has {len(found)} entries where {count} are due")
+    return found
+
+
+def _optional(row: Mapping[str, Any], name: str, count: int, kind: Any) -> list[Any]:
+    """A list with an entry or ``null`` per draft token; all ``None`` where it is not there."""
+    found = row.get(name)
+    if found is None:
+        return [None] * count
+    if not isinstance(found, list) or len(found) != count:
+        raise Fault(f"'{name}' must have an entry for each of the {count} draft tokens")
+    if not all(v is None or (isinstance(v, kind) and not isinstance(v, bool)) for v in found):
+        raise Fault(f"'{name}' has an entry of the wrong type")
+    return found
+
+
+def _path(row: Mapping[str, Any], parents: Sequence[int]) -> list[int]:
+    accepted = _list(row, "accepted", None, int)
+    above = 0
+    for node in accepted:
+        if not 1 <= node <= len(parents) or parents[node - 1] != above:
+            raise Fault(f"'accepted' is no path from the root: {accepted}")
+        above = node
+    return accepted
+
+
+def _status(row: Mapping[str, Any], parents: Sequence[int], accepted: Sequence[int]) -> list[Status]:
+    path = {0, *accepted}
+    given = _optional(row, "status", len(parents), str)
+    found: list[Status] = []
+    for i, parent in enumerate(parents):
+        derived: Status = "accepted" if i + 1 in path else "rejected" if parent in path else "untried"
+        status = given[i] or derived
+        if status not in STATUSES or (status == "accepted") != (derived == "accepted"):
+            raise Fault(f"'status' of node {i + 1} is {status!r}, which does not fit 'accepted'")
+        found.append(status)
+    return found
+
+
+def _origin(row: Mapping[str, Any], nodes: Sequence[Node], accepted: Sequence[int]) -> str:
+    last = accepted[-1] if accepted else 0
+    if "origin" in row:
+        origin = text_of(row, "origin", "")
+        if origin not in ORIGINS:
+            raise Fault(f"'origin' must be {', '.join(ORIGINS)}, not {origin!r}")
+        return origin
+    if len(nodes) == 1:
+        return "plain"
+    return "recovered" if any(n.parent == last and n.status != "probe" for n in nodes[1:]) else "bonus"
+
+
+def _words(row: Mapping[str, Any], nodes: Sequence[Node], accepted: Sequence[int], own: str, origin: str) -> list[Word]:
+    """What the round wrote; a last round may write less than it was given."""
+    pieces = [nodes[node].text for node in accepted] + [own]
+    if "text" in row:
+        pieces = _list(row, "text", None, str)
+        if len(pieces) > len(accepted) + 1:
+            raise Fault(f"'text' has {len(pieces)} pieces, and the round wrote at most {len(accepted) + 1}")
+    origins = ["accepted"] * len(accepted) + [origin]
+    return [Word(printable(text), origins[i]) for i, text in enumerate(pieces)]

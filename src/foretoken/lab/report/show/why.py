@@ -1,0 +1,169 @@
+"""What became of every node of a round, and why, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from foretoken.lab.report.show.texts import quoted
+
+if TYPE_CHECKING:
+    from foretoken.engine.trace import RoundTrace
+
+Status = Literal["root", "accepted", "rejected", "untried", "probe"]
+Test = dict[str, float]
+"""A rule's test: a uniform ``u`` and the ``chance`` that it has to stay below."""
+
+CHOOSING = frozenset({"greedy", "coupled", "match"})
+"""Rules that take a token of the target's own and look for the child that equals it."""
+TRYING = frozenset({"rejection", "multi_round", "without_replacement", "kseq", "point"})
+"""Rules that try the children of a node one after another."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a round.
+
+    Attributes:
+        index: in the tree.
+        parent: index of the node above, -1 for the root.
+        token: its id.
+        text: its text.
+        status: what became of it.
+        why: the reason, in words.
+        p: the target's probability, q: the draft's, where they are known.
+    """
+
+    index: int
+    parent: int
+    token: int
+    text: str
+    status: Status
+    why: str
+    p: float | None
+    q: float | None
+
+
+def origin_of(trace: RoundTrace) -> str:
+    """Where the last token of a round came from."""
+    if trace.drafter == "none":
+        return "plain"
+    return "bonus" if trace.next_is_bonus else "recovered"
+
+
+def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[Node]:
+    """The nodes of a round with what became of them.
+
+    Args:
+        trace: the round.
+        text: gives a token's text.
+    """
+    met, status = deciding_tests(trace), statuses(trace)
+    found = []
+    for i, token in enumerate(trace.tokens):
+        why = _why(trace, i, status, met, text)
+        found.append(Node(i, trace.parents[i], token, text(token), status[i], why, trace.p[i], trace.q[i]))
+    return found
+
+
+def statuses(trace: RoundTrace) -> list[Status]:
+    """What became of every node.  Untried: its turn never came, or the token before it was not accepted."""
+    kept, met = set(trace.accepted), deciding_tests(trace)
+    chosen = {trace.parents[node]: node for node in trace.accepted}
+    whole_paths = trace.verifier not in CHOOSING | TRYING
+    every_test_is_known = trace.verifier in TRYING - {"point"}  # there equal guesses share a test
+    found: list[Status] = ["root"]
+    for i in range(1, len(trace.tokens)):
+        above = trace.parents[i]
+        in_turn = above not in chosen or trace.verifier in CHOOSING or i < chosen[above]
+        reached = found[above] in ("root", "accepted") or (whole_paths and found[above] == "rejected")
+        if i in kept:
+            found.append("accepted")
+        elif i in trace.probes:
+            found.append("probe")
+        elif i in met:  # one that passed and is not kept has an equal sibling, which is
+            found.append("untried" if passed(met[i]) else "rejected")
+        else:  # without a test of its own: an equal node's child was accepted first, or no turn came
+            found.append("rejected" if in_turn and reached and not every_test_is_known else "untried")
+    return found
+
+
+def deciding_tests(trace: RoundTrace) -> dict[int, Test]:
+    """Which test was whose, for rules that try children in order."""
+    if trace.verifier not in TRYING:
+        return {}
+    found: dict[int, Test] = {}
+    left, alive = list(trace.tests), [0]
+    while left:
+        children = [c for node in alive for c in range(1, len(trace.tokens)) if trace.parents[c] == node]
+        children = [c for c in children if c not in trace.probes]
+        chosen = None
+        seen: set[int] = set()
+        for child in children:
+            if trace.verifier == "point" and trace.tokens[child] in seen:
+                continue  # equal guesses are one there
+            seen.add(trace.tokens[child])
+            if not left or chosen is not None:
+                break
+            found[child] = left.pop(0)
+            if passed(found[child]):
+                chosen = trace.tokens[child]
+        if chosen is None:  # all failed; what is drawn from the rest may be one of them again (kseq)
+            chosen = next((trace.tokens[child] for child in children if child in trace.accepted), None)
+        if chosen is None:
+            break
+        alive = [child for child in children if trace.tokens[child] == chosen]
+    return found
+
+
+def _why(trace: RoundTrace, i: int, status: Sequence[Status], met: dict[int, Test], text: Callable[[int], str]) -> str:
+    above = trace.parents[i]
+    if i == 0:
+        return "the last token of the text: the target reads it now"
+    if status[i] == "probe":
+        return "probe: scored for the drafter, never a candidate"
+    if status[i] == "untried" and i in met:
+        return "not needed: an equal draft leads further"
+    if status[i] == "untried":
+        if status[above] in ("root", "accepted"):
+            sibling = next(node for node in trace.accepted if trace.parents[node] == above)
+            return f"not tried: its sibling {quoted(text(trace.tokens[sibling]))} was accepted"
+        return f"not reached: {quoted(text(trace.tokens[above]))} was not accepted"
+    if i in met and status[i] == "accepted" and not passed(met[i]):
+        return "accepted: its test failed, but the draw from what was left gave it again"
+    if i in met:
+        return _tested(trace, met[i])
+    if trace.verifier in CHOOSING:
+        return _chosen(trace, i, status[i], text)
+    return _together(trace, i, status[i])
+
+
+def passed(test: Test) -> bool:
+    """Whether a test let its token through."""
+    return test["u"] < test["chance"]
+
+
+def _tested(trace: RoundTrace, test: Test) -> str:
+    name = {"rejection": "p/q", "point": "its share of what is left"}.get(trace.verifier, "its chance")
+    if test["chance"] >= 1.0:
+        return f"accepted: {name} is at least 1"
+    sign, word = ("<", "accepted") if passed(test) else ("≥", "rejected")
+    return f"{word}: u = {test['u']:.2g} {sign} {name} = {test['chance']:.2g}"
+
+
+def _chosen(trace: RoundTrace, i: int, status: Status, text: Callable[[int], str]) -> str:
+    subject = "the target's most likely token" if trace.verifier == "greedy" else "the token that the target took"
+    if status == "accepted":
+        return f"accepted: it is {subject}"
+    following = [node for node in trace.accepted if trace.parents[node] == trace.parents[i]]
+    taken = trace.tokens[following[0]] if following else trace.next_token
+    return f"rejected: {subject} is {quoted(text(taken))}"
+
+
+def _together(trace: RoundTrace, i: int, status: Status) -> str:
+    """For rules that decide over whole paths."""
+    failed = sum(not passed(test) for test in trace.tests)
+    if status == "accepted":
+        return "accepted: on the path that the rule has kept"
+    return f"rejected: no path through it was kept ({failed} test{'s' * (failed != 1)} failed)"

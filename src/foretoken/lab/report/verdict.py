@@ -1,0 +1,187 @@
+"""What a run says, in words: what is fastest, what is slower than plain decoding, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from foretoken.lab.report.figures import Speedup, equality, overall
+from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_of
+
+FEW = 0.3
+"""Fewer accepted tokens per round than this is called few."""
+WORTH_NAMING = 0.05
+"""A cost below this share of a plain round is not named."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """One sentence; ``tone`` decides its colour."""
+
+    text: str
+    tone: Literal["good", "bad", "even"] = "even"
+
+
+def setting_name(setting: Setting) -> str:
+    """A setting in words."""
+    temperature, batch = setting
+    return f"{'greedy' if temperature == 0 else f'temperature {temperature:g}'}, batch {batch}"
+
+
+def verdict(run: Run) -> list[Remark]:
+    """The remarks of a run: the first setting at length, further ones by their fastest arm."""
+    first, *others = run.settings
+    remarks = _at_length(run, first)
+    for setting in others:
+        ranked = _ranked(run, setting)
+        if ranked:
+            arm, found = ranked[0]
+            name = setting_name(setting)
+            fastest = f"{name[0].upper()}{name[1:]}: the fastest{_so_far(run)} is {arm}, {_times(found)}."
+            remarks.append(Remark(fastest, "even" if _unsure(found) else "good" if found.value > 1 else "bad"))
+        remarks += _silent(run, setting)
+    return [*remarks, *_outputs(run)]
+
+
+def _so_far(run: Run) -> str:
+    return " so far" if run.unfinished else ""
+
+
+def _silent(run: Run, setting: Setting) -> list[Remark]:
+    """The arms that drafted nothing: neither speed nor texts of theirs are speculation's."""
+    return [
+        Remark(f"{arm} drafted nothing ({setting_name(setting)}): it decoded plainly, so nothing of it is compared.")
+        for arm in run.rivals
+        if run.drafted_nothing(setting, arm)
+    ]
+
+
+def _ranked(run: Run, setting: Setting) -> list[tuple[str, Speedup]]:
+    rivals = [arm for arm in run.rivals if not run.drafted_nothing(setting, arm)]
+    found = [(arm, s) for arm in rivals if (s := overall(run, setting, arm)) is not None]
+    return sorted(found, key=lambda pair: -pair[1].value)
+
+
+def _at_length(run: Run, setting: Setting) -> list[Remark]:
+    ranked = _ranked(run, setting)
+    silent = _silent(run, setting)
+    if not ranked:
+        return silent or [Remark(_nothing_measured(run, setting))]
+    arm, best = ranked[0]
+    if best.value <= 1:
+        remarks = [Remark(f"Nothing is faster than plain decoding{_so_far(run)} ({setting_name(setting)}).", "bad")]
+    else:
+        length = _tokens_per_round(run, setting, arm)
+        detail = f", with {length:.2f} tokens per round" if length else ""
+        doubt = "; but this run cannot tell it from plain decoding" if _unsure(best) else ""
+        fastest = f"Fastest{_so_far(run)} ({setting_name(setting)}): {arm}, {_times(best)}{detail}{doubt}."
+        remarks = [Remark(fastest, "even" if doubt else "good")]
+        ranked = ranked[1:]
+    return [*remarks, *(_compared(run, setting, name, found) for name, found in ranked), *silent]
+
+
+def _nothing_measured(run: Run, setting: Setting) -> str:
+    if not run.rivals:
+        return "This run has no arm beside plain decoding, so there is nothing to compare."
+    when = "yet: it was broken off" if run.unfinished else f"at {setting_name(setting)}"
+    return f"This run has measured no arm beside plain decoding {when}, so there is nothing to compare."
+
+
+def _compared(run: Run, setting: Setting, arm: str, found: Speedup) -> Remark:
+    if _unsure(found):
+        return Remark(f"As fast as plain, within what this run can tell: {arm}, {_times(found)}.")
+    if found.value >= 1:
+        return Remark(f"Faster than plain: {arm}, {_times(found)}.", "good")
+    reason = why(run, setting, arm)
+    because = f", because {reason}" if reason else ""
+    return Remark(f"Slower than plain: {arm}, {_times(found)}{because}.", "bad")
+
+
+def _unsure(found: Speedup) -> bool:
+    return found.low is not None and found.high is not None and found.low <= 1 <= found.high
+
+
+def _times(found: Speedup) -> str:
+    if found.low is None or found.high is None:
+        return f"{found.value:.2f}x"
+    return f"{found.value:.2f}x (95 % CI {found.low:.2f} to {found.high:.2f})"
+
+
+def _mean(run: Run, setting: Setting, arm: str, name: str) -> float | None:
+    told = number((run.overall(setting, arm) or {}).get(name))
+    known = [value for cell in run.at(setting, arm) if (value := number(cell.get(name))) is not None]
+    return told if told is not None else fmean(known) if known else None
+
+
+def _tokens_per_round(run: Run, setting: Setting, arm: str) -> float | None:
+    return _mean(run, setting, arm, "mean_acceptance_length")
+
+
+def why(run: Run, setting: Setting, arm: str) -> str:
+    """Why an arm is slow: what its rounds gain, and what they cost beyond a plain one, the greatest first.
+
+    A round that writes L tokens pays when it costs less than L plain rounds.
+    """
+    length = _tokens_per_round(run, setting, arm)
+    costs = sorted(extra_costs(run, setting, arm).items(), key=lambda pair: -pair[1])
+    named = [f"{part} {cost:.2f}" for part, cost in costs if cost >= WORTH_NAMING]
+    cost = f"{' and '.join(named)} of a plain round" if named else ""
+    if length is None:
+        return cost
+    gain = length - 1
+    if gain < FEW:
+        rate = _mean(run, setting, arm, "acceptance_rate")
+        few = f"few drafts are accepted ({gain:.2f} tokens per round" + (f", {rate:.0%} of them)" if rate else ")")
+        return f"{few} while {cost}" if cost else few
+    return f"{cost}, more than the {gain:.2f} further tokens per round bring" if cost else ""
+
+
+def extra_costs(run: Run, setting: Setting, arm: str) -> dict[str, float]:
+    """What an arm's round costs beyond a plain one, in plain rounds; empty when the run did not record it.
+
+    Times are per token and times L, the tokens of a round, so that ``1 + sum of extra costs = L / speed-up``.
+    """
+    length = _tokens_per_round(run, setting, arm)
+    mine = per_token(run.at(setting, arm))
+    plain = next((found for name in PLAIN if (found := per_token(run.at(setting, name)))), None)
+    whole = sum(plain.values()) if plain else 0.0
+    if length is None or mine is None or plain is None or whole <= 0:
+        return {}
+    return {
+        "drafting costs": length * mine["draft_s"] / whole,
+        "the target call grows with its nodes by": (length * mine["target_s"] - plain["target_s"]) / whole,
+        "overhead adds": (length * mine["overhead_s"] - plain["overhead_s"]) / whole,
+    }
+
+
+def per_token(cells: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Seconds per new token by part, of cells together; nothing where one of them does not tell."""
+    sums = dict.fromkeys(("new_tokens", "draft_s", "target_s", "overhead_s"), 0.0)
+    for cell in cells:
+        for name in sums:
+            value = number(cell.get(name))
+            if value is None:
+                return None
+            sums[name] += value
+    tokens = sums.pop("new_tokens")
+    return {name: spent / tokens for name, spent in sums.items()} if tokens else None
+
+
+def _outputs(run: Run) -> Sequence[Remark]:
+    """How many cells have plain decoding's texts, of those in which something was drafted."""
+    found = [(cell, badge) for cell in run.cells if (badge := equality(cell)) and number(cell.get("drafted")) != 0]
+    if not found:
+        return []
+    badges = [badge for _, badge in found]
+    differs, ties = badges.count("differs"), badges.count("ties")
+    sampled = sum(setting_of(cell)[0] > 0 for cell, _ in found)
+    share = "all" if sampled == len(found) else f"{sampled} of them"
+    compared = f"{len(found)} compared cells" + (f" ({share} sampled, with the same seeds)" if sampled else "")
+    end = "; this run was broken off, and the prompts that it did not reach are not known." if run.unfinished else "."
+    if differs:
+        return [Remark(f"Output differs from plain decoding's in {differs} of {compared}{end}", "bad")]
+    if ties:
+        return [Remark(f"Output equals plain decoding's but for numerical ties in {ties} of {compared}{end}")]
+    return [Remark(f"Output equals plain decoding's in all {compared}{end}", "even" if run.unfinished else "good")]

@@ -1,0 +1,109 @@
+"""What a drafter's rounds say: what it costs, how far it is believed, and the length that is best for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.lab.tune.race import Round, Standing
+
+NEAR = 0.995
+"""Share of the best predicted speed at which a length counts as the best."""
+
+
+@dataclass(frozen=True)
+class Scouted:
+    """A drafter that ran a short race against plain decoding, with its whole budget.
+
+    Attributes:
+        spec: how it was built.
+        depth: the longest draft that it was asked for.
+        trees: whether its drafts branch, so that a shorter draft is another tree and no piece of the longer one.
+        copies: whether it copies from text instead of running a network.
+        standing: what it did.
+    """
+
+    spec: str
+    depth: int
+    trees: bool
+    copies: bool
+    standing: Standing
+
+    @property
+    def cost(self) -> DrafterCost:
+        """What it costs and promises."""
+        return cost_of(self.standing.own, self.depth, self.copies)
+
+    def cost_at(self, depth: int) -> DrafterCost:
+        """The same for drafts of at most so many levels, of which a drafter that ends its own drafts runs fewer."""
+        cost = self.cost
+        drafted = [one.depth for one in _roomy(self.standing.own, self.depth) if one.depth > 0]
+        if not drafted:
+            return cost
+        levels = fmean(min(one, depth) for one in drafted) / depth
+        per_level = cost.nodes_per_depth * self.depth / fmean(drafted)
+        return replace(cost, step_s=cost.step_s * levels, nodes_per_depth=per_level * levels)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One configuration.
+
+    Attributes:
+        drafter: spec.
+        depth: draft length.
+        predicted: tokens per second over plain decoding's.
+        cost: the drafter's cost that the prediction is made of.
+    """
+
+    drafter: str
+    depth: int
+    predicted: float
+    cost: DrafterCost
+
+    @property
+    def controller(self) -> str:
+        """A controller that asks for just this."""
+        return f"constant,k={self.depth}"
+
+
+def cost_of(rounds: Sequence[Round], depth: int, copies: bool) -> DrafterCost:
+    """What drafts of ``depth`` cost and promise, from the rounds that had room for them.
+
+    A drafter with a network costs a step per level; one that copies text looks up once, whatever the length.
+    """
+    roomy = _roomy(rounds, depth)
+    drafting = [one for one in roomy if one.depth > 0]
+    survival = [sum(one.accepted >= d for one in roomy) / max(len(roomy), 1) for d in range(1, depth + 1)]
+    if not drafting:
+        return DrafterCost(0.0, 0.0, survival, 0.0, 1.0)
+    proposes = len(drafting) / len(roomy)  # costs are those of a round, with a guess or without
+    call_s = proposes * median(one.draft_s for one in drafting) if copies else 0.0
+    step_s = 0.0 if copies else proposes * median(one.draft_s / one.depth for one in drafting)
+    per_depth = fmean(one.nodes - 1 for one in drafting) / depth
+    return DrafterCost(call_s, step_s, survival, proposes, per_depth)
+
+
+def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candidate:
+    """The draft length with the best goodput, by the cost model; the speed that was measured sets the scale.
+
+    A chain's shorter drafts are pieces of its longest one, so that every length can be judged.  A tree with less depth
+    is another tree: of it only what was measured is known.
+    """
+
+    def modelled(depth: int) -> float:
+        return RoundCosts(target, {tried.spec: tried.cost_at(depth)}, rest_s).speedup(tried.spec, depth)
+
+    scale = tried.standing.speedup / modelled(tried.depth)
+    depths = [tried.depth] if tried.trees else range(1, tried.depth + 1)
+    predicted = {depth: scale * modelled(depth) for depth in depths}
+    # The longest of those that are as good as the best: noise must not cut drafts that cost nothing.
+    best = max(depth for depth in depths if predicted[depth] >= NEAR * max(predicted.values()))
+    return Candidate(tried.spec, best, predicted[best], tried.cost_at(best))
+
+
+def _roomy(rounds: Sequence[Round], depth: int) -> list[Round]:
+    """The rounds in which the answer had room for a whole draft; all, where there are none."""
+    return [one for one in rounds if one.room > depth] or list(rounds)

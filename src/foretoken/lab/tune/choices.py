@@ -1,0 +1,148 @@
+"""Which drafters and which sizes of them a tuner tries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from foretoken.loading import BUILTIN
+from foretoken.loading.drafters import brought_drafters
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.group import GroupDrafter
+from foretoken.methods.drafters.sources import SourceDrafter
+from foretoken.models.base import LanguageModel
+from foretoken.registry import convert_options, find, options_of, parse_spec, rows
+
+LEFT_OUT = ("scripted", "prediction", "online")
+"""Drafters that say nothing about a user's prompts: given tokens, a caller's prediction, one that is being trained."""
+LIKELY = ("ngram", "suffix,share=false", "quantized,bits=4")
+"""What pays most often without anything to be trained or downloaded."""
+FIRST = ("model", "ngram", "suffix", "recycling")
+"""Drafters that are tried before all others, when there is time for others."""
+LENGTH = 8
+"""Draft length that a network is measured at."""
+COPY_LENGTH = 16
+"""Draft length that a drafter which copies text is measured at: its steps are free."""
+TREE_SIZES = (8, 16, 32, 64)
+"""Node counts of trees that are tried."""
+
+
+def parse_names(text: str) -> list[str]:
+    """The specs of a list ``model,k=8,ngram``: an item ``key=value`` belongs to the spec before it.
+
+    Raises:
+        ValueError: an empty item, an option before any drafter, or an unknown name or option.
+    """
+    specs: list[str] = []
+    for item in _items(text):
+        if re.match(r"\s*\w+\s*=", item) and specs:
+            specs[-1] += f",{item.strip()}"
+        else:
+            specs.append(item.strip())
+    if not all(specs):
+        raise ValueError(
+            f"--drafters {text!r} has an empty place: write names joined by commas, for example model,ngram"
+        )
+    for spec in specs:
+        if spec == "none":
+            raise ValueError("--drafters cannot hold 'none': plain decoding is always measured")
+        parsed = parse_spec(spec)
+        convert_options("drafter", parsed.name, find("drafter", parsed.name).load(), parsed.options)
+    return list(dict.fromkeys(specs))
+
+
+def _items(text: str) -> list[str]:
+    """Split at commas outside parentheses."""
+    items, depth = [""], 0
+    for sign in text:
+        depth += (sign == "(") - (sign == ")")
+        if sign == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += sign
+    return items
+
+
+def default_specs(target_source: Any) -> list[str]:
+    """Everything that a target may have: its trained drafters if it is built in, and all that need no training."""
+    builtin = str(target_source) == BUILTIN
+    able = [row for row in rows("drafter") if row.name not in LEFT_OUT and (builtin or not row.needs_training)]
+    alone = [row for row in able if not issubclass(row.load(), GroupDrafter)]
+    # What pays most often first: time may run out.
+    alone.sort(key=lambda row: (row.name not in FIRST, not row.needs_training))
+    return [row.example for row in alone]
+
+
+def likely(target: LanguageModel, target_source: Any, offers: Sequence[str] = ()) -> list[str]:
+    """What is tried first: what pays most often, what the target brings along, and what is offered for it.
+
+    Args:
+        target: the model.
+        target_source: what it was loaded from.
+        offers: specs of what folders hold and a profile names.
+    """
+    brought = brought_drafters(target, target_source, [parse_spec(spec).name for spec in LIKELY])
+    return list(dict.fromkeys((*LIKELY, *brought, *offers)))
+
+
+def further(target_source: Any, tried: Sequence[str]) -> list[str]:
+    """Everything else that a target may have."""
+    names = {parse_spec(spec).name for spec in tried}
+    return [spec for spec in default_specs(target_source) if parse_spec(spec).name not in names]
+
+
+def generous(spec: str, given: bool) -> str:
+    """The spec with a draft length worth measuring; a ``given`` one keeps what its user chose."""
+    parsed = parse_spec(spec)
+    cls = find("drafter", parsed.name).load()
+    key = length_key(cls)
+    if key is None or (given and key in parsed.options):
+        return spec
+    wanted = COPY_LENGTH if issubclass(cls, SourceDrafter) else LENGTH
+    known = options_of(cls)
+    for option in (key, "nodes") if key == "depth" else (key,):  # a chain of 8 needs 8 nodes
+        own = parsed.options.get(option, known[option].default)
+        if isinstance(own, int | str) and int(own) < wanted:
+            spec = with_option(spec, option, wanted)
+    return spec
+
+
+def length_key(cls: type[Any]) -> str | None:
+    """The option that says how long a draft is, where any length will do."""
+    known = options_of(cls)
+    if "k" in known:  # without a choice of trees, a trained network's own length is all that it knows
+        return "k" if "tree" in known or not find("drafter", cls.name).needs_training else None
+    return "depth" if "depth" in known and "width" in known else None
+
+
+def sizes(spec: str, given: bool) -> list[str]:
+    """A tree drafter with other numbers of nodes; none where its user chose a size or a tree."""
+    parsed = parse_spec(spec)
+    known = options_of(find("drafter", parsed.name).load())
+    if "nodes" not in known or (given and {"nodes", "tree"} & set(parsed.options)):
+        return []
+    own = parsed.options.get("nodes", known["nodes"].default)
+    return [with_option(spec, "nodes", n) for n in TREE_SIZES if str(n) != str(own)]
+
+
+def with_option(spec: str, key: str, value: object) -> str:
+    """A spec with one option set."""
+    parsed = parse_spec(spec)
+    options = {**parsed.options, key: str(value)}
+    head = parsed.name if parsed.path is None else f"{parsed.name}:{parsed.path}"
+    return ",".join([head, *(f"{name}={_wrapped(text)}" for name, text in options.items())])
+
+
+def _wrapped(text: str) -> str:
+    return f"({text})" if "," in text or "|" in text else text
+
+
+def router_spec(network: str, copier: str, costs: Sequence[float]) -> str:
+    """A router over two drafters, with what a draft token of each costs in target steps."""
+    return f"router,drafters=({network}|{copier}),costs={'|'.join(f'{cost:.3g}' for cost in costs)}"
+
+
+def copies_text(drafter: Drafter) -> bool:
+    """Whether a drafter copies from text instead of running a network."""
+    return isinstance(drafter, SourceDrafter)

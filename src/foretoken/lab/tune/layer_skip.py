@@ -1,0 +1,335 @@
+"""Which sublayers should a target skip when it drafts for itself?  Bayesian optimisation of measured tokens per second.
+
+Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.io.files import checksum
+from foretoken.core.noise import unseeded_from
+from foretoken.engine.stats import SpecStats
+from foretoken.lab.prompts import BenchPrompt
+from foretoken.llm import assemble
+from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
+from foretoken.methods.drafters.own_layers import num_layers_of
+from foretoken.methods.drafters.skip_sets import SkipSet, fingerprint, save_skips
+from foretoken.models.base import LanguageModel
+from foretoken.options import Options
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
+FINAL_RUNS = 5
+"""Interleaved runs of each arm of the last comparison."""
+SUBLAYERS = ("attention", "mlp")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one way to decode did: medians over prompts (and over runs, where there are several)."""
+
+    tokens_per_s: float
+    acceptance_rate: float = 0.0
+    mean_acceptance_length: float = 1.0
+
+    @classmethod
+    def over(cls, stats: Sequence[SpecStats]) -> Speed:
+        """Of one run per prompt: the median speed, the acceptance of all prompts together."""
+        total = SpecStats()
+        for one in stats:
+            total.merge(one)
+        return cls(median(one.tokens_per_s for one in stats), total.acceptance_rate, total.mean_acceptance_length)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded to measure a set.
+
+    Attributes:
+        target: the model.
+        prompts: token ids of every prompt.
+        new_tokens: generated per prompt, ends of text ignored.
+        k: longest draft.
+        temperature: 0 is greedy.
+        seed: fixes sampled outputs and the search.
+    """
+
+    target: LanguageModel
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int = 32
+    k: int = 8
+    temperature: float = 0.0
+    seed: int = 0
+
+    def measure(self, skips: SkipSet | None) -> Speed:
+        """Decode all prompts once, with drafts that leave out ``skips``, or plainly."""
+        drafter = None
+        if skips is not None:
+            drafter = LayerSkipDrafter(self.target, skips.options["attention"], skips.options["mlp"], self.k)
+        llm = assemble(self.target, drafter, "auto", "constant", None)
+        options = Options(max_new_tokens=self.new_tokens, temperature=self.temperature, ignore_eos=True)
+        with unseeded_from(self.seed):
+            return Speed.over([llm.generate(list(p), **options).stats for p in self.prompts])
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change between the parts of one search."""
+        prompts = checksum(json.dumps([list(p) for p in self.prompts]))
+        rest = {name: getattr(self, name) for name in ("new_tokens", "k", "temperature")}
+        return {"target": fingerprint(self.target), "prompts": prompts, **rest}
+
+
+def fitting_prompts(
+    prompts: Sequence[BenchPrompt], tokenizer: Any, target: LanguageModel, new_tokens: int, most: int
+) -> list[list[int]]:
+    """Token ids of at most ``most`` prompts, spread over the list, that leave room for ``new_tokens``.
+
+    Raises:
+        ValueError: no tokenizer, or no prompt that fits.
+    """
+    if tokenizer is None:
+        raise ValueError("the target has no tokenizer beside it: tuning needs one to read the prompts")
+    room = target.context_length - new_tokens
+    encoded = [prompt.encode(tokenizer) for prompt in prompts]
+    found = [ids for ids in encoded if 0 < len(ids) <= room]
+    if not found:
+        raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {target.context_length}")
+    count = min(most, len(found))
+    return [found[i * len(found) // count] for i in range(count)]
+
+
+# -- the search ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Search:
+    """The state of a search, kept beside its result so that it can go on.
+
+    Attributes:
+        workload: what is measured.
+        file: where the best set is written after every improvement.
+        best: the best set so far.
+        best_speed: its tokens per second when it was tried.
+    """
+
+    workload: Workload
+    file: Path
+    best: SkipSet | None = None
+    best_speed: float = 0.0
+    _study: Study | None = field(default=None, repr=False)
+
+    @property
+    def journal(self) -> Path:
+        """The file of all trials."""
+        return self.file.with_name(self.file.name + ".study")
+
+    def open(self, resume: bool) -> int:
+        """Begin, or go on with the trials of ``journal``; returns how many have been made.
+
+        Raises:
+            ValueError: there are trials and ``resume`` was not asked for, they are of another search, or optuna is
+                not installed.
+        """
+        optuna = _optuna()
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            study = optuna.create_study(
+                study_name="layer-skip",
+                storage=optuna.storages.JournalStorage(
+                    optuna.storages.journal.JournalFileBackend(str(self.journal)),
+                ),
+                direction="maximize",
+                load_if_exists=True,
+            )
+            done = [trial for trial in study.trials if trial.value is not None]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.journal} is damaged ({error}): delete it to begin anew") from None
+        if done and not resume:
+            raise ValueError(
+                f"{self.journal} holds {len(done)} trials: add --resume to go on with them, or delete it to begin anew"
+            )
+        settings = self.workload.settings()
+        if done and study.user_attrs.get("settings") != settings:
+            raise ValueError(f"{self.journal} is of a search with another target, other prompts or other options")
+        study.set_user_attr("settings", settings)
+        # A new stream for every part of a search: the same seed would try the same random sets again.
+        study.sampler = optuna.samplers.TPESampler(seed=self.workload.seed + len(study.trials))
+        self._study = study
+        self._recall(done)
+        return len(done)
+
+    def _recall(self, done: Sequence[FrozenTrial]) -> None:
+        """Queue the first sets that were not tried yet, and find the best of those that were."""
+        layers = num_layers_of(self.workload.target)
+        tried = [_set_of(trial.params) for trial in done]
+        for skips in first_sets(layers):
+            if skips not in tried and self._study is not None:
+                self._study.enqueue_trial(_params_of(skips, layers), skip_if_exists=True)
+        for trial, skips in zip(done, tried, strict=True):
+            self._keep(skips, trial.value or 0.0)
+
+    def _keep(self, skips: SkipSet, speed: float) -> bool:
+        if speed <= self.best_speed:
+            return False
+        self.best, self.best_speed = skips, speed
+        return True
+
+    def step(self) -> float:
+        """Try one more set; returns its tokens per second (0 for a set that leaves nothing to run)."""
+        if self._study is None:
+            raise ValueError("open the search first")
+        layers = num_layers_of(self.workload.target)
+        trial = self._study.ask()
+        names = [f"{kind}.{layer}" for kind in SUBLAYERS for layer in range(layers)]
+        skips = _set_of({name: trial.suggest_categorical(name, [False, True]) for name in names})
+        empty = len(skips.attention) == len(skips.mlp) == layers
+        speed = 0.0 if empty else self.workload.measure(skips).tokens_per_s
+        self._study.tell(trial, speed)
+        if self._keep(skips, speed):
+            save_skips(self.file, skips, self.workload.target, tokens_per_s=speed)
+        return speed
+
+
+def first_sets(num_layers: int) -> list[SkipSet]:
+    """What is tried first: both sublayers of every second layer, their attentions and their MLPs alone, and all
+    attention but the first and last layer's."""
+    default = SkipSet.odd(num_layers)
+    middle = frozenset(range(1, num_layers - 1))
+    sets = [default, SkipSet(attention=default.attention), SkipSet(mlp=default.mlp), SkipSet(attention=middle)]
+    return list(dict.fromkeys(sets))
+
+
+def _params_of(skips: SkipSet, layers: int) -> dict[str, bool]:
+    return {f"{kind}.{layer}": layer in getattr(skips, kind) for kind in SUBLAYERS for layer in range(layers)}
+
+
+def _set_of(params: dict[str, Any]) -> SkipSet:
+    chosen = [name.split(".") for name, skipped in params.items() if skipped]
+    attention, mlp = (frozenset(int(layer) for kind, layer in chosen if kind == name) for name in SUBLAYERS)
+    return SkipSet(attention, mlp)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+        import optuna.storages.journal
+    except ImportError:
+        raise ValueError("tuning needs optuna: pip install 'foretoken[tune]'") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+# -- the result ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last comparison: plain decoding, both sublayers of every second layer (``default``) and the best set,
+    interleaved in one run.
+
+    Attributes:
+        chosen: ``best``, or ``default`` when the best trial was luck.
+    """
+
+    trials: int
+    plain: Speed
+    sets: dict[str, SkipSet]
+    speeds: dict[str, Speed]
+    chosen: str
+
+    def speedup(self, name: str) -> float:
+        """Tokens per second of a set over those of plain decoding."""
+        return self.speeds[name].tokens_per_s / self.plain.tokens_per_s
+
+    def public(self) -> dict[str, Any]:
+        """As the CLI's JSON prints it."""
+        arms = {
+            name: {
+                "attention": sorted(skips.attention),
+                "mlp": sorted(skips.mlp),
+                **asdict(self.speeds[name]),
+                "speedup": self.speedup(name),
+            }
+            for name, skips in self.sets.items()
+        }
+        return {"trials": self.trials, "chosen": self.chosen, "plain": asdict(self.plain), **arms}
+
+
+def tune(
+    workload: Workload,
+    file: Path,
+    trials: int,
+    resume: bool = False,
+    on_trial: Callable[[int, float, Search], None] = lambda number, speed, search: None,
+) -> Outcome:
+    """Search for the fastest set, compare it with the default one and plain decoding, write the faster one to ``file``.
+
+    Args:
+        workload: what is decoded to measure a set.
+        file: for ``layer_skip:FILE``; written after every improvement, so that an interrupt loses nothing.
+        trials: sets to try in all, those of a resumed search included.
+        resume: go on with the trials beside ``file``.
+        on_trial: called with the number of trials made, the last one's tokens per second and the search.
+
+    Raises:
+        ValueError: fewer than one trial, trials of another search, or no optuna.
+        CapabilityError: the target's layers cannot be run in parts.
+        OSError: the files cannot be written.
+    """
+    if trials < 1:
+        raise ValueError(f"tuning needs at least 1 trial, not {trials}")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: name a file for the result")
+    layers = frozenset(range(num_layers_of(workload.target)))
+    for skips in (SkipSet(attention=layers), SkipSet(mlp=layers)):
+        skips.check(workload.target)
+    search = Search(workload, file)
+    done = search.open(resume)
+    default = SkipSet.odd(len(layers))
+    workload.measure(None)  # warm-up: first calls are slower
+    workload.measure(default)
+    on_trial(done, search.best_speed, search)
+    for number in range(done, trials):
+        on_trial(number + 1, search.step(), search)
+    return _finish(workload, search, {"default": default, "best": search.best or default}, max(done, trials))
+
+
+def _finish(workload: Workload, search: Search, sets: dict[str, SkipSet], trials: int) -> Outcome:
+    plain, speeds = compare(workload, sets)
+    chosen = max(sets, key=lambda name: (speeds[name].tokens_per_s, name == "default"))
+    outcome = Outcome(trials, plain, sets, speeds, chosen)
+    save_skips(
+        search.file,
+        sets[chosen],
+        workload.target,
+        **asdict(speeds[chosen]),
+        speedup=outcome.speedup(chosen),
+        plain_tokens_per_s=plain.tokens_per_s,
+        **{name: value for name, value in workload.settings().items() if name != "target"},
+    )
+    return outcome
+
+
+def compare(workload: Workload, sets: dict[str, SkipSet]) -> tuple[Speed, dict[str, Speed]]:
+    """Plain decoding and every set, taking turns at going first."""
+    arms: dict[str, SkipSet | None] = {"plain": None, **sets}
+    names = list(arms)
+    runs: dict[str, list[Speed]] = {name: [] for name in names}
+    for turn in range(FINAL_RUNS):
+        for i in range(len(names)):
+            name = names[(turn + i) % len(names)]
+            runs[name].append(workload.measure(arms[name]))
+    speeds = {name: _middle(found) for name, found in runs.items()}
+    return speeds.pop("plain"), speeds
+
+
+def _middle(runs: Sequence[Speed]) -> Speed:
+    """The run with the median speed."""
+    return sorted(runs, key=lambda speed: speed.tokens_per_s)[(len(runs) - 1) // 2]

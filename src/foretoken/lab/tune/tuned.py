@@ -1,0 +1,161 @@
+"""What ``foretoken tune`` is given and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from foretoken.core.costs import RoundCosts
+from foretoken.lab.tune.arms import Arm
+from foretoken.loading import build_drafter
+from foretoken.loading.measured.profile import FORMAT, fingerprint_of, machine_of
+from foretoken.methods.drafters.base import Drafter
+from foretoken.models.base import LanguageModel
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is tuned.
+
+    Attributes:
+        target: the model.
+        prompts: token ids of every prompt.
+        new_tokens: most tokens of an answer, which ends at the model's end of text.
+        temperature: 0 is greedy.
+        seed: of sampled answers.
+        source: what the target was loaded from (decides which drafters it has).
+        tokenizer, device: for drafters with models of their own.
+        drafters: specs; all that the target has if none.
+        offers: further specs that are tried among the first: what folders hold, what a profile names.
+        minutes: time to spend, from ``began_s`` on.
+        clock: tells seconds.
+        began_s: when the time began, by that clock; ``None``: when the search does.
+    """
+
+    target: LanguageModel
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    source: Any = "builtin"
+    tokenizer: Any | None = None
+    device: Any = None
+    drafters: Sequence[str] = ()
+    offers: Sequence[str] = ()
+    minutes: float = 4.0
+    clock: Callable[[], float] = perf_counter
+    began_s: float | None = None
+
+    @property
+    def source_name(self) -> str:
+        """The source in words."""
+        return str(self.source) if isinstance(self.source, str | Path) else type(self.source).__name__
+
+    def build(self, spec: str) -> Drafter:
+        """The drafter of a spec.
+
+        Raises:
+            ValueError: it does not fit the target.
+        """
+        built = build_drafter(
+            spec, self.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device
+        )
+        if built is None:
+            raise ValueError(f"{spec!r} is no drafter")
+        return built
+
+    def arm(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> Arm:
+        """A way of decoding these prompts."""
+        return Arm(self.target, drafter, controller, self.new_tokens, self.temperature, self.seed, costs)
+
+
+class Way(NamedTuple):
+    """A drafter and a controller, as specs."""
+
+    drafter: str
+    controller: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one way did.
+
+    Attributes:
+        way: which.
+        speedup: tokens per second over plain decoding's beside it.
+        tokens_per_round: new tokens of a round.
+        tokens: new tokens that the figures rest on.
+        compared: whether it was one of the best, which ran against each other; else it was tried briefly.
+        why: why it loses; empty where it does not.
+        differing: of the ``texts`` that it wrote, how many are not plain decoding's; sampled ones need not be.
+    """
+
+    way: Way
+    speedup: float
+    tokens_per_round: float
+    tokens: int
+    compared: bool
+    why: str = ""
+    texts: int = 0
+    differing: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a profile and ``--json`` have it."""
+        return {**self.way._asdict(), **{key: value for key, value in vars(self).items() if key != "way"}}
+
+
+@dataclass
+class Outcome:
+    """What was found.
+
+    Attributes:
+        job: what was tuned.
+        costs: of the target and of the drafters that were measured.
+        rows: the ways that were measured, the fastest first; those that were compared before those tried briefly.
+        chosen: the one that pays most, ``None`` for plain decoding.
+        skipped: drafters that were not measured, and why.
+        plain_tokens_per_s: of plain decoding.
+        prompts: how many were decoded.
+        spent_s: seconds from the beginning to the end, of which ``before_s`` were over when the search began.
+        interrupted: whether it was ended early.
+    """
+
+    job: Job
+    costs: RoundCosts
+    rows: Sequence[Row]
+    chosen: Way | None
+    skipped: dict[str, str] = field(default_factory=dict)
+    plain_tokens_per_s: float = 0.0
+    prompts: int = 0
+    spent_s: float = 0.0
+    before_s: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def speedup(self) -> float:
+        """Measured speed-up of what was chosen."""
+        return next((row.speedup for row in self.rows if row.way == self.chosen), 1.0)
+
+    def profile(self) -> dict[str, Any]:
+        """What ``load(profile=...)`` reads."""
+        drafter, controller = self.chosen or (None, "auto")
+        target = self.job.target
+        return {
+            "format": FORMAT,
+            "target": {"source": self.job.source_name, "fingerprint": fingerprint_of(target)},
+            "machine": machine_of(target),
+            "drafter": drafter,
+            "verifier": "auto",
+            "controller": controller,
+            "temperature": self.job.temperature,
+            "prompts": self.prompts,
+            "new_tokens": self.job.new_tokens,
+            "speedup": self.speedup,
+            "plain_tokens_per_s": self.plain_tokens_per_s,
+            "complete": not self.interrupted,
+            "costs": self.costs.as_dict(),
+            "table": [row.as_dict() for row in self.rows],
+        }

@@ -1,0 +1,137 @@
+"""What ``model.generate`` hands to a custom loop besides token ids: what fits, and what would be dropped in silence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from foretoken.loading.hub_params import STATEFUL
+
+OWN_KEYS = ("attention_mask", "use_cache", "logits_to_keep")
+"""What changes how a forward is run, not what it says; the mask is read by the loop."""
+CACHES = ("cache", "past_key_values", "cache_params", "state")
+GENERATE = "transformers.generation.utils"
+PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
+
+
+def caller_of_generate(model: Any) -> Mapping[str, Any]:
+    """The arguments of the ``model.generate`` that is being served; empty where the loop was called by itself.
+
+    Transformers 5.24 hands neither ``streamer`` nor ``assistant_model`` nor ``synced_gpus`` to a custom loop, and a
+    streamer that nobody ends lets its reader wait for ever.  So they are read where they are: in the call.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == GENERATE:
+            return frame.f_locals if frame.f_locals.get("self") is model else {}
+        frame = frame.f_back
+    return {}
+
+
+def check_supported(
+    model: Any,
+    input_ids: Tensor,
+    config: GenerationConfig,
+    processors: Sequence[Any],
+    synced_gpus: bool,
+    given: Mapping[str, Any],
+    call: Mapping[str, Any],
+) -> None:
+    """Refuse what cannot be done, by its name.
+
+    Args:
+        model: the target.
+        input_ids: [B, n].
+        config: of the call.
+        processors: Transformers' logits processors.
+        synced_gpus: as the loop got it.
+        given: the arguments of the model's own forward.
+        call: the arguments of ``generate``.
+
+    Raises:
+        ValueError: anything that would be dropped, or that the engine cannot do.
+    """
+    problems = {
+        "encoder-decoder models": bool(getattr(model.config, "is_encoder_decoder", False)),
+        "beam search (num_beams > 1)": (config.num_beams or 1) > 1,
+        "synced_gpus": synced_gpus or bool(call.get("synced_gpus")),
+        "assistant_model (pass it as drafter=)": call.get("assistant_model") is not None,
+        "cache_implementation='quantized', which makes other texts": config.cache_implementation == "quantized",
+    }
+    if config.return_dict_in_generate:
+        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+            problems[name] = bool(getattr(config, name, False))
+    problems.update({type(p).__name__: isinstance(p, STATEFUL) for p in processors})
+    found = [name for name, wrong in problems.items() if wrong]
+    found.extend(_inputs_that_would_be_dropped(given, input_ids))
+    found.extend(_ways_of_its_own(model))
+    if found:
+        _forget_rows(model)
+        raise ValueError(f"foretoken.custom_generate does not support {', '.join(found)}: leave it out of this call")
+
+
+def _inputs_that_would_be_dropped(given: Mapping[str, Any], input_ids: Tensor) -> Iterator[str]:
+    """Names of the arguments that would change what the model's own forward says."""
+    for name, value in given.items():
+        if value is None or value is False or name in OWN_KEYS:
+            continue
+        if name in CACHES:
+            if _is_the_callers(value):
+                yield f"{name}= (it keeps a cache of its own: pass all token ids and no cache)"
+        elif name == "position_ids":
+            if not _are_usual(value, given.get("attention_mask"), input_ids.shape[1]):
+                yield "position_ids= that do not count the tokens from 0"
+        else:
+            yield f"{name}="
+
+
+def _is_the_callers(cache: Any) -> bool:
+    """Whether a cache was passed to ``generate``, which makes an empty one otherwise."""
+    return bool(getattr(cache, "_is_user_defined", False)) or int(cache.get_seq_length()) > 0
+
+
+def _are_usual(positions: Tensor, mask: Tensor | None, length: int) -> bool:
+    """Whether positions [..., n] are those that ``generate`` gives to tokens behind left padding."""
+    if positions.shape[-1] != length:
+        return False
+    if mask is None:
+        return bool((positions == torch.arange(length, device=positions.device)).all())
+    usual = (mask.long().cumsum(-1) - 1).to(positions.device)
+    return bool(((positions == usual) | (mask == 0).to(positions.device)).all())
+
+
+def _ways_of_its_own(model: Any) -> Iterator[str]:
+    """A model whose inputs are made by somebody else before every forward: PEFT's prompt learning does that."""
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    owner = getattr(prepare, "__self__", None)
+    config = getattr(owner, "active_peft_config", None)
+    if owner is not model and getattr(config, "is_prompt_learning", False):
+        yield f"PEFT's {_peft_name(config)}, whose trained prompt it would leave out"
+    elif getattr(prepare, "__func__", prepare) is not getattr(type(model), "prepare_inputs_for_generation", None):
+        yield "a prepare_inputs_for_generation that was written on the model"
+    if any(_name_of(hook) in PEFT_HOOKS for m in model.modules() for hook in m._forward_pre_hooks.values()):
+        yield "PEFT's adapter_names= or alora_offsets=, which count the rows of a batch"
+
+
+def _forget_rows(model: Any) -> None:
+    """Take away the hooks of this call that PEFT leaves on the model when an error passes: they know its rows alone."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if _name_of(hook) in PEFT_HOOKS:
+                module._forward_pre_hooks.pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _name_of(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__name__", ""))
+
+
+def _peft_name(config: Any) -> str:
+    kind = getattr(config, "peft_type", "prompt learning")
+    return str(getattr(kind, "value", kind)).replace("_", " ").lower()

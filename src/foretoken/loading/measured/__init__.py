@@ -1,0 +1,1 @@
+"""What this machine costs: calls, rounds, and whether something else is busy."""

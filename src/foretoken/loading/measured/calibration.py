@@ -1,0 +1,142 @@
+"""What rounds and drafts cost here, measured when a model is loaded, before anything is drafted for anybody.
+
+A controller that has to guess how target calls grow with the draft loses where they do: on a GGUF file, where five rows
+cost three times one, a first answer of 64 tokens came at .85 of plain decoding's speed from trying drafts alone.  What
+was measured is kept in the user's cache folder, by model and machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from foretoken.core import Budget, Context, RoundTimes, TokenTree
+from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.engine.loop import Engine
+from foretoken.engine.request import Request
+from foretoken.loading.kept_costs import keep_costs, kept_costs
+from foretoken.loading.measured.busy import is_busy
+from foretoken.loading.measured.costs import measure_target
+from foretoken.loading.measured.profile import COMPARED, fingerprint_of, machine_of
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.drafters.base import Drafter
+from foretoken.models.base import LanguageModel
+from foretoken.models.checks.fast_paths import fingerprint
+
+COUNTS, REPEATS = (1, 2, 5, 9), 2
+"""Rows of the target's calls that are timed, and how often: a plain round, and drafts of usual lengths."""
+LENGTHS, ROUNDS = (1, 4), 2
+"""Lengths of the drafts that are timed, and how often, after one that warms up."""
+TEXT = 32
+"""Tokens before what is timed."""
+FORMAT = 1
+
+
+class Asked(Controller):
+    """Asks one member of a group (``None``: the drafter, which is none) for drafts of one length."""
+
+    name = "asked"
+
+    def __init__(self, member: int | None, depth: int, nodes: int) -> None:
+        self._budget = Budget(depth, nodes, member=member)
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        """The same every time."""
+        return self._budget
+
+
+def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
+    """What was measured of a target and a drafter before on this machine, or is now.
+
+    A drafter that learns from all requests is not measured, for it would learn what is written here; nor is one that
+    runs no network.
+
+    Args:
+        target: the model.
+        drafter: what drafts for it, a group perhaps.
+    """
+    key = _key(target, drafter)
+    known = kept_costs(key)
+    if known is not None:
+        return known
+    costs = measured(target, drafter)
+    if not is_busy():
+        keep_costs(key, costs)
+    return costs
+
+
+@torch.inference_mode()
+def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
+    """Time a few calls of the target and drafts of every network; acceptance is for requests to show."""
+    text = [i % target.vocab_size for i in range(1, max(2, min(TEXT, target.context_length // 4)) + 1)]
+    counts = [n for n in COUNTS if n <= 1 + drafter.max_nodes]
+    curve = measure_target(target, text, counts, REPEATS)
+    limits, drafters = drafter.limits, {}
+    for index, member in enumerate(limits.members or (limits,)):
+        if member.relative_cost and not drafter.traits.shares_state:
+            nodes = max(member.max_nodes, 1)
+            lengths = sorted({min(length, member.max_depth) for length in LENGTHS})
+            place = index if limits.members else None
+            seconds = {k: _draft_s(target, drafter, text, Asked(place, k, nodes)) for k in lengths}
+            drafters[member.name] = line_of(seconds)
+    return RoundCosts(curve, drafters, _rest_s(target, text, curve))
+
+
+def line_of(seconds: Mapping[int, float]) -> DrafterCost:
+    """What a call costs and what a level does, from drafts of one length or two."""
+    (short, short_s), (long, long_s) = min(seconds.items()), max(seconds.items())
+    step_s = (long_s - short_s) / (long - short) if long > short else long_s / long
+    step_s = min(max(step_s, 0.0), long_s / long)  # neither a call nor a step costs less than nothing
+    return DrafterCost(max(long_s - step_s * long, 0.0), step_s, [])
+
+
+def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], asked: Asked) -> float:
+    depth = asked.budget(None, 1).max_depth  # type: ignore[arg-type]
+    times = _rounds(target, drafter, asked, text, (1 + ROUNDS) * (1 + depth) + depth)
+    return median([one.draft_s for one in times[1 : 1 + ROUNDS]] or [one.draft_s for one in times])
+
+
+def _rest_s(target: LanguageModel, text: Sequence[int], curve: TargetCost) -> float:
+    """Seconds of a plain round beside the target's call."""
+    times = _rounds(target, None, None, text, 1 + ROUNDS)
+    return max(median(one.total_s - one.target_s for one in times), 0.0) if times else 0.0
+
+
+def _rounds(
+    target: LanguageModel, drafter: Drafter | None, controller: Controller | None, text: Sequence[int], tokens: int
+) -> list[RoundTimes]:
+    """The times of up to ``1 + ROUNDS`` rounds; what else the request would write is dropped."""
+    times: list[RoundTimes] = []
+
+    def note(runs: Any, trees: Sequence[TokenTree], verdicts: Any, spent: RoundTimes) -> None:
+        times.append(spent)
+
+    engine = Engine(target, drafter, None, controller, on_round=note)
+    engine.add(Request(text, max_new_tokens=max(1, min(tokens, target.context_length - len(text))), ignore_eos=True))
+    while engine.busy and len(times) <= ROUNDS:
+        for _, emission in engine.step():
+            if emission.error is not None:
+                raise emission.error
+    engine.close()
+    return times
+
+
+def _key(target: LanguageModel, drafter: Drafter) -> str:
+    """What tells models, machines and drafters apart."""
+    machine, limits = machine_of(target), drafter.limits
+    network = getattr(target, "model", None)  # a hash of its rows would lay packed weights out again: seconds at 1.5B
+    sampled = fingerprint(network) if isinstance(network, torch.nn.Module) else None
+    about = {
+        "format": FORMAT,
+        "target": sampled or fingerprint_of(target),
+        "machine": {key: machine[key] for key in COMPARED},
+        "versions": machine["versions"],
+        "how": target.describe()["weights"],
+        "members": [[one.name, one.max_depth, one.max_nodes] for one in limits.members or (limits,)],
+    }
+    return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()

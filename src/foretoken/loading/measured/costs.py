@@ -1,0 +1,107 @@
+"""Measured costs: v(n) of a target, the rest of a round, and what a drafter costs and promises.
+
+Made for the cost model in :mod:`foretoken.core.costs`; section 8 of the specification.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretoken.core.costs import DrafterCost, TargetCost
+from foretoken.engine.stats import SpecStats
+from foretoken.models.call_costs import COUNTS as COUNTS
+from foretoken.models.call_costs import measure_target as measure_target
+
+
+@dataclass(frozen=True)
+class DraftRound:
+    """What one round drafted and what that took.
+
+    Attributes:
+        nodes: nodes that the target scored, roots included, summed over the batch.
+        depth: levels of the deepest draft; 0 when nothing was guessed.
+        draft_s: seconds in the drafter.
+    """
+
+    nodes: int
+    depth: int
+    draft_s: float
+
+
+# -- the rest of a round ---------------------------------------------------------------------------------------------
+
+
+def rest_of(stats: SpecStats) -> float:
+    """Seconds per round that are neither drafting nor the target call."""
+    return max(0.0, (stats.verify_s + stats.overhead_s) / max(1, stats.num_drafts))
+
+
+# -- drafters --------------------------------------------------------------------------------------------------------
+
+
+def drafter_cost(stats: SpecStats, depth: int, rounds: Sequence[DraftRound] = (), batch: int = 1) -> DrafterCost:
+    """What a drafter costs and how far it is believed, from runs of one request after another.
+
+    Args:
+        stats: merged statistics of the runs.
+        depth: draft length that was asked for.
+        rounds: what each round drafted; tells the cost of a call from that of a step, where drafts differ in length.
+        batch: requests that were served together in ``rounds``.
+    """
+    survival = [n / max(1, stats.num_drafts) for n in stats.num_accepted_tokens_per_pos]
+    drafting = [r for r in rounds if r.depth > 0]
+    if not drafting:
+        asked = max(1, stats.num_drafts)
+        nodes = stats.num_draft_tokens / asked / max(1, depth)
+        return DrafterCost(0.0, stats.draft_s / asked / max(1, depth), survival, 1.0, nodes)
+    call_s, step_s = _line(rounds)
+    levels = sum(r.depth for r in drafting)
+    per_depth = sum(max(0, r.nodes - batch) for r in drafting) / batch / levels
+    return DrafterCost(call_s, step_s, survival, len(drafting) / len(rounds), per_depth)
+
+
+def _line(rounds: Sequence[DraftRound]) -> tuple[float, float]:
+    """Seconds per call and per level: least squares over the depths' medians, weighted by how often they occurred."""
+    by_depth: dict[int, list[float]] = defaultdict(list)
+    for found in rounds:
+        by_depth[found.depth].append(found.draft_s)
+    points = [(depth, statistics.median(times), len(times)) for depth, times in by_depth.items()]
+    total = sum(weight for _, _, weight in points)
+    mean_depth = sum(depth * weight for depth, _, weight in points) / total
+    mean_s = sum(seconds * weight for _, seconds, weight in points) / total
+    spread = sum(weight * (depth - mean_depth) ** 2 for depth, _, weight in points)
+    if spread == 0:  # one length only: a call cannot be told from its steps
+        return 0.0, mean_s / mean_depth
+    slope = sum(weight * (depth - mean_depth) * (seconds - mean_s) for depth, seconds, weight in points) / spread
+    slope = min(max(slope, 0.0), mean_s / mean_depth)  # neither a call nor a step costs less than nothing
+    return mean_s - slope * mean_depth, slope
+
+
+def draft_seconds(rounds: Sequence[DraftRound]) -> dict[int, float]:
+    """Depth -> mean seconds of drafting that deep."""
+    by_depth: dict[int, list[float]] = defaultdict(list)
+    for found in rounds:
+        by_depth[found.depth].append(found.draft_s)
+    return {depth: statistics.fmean(times) for depth, times in sorted(by_depth.items())}
+
+
+def predicted_speedup(
+    target: TargetCost, rest_s: float, draft_s: dict[int, float], rounds: Sequence[DraftRound], tokens: int, batch: int
+) -> float:
+    """Tokens per second over plain decoding's, by the cost model.
+
+    Every round costs v(its nodes), drafting its depth, and the rest; a plain round gives every request one token.
+
+    Args:
+        target: measured cost of target calls.
+        rest_s: measured rest of a plain round.
+        draft_s: measured seconds by depth of the draft.
+        rounds: the rounds that were needed.
+        tokens: tokens that they gave, summed over the batch.
+        batch: requests in the batch.
+    """
+    spent = sum(target.of(r.nodes) + draft_s[r.depth] + rest_s for r in rounds)
+    return tokens * (target.of(batch) + rest_s) / batch / spent if spent > 0 else 0.0

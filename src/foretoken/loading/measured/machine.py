@@ -1,0 +1,260 @@
+"""What this machine can do: versions, threads, dtypes, and the measured cost of scoring and drafting."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretoken.loading.measured.cpu import cpu_info
+from foretoken.models import native
+from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.linear.packing import Projection, shapes_of
+from foretoken.models.linear.product_costs import known_times
+from foretoken.options import Options
+
+if TYPE_CHECKING:
+    from foretoken.llm import Llm
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens scored in one call."""
+ROWS = 16
+"""Rows of a product of speculation."""
+CONTEXT = 128
+"""Committed tokens before them."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what numbers depend on."""
+    import transformers
+
+    import foretoken
+
+    return {
+        "foretoken": foretoken.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Processor and accelerators."""
+    flags, name = cpu_info()
+    return {
+        "cpu": name or platform.processor() or platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "kernels": native.described(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "mps": bool(torch.backends.mps.is_available()),
+    }
+
+
+def threads() -> dict[str, Any]:
+    """Threads in use, the variables that steer them, and how busy the machine is (load over one minute)."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    variables = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    return {"torch_threads": torch.get_num_threads(), "variables": variables, "load": load}
+
+
+def median_ms(run: Callable[[], Any], repeat: int) -> float:
+    """Median milliseconds of ``run`` after one warm-up."""
+    run()
+    return statistics.median(_time_ms(run) for _ in range(repeat))
+
+
+def _time_ms(run: Callable[[], Any]) -> float:
+    began = perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return 1000 * (perf_counter() - began)
+
+
+@torch.inference_mode()
+def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any]]:
+    """Milliseconds of [1, width] x [width, width] products per dtype, in the layout that is fastest for it, and of
+    ``ROWS`` such rows at once; ``None`` where the device cannot."""
+    table: list[dict[str, Any]] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        costs: list[float | None] = []
+        for rows in (1, ROWS):
+            layout = None
+            try:
+                x = torch.randn(rows, width, device=device).to(dtype)
+                product = Projection(torch.randn(width, width, device=device).to(dtype), None)
+                layout = product.layout.name
+                costs.append(median_ms(lambda x=x, product=product: product(x), repeat))  # type: ignore[misc]
+            except (RuntimeError, TypeError):
+                costs.append(None)
+        one, several = costs
+        name = str(dtype).removeprefix("torch.")
+        table.append(
+            {
+                "dtype": name,
+                "supported": one is not None,
+                "layout": layout,
+                "linear_ms": one,
+                "linear_rows_ms": several,
+            }
+        )
+    return table
+
+
+def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
+    """What was measured of the target's matrices in every layout, in microseconds by number of rows."""
+    model, dtype = getattr(target, "model", None), getattr(target, "dtype", None)
+    if not isinstance(model, torch.nn.Module) or dtype is None:
+        return []
+    known = known_times(dtype, shapes_of(model))
+    return [{"product": key, **{f"rows_{n}_us": 1e6 * s for n, s in times.items()}} for key, times in known.items()]
+
+
+@contextmanager
+def _prefilled(target: LanguageModel) -> Iterator[Any]:
+    sequence = target.open()
+    try:
+        length = max(1, min(CONTEXT, target.context_length // 2))
+        target.prefill(sequence, [i % target.vocab_size for i in range(1, length + 1)])
+        yield sequence
+    finally:
+        target.release(sequence)
+
+
+def scoring_costs(
+    target: LanguageModel, repeat: int = 10, counts: Sequence[int] = COUNTS, on_run: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Median milliseconds of scoring 1 to 64 tokens in one call, behind a committed prefix.
+
+    The sizes take turns, so that a change in the machine's load hits all of them.
+    """
+    if not target.capabilities.rollback:
+        counts = (1,)
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    with _prefilled(target) as sequence:
+        usable = [n for n in counts if n + len(sequence.tokens) <= target.context_length]
+        for turn in range(repeat + 1):
+            for count in usable:
+                feed = Feed(sequence, [i % target.vocab_size for i in range(1, count + 1)])
+                spent = _time_ms(lambda feed=feed: target.forward([feed]))  # type: ignore[misc]
+                # Without rollback the one token stays: there is nothing to drop.
+                target.commit(sequence, [] if target.capabilities.rollback else [0])
+                if turn:  # the first turn warms up
+                    times[count].append(spent)
+                on_run()
+    medians = {count: statistics.median(found) for count, found in times.items() if found}
+    base = medians[min(medians)]
+    return [{"tokens": n, "median_ms": ms, "ratio": ms / base} for n, ms in medians.items()]
+
+
+def draft_costs(llm: Llm, target_ms: float, tokens: int = 48) -> dict[str, Any]:
+    """Cost of one draft token in a real greedy run, and its ratio c to one plain target step."""
+    room = llm.target.context_length // 2
+    prompt = [i % llm.target.vocab_size for i in range(1, 17)][:room]
+    options = Options(max_new_tokens=min(tokens, room), ignore_eos=True)
+    llm.generate(prompt, **options)
+    stats = llm.generate(prompt, **options).stats
+    steps = stats.num_draft_tokens or stats.num_drafts
+    step_ms = 1000 * stats.draft_s / max(1, steps)
+    return {
+        "drafter": llm.drafter.name if llm.drafter else "none",
+        "step_ms": step_ms,
+        "c": step_ms / target_ms if target_ms else 0.0,
+        "overhead_share": stats.overhead_s / max(1e-12, stats.total_s - stats.prefill_s),
+    }
+
+
+def thread_check(target: LanguageModel, repeat: int = 5) -> list[dict[str, Any]]:
+    """Milliseconds of scoring 1 and 16 tokens with one thread and with all; the thread count is put back."""
+    before = torch.get_num_threads()
+    rows = []
+    try:
+        for count in sorted({1, before, os.cpu_count() or 1}):
+            torch.set_num_threads(count)
+            costs = {row["tokens"]: row["median_ms"] for row in scoring_costs(target, repeat, (1, 16))}
+            rows.append({"threads": count, "one_token_ms": costs.get(1), "sixteen_tokens_ms": costs.get(16)})
+    finally:
+        torch.set_num_threads(before)
+    return rows
+
+
+def recommendations(report: dict[str, Any]) -> list[str]:
+    """What the measurements mean for a user, in plain words."""
+    return [*_about_scoring(report["scoring"]), *_about_draft(report), *_about_threads(report), *_about_dtype(report)]
+
+
+def _about_scoring(scoring: Sequence[dict[str, Any]]) -> list[str]:
+    free = max((row["tokens"] for row in scoring if row["ratio"] <= 1.3), default=1)
+    if len(scoring) < 2:
+        return ["this target scores one token at a time (its state cannot be rolled back): plain decoding only"]
+    if free >= 16:
+        return [f"scoring {free} tokens costs at most 1.3 times one: trees of up to {free} nodes are nearly free"]
+    if free >= 4:
+        return [f"scoring {free} tokens costs at most 1.3 times one: drafts of up to {free - 1} tokens, no large trees"]
+    return ["every scored token costs time here: short drafts (k = 1 to 3) that are often accepted, no trees"]
+
+
+def _about_draft(report: dict[str, Any]) -> list[str]:
+    draft = report["draft"]
+    if draft is None:
+        return []
+    c, name = draft["c"], draft["drafter"]
+    lines = []
+    if c > 0.5:
+        lines.append(
+            f"one {name} draft token costs {c:.2f} of a target step: too slow to gain, try ngram or a bigger target"
+        )
+    elif c > 0.15:
+        lines.append(f"one {name} draft token costs {c:.2f} of a target step: keep k small (2 to 4)")
+    else:
+        lines.append(f"one {name} draft token costs {c:.2f} of a target step: cheap, longer drafts can pay")
+    if draft["overhead_share"] > 0.1:
+        lines.append(f"{draft['overhead_share']:.0%} of a round is bookkeeping: this target is too small to gain much")
+    return lines
+
+
+def _about_threads(report: dict[str, Any]) -> list[str]:
+    timed = [row for row in report["thread_check"] if row["one_token_ms"]]
+    if len(timed) < 2:
+        return []
+    best = min(timed, key=lambda row: row["one_token_ms"])
+    now = next((row for row in timed if row["threads"] == report["threads"]["torch_threads"]), best)
+    if now["one_token_ms"] > 1.15 * best["one_token_ms"]:
+        return [
+            f"{best['threads']} thread(s) score a token in {best['one_token_ms']:.1f} ms, {now['threads']} in "
+            f"{now['one_token_ms']:.1f} ms: set OMP_NUM_THREADS={best['threads']}"
+            + (" (the machine is busy; measure again when it is quiet)" if _busy(report) else "")
+        ]
+    return [f"{now['threads']} thread(s) are a good choice for this target"]
+
+
+def _busy(report: dict[str, Any]) -> bool:
+    load = report["threads"]["load"]
+    return load is not None and load > report["hardware"]["cores"] + 0.5
+
+
+def _about_dtype(report: dict[str, Any]) -> list[str]:
+    """Plain decoding multiplies single rows, and speculation several: both may be faster in another dtype."""
+    lines = []
+    for key, what, so in (
+        ("linear_ms", "a matrix of this target's width runs", "try"),
+        ("linear_rows_ms", f"{ROWS} rows at once, as drafts are checked, run", "drafts pay more with"),
+    ):
+        costs = {row["dtype"]: row[key] for row in report["dtypes"] if row[key]}
+        mine = costs.get(report["target"]["dtype"])
+        usable = {name: ms for name, ms in costs.items() if name in ("float32", "bfloat16")}
+        if mine is None or not usable:
+            continue
+        best = min(usable, key=lambda name: usable[name])
+        if mine > 1.3 * usable[best]:
+            lines.append(f"{what} {mine / usable[best]:.1f} times faster in {best}: {so} --dtype {best}")
+    return lines

@@ -1,0 +1,105 @@
+"""Profiles: what ``foretoken tune`` found for a target on a machine, written whole or not at all, and how to tell
+whether it still holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.core.costs import RoundCosts, TargetCost
+from foretoken.loading.measured.costs import measure_target
+from foretoken.loading.measured.machine import hardware, threads, versions
+from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.variants.inflated import InflatedModel
+
+FORMAT = 1
+COMPARED = ("cpu", "gpus", "torch_threads", "dtype")
+"""What must be the same for measured times to hold."""
+QUICK = (1, 2, 4, 8, 16, 32, 64)
+"""Node counts of a quick measurement."""
+
+
+class ProfileWarning(UserWarning):
+    """A profile was measured elsewhere."""
+
+
+def machine_of(target: LanguageModel) -> dict[str, Any]:
+    """What measured times depend on."""
+    dtype = str(getattr(target, "dtype", "")).removeprefix("torch.")
+    return {**hardware(), **threads(), "dtype": dtype, "versions": versions()}
+
+
+def fingerprint_of(target: LanguageModel) -> str:
+    """Tells one target from another, whatever dtype it was loaded in."""
+    try:
+        found = TargetParts(target).fingerprint()
+    except CapabilityError:
+        known = getattr(target, "identity", "")  # of a GGUF file
+        return known or f"{type(target).__name__}-{target.vocab_size}-{target.context_length}"
+    grown = f"-inflated-{target.num_parameters}" if isinstance(target, InflatedModel) else ""
+    return f"{found.num_layers}x{found.hidden_size}-{found.vocab_size}-{found.weights}-{found.layers}{grown}"
+
+
+def misfits(profile: Mapping[str, Any], target: LanguageModel) -> list[str]:
+    """Why the profile's times may not hold for this target on this machine; empty when they do."""
+    reasons = []
+    known = profile.get("target")
+    if known is not None and known["fingerprint"] != fingerprint_of(target):
+        reasons.append("it is of another target")
+    then, now = profile.get("machine") or {}, machine_of(target)
+    moved = [key for key in COMPARED if key in then and then[key] != now[key]]
+    return [*reasons, *(f"{key} was {_shown(then[key])} and is {_shown(now[key])}" for key in moved)]
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+
+
+def costs_for(profile: Mapping[str, Any], target: LanguageModel, name: str | Path, wanted: bool) -> RoundCosts | None:
+    """A profile's costs, measured again where it comes from another target or machine.
+
+    Args:
+        profile: as :func:`foretoken.loading.read_profile` gives it.
+        target: the model that will run.
+        name: of the profile, for the warning.
+        wanted: whether anything will use the costs; if not, nothing is measured.
+
+    Warns:
+        ProfileWarning: the profile is of another target or machine.
+    """
+    reasons = misfits(profile, target)
+    costs: RoundCosts | None = profile.get("costs")
+    if reasons:
+        remedy = "its costs are measured again now" if wanted and costs is not None else "its speed-ups may not hold"
+        text = f"the profile {name} does not fit ({'; '.join(reasons)}): {remedy}; run foretoken tune for a new one"
+        warnings.warn(text, ProfileWarning, stacklevel=3)
+    if not wanted or costs is None:
+        return None
+    return refresh(costs, target) if reasons else costs
+
+
+def refresh(costs: RoundCosts, target: LanguageModel) -> RoundCosts:
+    """Costs with v(n) measured again; what drafters cost is scaled by how much faster or slower one token is now.
+
+    Acceptance stays as it was: it is the text's, not the machine's.
+    """
+    measured = measured_target(target, QUICK, repeats=3)
+    factor = measured.of(1) / costs.target.of(1)
+    drafters = {
+        spec: replace(cost, call_s=cost.call_s * factor, step_s=cost.step_s * factor)
+        for spec, cost in costs.drafters.items()
+    }
+    return RoundCosts(measured, drafters, costs.rest_s * factor)
+
+
+def measured_target(target: LanguageModel, counts: tuple[int, ...], repeats: int, **more: Any) -> TargetCost:
+    """v(n) behind a text of 128 tokens, or of half the context where that is less."""
+    length = max(1, min(128, target.context_length // 2))
+    with torch.inference_mode():
+        return measure_target(target, [i % target.vocab_size for i in range(1, length + 1)], counts, repeats, **more)

@@ -1,0 +1,160 @@
+"""Networks as Transformers reads them, whole or split over processes, and the dtypes and devices by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.core.io import hub_ids
+from foretoken.loading.checkpoints import LoadError, cause_of, check_no_drafter
+from foretoken.loading.memory import moved
+from foretoken.loading.stored import check_method, check_storage, quantisation_of
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load_network(path: str, dtype: torch.dtype | None, processes: int) -> Any:
+    """This process's part of a ``PreTrainedModel`` that is split over several, which have met already.
+
+    Raises:
+        LoadError: it cannot be loaded.
+    """
+    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
+
+    return from_pretrained(path, dtype, None, DistributedConfig(tp_plan="auto", tp_size=processes))
+
+
+def from_pretrained(
+    path: str, dtype: torch.dtype | None, device: str | torch.device | None, split: Any | None = None
+) -> Any:
+    """The ``PreTrainedModel`` of a folder or a hub id, with all its weights.
+
+    Args:
+        path: the folder or the id.
+        dtype: of its weights; ``None`` for the checkpoint's.
+        device: where they go.
+        split: how it is split over processes.
+
+    Raises:
+        LoadError: it cannot be loaded, is incomplete, or is no decoder alone.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    told = quantisation_of(path)
+    check_method(told, path)
+    place = f"{path} (quantised with {told['quant_method']})" if told.get("quant_method") else path
+    _check_decoder_alone(path)
+
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, in one line
+            **({} if split is None else {"distributed_config": split}),
+        )
+    except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
+        _check_fetched(path)
+        raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
+    finally:
+        hf_logging.set_verbosity(before)
+        hf_logging.enable_progress_bar()
+    model, info = loaded
+    if not told:  # else Transformers has read it with the package that wrote it
+        check_storage(model, path, info.get("unexpected_keys", ()))
+    for key, found, wanted in sorted(info.get("mismatched_keys", ())):
+        raise LoadError(
+            f"{place} has a config.json that does not fit its weights: {key} is {list(found)} in the "
+            f"file and {list(wanted)} in the configuration; copy both from the same checkpoint"
+        )
+    missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
+    if missing:
+        _check_fetched(path)
+        raise LoadError(
+            f"{place} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
+        )
+    return moved(model, device, path)
+
+
+def _check_fetched(path: str) -> None:
+    """Look whether a hub id is a drafter's, once its files are here.
+
+    Raises:
+        LoadError: it is; says how it is used.
+    """
+    folder = path if Path(path).is_dir() else hub_ids.cached_folder(path)
+    if folder is not None:
+        check_no_drafter(Path(folder))
+
+
+def _check_decoder_alone(path: str) -> None:
+    """Refuse an encoder with a decoder: some would load as a decoder that was never told what to decode.
+
+    Raises:
+        LoadError: the configuration says that it is one.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception:  # whatever is wrong with it, loading the model says so
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        raise LoadError(
+            f"{path} is an encoder and a decoder ({config.model_type}), and only decoders alone are run: give a causal "
+            "model"
+        )
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A dtype by name.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def parse_device(device: str | torch.device | None) -> torch.device | None:
+    """A device by name, tried out; of ``"auto"`` the first of cuda, mps and cpu that there is.
+
+    Raises:
+        ValueError: there is no such device on this machine; the message says what there is.
+    """
+    if device is None:
+        return None
+    found = devices()
+    if device == "auto":
+        return torch.device(found[0])
+    try:
+        wanted = torch.device(device)
+        if wanted.type == "cuda" and f"cuda:{wanted.index or 0}" not in found:
+            raise ValueError(f"device {str(device)!r} is not on this machine: choose one of auto, {', '.join(found)}")
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
+    return wanted
+
+
+def devices() -> list[str]:
+    """What this machine can run models on, the fastest first: ``cuda:0`` and so on, ``mps``, ``cpu``."""
+    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [*found, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]

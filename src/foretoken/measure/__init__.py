@@ -1,1 +1,0 @@
-"""Measurements: what calls, drafts and machines cost here."""

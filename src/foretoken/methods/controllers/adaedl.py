@@ -1,0 +1,43 @@
+"""Stop drafting where the entropy of the draft's distribution promises too little acceptance.
+
+AdaEDL, Agrawal et al. 2024 (arXiv 2410.18351), section 7.5 of the specification.
+"""
+
+from __future__ import annotations
+
+import math
+
+from foretoken.core import Context
+from foretoken.methods.controllers.stopping import MovingThresholdController, Stop, entropy
+
+
+class AdaedlController(MovingThresholdController):
+    """Ends a draft after a token whose distribution's acceptance estimate ``1 - sqrt(gamma * H)`` is below the bar.
+
+    Args:
+        gamma: weight of the entropy H (nats) in the estimate.
+        threshold: first bar (lambda) of a request.
+        k: longest draft; the drafter's own by default.
+        aim: acceptance rate that the bar steers to.
+        step: how far it is drawn per round, before smoothing.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "adaedl"
+
+    def __init__(
+        self, gamma: float = 0.2, threshold: float = 0.4, k: int | None = None, aim: float = 0.9, step: float = 0.01
+    ) -> None:
+        if not (math.isfinite(gamma) and gamma >= 0):
+            raise ValueError(f"adaedl needs gamma >= 0, not {gamma}")
+        super().__init__((threshold, threshold), k, aim, step)
+        self.gamma = gamma
+
+    def rule(self, context: Context) -> Stop:
+        """The estimate against the bar of this round."""
+        bar = self.bar(context).value
+        return lambda distribution, probability: (
+            1.0 - math.sqrt(self.gamma * max(entropy(distribution, probability), 0.0)) < bar
+        )

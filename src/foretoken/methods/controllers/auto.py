@@ -1,0 +1,277 @@
+"""The default controller: the drafter and length, or none, with most tokens per second of the batch (goodput).
+
+SmartSpec (https://arxiv.org/abs/2406.14066) over all members of a group: calibrated costs
+(:mod:`foretoken.methods.controllers.cost_model`), discounted acceptance statistics
+(:mod:`foretoken.methods.controllers.acceptance_model`), the best of all plans
+(:mod:`foretoken.methods.controllers.plan`), and exploration by discounted upper confidence bounds (Garivier and
+Moulines, https://arxiv.org/abs/0805.3415).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.core.costs import RoundCosts
+from foretoken.methods.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, Counts
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.cost_model import SAMPLES, CostModel
+from foretoken.methods.controllers.plan import Draft, Plan, best_drafts, best_plan, planned
+
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+"""Draft lengths that are weighed."""
+EXPLORE = 1.5
+"""Standard errors by which drafts may be better than they seem."""
+LONG, FIRST, LATER = 4, 3, 1
+"""The longer draft that is measured (the other one has one token), and how often: for the first batch size, others."""
+KEPT, KNOWN = 8, 8
+"""Rounds that a plan is kept for the same requests, if it rests on so many drafts; else it is weighed every round."""
+CLOSE = 1.5
+"""Up to how much better than plain decoding drafts must seem for its cost to be measured again."""
+CREDIT, EARNED = 0.6, 0.015
+"""Plain rounds that may be lost by trying drafts, and how much of one each token earns back."""
+UNKNOWN, ENDING = 1 << 20, 16
+"""Tokens left where nobody says; with no more than the second nothing is measured: drafts would be cut short."""
+
+
+class AutoController(Controller):
+    """Argmax of goodput over drafter, length (``k`` at most; by default what the drafters make) and none."""
+
+    name = "auto"
+    weighs_costs = True
+    keep = POPULATION_KEEP
+
+    def __init__(self, k: int | None = None) -> None:
+        if k is not None and k < 1:
+            raise ValueError(f"{self.name} needs k >= 1, not {k}")
+        self.k = k
+        self._start: RoundCosts | None = None
+        self.attach(Limits("", 5, 64))
+
+    def attach(self, limits: Limits) -> None:
+        """Learn who can draft, and how deep."""
+        self.grouped = bool(limits.members)
+        self.members = tuple(limits.members) or (limits,)
+        longest = [min(member.max_depth, self.k or member.max_depth) for member in self.members]
+        self.depths = [[*(depth for depth in DEPTHS if depth < most), most] for most in longest]
+        self._reset()
+
+    def start_from(self, costs: RoundCosts) -> None:
+        """Begin with costs and acceptances that were measured before."""
+        self._start = costs
+        self._reset()
+
+    def _reset(self) -> None:
+        self.costs = CostModel(self.members, self._start)
+        self.acceptance = AcceptanceModel(len(self.members), self.keep)
+        for index, member in enumerate(self.members):
+            cost = None if self._start is None else self._start.drafters.get(member.name)
+            if cost is not None and cost.survival:
+                self.acceptance.start_from(index, cost.survival, cost.proposes)
+        self.width = [1.0] * len(self.members)  # nodes of a draft per level that was asked for
+        self.plan = self.chosen = self.rival = Plan()  # in use, the best one, and the best one that drafts
+        self._weighed: list[Draft] = []
+        self._budget, self._given, self._keep = Budget(0, 0), frozenset[int](), 0
+        self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
+        self._credit = CREDIT
+        self._waited = 0  # choices since plain decoding was measured again
+        self._measures, self._pads, self._batch, self._seen = False, False, 1, list[tuple[Context, StepRecord]]()
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        return self.budgets([context])[0]
+
+    def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
+        """One plan for the batch: drafts of several members would all be waited for."""
+        self._digest()
+        requests = frozenset(context.request_id for context in contexts)
+        size = len(contexts).bit_length()
+        measured = self._next_to_measure(size, contexts)
+        alike = size == self._batch.bit_length() and requests <= self._given
+        if measured or self._measures or self._keep <= 0 or not alike:
+            self._given, self._batch = requests, len(contexts)
+            self.plan = measured or self._choose(contexts)
+            self._keep = KEPT if self._pays(self.plan) else 1
+            self._measures = measured is not None or self.plan is not self.chosen
+            self._budget = self.plan.budget(self.members, self.grouped)
+        self._keep -= 1
+        return [self._budget] * len(contexts)
+
+    def _next_to_measure(self, size: int, contexts: Sequence[Context]) -> Plan | None:
+        """The next round of the calibration, at a new size of the batch (within a factor of two): plain decoding, and
+        every drafter that runs a model at two lengths; of what was measured before, nothing."""
+        todo = self._to_measure.get(size)
+        if todo is None:
+            known = None if self._start is None else self._start.drafters
+            models = [i for i, one in enumerate(self.members) if one.relative_cost and one.name not in (known or ())]
+            lengths = {index: sorted({1, min(LONG, self.depths[index][-1])}) for index in models}
+            plain = [(-1, 0)] if known is None else []
+            points = [*plain, *((index, depth) for index in models for depth in lengths[index])]
+            times = LATER if self._to_measure else FIRST
+            cold = plain * (self.costs.SKIPPED if times == FIRST else 0)  # rounds of which nothing is learned
+            todo = self._to_measure[size] = cold + points * times
+        batch = len(contexts)
+        while todo and max(map(remaining, contexts)) > ENDING:
+            member, depth = todo.pop(0)
+            if member < 0:
+                return Plan()
+            if self.costs.draft_s(member, depth, batch) < depth * self.costs.round_s(batch, batch):  # else none pays
+                return Plan((Draft(member, depth, 1.0, 1.0 + depth, 0.0, 1.0),))
+        return None
+
+    def _choose(self, contexts: Sequence[Context]) -> Plan:
+        """The best plan by what is known."""
+        self._weighed = [draft for index in range(len(self.members)) for draft in self._drafts(index, contexts)]
+        self.chosen, rival = best_plan(self._weighed, len(contexts), self.costs, self._pads)
+        self.rival = rival or self.chosen
+        if self._credit < 0 and self.chosen.drafts:
+            self.chosen = self._sure_plan(contexts)
+        return Plan() if self._plain_is_due(len(contexts)) else self.chosen
+
+    def _pays(self, plan: Plan) -> bool:
+        """Whether a plan is expected to be as fast as plain decoding by what was seen, and is not only hoped to be."""
+        return plan.tokens * self._plain_s >= plan.seconds and all(draft.seen >= KNOWN for draft in plan.drafts)
+
+    def _sure_plan(self, contexts: Sequence[Context]) -> Plan:
+        """The best plan by what is expected, not by what may be hoped: the credit for trying is used up."""
+        expected = [replace(draft, hoped=draft.tokens) for draft in self._weighed]
+        return best_plan(expected, len(contexts), self.costs, self._pads)[0]
+
+    def _plain_is_due(self, batch: int) -> bool:
+        """Whether to decode plainly for one round, to learn what that costs.
+
+        At first caches are cold, or another process was in the way; drafts are asked again anyway, this is not.
+        """
+        seen = self.costs.plain_rounds(batch)
+        self._waited += 1
+        close = self.chosen.goodput * self.costs.round_s(batch, batch) < CLOSE
+        if not (self.chosen.drafts and close and seen < SAMPLES and self._waited > seen):
+            return False
+        self._waited = 0
+        return True
+
+    def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:
+        """A member at every length."""
+        batch, own = len(contexts), Counts.pooled([self.state(context)[index] for context in contexts])
+        depths = self.depths[index]
+        outlook = self.acceptance.outlook(contexts[0].maker.greedy, index, own, depths[-1], batch)
+        found, tokens, squares, done = [], 1.0, 0.0, 0
+        for depth in depths:
+            for place in range(done, depth):
+                tokens += outlook.survival[place]
+                squares += (2 * place + 1) * outlook.survival[place]
+            done = depth
+            variance = max(squares - (tokens - 1.0) ** 2, 0.0)
+            hoped = tokens + EXPLORE * (variance / (outlook.drafts + 1.0)) ** 0.5
+            seconds, nodes = self.costs.draft_s(index, depth, batch), 1.0 + depth * self.width[index]
+            hoped = min(hoped, 1.0 + depth)
+            found.append(Draft(index, depth, tokens, nodes, seconds, hoped, outlook.share, outlook.drafts))
+        return found
+
+    # -- learning ----------------------------------------------------------------------------------------------------
+
+    def state(self, context: Context) -> list[Counts]:
+        """What became of a request's drafts, by member."""
+        found: list[Counts] | None = context.state.get(self)
+        if found is None:
+            found = context.state[self] = [Counts() for _ in self.members]
+        return found
+
+    def observe(self, context: Context, record: StepRecord) -> None:
+        """Keep the record until all of the round are there."""
+        self._seen.append((context, record))
+
+    def finish(self, context: Context) -> None:
+        """Learn from the last round now: nothing is kept of a request but what it taught."""
+        self._digest()
+
+    def _digest(self) -> None:
+        """Learn from the round that has passed."""
+        if not self._seen:
+            return
+        seen, self._seen = self._seen, []
+        self.acceptance.tick()
+        asked: dict[tuple[int, int], int] = {}
+        for context, record in seen:
+            before = len(context.tokens) - 1 - record.num_accepted_tokens
+            answered = -1 if record.num_draft_tokens == 0 else record.member if self.grouped else 0
+            for draft in self.plan.drafts:
+                depth = min(draft.depth, remaining(context, before) - 1) if draft.member == answered else 0
+                own = self.state(context)[draft.member]
+                self.acceptance.add(context.maker.greedy, draft.member, own, depth, record.num_accepted_tokens)
+                if draft.member == answered:
+                    asked[answered, draft.depth] = asked.get((answered, draft.depth), 0) + 1
+                    width = record.num_draft_tokens / max(depth, 1)
+                    self.width[answered] += 0.05 * (width - self.width[answered])
+                    break
+        self._account(seen, asked)
+        record = seen[-1][1]
+        counts = [record.num_nodes for _, record in seen]
+        if len(counts) == record.batch_size and max(counts) > min(counts):
+            self._pads = record.round_nodes >= record.batch_size * max(counts)
+        member, depth = next(iter(asked)) if len(asked) == 1 else (-1, 0)
+        self.costs.observe(record, member, depth, sum(asked.values()))
+
+    def _account(self, seen: Sequence[tuple[Context, StepRecord]], asked: Mapping[tuple[int, int], int]) -> None:
+        """What the round has won or lost against plain decoding, by what rounds cost: a pause of the machine is none.
+
+        What was won is not kept beyond :data:`CREDIT`, so that no text pays for much that is tried (conservative
+        bandits, https://arxiv.org/abs/1602.04282, with a limit).
+        """
+        batch, record = len(seen), seen[-1][1]
+        plain_s = self.costs.round_s(batch, batch)
+        seconds = self.costs.round_s(batch, record.round_nodes or record.num_nodes)
+        seconds += sum(self.costs.draft_s(member, depth, batch) for member, depth in asked)
+        tokens = sum(1 + record.num_accepted_tokens for _, record in seen) / batch
+        self._credit = min(self._credit + tokens * (1.0 + EARNED) - seconds / plain_s, CREDIT)
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def explain(self, context: Context) -> str:
+        """What the plan costs and brings, in plain rounds; where that is plain decoding, what the best drafts would."""
+        return self.why
+
+    @property
+    def why(self) -> str:
+        """The reason in one line: all requests of a batch have the same plan."""
+        told = self.rival.told(self.members, self._plain_s)
+        return (
+            f"{'drafts' if self.chosen.drafts else 'plain'}: {told if self.rival.drafts else 'nothing is measured yet'}"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """The plan and why, every member at its best length (costs in plain rounds), and how far costs have moved."""
+        plain_s, options = self._plain_s, best_drafts(self._weighed, self._batch, self.costs)
+        names = [member.name for member in self.members]
+        rows = [
+            {
+                "drafter": names[draft.member],
+                "depth": draft.depth,
+                "tokens": round(draft.tokens, 3),
+                "cost": round(planned([draft], self._batch, self.costs, self._pads).seconds / plain_s, 3),
+                "share": round(draft.share, 3),
+            }
+            for draft in options
+        ]
+        speedup = self.chosen.tokens * plain_s / self.chosen.seconds if self._weighed else None
+        return {
+            "batch": self._batch,
+            "plan": [names[draft.member] for draft in self.chosen.drafts],
+            "options": rows,
+            "predicted_speedup": None if speedup is None else round(speedup, 3),
+            "why": self.why,
+            "drift": self.costs.drift,
+            "factors": dict(zip(names, self.costs.factors, strict=True)),
+        }
+
+    @property
+    def _plain_s(self) -> float:
+        return self.costs.round_s(self._batch, self._batch)
+
+
+def remaining(context: Context, length: int = 0) -> int:
+    """Tokens that a request may still write, or could when it had this ``length``."""
+    return context.max_length - (length or len(context.tokens)) if context.max_length else UNKNOWN

@@ -1,0 +1,176 @@
+"""The draft length, and the member of a group that drafts, as the arms of a bandit.
+
+UCBSpec of BanditSpec, Hou et al. 2025 (arXiv 2505.15141), section 7.10 of the specification.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.core.costs import RoundCosts
+from foretoken.methods.controllers.base import Controller
+
+
+@dataclass
+class Arm:
+    """One way to spend a round (depth 0: plain decoding), how often it was played, the tokens that those rounds wrote,
+    and what they cost, in seconds or in target steps."""
+
+    budget: Budget
+    rounds: int = 0
+    tokens: int = 0
+    cost: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per cost of all its rounds together, which is what a run gains; a mean of rates is not."""
+        return self.tokens / self.cost if self.cost else 0.0
+
+
+@dataclass
+class Table:
+    """The arms, plain decoding first, and the one of the round under way."""
+
+    arms: list[Arm] = field(default_factory=list)
+    playing: int = 0
+
+    def scores(self, explore: float, delta: float) -> list[float]:
+        """Upper confidence bounds, in tokens per plain round's cost; an arm that was never played comes first."""
+        plain, count = self.arms[0].rate or 1.0, len(self.arms)
+        longest, time = max(arm.budget.max_depth for arm in self.arms), 1 + sum(arm.rounds for arm in self.arms)
+
+        def score(arm: Arm) -> float:
+            return arm.rate / plain + explore * bonus(arm.rounds, time, count, longest, delta)
+
+        return [score(arm) if arm.rounds else math.inf for arm in self.arms]
+
+
+def bonus(rounds: int, time: int, arms: int, longest: int, delta: float) -> float:
+    """UCBSpec's benefit of the doubt in round ``time`` for an arm that was played in ``rounds`` of them."""
+    doubt = 1.0 + 2.0 * math.log(arms * time**2 * math.sqrt(1.0 + rounds) / delta)
+    return longest / 2.0 * math.sqrt((1.0 + rounds) / rounds**2 * doubt)
+
+
+class BanditController(Controller):
+    """Plays in every round the arm with the highest upper confidence bound on its speed.
+
+    The arms are plain decoding and every length of every member of the drafter (of the drafter itself, when it is no
+    group).  An arm's reward is tokens per time, relative to plain decoding.
+
+    Args:
+        lengths: draft lengths, ``"1|2|4|8"``; by default powers of two and the drafter's own length.
+        explore: factor on the confidence term.  1 is the paper's, whose proof needs it and which tries bad arms for
+            thousands of rounds.
+        delta: chance that a bound may fail.
+        c: cost of a level of the draft in target steps (one number, or one per member joined by ``|``) instead of
+            measured times: no clock is looked at then.
+        share: learn from all requests; otherwise each request starts anew.
+
+    Raises:
+        ValueError: an option outside its range; when the drafter is known, costs that do not fit its members.
+    """
+
+    name = "bandit"
+
+    def __init__(
+        self, lengths: str = "", explore: float = 0.1, delta: float = 0.05, c: str = "", share: bool = True
+    ) -> None:
+        if not (math.isfinite(explore) and explore >= 0 and 0 < delta < 1):
+            raise ValueError("bandit needs explore >= 0 and 0 < delta < 1")
+        self.lengths, self.costs = parse_lengths(lengths), parse_costs(c)
+        self.explore, self.delta, self.share = explore, delta, share
+        self._tables: dict[int, Table] = {}
+        self._measured: RoundCosts | None = None
+        self._make_arms(Limits("", 5, 64))
+
+    @property
+    def drafts(self) -> bool:
+        """Unless the only length is 0."""
+        return len(self.arms) > 1
+
+    def attach(self, limits: Limits) -> None:
+        """Make the arms of what the drafter can draft."""
+        count = len(limits.members or (limits,))
+        if len(self.costs) > 1 and len(self.costs) != count:
+            raise ValueError(f"bandit has {len(self.costs)} costs for {count} drafters: give one per drafter")
+        self._make_arms(limits)
+
+    def _make_arms(self, limits: Limits) -> None:
+        members = limits.members or (limits,)
+        self._specs = [member.name for member in members]
+        self.arms = [Budget(0, 0)]
+        for index, member in enumerate(members):
+            name = index if limits.members else None
+            self.arms += [Budget(length, member.max_nodes, member=name) for length in self._lengths_of(member)]
+        self._tables.clear()
+
+    def start_from(self, costs: RoundCosts) -> None:
+        """Reckon with these costs instead of the clock, if they know every drafter."""
+        self._measured = costs
+
+    def _lengths_of(self, limits: Limits) -> list[int]:
+        """Draft lengths above 0 that a drafter makes, shortest first."""
+        powers = [2**i for i in range(limits.max_depth.bit_length())]
+        wanted = [*powers, limits.max_depth] if self.lengths is None else self.lengths
+        return sorted({min(length, limits.max_depth) for length in wanted if length})
+
+    def _table(self, context: Context, batch_size: int) -> Table:
+        """What is known at about this batch size (within a factor of two): costs depend on it, so the best arm does."""
+        tables: dict[int, Table] = self._tables if self.share else context.state.setdefault(self, {})
+        size = batch_size.bit_length()
+        if size not in tables:
+            tables[size] = Table([Arm(budget) for budget in self.arms])
+        return tables[size]
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        """The best arm's budget: nothing is learned within a round, so requests that share a table get the same."""
+        table = self._table(context, batch_size)
+        scores = table.scores(self.explore, self.delta)
+        table.playing = scores.index(max(scores))
+        return table.arms[table.playing].budget
+
+    def observe(self, context: Context, record: StepRecord) -> None:
+        """Credit the arm with the round."""
+        table = self._table(context, record.batch_size)
+        arm = table.arms[table.playing]
+        arm.rounds += 1
+        arm.tokens += 1 + record.num_accepted_tokens
+        arm.cost += self._cost(arm.budget, record)
+
+    def _cost(self, budget: Budget, record: StepRecord) -> float:
+        """What the round cost for the request: target steps with ``c``, else its share of the round's seconds."""
+        index, depth = budget.member or 0, min(record.depth, budget.max_depth)
+        if self.costs:
+            return 1.0 + self.costs[index if len(self.costs) > 1 else 0] * depth
+        if self._measured is not None and all(spec in self._measured.drafters for spec in self._specs):
+            return self._measured.round_s(self._specs[index], depth, record.batch_size) / record.batch_size
+        return record.total_s / record.batch_size
+
+
+def parse_lengths(text: str) -> tuple[int, ...] | None:
+    """``"1|2|4"`` -> ``(1, 2, 4)``; ``None`` for an empty text.
+
+    Raises:
+        ValueError: not whole numbers from 0 on, joined by ``|``.
+    """
+    parts = text.split("|") if text else []
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"bandit needs lengths of 0 or more joined by |, for example 1|2|4, not {text!r}")
+    return tuple(map(int, parts)) or None
+
+
+def parse_costs(text: str) -> tuple[float, ...]:
+    """``"0.1|0"`` -> ``(0.1, 0.0)``.
+
+    Raises:
+        ValueError: not numbers of at least 0, joined by ``|``.
+    """
+    try:
+        costs = tuple(map(float, text.split("|"))) if text else ()
+    except ValueError:
+        costs = (math.nan,)
+    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+        raise ValueError(f"bandit needs costs c of 0 or more, one or one per drafter joined by |, not {text!r}")
+    return costs

@@ -1,0 +1,82 @@
+"""Stop drafting after a token that the draft itself finds unlikely; the drawn token stays in the draft.
+
+Transformers' assisted generation (first threshold 0.4, moved by what was accepted); DISCO, arXiv 2405.04304.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+from torch import Tensor
+
+from foretoken.core import Context, StepRecord
+from foretoken.methods.controllers.stopping import Stop, StoppingController, levels
+
+REMEMBERED = 1000
+"""Drafted tokens whose probability and fate are remembered; Transformers keeps all of them."""
+ENOUGH = 5
+"""The threshold moves once more tokens than this are known, accepted and rejected ones among them."""
+
+
+class ConfidenceController(StoppingController):
+    """A probability threshold on the draft's own tokens, which follows what is accepted.
+
+    After every round the threshold becomes the one with the smallest false-positive rate plus three times the
+    false-negative rate over the drafted tokens that were verified: rejected tokens that reach it, accepted ones below.
+
+    Args:
+        threshold: drafting ends after a token whose draft probability is below this; with ``adapt`` the first one.
+        k: longest draft; the drafter's own by default.
+        adapt: whether the threshold moves; it is one for all requests, and learns from chains only.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "confidence"
+
+    def __init__(self, threshold: float = 0.4, k: int | None = None, adapt: bool = True) -> None:
+        super().__init__(k)
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"confidence needs a threshold in [0, 1], not {threshold}")
+        self.threshold, self.adapt = threshold, adapt
+        self._seen: deque[tuple[float, bool]] = deque(maxlen=REMEMBERED)
+
+    def rule(self, context: Context) -> Stop:
+        """Compare with the threshold of this round, and note what was drafted."""
+        threshold = self.threshold
+        drafted: list[float] = []
+        context.state[self] = drafted
+
+        def stop(distribution: Tensor | None, probability: float) -> bool:
+            drafted.append(probability)
+            return probability < threshold
+
+        return stop
+
+    def observe(self, context: Context, record: StepRecord) -> None:
+        """Learn from a verified chain: its accepted tokens, and the first one that was rejected."""
+        drafted: list[float] = context.state.get(self, [])
+        if not self.adapt or not drafted or not len(drafted) == levels(record) == record.num_draft_tokens:
+            return
+        accepted = record.num_accepted_tokens
+        self._seen.extend((chance, i < accepted) for i, chance in enumerate(drafted[: accepted + 1]))
+        if len(self._seen) > ENOUGH and len({kept for _, kept in self._seen}) == 2:
+            self.threshold = best_threshold(self._seen)
+
+
+def best_threshold(seen: Iterable[tuple[float, bool]]) -> float:
+    """The threshold with the smallest false-positive rate + 3 false-negative rate; the largest one of equals.
+
+    Args:
+        seen: probabilities of drafted tokens, and whether they were accepted; both sorts must be there.
+    """
+    pairs = list(seen)
+    chances, kept = np.array([chance for chance, _ in pairs]), np.array([found for _, found in pairs])
+    thresholds = np.unique(chances)[::-1]
+    reached = chances[None, :] >= thresholds[:, None]  # [thresholds, tokens]
+    false_positive = (reached & ~kept).sum(1) / (~kept).sum()
+    false_negative = (~reached & kept).sum(1) / kept.sum()
+    return float(thresholds[int(np.argmin(false_positive + 3.0 * false_negative))])

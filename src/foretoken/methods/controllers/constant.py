@@ -1,0 +1,39 @@
+"""Always the same draft length."""
+
+from __future__ import annotations
+
+from foretoken.core import Budget, Context, Limits
+from foretoken.methods.controllers.base import Controller
+
+
+class ConstantController(Controller):
+    """The same budget every round.
+
+    Args:
+        k: draft length; the drafter's own by default; 0 is plain decoding.
+        nodes: most draft nodes; the drafter's own by default.
+    """
+
+    name = "constant"
+
+    def __init__(self, k: int | None = None, nodes: int | None = None) -> None:
+        for name, value in (("k", k), ("nodes", nodes)):
+            if value is not None and value < 0:
+                raise ValueError(f"constant needs {name} >= 0, not {value}")
+        self.k, self.nodes = k, nodes
+        self._budget = Budget(5 if k is None else k, 64 if nodes is None else nodes)
+
+    @property
+    def drafts(self) -> bool:
+        """Not with a length or a tree size of zero."""
+        return self.k != 0 and self.nodes != 0
+
+    def attach(self, limits: Limits) -> None:
+        """Take what was not given from the drafter."""
+        self._budget = Budget(
+            limits.max_depth if self.k is None else self.k, limits.max_nodes if self.nodes is None else self.nodes
+        )
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        """The constant budget."""
+        return self._budget

@@ -1,0 +1,160 @@
+"""What rounds cost on this machine: calibrated at first use, then corrected by one drift factor and one per drafter.
+
+    round without drafting = a + b requests + c nodes           drafting = a + b depth + c depth requests
+
+Each is measured at a few points, by the median of the first rounds there; between and beyond them the line through all
+points holds.  A round at a calibrated point tells of the machine only: it moves the drift factor, and for drafting the
+drafter's own factor.  Costs are kept in units of the drift: what was seen at different times can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from statistics import median
+
+import numpy as np
+
+from foretoken.core import Limits, StepRecord
+from foretoken.core.costs import RoundCosts
+
+SAMPLES, SURE = 20, 3
+"""Rounds that a point is calibrated by, and from which on it tells of drift."""
+LINE_WEIGHT = 5.0
+"""Rounds at a point that the line through all points is worth there: costs jump where kernels change."""
+NOISE = 0.1
+"""Standard deviation of a round's time, as a part of it; the parts of a shape are known beforehand to 100 %."""
+ROUND_SHAPE, DRAFT_SHAPE, FREE_SHAPE = (0.85, 0.1, 0.05), (0.25, 0.6, 0.15), (0.96, 0.02, 0.02)
+"""Parts of a cost that are constant, and that grow with the two features, until more is seen."""
+DRIFT_RATE, FACTOR_RATE, CLIP = 0.1, 0.05, 0.2
+"""How fast the factors follow; a round counts at most as this much (natural logarithm) off: pauses are not costs."""
+FREE = 0.02
+"""A draft of a drafter that runs no model, in plain rounds, until one was seen."""
+
+
+@dataclass
+class Curve:
+    """A cost: a line over two features, of a ``shape`` known beforehand, and the seconds seen at every point."""
+
+    shape: tuple[float, float, float]
+    samples: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    _line: tuple[float, float, float] | None = None
+    _known: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def add(self, point: tuple[int, int], seconds: float) -> None:
+        """One more round at a point, if it still needs one."""
+        found = self.samples.setdefault(point, [])
+        if len(found) < SAMPLES:
+            found.append(seconds)
+            self._line = None
+
+    def is_sure(self, point: tuple[int, int]) -> bool:
+        """Whether enough was seen there."""
+        return len(self.samples.get(point, ())) >= SURE
+
+    def at(self, x: int, y: int) -> float:
+        """The cost at a point, seen or not; never nothing, though a profile may say that a look-up takes no time."""
+        if self._line is None:
+            medians = {point: (median(seen), len(seen)) for point, seen in self.samples.items()}
+            self._line = fit(medians, self.shape)
+            self._known = {
+                point: (value / self._on_line(*point)) ** (seen / (seen + LINE_WEIGHT))
+                for point, (value, seen) in medians.items()
+            }
+        return max(self._on_line(x, y) * self._known.get((bucket(x), bucket(y)), 1.0), 1e-9)
+
+    def _on_line(self, x: int, y: int) -> float:
+        a, b, c = self._line or self.shape
+        return max(a + b * x + c * y, 1e-9)
+
+
+def fit(medians: Mapping[tuple[int, int], tuple[float, int]], shape: Sequence[float]) -> tuple[float, float, float]:
+    """The line through points (value, rounds) by weighted least squares, with a Gaussian prior of the shape."""
+    features = np.array([(1.0, *point) for point in medians])
+    values, seen = np.array(list(medians.values())).T
+    values = np.maximum(values, 1e-9)  # a coarse clock may say that a round took no time
+    prior = np.maximum(np.array(shape), 1e-9) * np.average(values / (features @ shape), weights=seen)
+    weights = seen**0.5 / (NOISE * values)
+    rows = np.concatenate([weights[:, None] * features, np.diag(1.0 / prior)])
+    wanted = np.concatenate([weights * values, np.ones(3)])
+    a, b, c = np.maximum(np.linalg.lstsq(rows, wanted, rcond=None)[0], 0.0).tolist()
+    return a, b, c
+
+
+class CostModel:
+    """Seconds of rounds by requests and nodes, and of drafts by drafter, depth and requests, in units of the drift.
+
+    Args:
+        members: the drafters; ``relative_cost`` 0 says that one runs no model.
+        start: what was measured before.
+    """
+
+    SKIPPED = 2
+    """Rounds at the very beginning that say nothing: caches are cold."""
+
+    def __init__(self, members: Sequence[Limits], start: RoundCosts | None = None) -> None:
+        self.members = members
+        self.rounds = Curve(ROUND_SHAPE)
+        self.drafts = [Curve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
+        self.drift, self.factors = 1.0, [1.0] * len(members)
+        self._skip = self.SKIPPED if start is None else 0
+        if start is not None:
+            self._start_from(start)
+
+    def _start_from(self, start: RoundCosts) -> None:
+        for nodes, seconds in start.target.seconds.items():
+            self.rounds.samples[1, bucket(nodes)] = [seconds + start.rest_s] * SURE
+        for curve, member in zip(self.drafts, self.members, strict=True):
+            if (cost := start.drafters.get(member.name)) is not None:
+                for depth in range(1, max(2, len(cost.survival)) + 1):
+                    curve.samples[bucket(depth), bucket(depth)] = [cost.seconds(depth)] * SURE
+
+    def round_s(self, batch: int, nodes: float) -> float:
+        """A round without its drafting; 1 until one was seen."""
+        return self.rounds.at(batch, max(round(nodes), 1)) if self.rounds.samples else 1.0
+
+    def plain_rounds(self, batch: int) -> int:
+        """Rounds by which plain decoding is calibrated at this size."""
+        return len(self.rounds.samples.get((bucket(batch), bucket(batch)), ()))
+
+    def draft_s(self, member: int, depth: int, batch: int) -> float:
+        """A draft for so many requests; by its size while none was seen."""
+        curve = self.drafts[member]
+        if not curve.samples:
+            relative = self.members[member].relative_cost
+            return (relative * depth if relative else FREE) * self.round_s(batch, batch)
+        return curve.at(depth, depth * batch) * self.factors[member]
+
+    def observe(self, record: StepRecord, member: int, depth: int, asked: int) -> None:
+        """Learn from a round in which ``asked`` requests got drafts of ``depth`` from one member (-1: from none, or
+        from several)."""
+        if self._skip:
+            self._skip -= 1
+            return
+        draft_s = 0.0 if member < 0 and record.round_nodes <= record.batch_size else record.draft_s
+        point = bucket(record.batch_size), bucket(record.round_nodes or record.num_nodes)
+        self.drift *= math.exp(DRIFT_RATE * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
+        if member < 0 or depth == 0 or draft_s <= 0:
+            return
+        point = bucket(depth), bucket(depth * asked)
+        off = self._learn(self.drafts[member], point, draft_s, self.factors[member])
+        self.factors[member] *= math.exp(FACTOR_RATE * off)
+
+    def _learn(self, curve: Curve, point: tuple[int, int], seconds: float, factor: float) -> float:
+        """Calibrate, or say how far off the round was (natural logarithm)."""
+        sure = curve.is_sure(point)
+        seconds = max(seconds, 1e-9)
+        expected = self.drift * factor * curve.at(*point) if sure else seconds
+        curve.add(point, seconds / (self.drift * factor))
+        return min(max(math.log(seconds / expected), -CLIP), CLIP)
+
+
+@cache
+def bucket(size: int) -> int:
+    """Sizes that are told apart: each up to 16, then steps of an eighth."""
+    if size <= 16:
+        return size
+    step = 1 << (size.bit_length() - 4)
+    return -(-size // step) * step

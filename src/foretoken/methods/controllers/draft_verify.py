@@ -1,0 +1,36 @@
+"""Stop drafting where no token is likely enough; the bar follows the acceptance rate of the request.
+
+Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168), section 7.4 of the specification.
+"""
+
+from __future__ import annotations
+
+from foretoken.core import Context
+from foretoken.methods.controllers.stopping import MovingThresholdController, Stop, top
+
+
+class DraftVerifyController(MovingThresholdController):
+    """Ends a draft after a token whose distribution has no probability as high as the bar.
+
+    Args:
+        threshold: first bar of a request; 0.8 for greedy requests and 0.5 for others by default.
+        k: longest draft; the drafter's own by default.
+        aim: acceptance rate that the bar steers to.
+        step: how far it is drawn per round, before smoothing.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "draft_verify"
+
+    def __init__(
+        self, threshold: float | None = None, k: int | None = None, aim: float = 0.9, step: float = 0.01
+    ) -> None:
+        # Greedy requests are held to more: their drafts are always the best token.
+        super().__init__((0.8, 0.5) if threshold is None else (threshold, threshold), k, aim, step)
+
+    def rule(self, context: Context) -> Stop:
+        """The largest probability against the bar of this round."""
+        bar = self.bar(context).value
+        return lambda distribution, probability: top(distribution, probability) < bar

@@ -1,0 +1,36 @@
+"""The draft length with most accepted tokens per second of the batch, zero included: ``auto`` with a single drafter.
+
+SmartSpec / TurboSpec, https://arxiv.org/abs/2406.14066.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from foretoken.core import Limits
+from foretoken.methods.controllers.auto import AutoController
+
+
+class GoodputController(AutoController):
+    """One length for the whole batch; a group of drafters counts as one drafter.
+
+    Args:
+        k: longest draft; the drafter's own by default.
+        memory: rounds after which one counts 1/e in the acceptance statistics.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "goodput"
+
+    def __init__(self, k: int | None = None, memory: float = 100.0) -> None:
+        if not memory >= 1:
+            raise ValueError(f"goodput needs memory >= 1, not {memory}")
+        self.keep = math.exp(-1.0 / memory)
+        super().__init__(k)
+
+    def attach(self, limits: Limits) -> None:
+        """Of a group, the group itself."""
+        super().attach(replace(limits, members=()))

@@ -1,0 +1,65 @@
+"""Two more after a full acceptance, one less otherwise: the schedule of Transformers' assisted generation."""
+
+from __future__ import annotations
+
+from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.stopping import levels
+
+
+class HeuristicController(Controller):
+    """A draft length per request that grows by ``up`` when everything was accepted and shrinks by ``down`` when not.
+
+    A tree counts as accepted when a path as long as its deepest one is: siblings are alternatives, of which one at most
+    can be right.
+
+    Args:
+        start: first length; the drafter's own by default.
+        up: growth after a full acceptance.
+        down: shrinkage otherwise.
+        low: smallest length.
+        high: largest length.
+        persist: go on with the length that the last request had, as Transformers' ``heuristic`` schedule does; its
+            ``heuristic_transient`` begins anew, as is the default here.
+    """
+
+    name = "heuristic"
+
+    def __init__(
+        self,
+        start: int | None = None,
+        up: int = 2,
+        down: int = 1,
+        low: int = 1,
+        high: int = 20,
+        persist: bool = False,
+    ) -> None:
+        if not (0 < low <= high) or up < 0 or down < 0 or (start is not None and start < 1):
+            raise ValueError("heuristic needs 1 <= low <= high, start >= 1, up >= 0 and down >= 0")
+        self.start, self.up, self.down, self.low, self.high = start, up, down, low, high
+        self.persist = persist
+        self._last: int | None = None
+        self._nodes = 64
+
+    def attach(self, limits: Limits) -> None:
+        """Start from the drafter's own length."""
+        self.start = self.start or limits.max_depth
+        self._nodes = max(limits.max_nodes, self.high)
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        """The request's current length."""
+        return Budget(self._length(context), self._nodes)
+
+    def _length(self, context: Context) -> int:
+        length: int = context.state.setdefault(self, self._last or self.start or 5)
+        return length
+
+    def observe(self, context: Context, record: StepRecord) -> None:
+        """Update the length; rounds without a draft (no room, nothing found) say nothing."""
+        if record.num_draft_tokens == 0:
+            return
+        k = self._length(context)
+        full = record.num_accepted_tokens == levels(record)
+        context.state[self] = min(self.high, k + self.up) if full else max(self.low, k - self.down)
+        if self.persist:
+            self._last = context.state[self]

@@ -1,0 +1,173 @@
+"""What all drafters share that guess a block of places in one pass of a network over the target's hidden states.
+
+What is drafted from a block is said in :mod:`foretoken.methods.drafters.parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.methods.drafters.base import BuildContext, share_of_bytes
+from foretoken.methods.drafters.draft_vocabulary import chosen_ids
+from foretoken.methods.drafters.dynamic import MOST_NODES
+from foretoken.methods.drafters.features import load_net
+from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
+from foretoken.methods.drafters.nets.block_model import BlockModel
+from foretoken.methods.drafters.nets.store import read_stored
+from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.reading import FeatureReader
+from foretoken.models.base import LanguageModel
+from foretoken.models.cache.window import USUAL, Window
+from foretoken.models.call_costs import quick_costs
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
+
+
+class BlockDrafter(FeatureReader, ParallelDrafter):
+    """Trees of the lattice, or drawn chains and trees.
+
+    Args:
+        model: the network over the target's hidden states.
+        nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
+            cost on this machine.
+        depth: most tokens of a path; 0: all that a block guesses.
+        width: candidates of every place; 1: a chain.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
+            ``nodes`` nodes by default.
+        window: places of the text that layers without a reach of their own look back; 0: all.
+        sink: first places of the text that they look at as well.
+
+    Attributes:
+        costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
+            chances that the draft gives them.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    model: BlockModel
+    net_config: ClassVar[type[BlockConfig]] = BlockConfig
+    net_class: ClassVar[type[BlockNet]] = BlockNet
+
+    def __init__(
+        self,
+        model: BlockModel,
+        nodes: int = 16,
+        depth: int = 0,
+        width: int = 8,
+        draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
+        tree: str = "",
+    ) -> None:
+        self.net: BlockNet = model.model
+        most = self.net.config.drafts
+        if not 0 <= depth <= most:
+            raise ValueError(f"{self.name} needs depth from 1 to {most}, which its block guesses, or 0, not {depth}")
+        self._shape(nodes, depth or most, width, draw, tree)
+        super().__init__(model, wanted=0)
+        model.window = Window(window, sink)
+        self.taps = tuple(dict.fromkeys(self.net.config.tap_names))
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
+        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default.
+
+        Raises:
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
+        """
+        net, parts = load_net(context, cls.name, path, cls.net_config, cls.net_class)
+        stored = read_stored(context.folder(cls.name, path), cls.name)[0]["measured"].get("frequent", ())
+        if vocab and net.vocabulary is not None:
+            raise ValueError(f"this {cls.name} has a draft vocabulary of its own: leave vocab out")
+        ids = chosen_ids(vocab, context, parts.vocab_size, stored) if net.vocabulary is None else None
+        model = block_model(net, parts, context.target, ids)
+        if "nodes" in options:
+            return cls(model, **options)
+        built = cls(model, nodes=MOST_NODES, **options)
+        built.fit(quick_costs(context.target))
+        return built
+
+    @classmethod
+    def of(
+        cls, net: BlockNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None, **options: Any
+    ) -> Self:
+        """A drafter over a network as it is now.
+
+        Args:
+            net: the network.
+            parts: the target's pieces.
+            target: the target.
+            ids: [V_d] the tokens that can be guessed, if the network has no draft vocabulary; all by default.
+            **options: those of the drafter.
+        """
+        return cls(block_model(net, parts, target, ids), **options)
+
+    @property
+    def head(self) -> DraftHead:
+        """The vocabulary projection."""
+        found: DraftHead = self.model.project
+        return found
+
+    def describe(self) -> list[dict[str, Any]]:
+        """How many tokens it can guess, and what runs its network."""
+        runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
+        return [{**told, "vocabulary": self.head.size, **runs} for told in super().describe()]
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The network and the vocabulary projection, which run once, as a share of every level."""
+        return share_of_bytes((self.model.weight_bytes + self.head.weight_bytes) // self.max_depth, target_bytes)
+
+    @torch.inference_mode()
+    def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
+        """Places [n, D] of the target's hidden states."""
+        return self.net.context([hidden[tap].float() for tap in self.net.config.tap_names])
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """One call for what was committed, one for the blocks of all requests; one without a text waits."""
+        trees = [TokenTree.root_only(context.root) for context in contexts]
+        level, _ = self.follow(contexts)
+        depths = [min(self.max_depth, b.max_depth, b.max_nodes) for b in budgets]
+        ready = [i for i, c in enumerate(contexts) if level[i] and depths[i] > 0 and c.state[self].tokens]
+        if ready:
+            guesses = self._guess([contexts[i] for i in ready], max(depths[i] for i in ready))
+            for i, guess in zip(ready, guesses, strict=True):
+                sharing = len(ready) if contexts[i].maker.fixed else 1
+                trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
+        return trees
+
+    @torch.inference_mode()
+    def _guess(self, contexts: Sequence[Context], depth: int) -> list[Guesses]:
+        config = self.net.config
+        sequences, roots = [c.state[self] for c in contexts], [c.root for c in contexts]
+        states = self.model.blocks(sequences, roots, config.rows_for(depth))
+        first = 0 if config.from_anchor else 1
+        states = states[:, first : first + depth]  # [n, k, D]
+        logits = self.head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+        return [self.guesses(*each) for each in zip(contexts, states, logits, strict=True)]
+
+    def guesses(self, context: Context, states: Tensor, logits: Tensor) -> Guesses:
+        """What is said of a request's block; states [k, D], logits [k, V_d]."""
+        return Guesses(context, states, logits, self.head, self._races(context))
+
+
+def block_model(net: BlockNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> BlockModel:
+    """The network as a model, with its vocabulary projection."""
+    net = net.to(parts.device)
+    weight = None if net.lm_head is None else net.lm_head.weight.detach()
+    return BlockModel(net, parts, target, DraftHead(parts, ids if net.vocabulary is None else net.vocabulary, weight))

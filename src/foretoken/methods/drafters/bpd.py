@@ -1,0 +1,102 @@
+"""Heads on the target's last hidden state guess the rest of a block at once; the target checks it and starts the next.
+
+Blockwise parallel decoding, Stern, Shazeer, Uszkoreit 2018 (arXiv 1811.03115).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.methods.drafters.drawing import best_ahead
+from foretoken.methods.drafters.features import load_net
+from foretoken.methods.drafters.growing import asks_for_confidence
+from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.linear.packing import weight_bytes
+
+
+class BpdDrafter(Drafter):
+    """Point proposals: below the root, which is what head 1 said, the best tokens of heads 2 to k.
+
+    The state that the heads read comes out of the call that verified the block before: prediction and verification
+    are one call, and the heads are the only other work of a round.
+
+    Args:
+        heads: the trained heads; they move to the target's device.
+        parts: what they borrow from the target.
+        k: block size, head 1 (the target) counted; all trained heads by default.
+
+    Raises:
+        ValueError: ``k`` below 2, or above what was trained.
+    """
+
+    name = "bpd"
+    taps = ("last",)
+    traits = Traits(prefers_noise=True)
+
+    def __init__(self, heads: BpdHeads, parts: TargetParts, k: int | None = None) -> None:
+        trained = heads.config.k
+        k = trained if k is None else k
+        if not 2 <= k <= trained:
+            raise ValueError(f"bpd needs k from 2 to {trained} (so many heads were trained), not {k}")
+        self.heads, self.parts, self.k = heads.to(parts.device).eval(), parts, k
+        self.max_depth = self.max_nodes = k - 1
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> BpdDrafter:
+        """From a spec ``bpd[:FOLDER]``.
+
+        Raises:
+            ValueError: no folder, one trained for another target, or damaged files.
+        """
+        heads, parts = load_net(context, cls.name, path, BpdConfig, BpdHeads)
+        return cls(heads, parts, **options)
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """A head of so many, and the target's vocabulary projection."""
+        own = weight_bytes(self.heads) // max(1, self.k - 1)
+        return share_of_bytes(own + weight_bytes(self.parts.head), target_bytes)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    @torch.inference_mode()
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """One call of the heads for all requests; a request without a state yet (a prompt of one token) waits."""
+        trees = [TokenTree.root_only(context.root) for context in contexts]
+        lengths = [min(self.max_depth, budget.max_depth, budget.max_nodes) for budget in budgets]
+        ready = [i for i, c in enumerate(contexts) if lengths[i] > 0 and len(c.hidden.get("last", ()))]
+        if not ready:
+            return trees
+        states = torch.stack([contexts[i].hidden["last"][-1] for i in ready]).float()  # [n, D]
+        logits = self.logits(states, max(lengths[i] for i in ready))
+        depth = len(logits)
+        rows = [contexts[i] for _ in range(depth) for i in ready]
+        found = best_ahead(logits.flatten(0, 1), rows, [k for k in range(depth) for _ in ready], 1)
+        for row, i in enumerate(ready):
+            chain = [token for (token,) in found[row :: len(ready)]][: lengths[i]]
+            if asks_for_confidence(budgets[i]):
+                chain = _confident(chain, logits[:, row], budgets[i])
+            trees[i] = TokenTree.chain(contexts[i].root, chain)
+        return trees
+
+    def logits(self, states: Tensor, depth: int) -> Tensor:
+        """[depth, n, V]: what the heads from the second on say of states [n, D]."""
+        hidden = self.heads(states, range(2, 2 + depth))
+        return self.parts.draft_logits(hidden.flatten(0, 1)).view(depth, len(states), -1)
+
+
+def _confident(chain: list[int], logits: Tensor, budget: Budget) -> list[int]:
+    """The chain up to and including the token after which the budget stops; logits [depth, V]."""
+    for place, token in enumerate(chain):
+        distribution = torch.softmax(logits[place].float(), -1)
+        if budget.stops_after(distribution, float(distribution[token])):
+            return chain[: place + 1]
+    return chain

@@ -1,0 +1,323 @@
+"""A draft model whose own writing is speculated by a smaller drafter, and that one's by a smaller one, if need be.
+
+Chen et al. 2023, "Cascade Speculative Drafting" (https://arxiv.org/abs/2312.11462): a *vertical* cascade (drafts of
+drafts), and a *horizontal* one (the larger drafter for the early positions, a smaller one for the later ones).
+
+The top level is lossless because every level emits exactly from its own distribution: after a rejection a token comes
+from the residual, never from the model's distribution itself (the slip of TriForce's code, arXiv 2404.11912).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.core.sampling import Sampler
+from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
+from foretoken.methods.drafters.growing import asks_for_confidence, readable, widened
+from foretoken.methods.drafters.nested import Nested, works_nested
+from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.trees.operations import truncate
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache.window import Window
+
+Rule = Callable[[TokenTree, Scores, Rng], Verdict]
+"""How guesses are verified against the draft model; must keep its distribution."""
+
+
+@dataclass
+class Chain:
+    """A chain under construction.
+
+    Attributes:
+        context: the request.
+        inside: what the inner drafters see of it.
+        sequence: the model's.
+        budget: of this round.
+        length: draft tokens that are wanted.
+        own: how many of them the model writes; the others come from the late drafter.
+        tokens: draft tokens so far.
+        distributions: per draft token the distribution [V] that it was drawn from; ``None`` for a point mass.
+        places: where the model wrote its tokens: scores, and the node of them that each token follows.
+        unread: tokens that the model is fed next, the last of them the root of the next guesses.
+        parent: scratch node that they hang from.
+        root: scratch node of the last root.
+        stopped: whether the budget's stop ended the chain.
+    """
+
+    context: Context
+    inside: Nested
+    sequence: SequenceState
+    budget: Budget
+    length: int
+    own: int
+    tokens: list[int] = field(default_factory=list)
+    distributions: list[Tensor | None] = field(default_factory=list)
+    places: list[tuple[Scores, int]] = field(default_factory=list)
+    unread: Sequence[int] = ()
+    parent: int = -1
+    root: int = -1
+    stopped: bool = False
+
+    @property
+    def left(self) -> int:
+        """Tokens that the model still has to write."""
+        return 0 if self.stopped else self.own - len(self.tokens)
+
+
+class CascadeDrafter(Drafter):
+    """Drafts a chain with a :class:`LanguageModel` that is itself sped up by another drafter.
+
+    Args:
+        model: the draft model.
+        inner: guesses what the model will write; changes the time, not the distribution of the draft.
+        rule: verifies these guesses, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
+        k: chain length.
+        early: with ``late``: how many tokens the model writes before ``late`` takes over.
+        late: drafts the later tokens of the chain.
+        lenience: above 1, the model writes greedily and accepts every guess to which it gives a probability above
+            1 / lenience, too.  The chain is then verified as point masses.
+        target: the model that is drafted for, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
+
+    Raises:
+        ValueError: an option outside its range, or a drafter that cannot work inside another one.
+        CapabilityError: the model cannot score and keep trees.
+    """
+
+    name = "cascade"
+    traits = Traits(rewinds=True)
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        inner: Drafter,
+        rule: Rule,
+        k: int = 8,
+        early: int = 0,
+        late: Drafter | None = None,
+        lenience: float = 1.0,
+        target: LanguageModel | None = None,
+    ) -> None:
+        for need in ("rollback", "tree_mask", "keep_path"):
+            if not getattr(model.capabilities, need):
+                raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
+        self.model, self.inner, self.late = model, inner, late
+        self.target_bytes = 0 if target is None else target.weight_bytes
+        self.nested = [inner] if late is None or late is inner else [inner, late]
+        self.vocab_size = model.vocab_size if target is None else target.vocab_size
+        self.k = self.max_depth = self.max_nodes = k
+        self.early, self.lenience = early, lenience
+        self._check_options()
+        self._rule: Rule = rule if lenience == 1.0 else self._review_leniently
+        self.traits = replace(
+            self.traits,
+            kind=Kind.POINT if lenience > 1.0 else Kind.IID,
+            shares_state=any(drafter.traits.shares_state for drafter in self.nested),
+        )
+
+    def _check_options(self) -> None:
+        name, late, early = self.name, self.late, self.early
+        if self.k < 1:
+            raise ValueError(f"{name} needs k >= 1, not {self.k}")
+        if not self.lenience >= 1.0:
+            raise ValueError(f"{name} needs lenience >= 1, not {self.lenience}")
+        if early and late is None:
+            raise ValueError(f"{name} needs a drafter for the tokens after early={early}: give late=SPEC")
+        if late is not None and not 1 <= early < self.k:
+            raise ValueError(
+                f"{name} with late={late.name} needs early between 1 and k - 1 = {self.k - 1}, not {early}"
+            )
+        if late is not None and late.traits.draws_trees:
+            raise ValueError(f"{name} needs a late drafter of chains, and {late.name!r} drafts trees")
+        for drafter in self.nested:
+            if not works_nested(drafter):
+                raise ValueError(
+                    f"{name} cannot use {drafter.name!r} inside: it cannot take text back that was only drafted, or it "
+                    "looks into the target; use for example ngram or model"
+                )
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        inner: str = "ngram",
+        late: str = "",
+        quantize: str = "auto",
+        window: int = 0,
+        sink: int = 0,
+        **options: Any,
+    ) -> Self:
+        """From a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model (``quantize``, ``window`` and ``sink`` as
+        for ``model``) and what guesses for it.
+
+        Raises:
+            ValueError: no path where there is no built-in draft, another tokenizer, or a wrong nested spec.
+        """
+        model = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
+        # Inner drafters speak the target's vocabulary, and no draft model is built in for a draft model.
+        if late:
+            options["late"] = context.nested(cls.name, late, for_target=False)
+        guesser = context.nested(cls.name, inner, for_target=False)
+        return cls(model, guesser, context.inner_rule, target=context.target, **options)
+
+    # -- a request's life --------------------------------------------------------------------------------------------
+
+    def start(self, context: Context) -> None:
+        """Start the inner drafters."""
+        maker = context.maker if self.lenience == 1.0 else _greedy(context.maker)
+        inside = context.state[self] = Nested(context, self.nested, maker)
+        inside.start()
+
+    def rewind(self, context: Context, length: int) -> None:
+        """Take committed tokens back, and cut the inner text."""
+        inside: Nested = context.state[self]
+        sequence: SequenceState | None = context.state.get((self, "text"))
+        if inside.rewind(length) and sequence is not None and len(sequence.tokens) >= length:
+            self.model.rewind(sequence, max(length - 1, 0))  # the last token is always fed again
+
+    def finish(self, context: Context) -> None:
+        """Free what the model and the inner drafters keep."""
+        if self in context.state:
+            context.state.pop(self).finish(context.tokens)
+            close((self, "text"), context)
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Inner rounds for the whole batch, one forward of the model each, until every chain has its length.
+
+        A round never emits more than is missing.  So a chain's length does not depend on what was drawn, and its joint
+        distribution is the product of the model's distributions.  A request whose text the model has not read yet, or
+        cannot hold, gets none.
+        """
+        found = [TokenTree.root_only(context.root) for context in contexts]
+        texts = [self._readable(context.tokens) for context in contexts]
+        levels = level((self, "text"), TextReader(self.model), contexts, texts)
+        ready = [i for i, is_level in enumerate(levels) if is_level]
+        chains = [self._begin(contexts[i], budgets[i]) for i in ready]
+        self._write(chains)
+        for i, chain in zip(ready, chains, strict=True):
+            found[i] = self._finished(chain)
+        return found
+
+    def _write(self, chains: Sequence[Chain]) -> None:
+        writing = [chain for chain in chains if chain.left > 0]
+        for chain in writing:
+            chain.inside.follow(chain.context.tokens)
+            chain.unread = self.model.catch_up(chain.sequence, self._readable(chain.context.tokens))
+        while writing:
+            trees = self._guesses(writing)
+            rows = self.model.forward([self._feed(c, t) for c, t in zip(writing, trees, strict=True)])
+            for chain, tree, row in zip(writing, trees, rows, strict=True):
+                self._review(chain, tree, row)
+            writing = [chain for chain in writing if chain.left > 0]
+        self._add_late([chain for chain in chains if not chain.stopped and chain.length > len(chain.tokens)])
+
+    def _begin(self, context: Context, budget: Budget) -> Chain:
+        # The last draft is not read, so one more than the context's room can be written; past the room, nothing.
+        room = self.model.context_length - len(context.tokens) + 1
+        length = max(min(self.k, budget.max_depth, budget.max_nodes, room), 0)
+        inside, sequence = context.state[self], context.state[self, "text"]
+        return Chain(context, inside, sequence, budget, length, min(length, self.early or length))
+
+    def _guesses(self, chains: Sequence[Chain]) -> list[TokenTree]:
+        """What the inner drafter thinks the model will write: at most one token less than missing, for the round adds
+        one of its own.
+        """
+        trees = [TokenTree.root_only(chain.inside.text.root) for chain in chains]
+        asked = [i for i, chain in enumerate(chains) if chain.left > 1]
+        if asked:
+            depths = [min(self.inner.max_depth, chains[i].left - 1) for i in asked]
+            budgets = [Budget(depth, self.inner.max_nodes) for depth in depths]
+            found = self.inner.propose_batch([chains[i].inside.text for i in asked], budgets)
+            for i, tree, depth in zip(asked, found, depths, strict=True):
+                trees[i] = truncate(tree, depth)
+        return trees
+
+    def _feed(self, chain: Chain, tree: TokenTree) -> Feed:
+        """The unread tokens, the last of which is the tree's root, and the guesses below it."""
+        first = len(chain.sequence.scratch_tokens)
+        root = chain.root = first + len(chain.unread) - 1
+        parents = [chain.parent, *range(first, root), *(root + parent for parent in tree.parents[1:])]
+        tokens = self._readable([*chain.unread, *tree.tokens[1:]])
+        return Feed(chain.sequence, tokens, parents, wanted=len(tree))
+
+    def _review(self, chain: Chain, tree: TokenTree, row: Rows) -> None:
+        """One inner verdict: every token of it has the model's distribution after the node before it."""
+        text = chain.inside.text
+        # The text grows below, and siblings are looked for in these scores later.
+        scores = Scores(widened(row.logits, self.vocab_size), tree, tuple(text.tokens), text.maker)
+        verdict = self._rule(tree, scores, text.rng)
+        nodes = [0, *verdict.path]
+        tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+        for node, token in zip(nodes, tokens, strict=True):
+            if not chain.stopped:
+                self._add(chain, token, scores, node)
+        chain.parent, chain.unread = chain.root + nodes[-1], tokens[-1:]
+        text.tokens.extend(tokens)
+        self.inner.observe(text, tree, scores, verdict)
+
+    def _add(self, chain: Chain, token: int, scores: Scores, node: int) -> None:
+        """Put the token after ``node`` into the chain.  A stop suppresses what follows it, never the token itself."""
+        distribution = None if scores.maker.fixed else scores.p(node)
+        chain.tokens.append(token)
+        chain.distributions.append(distribution)
+        chain.places.append((scores, node))
+        if asks_for_confidence(chain.budget):
+            sure = torch.softmax(scores.ranking(node), -1) if distribution is None else distribution
+            chain.stopped = chain.budget.stops_after(sure, float(sure[token]))
+
+    def _add_late(self, chains: Sequence[Chain]) -> None:
+        """The later tokens: each keeps the distribution that the late drafter drew it from."""
+        if self.late is None or not chains:
+            return
+        rooms = [chain.length - len(chain.tokens) for chain in chains]
+        budgets = [replace(c.budget, max_depth=room, max_nodes=room) for c, room in zip(chains, rooms, strict=True)]
+        trees = self.late.propose_batch([chain.inside.text for chain in chains], budgets)
+        for chain, tree, room in zip(chains, trees, rooms, strict=True):
+            for node in range(1, len(truncate(tree, room))):
+                chain.tokens.append(tree.tokens[node])
+                chain.distributions.append(tree.distribution(node))
+
+    def _finished(self, chain: Chain) -> TokenTree:
+        tree = TokenTree.chain(chain.context.root, chain.tokens)
+        drawn = [distribution for distribution in chain.distributions if distribution is not None]
+        if not drawn:
+            return tree
+        rows = iter(range(len(drawn)))
+        q_rows = (-1, *(-1 if distribution is None else next(rows) for distribution in chain.distributions))
+        return replace(
+            tree, kind=Kind.IID, q=torch.stack([distribution.to(drawn[0]) for distribution in drawn]), q_rows=q_rows
+        )
+
+    def _review_leniently(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
+        """Follow the model's best token, else the likeliest guess above 1 / lenience; no coin is tossed."""
+        path: list[int] = []
+        while True:
+            node = path[-1] if path else 0
+            best, children = scores.argmax(node), tree.children[node]
+            distribution = torch.softmax(scores.logits[node].float(), -1)  # [V]
+            distribution[best] = 2.0  # is always accepted, and before all others
+            weights = distribution[[tree.tokens[child] for child in children]].tolist()
+            if not weights or max(weights) * self.lenience <= 1.0:
+                return Verdict(tuple(path), best, next_is_bonus=not children)
+            path.append(children[weights.index(max(weights))])
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        return readable(tokens, self.model.vocab_size, self.vocab_size)
+
+
+def _greedy(maker: Sampler) -> Sampler:
+    """The same pipeline at temperature 0."""
+    return Sampler(replace(maker.params, temperature=0.0), maker.prompt_length)

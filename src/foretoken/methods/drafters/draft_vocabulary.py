@@ -1,0 +1,168 @@
+"""Which tokens a drafter may guess: the option ``vocab=N|FILE``.
+
+Of a draft step with a vocabulary of 150,000 tokens the projection takes as long as the layers, and nearly all text is
+made of few tokens: FR-Spec, Zhao et al. 2025 (arXiv 2502.14856).  The draft's distribution q is then one over the
+chosen tokens and zero elsewhere, so that every rule of verification stays exact; a token that cannot be guessed is the
+target's to say.
+
+The tokens that end a text always belong to a draft vocabulary.  A draft that cannot guess them loses a round of every
+answer, and one row more costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.io.files import write_json
+from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.datastore import fingerprint
+
+LAYOUT = 'a JSON list of token ids, {"ids": [id, ...]} or {"counts": {"id": count, ...}}'
+"""What a file of a draft vocabulary holds."""
+
+
+def chosen_ids(vocab: str, context: BuildContext, size: int, known: Sequence[int] = ()) -> Tensor | None:
+    """The target's ids that a drafter may guess.
+
+    Args:
+        vocab: the option.  Empty or 0: as the drafter is.  N: the first N of ``known``; where nothing is known the N
+            lowest ids, because tokenizers number their pieces in the order in which they were merged, the most frequent
+            pairs first.  Otherwise a file (:func:`read_ids`).
+        context: the target, with its ends of text and its tokenizer.
+        size: V, how many ids the drafter could guess.
+        known: the ids that it was trained to guess, the most frequent one first.
+
+    Returns:
+        int64 [V_d], ends of text included; ``None`` for all ids.
+
+    Raises:
+        ValueError: N is negative or larger than what there is; a file that :func:`read_ids` refuses, or that names
+            none of the known ids.
+    """
+    number = _whole_number(vocab)
+    if number == 0:
+        return torch.tensor(list(known)) if known else None
+    able = set(known) or set(range(size))
+    ends = sorted(able & set(context.target.eos_token_ids))
+    if number is None:
+        listed = read_ids(Path(vocab).expanduser(), size, context.tokenizer)
+        chosen = [token for token in listed if token in able]
+        if not chosen:
+            raise ValueError(f"{vocab} names none of the {len(able)} tokens that this drafter was trained to guess")
+        return torch.tensor([*chosen, *(end for end in ends if end not in set(chosen))])
+    check_number(number, len(known), size)
+    return None if number == size else torch.tensor(first_of(known or range(size), number, ends))
+
+
+def check_number(number: int, known: int, size: int) -> None:
+    """Raises:
+    ValueError: ``number`` is negative, or more than ``known`` or (where nothing is known, or for all) ``size`` tokens.
+    """
+    if number < 0 or (known or size) < number != size:
+        stored = f"up to the {known} that were stored, " if known else f"up to {size}, "
+        raise ValueError(
+            f"vocab is how many tokens can be guessed: 0 (as trained), {stored}or {size} for all; not {number}"
+        )
+
+
+def first_of(ids: Sequence[int], number: int, ends: Sequence[int]) -> list[int]:
+    """The first ``number`` of the ids in their order, but all of the ``ends`` among them."""
+    kept = list(ids[:number])
+    missing = [end for end in ends if end not in set(kept)]
+    others = [token for token in kept if token not in ends]
+    dropped = set(others[len(others) - len(missing) :] if len(missing) < len(others) else others) if missing else set()
+    return [token for token in kept if token not in dropped] + missing
+
+
+def read_ids(file: Path, size: int, tokenizer: Any | None) -> list[int]:
+    """The ids in a file of a draft vocabulary, the most frequent one first where it holds counts.
+
+    Args:
+        file: :data:`LAYOUT`; with ``"tokenizer"``, as :func:`save_vocabulary` writes it, for that tokenizer only.
+        size: V.
+        tokenizer: the target's, if there is one.
+
+    Raises:
+        ValueError: no such file, one of another layout or of another tokenizer, no ids, an id twice, or one that is not
+            below ``size``.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"vocab={file} is neither a number of tokens nor a file: give {LAYOUT}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{file} cannot be read as a draft vocabulary ({type(error).__name__}): it must hold {LAYOUT}"
+        ) from None
+    made_for = found.get("tokenizer") if isinstance(found, dict) else None
+    if made_for is not None and tokenizer is not None and made_for != fingerprint(tokenizer):
+        raise ValueError(f"{file} was made with another tokenizer than the target's: count its own texts")
+    ids = _listed(found)
+    if ids is None:
+        raise ValueError(f"{file} is no draft vocabulary: it must hold {LAYOUT}")
+    if not ids:
+        raise ValueError(f"{file} names no token: a draft vocabulary holds at least one")
+    wrong = next((token for token in ids if not 0 <= token < size), None)
+    if wrong is not None:
+        raise ValueError(f"{file} names token {wrong}, and the vocabulary has {size}: it was made for another model")
+    token, times = Counter(ids).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{file} names token {token} more than once: list every token once")
+    return ids
+
+
+def save_vocabulary(
+    file: str | Path, texts: Iterable[Sequence[int]], tokenizer: Any | None = None, size: int = 0
+) -> None:
+    """Write the tokens of some texts as a draft vocabulary, the most frequent one first (the lower id wins a tie).
+
+    Args:
+        file: a JSON file, for ``vocab=FILE``.
+        texts: token ids, best of answers that the target has written itself.
+        tokenizer: theirs; the file is then refused for others.
+        size: how many tokens; 0: all that occur.  Where fewer occur, the lowest other ids follow.
+
+    Raises:
+        ValueError: no text has a token.
+        OSError: the file cannot be written.
+    """
+    counts = Counter(int(token) for text in texts for token in text)
+    if not counts:
+        raise ValueError("a draft vocabulary is counted from texts, and these have no token")
+    ids = sorted(counts, key=lambda token: (-counts[token], token))
+    if size > len(ids):
+        others = (token for token in range(size + len(ids)) if token not in counts)
+        ids += [token for token, _ in zip(others, range(size - len(ids)), strict=False)]
+    described = {} if tokenizer is None else {"tokenizer": fingerprint(tokenizer)}
+    write_json(Path(file).expanduser(), {**described, "ids": ids[: size or None]})
+
+
+def _whole_number(vocab: str) -> int | None:
+    """The option as a number, 0 for an empty one; ``None`` for a file."""
+    try:
+        return int(vocab or 0)
+    except ValueError:
+        return None
+
+
+def _listed(found: Any) -> list[int] | None:
+    """Ids by the layouts of a file; ``None`` for anything else."""
+    if isinstance(found, dict) and isinstance(found.get("counts"), dict):
+        try:
+            counts = [(int(token), count) for token, count in found["counts"].items()]
+        except ValueError:
+            return None
+        if not all(type(count) is int and count >= 0 for _, count in counts):
+            return None
+        return [token for token, count in sorted(counts, key=lambda pair: (-pair[1], pair[0])) if count]
+    listed = found.get("ids") if isinstance(found, dict) else found
+    if not isinstance(listed, list) or not all(type(token) is int for token in listed):
+        return None
+    return listed

@@ -1,0 +1,89 @@
+"""A block whose guesses see the token before through a head of low rank, and a head that says where to stop.
+
+DSpark 2026 (arXiv 2607.05147).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from foretoken.core import Context
+from foretoken.methods.drafters.nets.block_model import BlockModel
+from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
+from foretoken.methods.drafters.pairs import PairDrafter, PairGuesses
+from foretoken.methods.drafters.parallel import Guesses, Row
+from foretoken.models.cache.window import USUAL
+
+
+class SparkGuesses(PairGuesses):
+    """Beside the scores the chance that a path survives so far, by the confidence head.
+
+    The confidence of a place is told from the tokens before it, so that stopping there is exact for drawn chains.
+    """
+
+    net: DsparkNet
+    stop: float = 0.0
+
+    def row(self, path: Sequence[int], state: Any) -> tuple[Row, Any]:
+        """The place's candidates; nothing where its path is not likely enough to get there and be right."""
+        memory, survival = state or (None, 1.0)
+        if self.stop > 0:
+            with torch.no_grad():
+                odds = self.net.confidences(self.before(path), self.states[len(path)])
+            survival *= 1.0 if odds is None else float(torch.sigmoid(odds.float()))
+            if survival < self.stop:
+                return Row(self.values[len(path)], self.ids[len(path)], ends=True), None
+        row, memory = super().row(path, memory)
+        return row, (memory, survival)
+
+
+class DsparkDrafter(PairDrafter):
+    """Trees and chains over corrected scores.
+
+    Args:
+        model: the network over the target's hidden states.
+        nodes: as for every block drafter.
+        depth: as for every block drafter.
+        width: as for every block drafter.
+        draw: as for every block drafter.
+        stop: nothing is drafted at a place that is reached, and right, with a lower chance than this, by the confidence
+            head; 0 asks it nothing.
+        window: as for every block drafter.
+        sink: as for every block drafter.
+        tree: as for every block drafter.
+
+    Raises:
+        ValueError: an option outside its range, or a stop without a confidence head.
+    """
+
+    name = "dspark"
+    net_config = DsparkConfig
+    net_class = DsparkNet
+
+    def __init__(
+        self,
+        model: BlockModel,
+        nodes: int = 16,
+        depth: int = 0,
+        width: int = 8,
+        draw: str = "iid",
+        stop: float = 0.0,
+        window: int = USUAL,
+        sink: int = 0,
+        tree: str = "",
+    ) -> None:
+        super().__init__(model, nodes, depth, width, draw, window, sink, tree)
+        if not 0 <= stop < 1:
+            raise ValueError(f"dspark needs stop from 0 to below 1, not {stop}")
+        if stop and not self.net.config.confidence:  # type: ignore[attr-defined]
+            raise ValueError("this dspark has no confidence head to stop by: leave stop out")
+        self.stop = stop
+
+    def guesses(self, context: Context, states: torch.Tensor, logits: torch.Tensor) -> Guesses:
+        """What is said of a request's block; states [k, D], logits [k, V_d]."""
+        made = SparkGuesses(context, states, logits, self.head, self._races(context), self.net)
+        made.stop = self.stop
+        return made

@@ -1,0 +1,162 @@
+"""The target's first layers draft: their keys, values and hidden states are reused when it verifies.
+
+LayerSkip, Elhoushi et al. 2024 (arXiv 2404.16710): one exit for all tokens.  CALM, Schuster et al. 2022 (arXiv
+2207.07061): every token has its own, where its hidden state or its best two tokens tell that more layers would change
+nothing.  There it is what is written, here what is guessed, so that a wrong exit costs time alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from foretoken.methods.drafters.growing import Growing
+from foretoken.methods.drafters.narrowed import projected
+from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
+from foretoken.models.base import Feed, LanguageModel, Rows
+from foretoken.models.network.layers import LayerPlan
+
+THRESHOLDS = {"margin": 0.5, "hidden": 0.99}
+"""Saturation tests, and from which value on a token is saturated: by how much its best token is ahead of the second, in
+probability; and the cosine of its hidden states before and behind the last layer that ran."""
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """When a token may exit.
+
+    Attributes:
+        test: ``"margin"`` or ``"hidden"``.
+        threshold: the value from which it is saturated.
+        step: layers between two tests.
+        most: the layer behind which it exits in any case.
+    """
+
+    test: str
+    threshold: float
+    step: int
+    most: int
+
+    def holds(self, row: Rows, layer: int) -> bool:
+        """Whether all nodes whose logits are there are saturated behind ``layer``."""
+        if self.test == "margin":
+            if row.logits.shape[-1] == 1:  # a draft vocabulary of one token
+                return True
+            best = torch.softmax(row.logits.float(), -1).topk(2, -1).values
+            return bool((best[:, 0] - best[:, 1] >= self.threshold).all())
+        count = len(row.logits)
+        behind, before = (row.taps[f"layer:{i}"][-count:].float() for i in (layer, layer - 1))
+        return bool((functional.cosine_similarity(behind, before, dim=-1) >= self.threshold).all())
+
+    def taps(self, layer: int) -> tuple[str, ...]:
+        """The hidden states that a pass up to ``layer`` must hand out: to go on from, and for the test."""
+        return (f"layer:{layer}", f"layer:{layer - 1}") if self.test == "hidden" else (f"layer:{layer}",)
+
+
+class EarlyExitDrafter(OwnLayersDrafter):
+    """Drafts with the first ``layer`` layers, the final norm and the head.
+
+    A round of k drafts runs ``layer`` layers k times while drafting, once more for the last draft, and the other
+    layers once for all nodes: the verification goes on from the hidden states that drafting has made.
+
+    With ``until`` every token runs ``layer`` layers and then ``step`` more at a time until it is saturated.  The later
+    layers need keys and values of the drafts before it, which may have exited earlier: they run with it.
+
+    Args:
+        target: the model that drafts for itself.
+        layer: the exit layer E, from 1 to one below the number of layers; 0 means a quarter of them.  With ``until``
+            the first one.
+        k: chain length, when no tree is asked for.
+        tree: children per level, as for the drafter ``model``.
+        draw: how siblings are drawn, as for the drafter ``model``.
+        until: ``"margin"`` or ``"hidden"`` lets every token exit where it is saturated, by the probability that its
+            best token is ahead of the second or by the cosine of its hidden states around a layer.
+        threshold: from which value on it is; 0 means .5 for ``margin`` and .99 for ``hidden``.
+        step: layers between two tests; 0 means an eighth of them.
+        most: the layer behind which a token exits in any case; 0 means three quarters of them.
+
+    Raises:
+        ValueError: an option outside its range.
+        CapabilityError: the target's layers cannot be run one by one.
+    """
+
+    name = "early_exit"
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        layer: int = 0,
+        k: int = 4,
+        tree: str = "",
+        draw: str = "",
+        until: str = "",
+        threshold: float = 0.0,
+        step: int = 0,
+        most: int = 0,
+    ) -> None:
+        layers = num_layers_of(target)
+        layer = layer if layer != 0 else max(1, layers // 4)
+        if not 1 <= layer < layers:
+            raise ValueError(f"early_exit needs an exit layer from 1 to {layers - 1}, not {layer}")
+        self.saturation = saturation_of(until, threshold, step, most, layer, layers)
+        super().__init__(target, LayerPlan(stop=layer), k, tree, draw)
+        self.layer = layer
+
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
+        """The first layers for all; further ones for those that are not saturated."""
+        if self.saturation is None:
+            return super()._score(feeds, trees)
+        rule, layer = self.saturation, self.layer
+        rows = projected(self.head, self._part, feeds, rule.taps(layer))
+        states = {i: torch.stack(list(feed.sequence.exit_states)) for i, feed in enumerate(feeds)}
+        waiting = [i for i, row in enumerate(rows) if not rule.holds(row, layer)]
+        while waiting and layer < rule.most:
+            further = min(layer + rule.step, rule.most)
+            window = [self._all_nodes(feeds[i], len(rows[i].logits), states[i]) for i in waiting]
+            deeper = projected(self.head, self._on(layer, further), window, rule.taps(further))
+            layer = further
+            for i, row in zip(waiting, deeper, strict=True):
+                rows[i], states[i] = row, row.taps[f"layer:{layer}"]
+            waiting = [i for i in waiting if not rule.holds(rows[i], layer)]
+        return rows
+
+    def _on(self, layer: int, further: int) -> Callable[[Sequence[Feed], Sequence[str]], list[Rows]]:
+        """A forward that goes on from one layer to a further one."""
+        model: Any = self.model
+        plan = LayerPlan(start=layer, stop=further)
+        return lambda feeds, taps: model.forward_on(feeds, plan, taps)
+
+    def _all_nodes(self, feed: Feed, wanted: int, states: Tensor) -> Feed:
+        """Every draft node of a sequence, with its states [n, D] at the layer from which they go on."""
+        sequence = feed.sequence
+        return replace(
+            feed, tokens=sequence.scratch_tokens, parents=sequence.scratch_parents, wanted=wanted, states=states
+        )
+
+
+def saturation_of(until: str, threshold: float, step: int, most: int, layer: int, layers: int) -> Saturation | None:
+    """The test that the options ask for; ``None`` for one exit for all tokens.
+
+    Raises:
+        ValueError: no such test, or a value outside its range.
+    """
+    if not until:
+        if threshold or step or most:
+            raise ValueError("early_exit takes threshold, step and most with until=margin or until=hidden only")
+        return None
+    if until not in THRESHOLDS:
+        raise ValueError(f"until must be one of {', '.join(THRESHOLDS)}, not {until!r}")
+    threshold = threshold or THRESHOLDS[until]
+    if not 0.0 <= threshold <= 1.0:
+        raise ValueError(f"early_exit needs a threshold in [0, 1], not {threshold}")
+    if step < 0:
+        raise ValueError(f"early_exit needs step >= 0, not {step}")
+    most = most or max(layer, 3 * layers // 4)
+    if not layer <= most < layers:
+        raise ValueError(f"early_exit needs most from layer={layer} to {layers - 1}, not {most}")
+    return Saturation(until, threshold, step or max(1, layers // 8), most)

@@ -1,0 +1,82 @@
+"""Several drafters guess at once: their trees are verified as one.
+
+SpecInfer, Miao et al. 2023 (https://arxiv.org/abs/2305.09781): the merged token tree of several draft models, every
+node with the distribution that it was really drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from foretoken.core import Budget, Context, Kind, TokenTree
+from foretoken.methods.drafters.base import BuildContext, Drafter
+from foretoken.methods.drafters.group import GroupDrafter, Part, Proposal, ask
+from foretoken.methods.trees.operations import merge_with_places
+
+
+class EnsembleDrafter(GroupDrafter):
+    """The union of its members' trees.
+
+    Each member guesses on the same text.  Nodes of deterministic members that say the same become one; a drawn node
+    stays a trial of its own, with its own distribution.  The nodes of the budget are shared evenly in the members'
+    order, and what one does not use is left to those after it.
+
+    Args:
+        drafters: the members, those that are tried first at every node first.  The members of an ensemble among them
+            become members of this one.
+
+    Raises:
+        ValueError: no member, one member twice, different vocabularies, or a member that drafts with the target itself.
+    """
+
+    name = "ensemble"
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        super().__init__([m for d in drafters for m in (d.drafters if isinstance(d, EnsembleDrafter) else (d,))])
+        for member in self.drafters:
+            if member.traits.runs_target:
+                raise ValueError(
+                    f"drafter {member.name!r} drafts on the target's own cache, which must hold its tree alone: "
+                    "it cannot be in an ensemble, use it in a router"
+                )
+        self.max_nodes = sum(member.max_nodes for member in self.drafters)
+        branches = len(self.drafters) > 1 or self.traits.draws_trees  # two members make two branches
+        # Point trees are those of rounds in which no drawing member had anything to say.
+        sorts = frozenset({(self.traits.kind, branches), (Kind.POINT, branches)})
+        self.traits = replace(self.traits, draws_trees=branches, sorts=sorts)
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        drafters: str | None = None,
+    ) -> EnsembleDrafter:
+        """From a spec ``ensemble[,drafters=(A|B|...)]``; by default the target's default drafter and a copying one.
+
+        Raises:
+            ValueError: a path, or members that are unknown or do not fit.
+        """
+        if path is not None:
+            raise ValueError("drafter 'ensemble' takes no path: ensemble,drafters=(model:PATH|ngram)")
+        return cls(context.members(drafters, most=2))
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Every member's trees for all requests, one member after the other, merged per request."""
+        left = [budget.max_nodes for budget in budgets]
+        found: list[list[TokenTree]] = [[] for _ in contexts]
+        for waiting, member in zip(range(len(self.drafters), 0, -1), self.drafters, strict=True):
+            # Rounded up: a single node goes to the first member.
+            shares = [replace(b, max_nodes=-(-room // waiting)) for b, room in zip(budgets, left, strict=True)]
+            for i, tree in enumerate(ask(member, contexts, shares)):
+                found[i].append(tree)
+                left[i] -= tree.num_drafts
+        return [self._merged(context, trees) for context, trees in zip(contexts, found, strict=True)]
+
+    def _merged(self, context: Context, trees: Sequence[TokenTree]) -> TokenTree:
+        tree, places = merge_with_places(trees, self.traits.kind)
+        parts = {i: Part(own, place) for i, (own, place) in enumerate(zip(trees, places, strict=True))}
+        context.state[self] = Proposal(tree, parts)
+        return tree

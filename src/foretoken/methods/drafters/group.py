@@ -1,0 +1,171 @@
+"""What drafters that are made of other drafters have in common: the members, and how each of them sees a round.
+
+A member learns from rounds.  In a group the tree that the target scored need not be the member's own, so every round
+is shown to it in its own terms (:func:`show`): first its own tree with what was accepted of it, then every further
+token that was written as a round of plain decoding.  It cannot tell this from being the only drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
+from foretoken.methods.drafters.base import Drafter, Traits
+from foretoken.methods.trees.operations import truncate
+
+
+@dataclass(slots=True)  # not frozen: both are made for every request in every round, which takes three times as long
+class Part:
+    """What a member proposed.
+
+    Attributes:
+        tree: its own tree.
+        places: for each of its nodes the node of the group's tree.
+    """
+
+    tree: TokenTree
+    places: Sequence[int]
+
+
+@dataclass(slots=True)
+class Proposal:
+    """A group's tree, and the parts of the members (by index) that it is made of."""
+
+    tree: TokenTree
+    parts: Mapping[int, Part]
+
+
+class GroupDrafter(Drafter):
+    """Several drafters for one request.
+
+    It may propose what any member does; its kind is the most demanding one among them.
+
+    Raises:
+        ValueError: no member, one member twice, or members with different vocabularies.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        check_members(self.name, drafters)
+        self.drafters = tuple(drafters)
+        self._looking = [i for i, member in enumerate(drafters) if member.looks]
+        self.taps = tuple(dict.fromkeys(tap for member in drafters for tap in member.taps))
+        self.max_depth = max(member.max_depth for member in drafters)
+        all_traits = [member.traits for member in drafters]
+        sorts = frozenset[tuple[Kind, bool]]().union(*(traits.proposals for traits in all_traits))
+        demanding = (Kind.WITHOUT_REPLACEMENT, Kind.IID, Kind.POINT)
+        self.traits = Traits(
+            next(kind for kind in demanding if any(kind is found for found, _ in sorts)),
+            any(traits.draws_trees for traits in all_traits),
+            sorts,
+            shares_state=any(traits.shares_state for traits in all_traits),
+            runs_target=any(traits.runs_target for traits in all_traits),
+        )
+        self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What the members draft with."""
+        return [told for member in self.drafters for told in member.describe()]
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """As much as its most expensive member."""
+        return max(member.cost_beside(target_bytes) for member in self.drafters)
+
+    def start(self, context: Context) -> None:
+        """Start every member."""
+        for member in self.drafters:
+            member.start(context)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Guess for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Show the round to every member that looks."""
+        last: Proposal | None = context.state.pop(self, None)
+        parts = last.parts if last is not None and last.tree is tree else {}
+        for index in self._looking:
+            if len(tree) == 1:  # a round of plain decoding is one for every member
+                self.drafters[index].observe(context, tree, scores, verdict)
+            else:
+                show(self.drafters[index], context, parts.get(index), scores, verdict)
+
+    def finish(self, context: Context) -> None:
+        """Finish every member."""
+        context.state.pop(self, None)
+        for member in self.drafters:
+            member.finish(context)
+
+
+def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+    """A member's trees within the budgets; it is not asked where it may guess nothing."""
+    trees: list[TokenTree | None] = [None] * len(contexts)
+    chosen = [i for i, budget in enumerate(budgets) if budget.max_depth > 0 and budget.max_nodes > 0]
+    if chosen:
+        proposed = member.propose_batch([contexts[i] for i in chosen], [budgets[i] for i in chosen])
+        for i, tree in zip(chosen, proposed, strict=True):
+            trees[i] = truncate(tree, budgets[i].max_depth)
+    return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
+
+
+def show(member: Drafter, context: Context, part: Part | None, scores: Scores, verdict: Verdict) -> None:
+    """Tell a member of a round of the group as if it had been its own, and of the rest as rounds of plain decoding."""
+    tree = scores.tree
+    nodes = [0, *verdict.path]  # the node before each token that was written
+    written = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+    done = 0
+    if part is not None:
+        path = _path_along(part.tree, written[:-1])
+        last = path[-1] if path else 0
+        mine = _scores_at(scores, part.tree, part.places)
+        member.observe(context, part.tree, mine, Verdict(path, written[len(path)], not part.tree.children[last]))
+        done = len(path) + 1
+    for node, token in zip(nodes[done:], written[done:], strict=True):
+        root = TokenTree.root_only(tree.tokens[node])
+        member.observe(context, root, _scores_at(scores, root, [node]), Verdict((), token, next_is_bonus=True))
+
+
+def _path_along(tree: TokenTree, tokens: Sequence[int]) -> tuple[int, ...]:
+    """The nodes of ``tree`` that spell the longest beginning of ``tokens`` (siblings may hold the same token)."""
+    alive = [0]
+    for token in tokens:
+        matching = [child for node in alive for child in tree.children[node] if tree.tokens[child] == token]
+        if not matching:
+            break
+        alive = matching
+    return tuple(tree.path(alive[0])[1:])
+
+
+def _scores_at(scores: Scores, tree: TokenTree, places: Sequence[int]) -> Scores:
+    """The target's view of ``tree``, whose nodes stand at ``places`` of the tree that was scored."""
+    if list(places) == list(range(len(scores.tree))):
+        return replace(scores, tree=tree, _distributions={})
+    rows = slice(places[0], places[0] + 1) if len(places) == 1 else list(places)  # a slice does not copy
+    taps = {name: tap[rows] for name, tap in scores.taps.items()}
+    return Scores(scores.logits[rows], tree, scores.prefix, scores.maker, taps)
+
+
+def check_members(name: str, drafters: Sequence[Drafter]) -> None:
+    """Refuse members that no group can be made of.
+
+    Raises:
+        ValueError: none, something that is no drafter, the same object twice, or different vocabularies.
+    """
+    if not drafters:
+        raise ValueError(f"drafter {name!r} needs at least one member, for example {name},drafters=(ngram|suffix)")
+    for member in drafters:
+        if not isinstance(member, Drafter):
+            raise ValueError(f"a member of {name!r} must be a drafter, not {type(member).__name__}")
+    if len(set(map(id, drafters))) < len(drafters):
+        raise ValueError(f"drafter {name!r} has the same object twice among its members: give each its own")
+    sizes = {size: member.name for member in drafters if (size := vocabulary_of(member)) is not None}
+    if len(sizes) > 1:
+        told = " and ".join(f"{size} ({member})" for size, member in sizes.items())
+        raise ValueError(f"the members of {name!r} have different vocabularies, {told}: take drafters of one tokenizer")
+
+
+def vocabulary_of(drafter: Drafter) -> int | None:
+    """The width of a drafter's distributions, or ``None`` when it has none."""
+    size: int | None = getattr(drafter, "vocab_size", None)
+    return size

@@ -1,0 +1,327 @@
+"""What drafters share that put several heads on one hidden state and fill a tree of fixed shape: Medusa and its kin."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.core.costs import TargetCost
+from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.methods.drafters.draft_vocabulary import chosen_ids
+from foretoken.methods.drafters.drawing import distribution_of, largest, raced_ahead
+from foretoken.methods.drafters.drawn_tree import DrawnTree, traits_of
+from foretoken.methods.drafters.growing import asks_for_confidence
+from foretoken.methods.drafters.nets.store import build_net, read_description
+from foretoken.methods.trees.cost_aware import paying_count
+from foretoken.methods.trees.counts import Ranks
+from foretoken.methods.trees.medusa_tree import TYPICAL
+from foretoken.methods.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
+from foretoken.models.base import LanguageModel
+from foretoken.models.call_costs import quick_costs
+from foretoken.models.forward.heads.blocks import NativeBlocks
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.linear.packing import weight_bytes
+from foretoken.models.native.library import NotCoveredError
+
+HEAD_DRAWS = ("coupled", "without_replacement")
+MOST_NODES = 64
+"""Nodes of a tree where the machine scores them for nothing: Medusa's."""
+
+
+class HeadsDrafter(Drafter):
+    """The candidates of a tree of ranks: points, or siblings that are drawn.
+
+    Args:
+        heads: the trained heads, one entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each; they
+            move to the target's device.
+        parts: what they borrow from the target.
+        nodes: draft nodes of the tree.  A spec that leaves it out gets as many as pay by what the target's calls cost
+            on this machine, at most 64.
+        accuracies: [K][R] measured chance that the head's candidate of this rank is right.
+        tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
+        frequent: the tokens that can be guessed; all by default.
+        draw: ``"coupled"``: requests that sample get the tokens that come first in a race, on noise of their own where
+            they have no seed; ``"without_replacement"``: those without a seed get siblings that are drawn from the
+            heads' distributions.
+
+    Attributes:
+        costs: what a call of the target costs by its nodes; with it a batch keeps as many nodes of the tree as pay, by
+            ``values``, the chances of the nodes.
+
+    Raises:
+        ValueError: an option outside its range, or a file that holds no tree for these heads.
+    """
+
+    taps = ("last",)
+    traits = Traits(prefers_noise=True)
+    net_config: ClassVar[type[Any]]
+    net_class: ClassVar[type[Any]]
+
+    def __init__(
+        self,
+        heads: Any,
+        parts: TargetParts,
+        nodes: int = 16,
+        accuracies: Sequence[Sequence[float]] | None = None,
+        tree: str = "",
+        frequent: Sequence[int] = (),
+        draw: str = "coupled",
+    ) -> None:
+        if draw not in HEAD_DRAWS:
+            raise ValueError(f"{self.name} needs draw={' or '.join(HEAD_DRAWS)}, not {draw!r}")
+        if nodes < 1:
+            raise ValueError(f"{self.name} needs nodes >= 1, not {nodes}")
+        self.heads, self.parts = heads.to(parts.device).eval(), parts
+        ids = torch.tensor(list(frequent)) if frequent else None
+        self.reduced = [] if ids is None else _rows(heads.projections, parts, ids)
+        self.head = self.reduced[0] if self.reduced else DraftHead(parts, ids)
+        self._native, self.native_off = self._run_natively()
+        count, self.draw = len(heads.blocks), draw
+        self._take(
+            read_tree(tree, self.name, count) if tree else medusa_choices((accuracies or TYPICAL)[:count], nodes)
+        )
+
+    def _take(self, choices: Sequence[Choice]) -> None:
+        self.choices = list(choices)
+        self.parents = choice_parents(self.choices)
+        self.max_depth = max(map(len, self.choices))
+        self.max_nodes = len(self.choices)
+        self.traits = replace(type(self).traits, draws_trees=len(set(self.parents)) < len(self.parents))
+        if self.draws:
+            self.places = Ranks(self.choices)
+            self.traits = traits_of(self.draw, self.traits.draws_trees, self.places.branches)
+        self.values: list[float] = []
+        self.costs: TargetCost | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether requests that sample without noise get siblings that are drawn."""
+        return self.draw != "coupled"
+
+    def reshaped(self, choices: Sequence[Choice]) -> Self:
+        """The same heads that fill another tree."""
+        found = copy.copy(self)
+        found._take(choices)
+        return found
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
+        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default.
+
+        Raises:
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
+        """
+        parts = TargetParts(context.target)
+        folder = context.folder(cls.name, path)
+        found = read_description(folder, cls.name, parts.fingerprint())
+        heads = build_net(folder, cls.net_class, cls.net_config, found)
+        options.setdefault("accuracies", found["measured"].get("accuracies"))
+        ids = chosen_ids(vocab, context, parts.vocab_size, found["measured"].get("frequent", ()))
+        options["frequent"] = () if ids is None else ids.tolist()
+        if "nodes" in options or options.get("tree"):
+            return cls.over(heads.to(parts.device), parts, context.target, **options)
+        accuracies, costs = (options["accuracies"] or TYPICAL)[: len(heads.blocks)], quick_costs(context.target)
+        values = values_of(medusa_choices(accuracies, MOST_NODES), accuracies)
+        nodes = paying_count(values, costs, 1)
+        built = cls.over(heads.to(parts.device), parts, context.target, nodes=nodes, **options)
+        built.values, built.costs = values[:nodes], costs
+        return built
+
+    @classmethod
+    def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
+        """A drafter over heads for ``target``."""
+        return cls(heads, parts, **options)
+
+    @abstractmethod
+    def natives(self) -> list[NativeBlocks]:
+        """The heads as our library runs them, one each or all in one.
+
+        Raises:
+            NotCoveredError: something that the library does not have.
+        """
+
+    def _run_natively(self) -> tuple[list[NativeBlocks], str]:
+        try:
+            return self.natives(), ""
+        except NotCoveredError as error:
+            return [], str(error)
+
+    def renew(self) -> None:
+        """Follow the weights of the heads, before a draft."""
+        try:
+            if self._native and self._native[0].has_changed():  # all are parts of one network
+                for native in self._native:
+                    native.describe()
+        except NotCoveredError as error:
+            self._native, self.native_off = [], str(error)
+
+    def projections(self, head: int | None = None) -> list[Any]:
+        """The vocabulary projection that all heads share, or those of all heads or of one."""
+        own = self.reduced or list(self.heads.projections)
+        return (own if head is None else [own[head]]) if own else [self.head]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """How many tokens they can guess, and what runs them."""
+        runs = {"forward": "native" if self._native else "lean", "native_off": self.native_off}
+        return [{**told, "vocabulary": self.head.size, **runs} for told in super().describe()]
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """A head of so many, and the vocabulary projection where it borrows the target's."""
+        own = weight_bytes(self.heads) // len(self.heads.blocks)
+        if self.reduced:
+            own -= weight_bytes(self.heads.projections) // len(self.heads.blocks)
+        borrowed = 0 if len(self.heads.projections) and not self.reduced else self.head.weight_bytes
+        return share_of_bytes(own + borrowed, target_bytes)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    @torch.inference_mode()
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Drafts for all requests; one without a state yet (a prompt of one token) waits."""
+        trees = [TokenTree.root_only(c.root) for c in contexts]
+        batch = len(contexts)
+        shapes = {i: self._nodes(c, b, batch) for i, (c, b) in enumerate(zip(contexts, budgets, strict=True))}
+        ready = [i for i, nodes in shapes.items() if nodes]
+        ready = [i for i, is_level in zip(ready, self.level([contexts[i] for i in ready]), strict=True) if is_level]
+        if ready:
+            self.renew()
+            states = self.read_states([contexts[i] for i in ready])
+            drawn = [self.draws and not contexts[i].maker.fixed for i in ready]
+            rows = [row for row, is_drawn in enumerate(drawn) if not is_drawn]
+            if rows:
+                named = [ready[row] for row in rows]
+                chosen, given = [contexts[i] for i in named], [budgets[i] for i in named]
+                filled = self.fill(states[rows], chosen, [shapes[i] for i in named], given)
+                for i, tokens in zip(named, filled, strict=True):
+                    trees[i] = self._tree(contexts[i].root, tokens)
+            rows = [row for row, is_drawn in enumerate(drawn) if is_drawn]
+            if rows:
+                named = [ready[row] for row in rows]
+                growing = [DrawnTree(contexts[i], self.places, budgets[i], len(shapes[i])) for i in named]
+                self.draw_all(states[rows], growing)
+                for i, tree in zip(named, growing, strict=True):
+                    trees[i] = tree.finished()
+        return trees
+
+    def level(self, contexts: Sequence[Context]) -> list[bool]:
+        """Which requests' texts have been read, by heads that read them."""
+        return [True] * len(contexts)
+
+    def read_states(self, contexts: Sequence[Context]) -> Tensor:
+        """[n, D]: what the heads read of each request, the state of the token before its root."""
+        return torch.stack([c.hidden["last"][-1] for c in contexts]).float()
+
+    @abstractmethod
+    def fill(
+        self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
+    ) -> list[dict[int, int]]:
+        """Tokens by node of every request, without those below a node that the budget's stop rule ends a path with.
+
+        Args:
+            states: [n, D] what the heads read.
+            contexts: n requests.
+            shapes: per request the nodes of the shape (choice i is node i + 1), parents first.
+            budgets: per request, with its stop rule.
+        """
+
+    @abstractmethod
+    def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
+        """Draw whole trees, each from what the heads read [n, D] of its request."""
+
+    def distributions(self, tree: DrawnTree, nodes: Sequence[int], logits: Tensor) -> list[Tensor | None]:
+        """What the children of nodes are drawn from by the request's own pipeline, of logits [n, V_d]."""
+        maker = tree.context.maker
+        rows = zip(nodes, self.head.widened(logits), strict=True)
+        return [distribution_of(maker, row, tree.prefix(node)) for node, row in rows]
+
+    def best(
+        self,
+        head: int,
+        inputs: Tensor,
+        contexts: Sequence[Context],
+        ahead: Sequence[int],
+        budgets: Sequence[Budget],
+        count: int,
+    ) -> tuple[list[list[int]], Tensor | None]:
+        """Per row the ``count`` best tokens, and the logits that they are the best of, where a stop rule looks at them.
+
+        Args:
+            head: which one; all that our library runs at once go by the first one's number.
+            inputs: [n, in] what it reads.
+            contexts: the request of each row.
+            ahead: draft tokens before the one that is guessed, of each row.
+            budgets: of the requests.
+            count: how many.
+        """
+        if self._native:
+            found = self._native[head](inputs, count)
+            races = any(context.maker.noise is not None for context in contexts)
+            looked_at = races or any(map(asks_for_confidence, budgets))
+            if found.tokens and not looked_at:
+                return found.tokens, None
+            logits = found.whole()
+        else:
+            logits = self.rows(head, inputs)
+        raced, of = raced_ahead(logits, contexts, ahead, self.head)
+        return largest(raced, count, of), raced
+
+    def scored(self, head: int, inputs: Tensor) -> Tensor:
+        """[rows, V_d] logits of what the heads read; the arguments are those of :meth:`best`."""
+        return self._native[head](inputs, 0).whole() if self._native else self.rows(head, inputs)
+
+    @abstractmethod
+    def rows(self, head: int, inputs: Tensor) -> Tensor:
+        """[rows, V_d] logits by the heads' own network; the arguments are those of :meth:`best`."""
+
+    def project(self, head: int, hidden: Tensor) -> Tensor:
+        """[n, V_d] logits of one head's output [n, D]."""
+        if self.reduced:
+            return self.reduced[head](hidden)
+        if len(self.heads.projections):
+            logits: Tensor = self.heads.projections[head](hidden)
+            return logits
+        return self.head(hidden)
+
+    def _nodes(self, context: Context, budget: Budget, batch: int) -> list[int]:
+        if not len(context.hidden.get("last", ())):
+            return []
+        most = budget.max_nodes
+        if self.costs is not None:  # a text that is drawn must not depend on who shares the call
+            most = min(most, paying_count(self.values, self.costs, batch if context.maker.fixed else 1))
+        return fitting_nodes(self.choices, self.parents, budget.max_depth, most, self.head.size)
+
+    def _tree(self, root: int, tokens: Mapping[int, int]) -> TokenTree:
+        nodes = sorted(tokens)
+        place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
+        parents = (place[self.parents[node - 1]] for node in nodes)
+        return TokenTree((root, *(tokens[node] for node in nodes)), (-1, *parents))
+
+
+def _rows(projections: Any, parts: TargetParts, ids: Tensor) -> list[DraftHead]:
+    """The rows ``ids`` of every head's own projection."""
+    return [DraftHead(parts, ids, each.weight.detach()[ids.to(parts.device)]) for each in projections]
+
+
+def values_of(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> list[float]:
+    """Chance that a node and all before it are right, by the accuracies [K][R] of its ranks."""
+    return [math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices]
+
+
+def ends_after(budget: Budget, logits: Tensor | None, row: int, rank: int) -> bool:
+    """Whether a budget's stop rule ends a path with the token of this rank (0: the best) of a row of ``logits``
+    [n, V]; they are there for every rule that looks at them."""
+    if logits is None or not asks_for_confidence(budget):
+        return False
+    distribution = torch.softmax(logits[row].float(), -1)
+    return budget.stops_after(distribution, float(distribution.topk(rank + 1).values[-1]))

@@ -1,0 +1,99 @@
+"""Jacobi decoding: guess a window, score it at once, and let the target's own predictions be the next guesses.
+
+Santilli et al. 2023, https://arxiv.org/abs/2305.10427.  The greedy text is the fixed point of that iteration, and every
+round fixes at least one more token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict, argmaxes
+from foretoken.methods.drafters.base import Drafter, Traits
+
+
+@dataclass
+class _Window:
+    """What is guessed to follow the root, and the proposal that was made of it."""
+
+    guesses: list[int]
+    proposed: TokenTree | None = None
+    copied: int = 0  # prompt tokens used as fresh guesses so far
+
+
+class JacobiDrafter(Drafter):
+    """A chain of ``m`` guesses that is improved in every round.
+
+    The guesses follow from earlier rounds alone, so they are point masses when the request samples, too.  With noise
+    the iteration has a fixed point as in greedy decoding: the text of the seed.
+
+    Args:
+        m: guesses per round.
+        init: the guess for a position that was never predicted: ``"repeat"`` (the token before it once more) or
+            ``"prompt"`` (the prompt's tokens one after another, from the start again at its end).
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "jacobi"
+    traits = Traits(prefers_noise=True)
+
+    def __init__(self, m: int = 8, init: str = "repeat") -> None:
+        if m < 1:
+            raise ValueError(f"jacobi needs m >= 1, not {m}")
+        if init not in ("repeat", "prompt"):
+            raise ValueError(f"init must be 'repeat' or 'prompt', not {init!r}")
+        self.max_depth = self.max_nodes = m
+        self.init = init
+
+    def start(self, context: Context) -> None:
+        """Begin with an empty window."""
+        context.state[self] = _Window([])
+
+    def finish(self, context: Context) -> None:
+        """Forget the window."""
+        context.state.pop(self, None)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """The window as a chain, as much of it as the budget allows."""
+        window = self._window(context)
+        self._refill(window, context)
+        length = min(self.max_depth, budget.max_depth, budget.max_nodes)
+        window.proposed = TokenTree.chain(context.root, window.guesses[:length])
+        return window.proposed
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Replace every guess that was scored by the target's prediction, and drop those that are now text."""
+        window = self._window(context)
+        written = len(verdict.path) + 1
+        later = window.guesses[written:]
+        if tree is window.proposed and written < len(tree):
+            # Row i predicts the token i + 1 after the old root; guesses beyond the scored ones stay as they are.
+            fixed = scores.maker.noise is not None and scores.maker.context_free
+            found = [scores.choice(node) for node in range(written, len(tree))] if fixed else None
+            later[: len(tree) - written] = found or predictions(scores, written, len(tree))
+        window.guesses = later
+        window.proposed = None
+
+    def _window(self, context: Context) -> _Window:
+        window: _Window | None = context.state.get(self)
+        if window is None:
+            window = context.state[self] = _Window([])
+        return window
+
+    def _refill(self, window: _Window, context: Context) -> None:
+        guesses = window.guesses
+        while len(guesses) < self.max_depth:
+            if self.init == "repeat":
+                guesses.append(guesses[-1] if guesses else context.root)
+            else:
+                guesses.append(context.tokens[window.copied % context.prompt_length])
+                window.copied += 1
+
+
+def predictions(scores: Scores, first: int, end: int) -> list[int]:
+    """The target's most likely token after each of the nodes ``first`` to ``end - 1``, from the raw logits."""
+    if scores.maker.greedy and scores.maker.context_free:  # the greedy walk has looked all of them up already
+        return [scores.choice(node) for node in range(first, end)]
+    return argmaxes(scores.logits[first:end])[0]

@@ -1,0 +1,195 @@
+"""The target's first layers and a small trained adapter draft; verification goes on from what those layers made.
+
+Kangaroo, Liu et al. 2024 (arXiv 2404.18911).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.draft_vocabulary import chosen_ids
+from foretoken.methods.drafters.features import load_net
+from foretoken.methods.drafters.growing import Growing
+from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
+from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
+from foretoken.methods.drafters.reading import Unread
+from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache.window import USUAL, Window
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.network.layers import LayerPlan
+from foretoken.models.runner import PREFILL_CHUNK
+
+ETA = 0.4
+"""A chain ends after a token that the draft gives less than this."""
+
+
+class KangarooDrafter(OwnLayersDrafter):
+    """Drafts with the first E layers of the target and an adapter with a cache of its own.
+
+    The states that the adapter reads while it drafts are the target's own, so that what it has cached of accepted
+    drafts stays.  States of tokens that it has not read (the last of a fully accepted draft, rounds of other drafters)
+    come from the target's hidden states of the round and are read before the next draft.
+
+    Args:
+        target: the model that drafts for itself.
+        adapter: the trained adapter over the states of layer E, which its configuration names.
+        k: longest chain, when no tree is asked for.
+        tree: children per level, as for the drafter ``model``.
+        draw: how siblings are drawn, as for the drafter ``model``.
+        eta: nothing is drafted below a token whose draft probability is under this (the token itself stays in the
+            draft); 0.4 by default, and 0 for trees, where siblings are unlikely by design.  A controller's threshold
+            counts when it is higher.
+        window: places of the text that the adapter looks back; 0: all.
+        sink: first places of the text that it looks at as well.
+
+    Raises:
+        ValueError: an option outside its range, or an adapter for a layer that the target does not have.
+        CapabilityError: the target's layers cannot be run one by one.
+    """
+
+    name = "kangaroo"
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        adapter: FeatureModel,
+        k: int = 6,
+        tree: str = "",
+        draw: str = "",
+        eta: float | None = None,
+        window: int = USUAL,
+        sink: int = 0,
+    ) -> None:
+        layers, layer = num_layers_of(target), adapter.model.config.layer
+        if not 1 <= layer < layers:
+            raise ValueError(f"kangaroo needs an exit layer from 1 to {layers - 1}, not {layer}")
+        if eta is not None and not 0 <= eta <= 1:
+            raise ValueError(f"kangaroo needs eta in [0, 1], not {eta}")
+        super().__init__(target, LayerPlan(stop=layer), k, tree, draw)
+        adapter.window = Window(window, sink)
+        self.adapter, self.layer = adapter, layer
+        self.eta = (0.0 if self.traits.draws_trees else ETA) if eta is None else eta
+        self.taps = (f"layer:{layer}",)
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> KangarooDrafter:
+        """From a spec ``kangaroo[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, all by default.
+
+        Raises:
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
+        """
+        net, parts = load_net(context, cls.name, path, KangarooConfig, KangarooNet)
+        head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
+        built = cls(context.target, FeatureModel(net, parts, context.target, head), **options)
+        built.head = head  # what the adapter's logits are of
+        return built
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The layers' weights, how many tokens it can guess, and what runs the adapter."""
+        runs = {"forward": self.adapter.forward_name, "native_off": self.adapter.native_off}
+        return [{**told, **runs} for told in super().describe()]
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The share of the layers that runs, with the adapter as one more sublayer."""
+        return super().cost_beside(target_bytes) + 0.5 / num_layers_of(self.model)
+
+    # -- a request's life --------------------------------------------------------------------------------------------
+
+    def start(self, context: Context) -> None:
+        """Put the exit states of the prompt aside."""
+        super().start(context)
+        unread = context.state[self, "unread"] = Unread()
+        unread.add(context, self.taps)
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Keep what the adapter has read of the accepted path, and put the other exit states of the round aside."""
+        self._collect(context)
+
+    def finish(self, context: Context) -> None:
+        """Free the adapter's row; the target's sequence belongs to the engine."""
+        super().finish(context)
+        context.state.pop((self, "unread"), None)
+        close((self, "adapter"), context)
+
+    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Let the adapter read the states that were put aside, which are those of all tokens but the root."""
+        for context in contexts:
+            self._collect(context)
+            if context.sequence.scratch_tokens:  # a draft that was never verified may still be there
+                self.model.commit(context.sequence, ())
+        ready = level((self, "adapter"), _ExitReader(self), contexts, texts)
+        ends = [c for c, is_level in zip(contexts, ready, strict=True) if is_level and c.state[self, "unread"]]
+        if ends:
+            self.adapter.forward([self.feed(context, len(context.state[self, "unread"])) for context in ends])
+            for context in ends:
+                self.keep(context)
+        return ready
+
+    def _collect(self, context: Context) -> None:
+        """After this the adapter's text and the unread states are all committed tokens but the last."""
+        unread: Unread = context.state[self, "unread"]
+        unread.add(context, self.taps)
+        sequence: SequenceState | None = context.state.get((self, "adapter"))
+        if sequence is not None:
+            self.adapter.catch_up(sequence, context.tokens)
+            unread.skip_to(len(sequence.tokens))
+
+    def feed(self, context: Context, count: int) -> Feed:
+        """The next places that the adapter has not read."""
+        sequence: SequenceState = context.state[self, "adapter"]
+        states: Tensor = context.state[self, "unread"].first(count)[self.taps[0]]
+        first = len(sequence.tokens)
+        return Feed(sequence, context.tokens[first : first + count], wanted=0, states=states)
+
+    def keep(self, context: Context) -> None:
+        """Keep the places that were fed."""
+        sequence: SequenceState = context.state[self, "adapter"]
+        self.adapter.commit(sequence, range(len(sequence.scratch_tokens)))
+        context.state[self, "unread"].skip_to(len(sequence.tokens))
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """One call of the first layers and one of the adapter per level, for the whole batch."""
+        own = [replace(budget, min_confidence=max(budget.min_confidence, self.eta)) for budget in budgets]
+        return super().propose_batch(contexts, own)
+
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
+        """The first layers make the states (their own logits are not asked for), the adapter reads them."""
+        exits = self.model.forward_part([replace(feed, wanted=0) for feed in feeds], self.plan, self.taps)
+        return self.adapter.forward(
+            [
+                replace(feed, sequence=tree.context.state[self, "adapter"], states=rows.taps[self.taps[0]])
+                for feed, tree, rows in zip(feeds, trees, exits, strict=True)
+            ]
+        )
+
+
+class _ExitReader(TextReader):
+    """Reads a token and its exit state at every place."""
+
+    def __init__(self, drafter: KangarooDrafter) -> None:
+        super().__init__(drafter.adapter)
+        self.drafter = drafter
+
+    def settle(self, context: Context, sequence: SequenceState, tokens: Sequence[int]) -> int:
+        """Keep what the adapter has read of accepted drafts: their states are the target's own."""
+        self.model.catch_up(sequence, tokens)
+        unread: Unread = context.state[self.drafter, "unread"]
+        unread.skip_to(len(sequence.tokens))
+        return len(unread)
+
+    def read(self, parts: Sequence[tuple[Context, SequenceState, Sequence[int]]]) -> None:
+        """Read pieces one after the other."""
+        for context, _, tokens in parts:
+            for start in range(0, len(tokens), PREFILL_CHUNK):
+                self.model.forward([self.drafter.feed(context, len(tokens[start : start + PREFILL_CHUNK]))])
+                self.drafter.keep(context)

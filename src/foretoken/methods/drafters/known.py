@@ -1,0 +1,166 @@
+"""What is known of an answer is drafted first: what a grammar forces, then what the caller predicts, then the rest.
+
+Forced tokens ("fast-forward", as llguidance and XGrammar's jump-forward call them) and predictions cost nothing to
+draft and are nearly always accepted, so they are drafted even where a controller would decode plainly.  Verification
+treats them as any other guess, so the output's distribution does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+from foretoken.core import Budget, Context, Kind, Limits, TokenTree
+from foretoken.methods.drafters.base import BuildContext, Drafter
+from foretoken.methods.drafters.group import GroupDrafter, Part, Proposal, ask
+from foretoken.methods.drafters.prediction import PredictionDrafter
+from foretoken.methods.trees.operations import select
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A processor of logits that knows which tokens it lets through."""
+
+    def fits(self, output: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of the drafts may follow the output one after the other."""
+
+
+class KnownDrafter(GroupDrafter):
+    """Forced tokens, a prediction, or the guess of another drafter.
+
+    Args:
+        inner: drafts where nothing is known; ``None`` leaves that to plain decoding.
+        k: most tokens of what is known in one draft.
+
+    Raises:
+        ValueError: ``k`` below 1.
+    """
+
+    name = "known"
+
+    def __init__(self, inner: Drafter | None = None, k: int = 8) -> None:
+        if k < 1:
+            raise ValueError(f"known needs k >= 1, not {k}")
+        self.prediction, self.inner, self.k = PredictionDrafter(k=k), inner, k
+        super().__init__([self.prediction] if inner is None else [self.prediction, inner])
+        self.spec = "" if inner is None else inner.spec
+        if self.vocab_size is not None:
+            self.prediction.vocab_size = self.vocab_size
+        self.max_depth = max(k, 0 if inner is None else inner.max_depth)
+        self.max_nodes = max(k, 0 if inner is None else inner.max_nodes)
+        self.traits = replace(self.traits, prefers_noise=inner is not None and inner.traits.prefers_noise)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What the inner drafter drafts with."""
+        return [] if self.inner is None else self.inner.describe()
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        inner: str = "none",
+        k: int = 8,
+    ) -> KnownDrafter:
+        """From a spec ``known[,inner=SPEC]``; in brackets where the inner spec has options: ``inner=(model,k=4)``.
+
+        Raises:
+            ValueError: a path, or an inner drafter that is unknown or does not fit.
+        """
+        if path is not None:
+            raise ValueError("drafter 'known' takes no path: known,inner=(model:PATH,k=4)")
+        spec = inner.strip().removeprefix("(").removesuffix(")")
+        made = cls(context.drafter(spec), k)
+        made.prediction.vocab_size = context.target.vocab_size
+        return made
+
+    @property
+    def limits(self) -> Limits:
+        """The inner drafter's: what a controller decides about."""
+        return super().limits if self.inner is None else replace(self.inner.limits, name=self.spec or self.name)
+
+    def at_least(self, context: Context, budget: Budget) -> Budget:
+        """Room for what is known, whatever a controller would spend on guesses."""
+        tokens, predicted = self._known(context)
+        context.state[self, "known"] = (tokens, predicted)
+        if not tokens:
+            return budget
+        size = len(tokens)
+        return replace(budget, max_depth=max(budget.max_depth, size), max_nodes=max(budget.max_nodes, size))
+
+    def predicted_from(self, context: Context) -> int | None:
+        """Where in the prediction the last draft began, if it was the caller's."""
+        return self.prediction.predicted_from(context) if context.state.get((self, "predicted"), False) else None
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """What is known, and the inner drafter's guesses for the other requests."""
+        trees: list[TokenTree] = []
+        for context, budget in zip(contexts, budgets, strict=True):
+            found = context.state.pop((self, "known"), None)
+            tokens, predicted = self._known(context) if found is None else found
+            tokens = tokens[: min(budget.max_depth, budget.max_nodes)]
+            context.state[self, "predicted"] = predicted and bool(tokens)
+            trees.append(TokenTree.chain(context.root, tokens))
+        rest = [i for i, tree in enumerate(trees) if len(tree) == 1]
+        if self.inner is not None and rest:
+            found_trees = ask(self.inner, [contexts[i] for i in rest], [budgets[i] for i in rest])
+            for i, tree in zip(rest, found_trees, strict=True):
+                tree = _allowed(tree, contexts[i])
+                if len(tree) > 1 and self._looking:
+                    contexts[i].state[self] = Proposal(tree, {1: Part(tree, range(len(tree)))})
+                trees[i] = tree
+        return trees
+
+    def _known(self, context: Context) -> tuple[list[int], bool]:
+        """Tokens that are known to follow, and whether the caller said so."""
+        if context.forced is not None:
+            forced = context.forced(context.tokens[context.prompt_length :])
+            if forced:
+                return forced[: self.k], False
+        if not (self.prediction.default if context.prediction is None else context.prediction):
+            return [], False
+        guess = self.prediction.guess(context, Budget(max_depth=self.k, max_nodes=self.k))
+        return list(guess.tokens), True
+
+    def finish(self, context: Context) -> None:
+        """Forget the request."""
+        super().finish(context)
+        for name in ("known", "predicted"):
+            context.state.pop((self, name), None)
+
+
+def _allowed(tree: TokenTree, context: Context) -> TokenTree:
+    """A tree of points without what a grammar refuses: scoring it would be wasted.
+
+    Points are guesses that depend on the text alone, so any of them may be left out.  Draws may not be chosen among,
+    and need no cut: they were made through the same grammar.
+    """
+    if tree.kind is not Kind.POINT or len(tree) == 1 or context.forced is None:
+        return tree
+    rules = [one for one in context.maker.params.processors if isinstance(one, Rule)]
+    output = context.tokens[context.prompt_length :]
+    for rule in rules:
+        tree = _fitting(tree, rule, output)
+    return tree
+
+
+def _fitting(tree: TokenTree, rule: Rule, output: Sequence[int]) -> TokenTree:
+    """The nodes whose whole path a rule lets through, and the probes below them."""
+    kept = {0}
+    for node in range(1, len(tree)):
+        if not tree.children[node]:
+            path = tree.path(node)[1:]
+            kept.update(path[: rule.fits(output, [tree.tokens[one] for one in path])])
+    if tree.probes:
+        real = [node for node in kept if not tree.probes[node]]
+        kept = {*real, *(node for node in range(len(tree)) if tree.probes[node] and _hangs(tree, node, set(real)))}
+    return select(tree, sorted(kept))
+
+
+def _hangs(tree: TokenTree, probe: int, real: set[int]) -> bool:
+    """Whether a probe's nearest node that is none stays."""
+    while tree.probes[probe]:
+        probe = tree.parents[probe]
+    return probe in real

@@ -1,0 +1,159 @@
+"""The target drafts for itself with some of its attention and MLP sublayers left out.
+
+Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
+from foretoken.methods.drafters.skip_default import default_set
+from foretoken.methods.drafters.skip_sets import SkipSet, load_skips
+from foretoken.models.base import LanguageModel
+
+AIM = 0.9
+"""Acceptance rate that the threshold steers to."""
+STEP, RATE_SMOOTHING, SMOOTHING = 0.01, 0.5, 0.9
+
+
+@dataclass
+class Threshold:
+    """When a draft ends: after a token whose draft distribution had no probability as high as ``value``.
+
+    Attributes:
+        value: gamma.
+        rate: smoothed acceptance rate.
+        limit: how deep the draft under way may become; 0 when there is none.
+    """
+
+    value: float
+    rate: float = 0.0
+    limit: int = 0
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn from a round: stop earlier while too little is accepted, later when a stop was too careful."""
+        self.rate = RATE_SMOOTHING * self.rate + (1 - RATE_SMOOTHING) * accepted / drafted
+        if self.rate < AIM:
+            wanted = self.value + STEP
+        else:
+            wanted = self.value if drafted >= self.limit else self.value - STEP
+        self.value = SMOOTHING * self.value + (1 - SMOOTHING) * wanted
+
+
+class LayerSkipDrafter(OwnLayersDrafter):
+    """Drafts with all layers but the named attention and MLP sublayers.
+
+    Args:
+        target: the model that drafts for itself.
+        attention: layers whose attention is skipped, ``1+3+6-8`` or ``none``.
+        mlp: layers whose MLP is skipped.  When neither is given, the set is measured on the target's own text with
+            the first request, and remembered (:mod:`foretoken.methods.drafters.skip_default`).
+        k: longest draft, when no tree is asked for.
+        adaptive: end a draft where its distribution is unsure; the threshold follows the acceptance rate of the
+            request.
+        tree: children per level, as for the drafter ``model``.
+        draw: how siblings are drawn, as for the drafter ``model``.
+        tokenizer: the target's, whose text the default set is measured on.
+
+    Raises:
+        ValueError: an option outside its range, or a set that leaves nothing to run.
+        CapabilityError: the target's layers cannot be run one by one or in parts.
+    """
+
+    name = "layer_skip"
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        attention: str = "",
+        mlp: str = "",
+        k: int = 8,
+        adaptive: bool = True,
+        tree: str = "",
+        draw: str = "",
+        *,
+        tokenizer: Any | None = None,
+    ) -> None:
+        layers = num_layers_of(target)
+        self.is_decided = bool(attention or mlp)
+        if self.is_decided:
+            skips = SkipSet.parse(attention, mlp, layers)
+            skips.check(target)
+        elif layers > 2:
+            skips = SkipSet.middle(layers)
+            SkipSet.odd(layers).check(target)  # any sublayer may be left out
+        else:
+            raise ValueError(f"with {layers} layers nothing is skipped by default: say what, for example attention=1")
+        super().__init__(target, skips.plan, k, tree, draw)
+        self.skips, self.adaptive, self.tokenizer = skips, adaptive, tokenizer
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> LayerSkipDrafter:
+        """From a spec; ``layer_skip:FILE`` takes the set from a file of ``foretoken tune layer-skip``.
+
+        Raises:
+            ValueError: a file that is damaged or for another target, both a file and a set, or no such draft
+                vocabulary.
+            OSError: no such file.
+        """
+        if path is None:
+            return cls(context.target, tokenizer=context.tokenizer, **options).narrowed(vocab, context)
+        if options.get("attention") or options.get("mlp"):
+            raise ValueError("give layer_skip a file or attention=... and mlp=..., not both")
+        skips = load_skips(Path(path).expanduser(), context.target)
+        return cls(context.target, **{**options, **skips.options}).narrowed(vocab, context)
+
+    def start(self, context: Context) -> None:
+        """A request begins with the threshold of its temperature; the first one with the choice of a set.
+
+        Warns:
+            NothingToSkipWarning: no set pays.
+        """
+        self.decide()
+        super().start(context)
+        context.state[self, "threshold"] = Threshold(0.8 if context.maker.greedy else 0.5)
+
+    def decide(self) -> None:
+        """Measure which set promises most, if none was given."""
+        if not self.is_decided:
+            self.is_decided = True
+            self.skips = default_set(self.model, self.tokenizer).skips
+            self.plan = self.skips.plan
+
+    def finish(self, context: Context) -> None:
+        """Forget the threshold."""
+        super().finish(context)
+        context.state.pop((self, "threshold"), None)
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Grow all trees level by level, each up to its own stop."""
+        if self.adaptive:
+            budgets = [self._stopping(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        return super().propose_batch(contexts, budgets)
+
+    def _stopping(self, context: Context, budget: Budget) -> Budget:
+        """The budget with the request's threshold added to its own stop."""
+        threshold: Threshold = context.state[self, "threshold"]
+        threshold.limit = min(self.max_depth, budget.max_depth, budget.max_nodes)
+        gamma = threshold.value
+
+        def stop(distribution: Tensor | None, probability: float) -> bool:
+            unsure = distribution is not None and float(distribution.max()) < gamma
+            return unsure or (budget.stop is not None and budget.stop(distribution, probability))
+
+        return replace(budget, stop=stop)
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Move the threshold (rounds that this drafter had no part in say nothing)."""
+        threshold: Threshold = context.state[self, "threshold"]
+        if threshold.limit and tree.num_drafts:
+            threshold.update(max(tree.depths), len(verdict.path))
+        threshold.limit = 0

@@ -1,0 +1,367 @@
+"""Learning while serving: a draft model is corrected where the target rejected it.
+
+Online speculative decoding, Liu et al. 2023 (arXiv 2310.07177).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.io.files import save_model
+from foretoken.methods.drafters.learning.divergences import check_loss, divergence
+from foretoken.methods.drafters.learning.lessons import Lesson, Mistake, stored_distribution
+from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.linear.packing import PackedLinear
+from foretoken.models.linear.quantised_linear import QuantisedLinear
+
+
+@dataclass(frozen=True)
+class LearnConfig:
+    """How a draft model learns.
+
+    Attributes:
+        every: finished requests between two updates.
+        lr: learning rate of AdamW, constant.
+        loss: the divergence between the target's distribution and the draft model's: ``fkl``, ``rkl``, ``jsd`` or
+            ``tvd``.
+        beta: the target's share of the mixture of ``jsd``.
+        budget: largest share of the serving time that learning may take; 1 sets no limit.
+        keep: requests that wait for an update; older ones fall out.
+        window: tokens that the draft model reads before the first rejection of a request when it learns from it.
+        top: tokens of a distribution that are stored, the most likely ones; 0 stores the whole distribution.
+        thread: learn in a thread of its own, on one processor, while requests are served; else between two rounds,
+            which wait for it, so that a run can be repeated to the token.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    every: int = 8
+    lr: float = 1e-4
+    loss: str = "fkl"
+    beta: float = 0.5
+    budget: float = 0.1
+    keep: int = 64
+    window: int = 128
+    top: int = 256
+    thread: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("keep", 1), ("window", 1), ("top", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"online needs {name} >= {least}, not {getattr(self, name)}")
+        if not self.lr > 0:
+            raise ValueError(f"online needs lr > 0, not {self.lr}")
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"online needs a budget in (0, 1], not {self.budget}")
+        check_loss(self.loss, self.beta)
+
+
+@dataclass
+class Report:
+    """What was learnt so far.
+
+    Attributes:
+        requests: finished requests.
+        mistakes: rejected positions that were stored.
+        updates: updates that are being served.
+        dropped: updates that were thrown away because they were not finite.
+        postponed: times that an update was due but would have cost more than the budget.
+        positions: rejected positions that the updates learnt from.
+        loss: mean divergence at the positions of the last update, before it.
+        learning_s: seconds spent on storing, updating and saving.
+        serving_s: seconds in which there was a request, learning included.
+    """
+
+    requests: int = 0
+    mistakes: int = 0
+    updates: int = 0
+    dropped: int = 0
+    postponed: int = 0
+    positions: int = 0
+    loss: float = float("nan")
+    learning_s: float = 0.0
+    serving_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of an update.
+
+    Attributes:
+        model: the served model over the new weights; ``None`` where they are not finite.
+        loss: mean divergence before it.
+        positions: that it learnt from.
+        spent_s: seconds that it took.
+    """
+
+    model: HuggingFaceModel | None
+    loss: float
+    positions: int
+    spent_s: float
+
+
+class Learner:
+    """A trainable copy of a draft model, and the served model that takes over its weights.
+
+    Updates are made in a thread of their own: the new weights are written to a network that nobody runs, and between
+    two rounds (:meth:`take`) the served model goes on with that one.
+
+    Args:
+        model: the draft model; it is not changed.
+        config: how it learns.
+        save: folder that every update is written to; empty for none.
+        tokenizer: saved beside the weights.
+        clock: seconds, for the budget.
+
+    Attributes:
+        served: the model to draft with; its network and a spare one change places with every update.
+        student: the copy that is trained, in float32.
+        lessons: what the next update will be made of.
+
+    Raises:
+        CapabilityError: the model is no network whose weights can be learnt.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: LearnConfig,
+        save: str | Path = "",
+        tokenizer: Any | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        fixed = PackedLinear, QuantisedLinear
+        if not isinstance(model, HuggingFaceModel) or any(isinstance(m, fixed) for m in model.model.modules()):
+            raise CapabilityError(
+                "online learns a draft model's weights: give a Transformers model, neither packed nor quantised"
+            )
+        self.config, self.folder, self.tokenizer, self.clock = config, save, tokenizer, clock
+        served = copy.deepcopy(model.model).requires_grad_(False)
+        self.served = HuggingFaceModel(served, exact=model.exact, lean=model.is_lean)
+        self._spare = copy.deepcopy(served)
+        self.student = copy.deepcopy(model.model).float().requires_grad_(True)
+        self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=config.lr, weight_decay=0.0)
+        self.lessons: deque[Lesson] = deque(maxlen=config.keep)
+        self._report = Report()
+        self._since = 0  # requests since the last update
+        self._last_s = 0.0  # what the last update cost
+        self._thread: ThreadPoolExecutor | None = None
+        self._coming: Future[Learned] | None = None  # an update that is being made
+        self._active = 0  # requests that are being served
+        self._began = 0.0
+
+    # -- the clock ---------------------------------------------------------------------------------------------------
+
+    def joined(self) -> None:
+        """A request begins: time runs while there is one."""
+        if self._active == 0:
+            self._began = self.clock()
+        self._active += 1
+
+    def left(self) -> None:
+        """A request has ended."""
+        self._active -= 1
+        if self._active == 0:
+            self._report.serving_s += self.clock() - self._began
+
+    @property
+    def serving_s(self) -> float:
+        """Seconds in which there was a request."""
+        return self._report.serving_s + (self.clock() - self._began if self._active else 0.0)
+
+    def report(self) -> dict[str, Any]:
+        """Counts and seconds so far, see :class:`Report`."""
+        return {**asdict(self._report), "serving_s": self.serving_s}
+
+    # -- collecting --------------------------------------------------------------------------------------------------
+
+    def mistake(self, position: int, logits: Tensor) -> Mistake:
+        """The target's own distribution from its logits [V]: temperature 1, no filters, whatever the request draws
+        with."""
+        began = self.clock()
+        distribution = torch.softmax(logits[: self.served.vocab_size].float(), -1)
+        best = distribution.topk(min(self.config.top or len(distribution), len(distribution)))
+        found = Mistake(position, len(distribution), best.indices.int(), best.values.half())
+        self._report.mistakes += 1
+        self._report.learning_s += self.clock() - began
+        return found
+
+    def finished(self, tokens: Sequence[int], mistakes: Sequence[Mistake]) -> None:
+        """A request ended: keep what it teaches; learn when an update is due and affordable."""
+        self._report.requests += 1
+        self._since += 1
+        if mistakes:
+            self.lessons.append(Lesson(tokens[: mistakes[-1].position], mistakes))
+        self.take()
+        if self._since < self.config.every or not self.lessons or self._coming is not None:
+            return
+        if not self._affordable():
+            self._report.postponed += 1
+        elif self.config.thread:
+            self._coming = self._own_thread().submit(self._learned, self._taken_lessons())
+        else:
+            began = self.clock()
+            self.update()
+            self._last_s = self.clock() - began
+            self._report.learning_s += self._last_s
+
+    def take(self, wait: bool = False) -> None:
+        """Serve what was learnt meanwhile, if an update is done; asked between two rounds.
+
+        Args:
+            wait: until the update that is being made is done.
+        """
+        if self._coming is not None and (wait or self._coming.done()):
+            coming, self._coming = self._coming, None
+            try:
+                learned = coming.result()
+            except Exception as error:  # full memory, for one: what is served goes on as it is
+                self._report.dropped += 1
+                warnings.warn(f"the draft model could not be updated: {error}", stacklevel=2)
+                return
+            self._serve(learned)
+            self._last_s = learned.spent_s
+            self._report.learning_s += learned.spent_s
+
+    def _own_thread(self) -> ThreadPoolExecutor:
+        """One thread on one processor, so that it takes no more from the rounds that run beside it."""
+        if self._thread is None:
+            threads = torch.get_num_threads()
+            self._thread = ThreadPoolExecutor(1, "foretoken-online", _use_one_processor)
+            self._thread.submit(int).result()
+            torch.set_num_threads(threads)  # what threads that are made later begin with
+        return self._thread
+
+    def _affordable(self) -> bool:
+        """Whether another update like the last one keeps to the budget."""
+        expected_s = self._report.learning_s + self._last_s
+        return self.config.budget == 1 or expected_s <= self.config.budget * self.serving_s
+
+    # -- learning ----------------------------------------------------------------------------------------------------
+
+    def update(self) -> bool:
+        """One step on all lessons, which are then forgotten; true when its result is served from now on.
+
+        Nothing that is served changes before the whole update is known to be finite.
+        """
+        return self._serve(self._learned(self._taken_lessons()))
+
+    def _taken_lessons(self) -> list[Lesson]:
+        lessons, self._since = list(self.lessons), 0
+        self.lessons.clear()
+        return lessons
+
+    def _learned(self, lessons: Sequence[Lesson]) -> Learned:
+        """Make an update ready; beside the serving, where it has a thread."""
+        began = self.clock()
+        # The engine runs in inference mode, in which nothing can be differentiated.
+        with torch.inference_mode(False), torch.enable_grad():
+            loss = self._backward(lessons)
+            norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+            good = bool(torch.isfinite(norm)) and loss < float("inf")
+            if good:
+                self.optimizer.step()
+                good = all(bool(torch.isfinite(weight).all()) for weight in self.student.parameters())
+                if not good:
+                    self._restore()
+            self.optimizer.zero_grad(set_to_none=True)
+        if not good:
+            return Learned(None, loss, 0, self.clock() - began)
+        with torch.no_grad():
+            for spare, new in zip(self._spare.parameters(), self.student.parameters(), strict=True):
+                spare.copy_(new)
+        made = self.served.over(self._spare)
+        if self.folder:
+            self._save(made)
+        return Learned(made, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - began)
+
+    def _serve(self, learned: Learned) -> bool:
+        """Go on with the weights of an update; true if there are any."""
+        if learned.model is None:
+            self._report.dropped += 1
+            return False
+        before = self.served.model
+        self.go_on_with(learned.model)
+        self._spare = learned.model.model if self.served.model is before else before
+        self._report.updates += 1
+        self._report.positions += learned.positions
+        self._report.loss = learned.loss
+        return True
+
+    def go_on_with(self, model: HuggingFaceModel) -> None:
+        """Serve the weights of an update."""
+        self.served.go_on_with(model)
+
+    def _backward(self, lessons: Sequence[Lesson]) -> float:
+        """Gradients of the mean divergence over all positions; returns that mean."""
+        count = sum(len(lesson.mistakes) for lesson in lessons)
+        total = 0.0
+        for lesson in lessons:
+            loss = self.losses(lesson).sum() / count
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    def losses(self, lesson: Lesson) -> Tensor:
+        """The divergence at every mistake of a request, [n].
+
+        The token at index t is predicted by the position before it: the student's logits there are compared with the
+        distribution that the target had there.
+        """
+        rows = [mistake.position - 1 for mistake in lesson.mistakes]
+        first = max(0, rows[0] - self.config.window)
+        text = lesson.tokens[first : rows[-1] + 1]
+        own = self.served.vocab_size
+        device = self.served.device
+        ids = torch.tensor([[token if token < own else 0 for token in text]], device=device)
+        logits = self.student(
+            input_ids=ids,
+            position_ids=torch.arange(first, first + len(text), device=device)[None],
+            logits_to_keep=torch.tensor([row - first for row in rows], device=device),
+            use_cache=False,
+        ).logits[0]
+        wanted = torch.stack([stored_distribution(mistake).log() for mistake in lesson.mistakes])
+        return divergence(self.config.loss, wanted, logits[:, : wanted.shape[-1]], self.config.beta)
+
+    def _restore(self) -> None:
+        """Back to what is served, with a fresh optimizer."""
+        with torch.no_grad():
+            for mine, good in zip(self.student.parameters(), self.served.model.parameters(), strict=True):
+                mine.copy_(good)
+        self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=self.config.lr, weight_decay=0.0)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def _save(self, made: HuggingFaceModel) -> None:
+        try:
+            save_model(made.model, self.tokenizer, Path(self.folder).expanduser())
+        except OSError as error:  # a full disk must not stop the serving
+            warnings.warn(f"the learnt draft model was not saved: {error}", stacklevel=2)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the draft model as it is served: a model folder, every file of which appears whole or not at all.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        save_model(self.served.model, self.tokenizer, Path(folder).expanduser())
+
+
+def _use_one_processor() -> None:
+    """For the thread that calls: PyTorch gives a thread the number of the process when it first asks, so it asks
+    first."""
+    torch.get_num_threads()
+    torch.set_num_threads(1)

@@ -1,0 +1,210 @@
+"""A level of drafts on a device: the children of all trees' nodes by one transfer, however many trees there are.
+
+What a tree gets is what it would get alone: the same tokens, with the same uniforms in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretoken.core import NON_FINITE, NonFiniteLogitsError
+from foretoken.core.noise import send_together
+from foretoken.core.sampling import checks_later, race
+from foretoken.core.transfers import read_together
+from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement, last_possible, log_beliefs
+from foretoken.methods.drafters.dynamic import WIDTH
+from foretoken.methods.drafters.growing import Growing, asks_for_confidence
+
+WidthOf = Callable[[Growing, int], int]
+"""How many children a node of a tree gets, as far as the nodes before it leave room."""
+
+
+@dataclass
+class _Rows:
+    """One tree's part in a level.
+
+    Attributes:
+        tree: the tree.
+        logits: of its frontier's nodes, [n, V].
+        widths: the most children that each of them gets.
+    """
+
+    tree: Growing
+    logits: Tensor
+    widths: list[int]
+    ranking: Tensor | None = field(default=None)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens before the one that follows each node."""
+        return [self.tree.length(node) for node in self.tree.frontier]
+
+    @property
+    def width(self) -> int:
+        """The most children that any node gets."""
+        return WIDTH if self.tree.seen is not None else max(self.widths)
+
+
+def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of: WidthOf, iid: bool) -> None:
+    """Leave the children of every node of the frontiers with the trees (``ready``; ``looked`` for those that grow by
+    confidence), where the prefix does not count and no rule looks at single probabilities.
+
+    Args:
+        trees: those that grow.
+        logits: of their frontiers, [n, V] each, on a device.
+        width_of: how many children a node gets.
+        iid: whether siblings are drawn independently.
+
+    Raises:
+        NonFiniteLogitsError: NaN logits.
+    """
+    level = [
+        _Rows(tree, rows, [] if tree.seen is not None else [width_of(tree, node) for node in tree.frontier])
+        for tree, rows in zip(trees, logits, strict=True)
+        if tree.maker.context_free and not asks_for_confidence(tree.budget)
+    ]
+    level = [one for one in level if one.tree.seen is not None or any(one.widths)]
+    noises = [
+        (one.tree.maker.noise, [length - one.tree.maker.prompt_length for length in sorted(set(one.lengths))])
+        for one in level
+        if _races(one.tree) and one.tree.maker.noise is not None
+    ]
+    if noises:
+        send_together(noises, level[0].logits)
+    drawn = [one for one in level if one.tree.draws]
+    taken = [one for one in level if not one.tree.draws]
+    with checks_later() as best:
+        for group in _alike(level):
+            _rank(group)
+    at_once = all(width <= 1 for one in drawn for width in one.widths)
+    tops = _tops(taken)
+    points = _drawn_there(drawn) if at_once else [_ranking(one) for one in drawn]
+    got = iter(read_together([*best, *(part for pair in tops for part in pair), *points]))
+    _check([next(got) for _ in best])
+    for one in taken:
+        _leave_best(one, next(got), next(got))
+    if at_once:
+        _leave_drawn(drawn, got)
+    else:
+        for one in drawn:
+            _draw_here(one, next(got), width_of, iid)
+
+
+def _alike(level: Sequence[_Rows]) -> list[list[_Rows]]:
+    """Parts whose rows are ranked by one call."""
+    groups: dict[Hashable, list[_Rows]] = {}
+    for one in level:
+        tree = one.tree
+        groups.setdefault(
+            (tree.draws, _races(tree), tree.seen is None, tree.maker.greedy, tree.maker.recipe), []
+        ).append(one)
+    return list(groups.values())
+
+
+def _rank(group: Sequence[_Rows]) -> None:
+    """Distributions of what is drawn, and of the rest what the best tokens are the largest of."""
+    first, logits = group[0].tree, [one.logits for one in group]
+    if _races(first):
+        rows = race([one.tree.maker for one in group], logits, [one.lengths for one in group])
+    elif first.maker.greedy or first.seen is not None:
+        rows = torch.cat(logits)
+        rows = rows if rows.dtype == torch.float64 and first.maker.greedy else rows.float()
+    else:
+        rows = first.maker.distributions(torch.cat(logits), None)
+    for one, part in zip(group, rows.split([*map(len, logits)]), strict=True):
+        one.ranking = log_beliefs(part) if first.seen is not None else part
+
+
+def _races(tree: Growing) -> bool:
+    """A tree that grows by confidence follows the noise of its request in any case."""
+    return tree.races or (tree.seen is not None and tree.maker.noise is not None)
+
+
+def _ranking(one: _Rows) -> Tensor:
+    if one.ranking is None:
+        raise RuntimeError("rows are read before they were ranked")
+    return one.ranking
+
+
+def _check(largest: Sequence[Tensor]) -> None:
+    if any(bool((one.isnan() | (one == torch.inf)).any()) for one in largest):
+        raise NonFiniteLogitsError(NON_FINITE)
+
+
+# -- the best ones -----------------------------------------------------------------------------------------------------
+
+
+def _tops(level: Sequence[_Rows]) -> list[tuple[Tensor, Tensor]]:
+    """Values and tokens [n, w] of the largest entries of every part's rows."""
+    found = []
+    for one in level:
+        rows = _ranking(one)
+        if one.width == 1:
+            values, tokens = rows.max(-1, keepdim=True)
+        else:
+            values, tokens = rows.topk(min(one.width, rows.shape[-1]), -1)
+        found.append((values, tokens))
+    return found
+
+
+def _leave_best(one: _Rows, values: Tensor, tokens: Tensor) -> None:
+    """Impossible tokens are left out."""
+    if bool(values.isnan().any()):
+        raise NonFiniteLogitsError(NON_FINITE)
+    if one.tree.seen is not None:
+        one.tree.looked = (_ranking(one), tokens.tolist(), values.tolist())
+        return
+    for node, best, chances in zip(one.tree.frontier, tokens.tolist(), values.tolist(), strict=True):
+        chosen = [token for token, chance in zip(best, chances, strict=True) if chance > -torch.inf]
+        one.tree.ready[node] = (None, chosen)
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------
+
+
+def _drawn_there(level: Sequence[_Rows]) -> list[Tensor]:
+    """One token for every node with a child, drawn on the device, and its weight: two tensors [n] of all parts."""
+    if not level:
+        return []
+    rows = torch.cat([_ranking(one)[: _count(one)] for one in level])
+    uniforms = [one.tree.context.rng.uniform() for one in level for _ in range(_count(one))]
+    cdf = rows.cumsum(-1)
+    points = torch.tensor(uniforms, dtype=rows.dtype, device=rows.device)[:, None] * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, points, right=True).clamp_(max=rows.shape[-1] - 1)
+    return [tokens[:, 0], rows.gather(-1, tokens)[:, 0]]
+
+
+def _count(one: _Rows) -> int:
+    """Nodes with a child, which are the first of the frontier: the budget's nodes are used up in order."""
+    room = one.tree.budget.max_nodes - (len(one.tree.tokens) - 1)
+    return max(0, min(sum(map(bool, one.widths)), room))
+
+
+def _leave_drawn(level: Sequence[_Rows], got: Iterator[Tensor]) -> None:
+    if not level:
+        return
+    drawn = iter(zip(next(got).tolist(), next(got).tolist(), strict=True))
+    for one in level:
+        for node, row in zip(one.tree.frontier[: _count(one)], _ranking(one), strict=False):
+            token, weight = next(drawn)
+            if not weight > 0:  # rounding put the draw on a token of zero probability
+                token = last_possible(row)
+            one.tree.ready[node] = (row, [token])
+
+
+def _draw_here(one: _Rows, rows: Tensor, width_of: WidthOf, iid: bool) -> None:
+    """Draw the children of all nodes on the host from distributions [n, V]; those on the device are what is kept."""
+    tree, added = one.tree, 0
+    room = tree.budget.max_nodes - (len(tree.tokens) - 1)
+    for node, row, kept in zip(tree.frontier, rows, _ranking(one), strict=True):
+        width = max(0, min(tree.counts(tree.place_of[node]), room - added, width_of(tree, node)))
+        if not width:
+            continue
+        draw = draw_iid if iid or width == 1 else draw_without_replacement
+        chosen = draw(row, width, tree.context)
+        tree.ready[node] = (kept, chosen)
+        added += len(chosen)

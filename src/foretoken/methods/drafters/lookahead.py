@@ -1,0 +1,249 @@
+"""Lookahead decoding: a window of parallel Jacobi iterations fills a pool of n-grams, and the pool is what is guessed.
+
+Fu et al. 2024, https://arxiv.org/abs/2402.02057.  One forward scores both: the pool's n-grams are draft nodes, the
+window is a set of probe nodes below the same root.
+
+Window, for W columns and n-grams of N tokens, once it is filled (``root`` is the last committed token)::
+
+    row 0     root  e1   e2   ...        a chain: every token is the parent of the next
+    row 1     a0    a1   a2   ...        a0 hangs from the root, a1 from e1, ...
+    row N-2   b0    b1   b2   ...        the same column, one row up
+    scored    x0    x1   x2   ...        the target's predictions: the next round's last row
+
+Column j gives the n-gram ``e_j a_j ... b_j x_j``.  Row l, column j stands at depth j + l, and what a node sees (its
+ancestors and itself) is what the method asks for: row 0 up to its column, then straight down its own column.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
+from foretoken.methods.drafters.jacobi import predictions
+from foretoken.methods.trees.operations import first_nodes, from_paths
+
+Gram = tuple[int, ...]
+UNLIMITED = 16
+"""N-grams per first token that the size of a draft is told for where none is set; the budget is the real limit."""
+
+
+class NgramPool:
+    """For every first token its ``size`` most recently seen continuations; 0 keeps all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._grams: dict[int, dict[Gram, None]] = {}  # least recent first
+
+    def add(self, key: int, gram: Gram) -> None:
+        """Put ``gram`` behind ``key`` as its most recent one; the least recent one leaves when there are too many."""
+        grams = self._grams.setdefault(key, {})
+        grams.pop(gram, None)
+        grams[gram] = None
+        if self.size and len(grams) > self.size:
+            del grams[next(iter(grams))]
+
+    def of(self, key: int) -> list[Gram]:
+        """The continuations of ``key``, the most recent first."""
+        return list(reversed(self._grams.get(key, {})))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._grams.values()))
+
+
+class _Fill:
+    """Random tokens for the window, the same ones for the same prompt.
+
+    Args:
+        tokens: they are chosen from these.
+        vocab_size: they are chosen from all ids below it instead, unless it is 0.
+    """
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
+        self._random = random.Random(0)
+        self._tokens: Sequence[int] = range(vocab_size) if vocab_size else tokens
+
+    def __call__(self, count: int) -> list[int]:
+        return self._random.choices(self._tokens, k=count)
+
+
+@dataclass
+class _Lookahead:
+    """One request's window and pool.
+
+    Attributes:
+        rows: the window's tokens row by row; row 0 without the root.
+        pool: what was gathered.
+        in_pool: tokens of the text whose n-grams are in the pool (``pool_from_prompt``).
+        proposed: the tree of this round.
+        first_row: row 0 with the root, as proposed.
+        width: columns that the tree holds (fewer than the window has when the context is nearly full).
+        last: node that begins the window's last row: 0, the root, while row 0 is the last.
+        fill: where random tokens come from.
+    """
+
+    rows: list[list[int]]
+    pool: NgramPool
+    fill: _Fill
+    in_pool: int = 0
+    proposed: TokenTree | None = None
+    first_row: list[int] = field(default_factory=list)
+    width: int = 0
+    last: int = 0
+
+
+class LookaheadDrafter(Drafter):
+    """N-grams from the target's own guesses about the text ahead.
+
+    Args:
+        w: columns of the window, W.
+        n: length of the n-grams, N; the window has N - 1 rows and a draft N - 1 tokens.
+        g: most n-grams that are kept, and guessed, per first token, G; 0 keeps all and guesses what the budget allows.
+        pool_from_prompt: put the n-grams of the text into the pool as well.
+        shift: how the window moves: ``"one"`` column per round; ``"accepted"``, once more for every accepted token with
+            the freed last row a copy of row 0 (llama.cpp); or ``"refill"``, one more column for every accepted token
+            with random tokens at the end of every row (the original code's other mode).
+        fill: where random tokens are chosen from: the ``"prompt"``, or all of the ``"vocabulary"``.
+        context_length: positions that the target has, so that no probe lies past them; ``None`` keeps probes within
+            the budget's depth instead, which the engine keeps within the context.
+        vocab_size: of the target, for ``fill="vocabulary"``.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "lookahead"
+    traits = Traits(draws_trees=True)  # the window branches even where one n-gram is guessed
+
+    def __init__(
+        self,
+        w: int = 7,
+        n: int = 5,
+        g: int = 7,
+        pool_from_prompt: bool = False,
+        shift: str = "one",
+        fill: str = "prompt",
+        context_length: int | None = None,
+        vocab_size: int = 0,
+    ) -> None:
+        for option, value, least in (("w", w, 1), ("n", n, 2), ("g", g, 0)):
+            if value < least:
+                raise ValueError(f"lookahead needs {option} >= {least}, not {value}")
+        if shift not in ("one", "accepted", "refill"):
+            raise ValueError(f"shift must be 'one', 'accepted' or 'refill', not {shift!r}")
+        if fill not in ("prompt", "vocabulary"):
+            raise ValueError(f"fill must be 'prompt' or 'vocabulary', not {fill!r}")
+        if fill == "vocabulary" and vocab_size < 1:
+            raise ValueError("fill='vocabulary' needs the target's vocab_size")
+        self.w, self.n, self.g = w, n, g
+        self._fill_from = vocab_size if fill == "vocabulary" else 0
+        self.pool_from_prompt, self.shift, self.context_length = pool_from_prompt, shift, context_length
+        # The deepest probe lies at depth W + N - 3; it counts only where the budget is all that limits it.
+        self.max_depth = n - 1 if context_length is not None else max(n - 1, w + n - 3)
+        self.max_nodes = (g or UNLIMITED) * (n - 1)
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> LookaheadDrafter:
+        """From a spec ``lookahead[,w=W,n=N,g=G]``.
+
+        Raises:
+            ValueError: a path, or an option outside its range.
+        """
+        if path is not None:
+            raise ValueError(
+                f"drafter 'lookahead' takes no path, not {path!r}: give options, as in lookahead,w=7,n=5,g=7"
+            )
+        target = context.target
+        return cls(**{"context_length": target.context_length, "vocab_size": target.vocab_size, **options})
+
+    def start(self, context: Context) -> None:
+        """Fill the first row with random tokens."""
+        fill = _Fill(context.tokens[: context.prompt_length], self._fill_from)
+        state = context.state[self] = _Lookahead([fill(self.w + self.n - 3)], NgramPool(self.g), fill)
+        self._learn_text(state, context)
+
+    def finish(self, context: Context) -> None:
+        """Forget window and pool."""
+        context.state.pop(self, None)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """The pool's n-grams that begin with the root, as a trie, and the window as probes behind them."""
+        state = self._state(context)
+        depth = min(self.n - 1, budget.max_depth)
+        guesses = from_paths(context.root, [gram[:depth] for gram in state.pool.of(context.root)])
+        room = budget.max_depth if self.context_length is None else self.context_length - len(context.tokens)
+        state.proposed = self._with_window(first_nodes(guesses, budget.max_nodes), state, room)
+        return state.proposed
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Gather one n-gram per column and move the window on."""
+        state = self._state(context)
+        if tree is state.proposed and state.width:
+            scored = _scored_row(state, scores)
+            if len(state.rows) == self.n - 1:
+                for column in zip(state.first_row, *state.rows[1:], scored, strict=False):
+                    state.pool.add(column[0], column[1:])
+            # Columns that were not scored keep the token above: the row stays whole.
+            above = state.rows[-1] if state.last else state.first_row
+            self._move(state, scored + above[state.width :], len(verdict.path))
+        state.proposed = None
+        self._learn_text(state, context)
+
+    def _state(self, context: Context) -> _Lookahead:
+        if self not in context.state:
+            self.start(context)
+        return context.state[self]
+
+    def _with_window(self, guesses: TokenTree, state: _Lookahead, room: int) -> TokenTree:
+        """Add the window's probes, as many columns as fit into ``room`` positions below the root.
+
+        The guesses come first: the first n-gram, if it is accepted, is then in place in the cache already.
+        """
+        rows = state.rows
+        state.first_row = [guesses.tokens[0], *rows[0]]
+        state.width = width = max(0, min(len(state.first_row), room - len(rows) + 2))
+        if width == 0:
+            return guesses
+        tokens, parents = [*guesses.tokens, *rows[0][: width - 1]], list(guesses.parents)
+        row = [0, *range(len(parents), len(tokens))]
+        parents += row[:-1]
+        for next_row in rows[1:]:
+            parents += row
+            row = list(range(len(tokens), len(tokens) + width))
+            tokens += next_row[:width]
+        state.last = row[0]
+        probes = (False,) * len(guesses) + (True,) * (len(tokens) - len(guesses))
+        return TokenTree(tuple(tokens), tuple(parents), probes=probes)
+
+    def _move(self, state: _Lookahead, scored: list[int], accepted: int) -> None:
+        """Rows move up by one, ``scored`` becomes the last one, and row 0 loses the token that the root replaces."""
+        rows = state.rows
+        if len(rows) < self.n - 1:  # filling: every row is one shorter each round, down to W
+            rows[:] = [*(row[1:] for row in rows), scored[1:]]
+            return
+        rows[:] = [*rows[1:], scored]
+        if self.shift == "accepted" and self.n > 2:
+            for _ in range(accepted):
+                rows[:] = [*rows[1:], rows[1]]
+        rows[0] = rows[0][1:]
+        if self.shift == "refill":
+            rows[:] = [[*row[accepted:], *state.fill(len(row) - len(row[accepted:]))] for row in rows]
+
+    def _learn_text(self, state: _Lookahead, context: Context) -> None:
+        if not self.pool_from_prompt:
+            return
+        tokens = context.tokens
+        for end in range(max(state.in_pool + 1, self.n), len(tokens) + 1):
+            state.pool.add(tokens[end - self.n], tuple(tokens[end - self.n + 1 : end]))
+        state.in_pool = len(tokens)
+
+
+def _scored_row(state: _Lookahead, scores: Scores) -> list[int]:
+    """The target's predictions after the last row of the window."""
+    if state.last:
+        return predictions(scores, state.last, state.last + state.width)
+    end = len(scores.tree)  # row 0 is the last: the root, and the chain that ends the tree
+    return predictions(scores, 0, 1) + predictions(scores, end - state.width + 1, end)

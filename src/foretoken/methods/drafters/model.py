@@ -1,0 +1,402 @@
+"""A smaller language model of the same tokenizer drafts a chain or a tree.
+
+Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318); trees by fixed expansion as in SpecInfer
+(2305.09781); children without replacement as in recursive rejection sampling (2402.14160).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, Kind, TokenTree, is_large
+from foretoken.core.sampling import fixed_tokens
+from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.methods.drafters.drawing import (
+    best,
+    distribution_of,
+    draw_each,
+    draw_iid,
+    draw_without_replacement,
+    ranked,
+)
+from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, is_dynamic
+from foretoken.methods.drafters.growing import (
+    Growing,
+    asks_for_confidence,
+    check_growth,
+    ends_path,
+    follow,
+    readable,
+    widened,
+)
+from foretoken.methods.drafters.levels import choose_together
+from foretoken.methods.drafters.narrowed import described, light_head, projected, reduced_head
+from foretoken.methods.drafters.pard import PardDrafter, mask_token
+from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.trees.counts import Levels, Places, Ranks
+from foretoken.methods.trees.places import places_of
+from foretoken.methods.trees.shapes import Choice
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache.window import Window
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import Fingerprint, TargetParts
+
+Draw = Literal["iid", "without_replacement", "greedy"]
+
+
+KINDS = {"iid": Kind.IID, "without_replacement": Kind.WITHOUT_REPLACEMENT, "greedy": Kind.POINT}
+"""How siblings are drawn when the request samples, by the option ``draw``."""
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a :class:`LanguageModel`.
+
+    Args:
+        model: the draft model.
+        k: chain length, when no tree is asked for.
+        tree: children per level, ``"3x2x1"`` (SpecInfer's fixed expansion); a file of ``foretoken tune tree``; or the
+            spec of a static tree, ``"sequoia,nodes=16"``.  Siblings take the ranks of such a tree in the order in which
+            they are drawn.  ``eagle2``, ``opt_tree`` or ``cost_aware`` grow a tree of at most 60 nodes and k levels by
+            the draft's own confidence, for greedy requests and those with noise, and keep as many nodes as pay on this
+            machine; requests that sample without noise then get a drawn chain.
+        draw: how siblings are drawn when the request samples: ``"iid"``, ``"without_replacement"`` or ``"greedy"``
+            (the most likely ones, verified as point masses).  The default is ``"without_replacement"`` for trees and
+            ``"iid"`` for chains.  A greedy request always gets greedy drafts, and one with noise those that come first
+            in the race, unless ``"greedy"`` is asked for.
+        target: the model that is drafted for.  Its vocabulary may be padded to another width than the draft model's
+            (151936 and 152064 rows of one tokenizer): drafts then come from the tokens that both have, and their
+            distributions have the target's width.
+
+    Raises:
+        ValueError: an option outside its range.
+        CapabilityError: the draft model cannot be rolled back, or cannot grow trees.
+    """
+
+    name = "model"
+    traits = Traits(rewinds=True)
+    dynamic: DynamicTree | None = None
+    head: DraftHead | None = None
+    """The vocabulary projection that takes the place of the draft model's, over the tokens that can be guessed."""
+
+    def __init__(
+        self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
+    ) -> None:
+        if k < 1:
+            raise ValueError(f"{self.name} needs k >= 1, not {k}")
+        dynamic = is_dynamic(tree)
+        self.places = places_of(tree, self.name) if tree and not dynamic else Levels((1,) * k)
+        draw = draw or ("without_replacement" if self.places.branches else "iid")
+        if draw not in KINDS:
+            raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
+        if dynamic and draw == "without_replacement":
+            raise ValueError(f"tree={tree} follows the draft's confidence, and what is drawn must not: leave out draw")
+        check_growth(model, self.places.branches or dynamic)
+        self.model = model
+        self.target_bytes = 0 if target is None else target.weight_bytes
+        self.vocab_size = model.vocab_size if target is None else target.vocab_size
+        self._take(self.places, draw)
+        if dynamic:
+            self._grow_by_confidence(tree, model if target is None else target)
+
+    def _grow_by_confidence(self, tree: str, target: LanguageModel) -> None:
+        """Point proposals that branch, beside the drawn chains."""
+        self.dynamic = DynamicTree.of(tree, target, self.cost_beside(self.target_bytes))
+        self.max_nodes = MOST_NODES
+        sorts = {(Kind.POINT, True)} | ({(Kind.IID, False)} if self.draw == "iid" else set())
+        self.traits = replace(self.traits, draws_trees=True, sorts=frozenset(sorts))
+
+    def _take(self, places: Places, draw: str) -> None:
+        self.places, self.max_depth, self.draw = places, places.max_depth, draw
+        self.dynamic = None
+        self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=places.branches, sorts=frozenset())
+        if isinstance(places, Ranks):
+            self.max_nodes = len(places.choices)
+
+    def reshaped(self, choices: Sequence[Choice]) -> Self:
+        """The same draft model that fills another tree, with distinct siblings if it branches.
+
+        Raises:
+            ValueError: no tree whose siblings can be drawn in order.
+            CapabilityError: the draft model cannot grow trees.
+        """
+        places = Ranks(choices)
+        check_growth(self.model, places.branches)
+        found = copy.copy(self)
+        found._take(places, "without_replacement" if places.branches and self.draw == "iid" else self.draw)
+        return found
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        quantize: str = "auto",
+        vocab: str = "",
+        parallel: bool = True,
+        window: int = 0,
+        sink: int = 0,
+        **options: Any,
+    ) -> Drafter:
+        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE][,window=N[,sink=M]]``: load the
+        draft model and check that it fits the target.
+
+        One that was taught to fill masks (its configuration has a ``pard_token``) guesses all places in one pass, see
+        :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``.  With a ``window`` the draft model reads only
+        so many tokens before the new ones, and the first ``sink`` ones.
+
+        Raises:
+            ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
+            CapabilityError: a draft vocabulary for a model that hands out no hidden states, or a window for one that
+                reads the whole text.
+        """
+        draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
+        if parallel and mask_token(draft) is not None:
+            if options.get("tree") and options.get("draw") != "without_replacement":
+                raise ValueError("this draft model guesses all places in one pass: give parallel=false with tree=")
+            return PardDrafter.over(draft, context, vocab, **options)
+        built = cls(draft, target=context.target, **options)
+        built.head = reduced_head(vocab, draft, context) or light_head(draft)
+        return built
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The draft model, with the vocabulary projection that it is given here instead of its own."""
+        own = self.model.weight_bytes
+        if self.head is not None and own:
+            own = max(own - self.head.replaced_bytes, 0) + self.head.weight_bytes
+        return share_of_bytes(own, target_bytes)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The draft model's weights, and how many tokens it can guess."""
+        return [{**told, **described(self.model, self.head)} for told in super().describe()]
+
+    @cached_property
+    def states(self) -> Fingerprint | None:
+        """Fingerprint of the draft model; ``None`` when it has no hidden states."""
+        try:
+            return TargetParts(self.model).fingerprint()
+        except CapabilityError:
+            return None
+
+    def rewind(self, context: Context, length: int) -> None:
+        """Take back committed tokens; the last token of a text is always fed again, so it is never one of them."""
+        sequence: SequenceState | None = context.state.get(self)
+        if sequence is not None and len(sequence.tokens) >= length:
+            self.model.rewind(sequence, max(length - 1, 0))
+
+    def finish(self, context: Context) -> None:
+        """Free the draft model's row."""
+        close(self, context)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Grow all trees level by level: one draft forward per level for the whole batch.
+
+        A request whose text the model has not read yet, or cannot hold, gets none.
+        """
+        found = [TokenTree.root_only(context.root) for context in contexts]
+        texts = [self.read(context) for context in contexts]
+        ready = [i for i, is_level in enumerate(self._level(contexts, texts)) if is_level]
+        trees = [self._begin(contexts[i], budgets[i], texts[i]) for i in ready]
+        for tree in trees:  # a text that is drawn must not depend on who shares the call
+            tree.sharing = len(trees) if tree.maker.fixed else 1
+        self._grow(trees)
+        for i, tree in zip(ready, trees, strict=True):
+            if tree.seen is None or self.dynamic is None:
+                found[i] = self._finished(tree)
+            else:
+                found[i] = self.dynamic.finished(tree, tree.seen, min(self.max_nodes, budgets[i].max_nodes))
+        return found
+
+    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Read what is missing of the texts; for which of them that is all."""
+        return level(self, TextReader(self.model), contexts, texts)
+
+    def _grow(self, trees: Sequence[Growing]) -> None:
+        growing = [t for t in trees if self._width(t, 0)]  # children of the root
+        feeds = [Feed(t.sequence, self._unread(t), wanted=1) for t in growing]
+        for _ in range(self.max_depth):
+            if not feeds:
+                break
+            rows = self._score(feeds, growing)
+            following, feeds = [], []
+            wide = [self._widened(row.logits) for row in rows]
+            self._draw_together(growing, wide)
+            for tree, row, logits in zip(growing, rows, wide, strict=True):
+                follow(tree, row)
+                feed = self._expand(tree, logits)
+                if feed is not None:
+                    following.append(tree)
+                    feeds.append(feed)
+            growing = following
+
+    def _draw_together(self, trees: Sequence[Growing], logits: Sequence[Tensor]) -> None:
+        """Draw the next token of all chains whose requests sample alike by one call; logits [1, V] for each.
+
+        One by one that takes longer to call than to run, and a draft model's round is short.  (An argmax is one call:
+        several at once were no faster.)  On a device all children of a level are chosen together.
+        """
+        if not self._draws_as_usual or (logits and is_large(logits[0])):
+            return
+        if logits and logits[0].device.type != "cpu":
+            choose_together(trees, logits, self._width, self.draw == "iid")
+            return
+        alike: dict[tuple[Hashable, bool], list[int]] = {}
+        for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
+            recipe = tree.maker.recipe if tree.draws or (tree.races and not asks_for_confidence(tree.budget)) else None
+            if recipe is not None and tree.seen is None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1:
+                alike.setdefault((recipe, tree.races), []).append(index)
+        for (_, races), group in alike.items():
+            if len(group) > 1:
+                rows, chosen = [logits[index] for index in group], [trees[index] for index in group]
+                makers = [tree.maker for tree in chosen]
+                if races:
+                    drawn = fixed_tokens(makers, rows, [[tree.length(tree.frontier[0])] for tree in chosen])
+                    for tree, tokens in zip(chosen, drawn, strict=True):
+                        tree.ready[tree.frontier[0]] = (None, tokens)
+                    continue
+                distributions = makers[0].distributions(torch.cat(rows), None)
+                each = draw_each(distributions, [tree.context for tree in chosen])
+                for tree, distribution, token in zip(chosen, distributions, each, strict=True):
+                    tree.ready[tree.frontier[0]] = (distribution, [token])
+
+    @property
+    def _draws_as_usual(self) -> bool:
+        """Whether no subclass makes distributions, or draws from them, in a way of its own, request by request."""
+        return all(getattr(type(self), name) is getattr(ModelDrafter, name) for name in _ONE_BY_ONE)
+
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
+        """One draft forward for the trees that grow, a feed for each."""
+        rules = (tree.budget.path_stop for tree in trees)
+        taps = {rule.tap for rule in rules if rule and self.states is not None}
+        return projected(self.head, self.model.forward, feeds, tuple(taps))
+
+    def _unread(self, tree: Growing) -> Sequence[int]:
+        """The tokens of the text that the draft model must be fed before it can go on."""
+        return self.model.catch_up(tree.sequence, tree.text)
+
+    def read(self, context: Context) -> Sequence[int]:
+        """The committed text in the draft model's own ids."""
+        return self._readable(context.tokens)
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        """Tokens as the draft model can read them: token 0 stands for ids that only the target has."""
+        return readable(tokens, self.model.vocab_size, self.vocab_size)
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """Draft logits [n, V'] over the target's vocabulary [n, V]: what only one of them has is impossible."""
+        return widened(logits if self.head is None else self.head.widened(logits), self.vocab_size)
+
+    def _begin(self, context: Context, budget: Budget, text: Sequence[int]) -> Growing:
+        sequence: SequenceState = context.state[self]
+        maker, likeliest = context.maker, self.draw == "greedy"
+        draws, races = not (maker.fixed or likeliest), maker.noise is not None and not likeliest
+        counts = self.places.within(budget.max_depth, budget.max_nodes)
+        tree = Growing(context, budget, sequence, maker, [context.root], draws, races, text, counts)
+        if self.dynamic is not None and not draws:
+            tree.seen = self.dynamic.begin(context)
+            tree.tokens, tree.parents = tree.seen.tokens, tree.seen.parents
+        return tree
+
+    def _width(self, tree: Growing, node: int) -> int:
+        """Children that a node gets (0: none)."""
+        place = tree.place_of[node]
+        if not tree.text or len(place) > self.model.context_length - len(tree.text):
+            return 0
+        room = tree.budget.max_nodes - (len(tree.tokens) - 1)
+        return max(0, min(tree.counts(place), room))
+
+    def _expand(self, tree: Growing, logits: Tensor) -> Feed | None:
+        """Add the children of the frontier; return the feed that scores them, if the tree goes on."""
+        if tree.seen is not None and self.dynamic is not None:
+            levels = min(self.max_depth, tree.budget.max_depth, 1 + self.model.context_length - len(tree.text))
+            self.dynamic.grow(tree, tree.seen, logits, levels, min(self.max_nodes, tree.budget.max_nodes))
+        else:
+            parents, tree.frontier = tree.frontier, []
+            for row, parent in enumerate(parents):
+                width = self._width(tree, parent)
+                if width:
+                    self._add_children(tree, logits[row], parent, width)
+            tree.frontier = [node for node in tree.frontier if self._width(tree, node)]
+        if not tree.frontier:
+            return None
+        committed_and_fed = len(tree.sequence.scratch_tokens)
+        for i, node in enumerate(tree.frontier):
+            tree.scratch_of[node] = committed_and_fed + i
+        first_level = committed_and_fed - 1
+        scratch_parents = [
+            tree.scratch_of[tree.parents[node]] if tree.parents[node] else first_level for node in tree.frontier
+        ]
+        return Feed(tree.sequence, self._readable([tree.tokens[node] for node in tree.frontier]), scratch_parents)
+
+    def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
+        if parent in tree.ready:
+            distribution, chosen = tree.ready.pop(parent)
+            chosen = chosen[:width]
+        else:
+            distribution, chosen = self._candidates(tree, logits, parent, width)
+        if tree.draws and distribution is not None:
+            tree.distributions.append(distribution)
+        for rank, token in enumerate(chosen):
+            node = len(tree.tokens)
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            tree.q_rows.append(len(tree.distributions) - 1 if tree.draws else -1)
+            tree.path_of[node] = (*tree.path_of[parent], token)
+            tree.place_of[node] = (*tree.place_of[parent], rank)
+            # A stop may only suppress what comes after the token: the token itself stays in the draft.
+            if ends_path(tree, parent):
+                continue
+            if distribution is None or not tree.budget.stops_after(
+                *self._confidence(logits, distribution, token, tree)
+            ):
+                tree.frontier.append(node)
+
+    def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
+        """Children of a node, best first or in sampling order, from draft logits [V]; and the distribution [V] that
+        they were drawn from by the request's own pipeline, or by which a stop rule judges them (``None`` where none
+        does)."""
+        maker, confident = tree.maker, asks_for_confidence(tree.budget)
+        if not tree.draws and not tree.races and width == 1 and maker.context_free and not confident:
+            return None, [int(logits.argmax())]
+        prefix = () if maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
+        if tree.races:
+            ranking = ranked(maker, logits[None], [tree.length(parent)], [prefix])[0]
+            return torch.softmax(ranking, -1) if confident else None, best(ranking, width)
+        distribution = distribution_of(maker, logits, prefix)
+        if distribution is None:
+            return None, []
+        if not tree.draws:
+            # A one-hot distribution names the best token, penalties included, but ranks no others.
+            ranking = logits if maker.greedy and width > 1 else distribution
+            return distribution, ranking.topk(min(width, len(ranking))).indices.tolist()
+        if self.draw == "iid" or width == 1:
+            return distribution, draw_iid(distribution, width, tree.context)
+        return distribution, draw_without_replacement(distribution, width, tree.context)
+
+    def _confidence(self, logits: Tensor, distribution: Tensor, token: int, tree: Growing) -> tuple[Tensor, float]:
+        """The draft's own distribution and its probability of ``token``; for greedy drafts the untempered softmax."""
+        if not asks_for_confidence(tree.budget):
+            return distribution, 1.0
+        if tree.maker.greedy:
+            distribution = torch.softmax(logits.float(), -1)
+        return distribution, float(distribution[token])
+
+    def _finished(self, tree: Growing) -> TokenTree:
+        if len(tree.tokens) == 1 or not tree.draws:
+            return TokenTree(tuple(tree.tokens), tuple(tree.parents))
+        distributions = torch.stack(tree.distributions) if len(tree.distributions) > 1 else tree.distributions[0][None]
+        return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.traits.kind, distributions, tuple(tree.q_rows))
+
+
+_ONE_BY_ONE = ("_expand", "_add_children", "_candidates")

@@ -1,0 +1,105 @@
+"""A multi-token prediction module, fed its own output again and again; also the one in the target's own checkpoint.
+
+DeepSeek-V3 (arXiv 2412.19437); one module used recursively as in FastMTP.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.draft_vocabulary import chosen_ids
+from foretoken.methods.drafters.features import FeatureDrafter
+from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
+from foretoken.methods.drafters.nets.store import load_weights, read_description
+from foretoken.models.cache.window import USUAL
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.heads.mtp import native_module
+from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
+from foretoken.models.forward.parts import TargetParts
+
+
+class MtpDrafter(FeatureDrafter):
+    """A chain of the module's best guesses; a tree with ``width`` above 1.
+
+    Raises:
+        ValueError: a tree of several modules in a row, which draft chains only.
+    """
+
+    name = "mtp"
+
+    def __init__(
+        self,
+        model: FeatureModel,
+        nodes: int = 4,
+        depth: int = 4,
+        width: int = 1,
+        grow: str = "eagle2",
+        draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
+        tree: str = "",
+    ) -> None:
+        if width > 1 and isinstance(model, StackedModel):
+            raise ValueError(f"the target has {model.count} prediction modules, which draft a chain: leave width out")
+        super().__init__(model, nodes, depth, width, grow, draw, window, sink, tree)
+        if self.places.branches and isinstance(model, StackedModel):
+            raise ValueError(f"the target has {model.count} prediction modules, which draft a chain: give draw=iid")
+
+    @classmethod
+    def free_for(cls, context: BuildContext) -> bool:
+        """For targets whose own checkpoint holds a head that can be run; not for a network that the caller hands in,
+        whose files would be read with every request."""
+        if not isinstance(context.source, str | Path) or not context.target.capabilities.taps:
+            return False
+        try:
+            if context.has_native_head():
+                cls.build(None, context)
+                return True
+        except (ValueError, OSError):  # tensors are missing or are of another shape: the target loads without its head
+            pass
+        return False
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        feed: str = "",
+        vocab: str = "",
+        **options: Any,
+    ) -> MtpDrafter:
+        """From a spec ``mtp[:FOLDER]``; without a folder the head of the target's own checkpoint.
+
+        ``feed`` is what a step hands to the next: ``post_norm`` or ``pre_norm``; as the module was trained by default
+        (``post_norm`` for those of checkpoints).  ``vocab=N|FILE`` are the tokens that can be guessed, all by default.
+
+        Raises:
+            ValueError: no folder, one trained for another target, damaged files, a target without a head, or no such
+                draft vocabulary.
+        """
+        target = context.target
+        parts = TargetParts(target)
+        head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
+        if path is None and not context.has_trained(cls.name):
+            modules = [native_module(parts.network, found, feed or "post_norm") for found in context.native_head()]
+            if len(modules) > 1:
+                return cls(StackedModel(StackedModules(modules), parts, target, head), **options)
+            return cls(FeatureModel(modules[0], parts, target, head), **options)
+        net = _trained(context.folder(cls.name, path), parts, feed)
+        return cls(FeatureModel(net, parts, target, head), **options)
+
+
+def _trained(folder: Any, parts: TargetParts, feed: str) -> Any:
+    """The module in a folder of ours.
+
+    Raises:
+        ValueError: it was trained for another target, or its files are damaged.
+    """
+    found = read_description(folder, MtpDrafter.name, parts.fingerprint())
+    made = module_for(MtpConfig(**{**found["config"], **({"feed": feed} if feed else {})}), parts.network)
+    load_weights(folder, made)
+    return made

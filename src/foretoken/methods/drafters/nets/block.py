@@ -1,0 +1,274 @@
+"""A network that guesses a whole block of places in one pass: DFlash, and what is built on it (arXiv 2602.06036).
+
+The target's hidden states of a text become keys and values of every layer; the block's rows, the last token and masks,
+look at them and at each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretoken.methods.drafters.nets.decoder import LayerConfig, RmsNorm, rotary, turned
+
+LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Stores a layer's new keys and values [b, H', n, d] and returns all that its rows may look at [b, H', m, d]."""
+LARGEST_BLOCK = 256
+"""Rows of a block: more than any published network has, fewer than the scratch of a text holds."""
+
+
+@dataclass(frozen=True)
+class BlockConfig(LayerConfig):
+    """Shape of the network; its width is the target's, whose embedding and vocabulary projection it uses.
+
+    Attributes:
+        vocab_size: V of the target.
+        layers: decoder layers.
+        taps: depths of the target that are fused, joined by commas; k is the output of the first k layers.
+        block: rows of a block: the last token, and masks.
+        mask_token: id whose embedding stands in the places that are guessed.
+        own_mask: a learned embedding stands there instead.
+        from_anchor: row 0, the last token, guesses too: as many drafts as rows, and row k guesses the token behind
+            its own place instead of its own.
+        reach: how far a row sees in tokens, 0 for the whole text: one number for all layers, or one each.
+        causal: whether a row sees only earlier rows of its block, 0 or 1: one for all layers, or one each.
+        sinks: a learned logit for every head in its softmax, for nothing.
+        draft_vocab: V_d, the tokens that can be guessed; 0 means all.
+        own_head: a vocabulary projection of its own instead of the target's.
+        input_scale: what embeddings are multiplied with.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    vocab_size: int = 0
+    layers: int = 1
+    taps: str = ""
+    block: int = 8
+    mask_token: int = 0
+    own_mask: bool = False
+    from_anchor: bool = False
+    reach: str = "0"
+    causal: str = "0"
+    sinks: bool = False
+    draft_vocab: int = 0
+    own_head: bool = False
+    input_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 2 - self.from_anchor <= self.block <= LARGEST_BLOCK:
+            raise ValueError(f"a block has {2 - self.from_anchor} to {LARGEST_BLOCK} rows, not {self.block}")
+        if self.layers < 1 or self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"a block drafter needs layers and heads that share keys evenly, not {self.layers} layers, "
+                f"{self.heads} heads and {self.kv_heads} key-value heads"
+            )
+        if not all(part.isdecimal() for part in self.taps.split(",")):
+            raise ValueError(f"taps={self.taps!r} must be depths of the target joined by commas, for example 2,5,8")
+        if not 0 <= self.mask_token < self.vocab_size:
+            raise ValueError(
+                f"mask_token must be a token of the target, from 0 to {self.vocab_size - 1}, not {self.mask_token}"
+            )
+        if not 0 <= self.draft_vocab <= self.vocab_size:
+            raise ValueError(f"draft_vocab must be from 0 (all) to {self.vocab_size}, not {self.draft_vocab}")
+        for key in ("reach", "causal"):
+            self._each(key)
+
+    def _each(self, key: str) -> tuple[int, ...]:
+        text: str = getattr(self, key)
+        parts = text.split(",")
+        if not all(part.isdecimal() for part in parts) or len(parts) not in (1, self.layers):
+            raise ValueError(f"{key}={text!r} must be one number, or one for each of {self.layers} layers")
+        return tuple(int(part) for part in parts) * (self.layers if len(parts) == 1 else 1)
+
+    @property
+    def tap_names(self) -> tuple[str, ...]:
+        """Names of the hidden states that are fused, one per depth (a depth may occur twice)."""
+        return tuple(f"layer:{int(part)}" for part in self.taps.split(","))
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
+        """``reach`` per layer."""
+        return self._each("reach")
+
+    @property
+    def causals(self) -> tuple[bool, ...]:
+        """``causal`` per layer."""
+        return tuple(bool(value) for value in self._each("causal"))
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block guesses."""
+        return self.block - (not self.from_anchor)
+
+    @property
+    def guessed(self) -> int:
+        """V_d as a number."""
+        return self.draft_vocab or self.vocab_size
+
+    def rows_for(self, drafts: int) -> int:
+        """Rows that must run for so many drafts: all where rows see later ones."""
+        return drafts + (not self.from_anchor) if all(self.causals) else self.block
+
+
+class BlockAttention(nn.Module):
+    """Attention of a block's rows over the text and each other, with normed queries and keys (Qwen3)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        size, dim = config.hidden_size, config.head_dim
+        self.config = config
+        self.q_proj = nn.Linear(size, config.heads * dim, bias=False)
+        self.k_proj = nn.Linear(size, config.kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(size, config.kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * dim, size, bias=False)
+        self.q_norm, self.k_norm = RmsNorm(dim, config.eps), RmsNorm(dim, config.eps)
+        self.attention_sink_bias = nn.Parameter(torch.zeros(config.heads)) if config.sinks else None
+
+    def keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [b, H', n, d] of places x [b, n, D]."""
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.config.head_dim))).transpose(1, 2)
+        value = self.v_proj(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        return turned(key, cos, sin), value
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keep: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """[b, n, D] of normed rows x [b, n, D]; ``mask`` [b, 1, n, m] is additive."""
+        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.config.head_dim))).transpose(1, 2)
+        key, value = keep(*self.keys(x, cos, sin))
+        mask = mask.to(query.dtype)
+        if self.attention_sink_bias is not None:  # one more key that scores this logit and adds nothing
+            (b, _, n, _), sink = mask.shape, self.attention_sink_bias.to(query.dtype)
+            mask = torch.cat([mask.expand(b, len(sink), n, -1), sink[:, None, None].expand(b, -1, n, 1)], -1)
+            key, value = (F.pad(part, (0, 0, 0, 1)) for part in (key, value))
+        groups = self.config.heads != self.config.kv_heads
+        out = F.scaled_dot_product_attention(turned(query, cos, sin), key, value, attn_mask=mask, enable_gqa=groups)
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class BlockMlp(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.ffn, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.ffn, bias=False)
+        self.down_proj = nn.Linear(config.ffn, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D]."""
+        fed: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return fed
+
+
+class BlockLayer(nn.Module):
+    """Attention and MLP with norms before them and residuals around them."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(config.hidden_size, config.eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.eps)
+        self.self_attn, self.mlp = BlockAttention(config), BlockMlp(config)
+        for linear in (self.self_attn.o_proj, self.mlp.down_proj):
+            nn.init.normal_(linear.weight, std=0.02 / (2 * config.layers) ** 0.5)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keep: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """x [b, n, D] -> [b, n, D]; the arguments are those of :class:`BlockAttention`."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, keep)
+        fed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return fed
+
+
+class BlockNet(nn.Module):
+    """The network: places of the text by :meth:`context` and :meth:`keys`, rows of blocks by :meth:`forward`.
+
+    The buffers ``d2t`` and ``t2d`` are those of :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, where there
+    is a draft vocabulary.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.fc = nn.Linear(len(config.tap_names) * size, size, bias=False)
+        self.hidden_norm, self.norm = RmsNorm(size, config.eps), RmsNorm(size, config.eps)
+        self.layers = nn.ModuleList(self.layer(config) for _ in range(config.layers))
+        self.mask_embedding = nn.Parameter(torch.zeros(size)) if config.own_mask else None
+        self.lm_head = nn.Linear(size, config.guessed, bias=False) if config.own_head else None
+        if config.draft_vocab:
+            self.register_buffer("d2t", torch.zeros(config.guessed, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.guessed)
+
+    def layer(self, config: BlockConfig) -> nn.Module:
+        """A new layer."""
+        return BlockLayer(config)
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """[V_d] the tokens that can be guessed; ``None``: all."""
+        if not self.config.draft_vocab:
+            return None
+        offsets: Tensor = self.get_buffer("d2t")
+        return offsets + torch.arange(len(offsets), device=offsets.device)
+
+    def context(self, taps: Sequence[Tensor]) -> Tensor:
+        """Places [..., D] from the target's hidden states at the tapped depths, each [..., D]."""
+        fused: Tensor = self.hidden_norm(self.fc(torch.cat(list(taps), -1)))
+        return fused
+
+    def keys(self, context: Tensor, positions: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values [b, H', n, d] of places [b, n, D] at positions [b, n]."""
+        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, context)
+        attention: BlockAttention = self.layers[layer].self_attn  # type: ignore[assignment]
+        return attention.keys(context, cos, sin)
+
+    def embedded(self, tokens: Tensor, embedding: Tensor) -> Tensor:
+        """Rows [..., D] of a block's ids, by the target's embedding [V, D]."""
+        rows = F.embedding(tokens, embedding.detach()).to(self.fc.weight.dtype) * self.config.input_scale
+        if self.mask_embedding is None:
+            return rows
+        masked = torch.ones(tokens.shape[-1], dtype=torch.bool, device=tokens.device)
+        masked[0] = False
+        return torch.where(masked[:, None], self.mask_embedding, rows)
+
+    def block_ids(self, anchors: Tensor, rows: int) -> Tensor:
+        """Ids [..., rows] of blocks: the anchors [...], and masks."""
+        masks = anchors.new_full((*anchors.shape, rows - 1), self.config.mask_token)
+        return torch.cat([anchors[..., None], masks], -1)
+
+    def forward(self, x: Tensor, positions: Tensor, masks: Sequence[Tensor], keep: LayerKeep) -> Tensor:
+        """Normed states [b, n, D] of the rows of blocks.
+
+        Args:
+            x: [b, n, D] embedded rows, block after block.
+            positions: [b, n].
+            masks: per layer, additive [b, 1, n, m].
+            keep: a layer's cache.
+        """
+        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, x)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, masks[index], lambda key, value, i=index: keep(i, key, value))
+        states: Tensor = self.norm(x)
+        return states
+
+
+def block_mask(starts: Tensor, rows: int, used: int, reach: int, causal: bool) -> Tensor:
+    """Additive [b, 1, rows, used]: what the rows of one block per text may look at.
+
+    Slot s of a text's cache is position s, of the text before ``starts`` [b] and of the block from there on.
+    """
+    slots = torch.arange(used, device=starts.device)
+    query = starts[:, None] + torch.arange(rows, device=starts.device)  # [b, rows]
+    last = query if causal else (starts + rows - 1)[:, None].expand(-1, rows)
+    seen = slots <= last[..., None]
+    if reach:
+        seen &= (query[..., None] - slots).abs() <= reach
+    return torch.where(seen, 0.0, -torch.inf)[:, None]

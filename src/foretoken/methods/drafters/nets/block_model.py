@@ -1,0 +1,89 @@
+"""A block network as a :class:`~foretoken.models.base.LanguageModel`: a text's places in its cache, a block at a time.
+
+Places of the text are read with states; a feed without states is a block, which is dropped again when it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.methods.drafters.nets.block import BlockNet, block_mask
+from foretoken.models.base import Feed, Rows, SequenceState
+from foretoken.models.forward.heads.features import FeatureModel, HeadForward
+from foretoken.models.network.call import Call, Outputs
+
+
+class BlockForward(HeadForward):
+    """The layers of a block network."""
+
+    model: BlockNet
+
+    def __init__(self, net: BlockNet, *rest: Any) -> None:
+        super().__init__(net.float(), *rest)
+        self.head = None
+        self.layer_masks = {}  # the network makes its own
+        self.num_layers = self.depth = net.config.layers
+
+    def run(self, call: Call) -> Outputs:
+        """No logits; the states [b, width, D] of blocks."""
+        cut = call.cache.reads
+        nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]
+        if call.states is not None:
+            for layer in range(self.num_layers):
+                call.cache.update(*self.model.keys(call.states, call.positions, layer), layer)
+            return nothing, {}
+        used, rows = call.cache.get_mask_sizes(0)[0], call.ids.shape[1]
+        config = self.model.config
+        kinds = list(zip(config.reaches, config.causals, strict=True))
+        made = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
+        masks = [made[kind] if kind[0] or cut is None else cut.mask(made[kind]) for kind in kinds]
+
+        def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            call.cache.reads = None if config.reaches[layer] else cut
+            return call.cache.update(key, value, layer)
+
+        embedded = self.model.embedded(call.ids, self.parts.embed.weight)
+        return nothing, {"state": self.model(embedded, call.positions, masks, keep)}
+
+
+class BlockModel(FeatureModel):
+    """Texts of places, and blocks behind them.
+
+    Args:
+        net, parts, target, project: as for :class:`~foretoken.models.forward.heads.features.HeadForward`.
+    """
+
+    model: BlockNet
+    kind = BlockForward
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
+        """Read places, whose ``states`` are those of :meth:`BlockNet.context`, or run blocks: feeds without states.
+
+        Raises:
+            ValueError: two feeds for one sequence, or both sorts in one call.
+        """
+        reads = [feed.states is not None for feed in feeds]
+        if all(reads):
+            return super().forward(feeds, taps)
+        if any(reads):
+            raise ValueError("places of a text and blocks go into calls of their own")
+        self._check(feeds, ())
+        return self._whole(feeds, taps)
+
+    @torch.inference_mode()
+    def blocks(self, sequences: Sequence[SequenceState], anchors: Sequence[int], rows: int) -> Tensor:
+        """States [n, rows, D] of a block behind every text, which holds one place per token before its anchor."""
+        mask = self.model.config.mask_token
+        feeds = [
+            Feed(sequence, [anchor, *[mask] * (rows - 1)], wanted=0)
+            for sequence, anchor in zip(sequences, anchors, strict=True)
+        ]
+        found = self.forward(feeds)
+        for sequence in sequences:
+            self.commit(sequence, ())
+        return torch.stack([row.taps["state"] for row in found])

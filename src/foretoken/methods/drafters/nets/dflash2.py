@@ -1,0 +1,119 @@
+"""DFlash2: rows of a block also see the row before through convolutions, and candidates are scored in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretoken.methods.drafters.nets.block import BlockConfig, BlockLayer
+from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
+
+
+@dataclass(frozen=True)
+class Dflash2Config(PairConfig):
+    """Shape of the network.
+
+    Attributes:
+        conv: rows that a convolution reads, the row itself among them.
+        group: channels that share their part of a convolution's kernel.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    conv: int = 2
+    group: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.conv < 1 or self.group < 1 or self.hidden_size % self.group:
+            raise ValueError(
+                f"dflash2 needs conv >= 1 and a group that divides {self.hidden_size} channels, "
+                f"not {self.conv} and {self.group}"
+            )
+
+
+class DynamicConv(nn.Module):
+    """A causal convolution over the rows of a block whose kernels follow the rows; it begins as the identity."""
+
+    def __init__(self, config: Dflash2Config) -> None:
+        super().__init__()
+        self.taps, self.group, self.block = config.conv, config.group, config.block
+        size = config.hidden_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, config.conv, size))
+        self.kernel_projection = nn.Linear(size, 2 * config.conv * size // config.group, bias=False)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1.0
+            self.kernel_projection.weight.zero_()
+
+    def kernels(self, x: Tensor) -> Tensor:
+        """[2, b, n, taps, D]: those before and behind the sublayer, of its normed input [b, n, D]."""
+        moving = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, -1)
+        kernels: Tensor = self.base_kernel + moving
+        return kernels.movedim(2, 0)
+
+    def forward(self, x: Tensor, kernels: Tensor) -> Tensor:
+        """[b, n, D] of rows [b, n, D] by kernels [b, n, taps, D]; nothing comes from before a block's first row."""
+        rows = min(self.block, x.shape[1])
+        blocks = x.unflatten(1, (-1, rows))
+        shifted = [F.pad(blocks, (0, 0, tap, 0))[:, :, :rows] for tap in range(self.taps)]
+        return (torch.stack(shifted, 3).flatten(1, 2) * kernels).sum(2)
+
+
+class Dflash2Layer(BlockLayer):
+    """The sublayers of a block's layer, each between two convolutions."""
+
+    def __init__(self, config: Dflash2Config) -> None:
+        super().__init__(config)
+        self.attention_conv, self.mlp_conv = DynamicConv(config), DynamicConv(config)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keep: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """x [b, n, D] -> [b, n, D]."""
+        normed = self.input_layernorm(x)
+        before, behind = self.attention_conv.kernels(normed)
+        mixed = self.self_attn(self.attention_conv(normed, before), cos, sin, mask, keep)
+        x = x + self.attention_conv(mixed, behind)
+        normed = self.post_attention_layernorm(x)
+        before, behind = self.mlp_conv.kernels(normed)
+        fed: Tensor = x + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), behind)
+        return fed
+
+
+class CandidateSelector(nn.Module):
+    """``<A[p] * (P h), B[c]>``: the codebooks have a row per token of the target."""
+
+    def __init__(self, config: Dflash2Config) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(config.vocab_size, config.rank) * 0.02)
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.rank, bias=False)
+
+
+class Dflash2Net(PairNet):
+    """Layers with convolutions, and the selector."""
+
+    config: Dflash2Config
+
+    def __init__(self, config: Dflash2Config) -> None:
+        super().__init__(config)
+        self.candidate_selector = CandidateSelector(config)
+
+    def layer(self, config: BlockConfig) -> nn.Module:
+        """A new layer."""
+        return Dflash2Layer(config)  # type: ignore[arg-type]
+
+    def query(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """``A[p] * (P h)``."""
+        selector = self.candidate_selector
+        return selector.predecessor_codebook[before] * selector.hidden_projection(states), None
+
+    @property
+    def successors(self) -> Tensor:
+        """B."""
+        return self.candidate_selector.successor_codebook

@@ -1,0 +1,120 @@
+"""DSpark: a block whose logits are corrected by the token before, and a head that says how likely a draft survives.
+
+Arxiv 2607.05147.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
+
+HEADS = ("vanilla", "gated", "rnn")
+CONFIDENCES = ("", "state", "both")
+
+
+@dataclass(frozen=True)
+class DsparkConfig(PairConfig):
+    """Shape of the network.
+
+    Attributes:
+        head: what the correction sees: the token before (``vanilla``), its place's state too (``gated``), or all
+            tokens before (``rnn``).
+        confidence: what the confidence head reads: nothing (there is none), the ``state`` of a place, or ``both`` it
+            and the token before.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    from_anchor: bool = True
+    top: int = 64
+    head: str = "vanilla"
+    confidence: str = "both"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head not in HEADS or self.confidence not in CONFIDENCES:
+            raise ValueError(
+                f"dspark needs head={' or head='.join(HEADS)} and confidence=state, both or nothing, "
+                f"not {self.head!r} and {self.confidence!r}"
+            )
+
+
+class MarkovHead(nn.Module):
+    """``W2 f(W1[x])``: one row of W1 per token of the target, one of W2 per token that can be guessed."""
+
+    def __init__(self, config: DsparkConfig) -> None:
+        super().__init__()
+        rank, size = config.rank, config.hidden_size
+        self.kind = config.head
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.guessed, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=0.1)
+        nn.init.zeros_(self.markov_w2.weight)
+        self.gate_proj = nn.Linear(size + rank, rank) if self.kind == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + size, 3 * rank) if self.kind == "rnn" else None
+
+    def forward(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What W2 reads, [..., r], and the memory of the next place."""
+        known: Tensor = self.markov_w1(before)
+        if self.gate_proj is not None:
+            return torch.sigmoid(self.gate_proj(torch.cat([states, known], -1))) * known, None
+        if self.joint_proj is None:
+            return known, None
+        memory = torch.zeros_like(known) if memory is None else memory
+        gate, new, out = self.joint_proj(torch.cat([memory, known, states], -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(out), gate * memory + (1 - gate) * torch.tanh(new)
+
+
+class ConfidenceHead(nn.Module):
+    """One linear map to the log-odds that a place's draft is accepted if those before it are."""
+
+    def __init__(self, config: DsparkConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + (config.rank if config.confidence == "both" else 0), 1)
+
+
+class DsparkNet(PairNet):
+    """A block network with both heads."""
+
+    config: DsparkConfig
+
+    def __init__(self, config: DsparkConfig) -> None:
+        super().__init__(config)
+        self.markov_head = MarkovHead(config)
+        self.confidence_head = ConfidenceHead(config) if config.confidence else None
+
+    def query(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What W2 reads."""
+        found: tuple[Tensor, Tensor | None] = self.markov_head(before, states, memory)
+        return found
+
+    @property
+    def successors(self) -> Tensor:
+        """W2."""
+        weight: Tensor = self.markov_head.markov_w2.weight
+        return weight
+
+    @property
+    def by_draft_id(self) -> bool:
+        """With a draft vocabulary."""
+        return bool(self.config.draft_vocab)
+
+    def confidences(self, before: Tensor, states: Tensor) -> Tensor | None:
+        """Log-odds [...] that the draft of a place is accepted, told before it is drawn; ``None`` without the head.
+
+        Args:
+            before: [...] target ids of the tokens before the places.
+            states: [..., D].
+        """
+        if self.confidence_head is None:
+            return None
+        if self.config.confidence == "both":
+            states = torch.cat([states, self.markov_head.markov_w1(before).to(states.dtype)], -1)
+        found: Tensor = self.confidence_head.proj(states)[..., 0]
+        return found

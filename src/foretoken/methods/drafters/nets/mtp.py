@@ -1,0 +1,80 @@
+"""DeepSeek-V3's multi-token prediction module (arXiv 2412.19437, section 2.2), used again and again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
+from foretoken.models.forward.heads.mtp import FEEDS, NativeModule
+from foretoken.models.forward.heads.pieces import HeadParts
+
+LAYERS = ("own", "target")
+
+
+@dataclass(frozen=True)
+class MtpConfig(LayerConfig):
+    """Shape of the module.
+
+    Attributes:
+        layer: ``own``, the plain layer of these sizes; ``target``, the target's own class, as checkpoints ship it.
+        feed: what a step hands to the next one, its state before the module's norm or behind it.
+        experts: whether a layer of the target's class has experts.
+    """
+
+    layer: str = "own"
+    feed: str = "pre_norm"
+    experts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layer not in LAYERS or self.feed not in FEEDS:
+            raise ValueError(
+                f"mtp needs layer={' or layer='.join(LAYERS)} and feed={' or feed='.join(FEEDS)}, "
+                f"not {self.layer!r} and {self.feed!r}"
+            )
+
+
+class MtpNet(nn.Module):
+    """``proj([norm(embedding of the next token); norm(state)])``, a full decoder layer, and a norm before the head."""
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.feed = config.feed
+        self.enorm, self.hnorm = RmsNorm(size, config.eps), RmsNorm(size, config.eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer = DecoderLayer(config)
+        self.norm = RmsNorm(size, config.eps)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        keep: Keep | None = None,
+    ) -> Tensor:
+        """Embeddings of tokens t + 1 and states of tokens t, both [b, n, D] -> what the next step is fed [b, n, D]."""
+        x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(features)], -1))
+        found: Tensor = self.layer(x, positions, mask, keep)
+        return self.norm(found) if self.feed == "post_norm" else found
+
+    def head_state(self, output: Tensor) -> Tensor:
+        """What the vocabulary projection reads of an output [..., D]."""
+        found: Tensor = output if self.feed == "post_norm" else self.norm(output)
+        return found
+
+    def pieces(self) -> HeadParts:
+        """What it is made of."""
+        norms: dict[str, Any] = {"of_beside": self.enorm, "of_state": self.hnorm, "last": self.norm}
+        return HeadParts(self.layer, entry=self.eh_proj, hands_on_normed=self.feed == "post_norm", **norms)
+
+
+def module_for(config: MtpConfig, network: nn.Module) -> nn.Module:
+    """A new module of this shape; ``network`` is the target, whose layer class may be asked for."""
+    if config.layer == "own":
+        return MtpNet(config)
+    return NativeModule(network, config.experts, config.feed)

@@ -1,0 +1,85 @@
+"""P-EAGLE's network: EAGLE-3 with more layers, and a learned state for places that are not known yet (2602.01469)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.models.forward.heads.lean import HeadRun
+
+LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Stores a layer's new keys and values [b, H', n, d] and returns all that its rows may look at [b, H', m, d]."""
+DEEPEST = 64
+"""Places that a pass may guess at most."""
+
+
+@dataclass(frozen=True)
+class PeagleConfig(Eagle3Config):
+    """Shape of the network.
+
+    Attributes:
+        num_layers: decoder layers, the wide one included.
+        places: places that it was trained to guess in one pass.
+        mask_token: id whose embedding stands beside the learned state.
+        own_embedding: whether it has a token embedding of its own instead of the target's.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    num_layers: int = 4
+    places: int = 8
+    mask_token: int = 0
+    own_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_layers < 1 or not 1 <= self.places <= DEEPEST:
+            raise ValueError(
+                f"peagle needs num_layers >= 1 and places from 1 to {DEEPEST}, not {self.num_layers} and {self.places}"
+            )
+        if not 0 <= self.mask_token < self.vocab_size:
+            raise ValueError(
+                f"mask_token must be a token of the target, from 0 to {self.vocab_size - 1}, not {self.mask_token}"
+            )
+
+
+class PeagleNet(Eagle3Net):
+    """Reads what EAGLE-3 reads; a place behind the text has the mask's embedding and the learned ``mask_hidden``."""
+
+    config: PeagleConfig
+
+    def __init__(self, config: PeagleConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers - 1))
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.taps) * config.hidden_size))
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+
+    @property
+    def mask_feature(self) -> Tensor:
+        """[D] the feature of a place behind the text."""
+        found: Tensor = self.fc(self.mask_hidden)[0, 0]
+        return found
+
+    def forward(
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None = None, keep: Any = None
+    ) -> Tensor:
+        """[b, n, D] of embeddings and features [b, n, D]; the arguments are those of
+        :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, but that ``keep`` is a :data:`LayerKeep` of all
+        layers (or what runs a single one itself)."""
+        x = super().forward(embeddings, features, positions, mask, _of_layer(keep, 0))
+        for index, layer in enumerate(self.layers, 1):
+            x = layer(x, positions, mask, _of_layer(keep, index))
+        return x
+
+
+def _of_layer(keep: Any, index: int) -> Keep | None:
+    if keep is None or isinstance(keep, HeadRun):
+        return keep
+    return lambda key, value: keep(index, key, value)

@@ -1,0 +1,163 @@
+"""A trained drafter on disk: one folder with ``drafter.json``, ``model.safetensors`` and a card; never a pickle."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from foretoken.core.io.drafter_folders import IMPORTED, OURS, is_whole_model
+from foretoken.core.io.files import save_described
+from foretoken.models.checks.finite import check_finite, check_stored
+from foretoken.models.forward.parts import Fingerprint, QuantisedTargetWarning
+
+CONFIG = OURS
+WEIGHTS = "model.safetensors"
+VERSION = 1
+PUBLIC = (".json", ".safetensors", ".bin", ".pt")
+"""Files of such a layout."""
+
+
+def save_drafter(
+    folder: Path,
+    method: str,
+    config: Mapping[str, Any],
+    net: nn.Module,
+    target: Fingerprint,
+    measured: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a drafter's weights (bfloat16) and what they belong to; every file appears whole or not at all.
+
+    Args:
+        folder: created when it is missing.
+        method: registry name.
+        config: the arguments of the network.
+        net: the network.
+        target: what it was trained for.
+        measured: what training measured, for the drafter to start from (acceptance tables).
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    tensors = {
+        name: value.detach().to(torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous().cpu()
+        for name, value in net.state_dict().items()
+    }
+    description = {
+        "format": VERSION,
+        "method": method,
+        "config": dict(config),
+        "target": asdict(target),
+        "measured": dict(measured or {}),
+    }
+    save_described(folder, (WEIGHTS, tensors), (CONFIG, description))
+
+
+def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str, Any]:
+    """The stored description, checked against the method and the target.
+
+    Raises:
+        ValueError: no drafter there, another method, another target, or a damaged file.
+
+    Warns:
+        QuantisedTargetWarning: the target is the right one, but its weights are quantised otherwise than in training.
+    """
+    found, for_target = read_stored(folder, method)
+    difference = for_target.difference(target)
+    if difference:
+        raise ValueError(f"{folder} was trained for another target: {difference}")
+    warn_of_storage(str(folder), for_target, target)
+    return found
+
+
+def warn_of_storage(name: str, trained_for: Fingerprint, target: Fingerprint) -> None:
+    """Say so where a network meets its model with weights that are stored otherwise: verification keeps the text."""
+    doubt = trained_for.doubt(target)
+    if doubt:
+        text = f"{name} was trained for this model, but {doubt}: the text stays the model's, fewer drafts may be right"
+        warnings.warn(text, QuantisedTargetWarning, stacklevel=4)
+
+
+def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[str, Any], Fingerprint]:
+    """The stored description, and the fingerprint of the network that it was trained for.
+
+    Raises:
+        ValueError: nothing there, another method, or a damaged file.
+    """
+    file = folder / CONFIG
+    if not file.exists():
+        if folder.is_dir() and is_whole_model(folder):
+            raise ValueError(
+                f"{folder} is a whole model, not a drafter of the method {method}: give it as MODEL, or with --drafter "
+                f"model:{folder} to draft with it"
+            )
+        if method in IMPORTED and folder.is_dir() and any(file.suffix in PUBLIC for file in folder.iterdir()):
+            raise ValueError(
+                f"{folder} is in another project's layout (it has no {CONFIG}): import it first, "
+                f"`foretoken import MODEL {folder} --out OUT`, and use {method}:OUT"
+            )
+        raise ValueError(f"{folder} holds no trained {what} ({CONFIG}): give the --out of `foretoken train {method}`")
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        version, stored, for_target = found["format"], found["method"], Fingerprint(**found["target"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} is damaged: copy the folder again") from None
+    if version != VERSION:
+        raise ValueError(f"{file} has format {version}, and this version reads {VERSION}: train it again")
+    if stored != method:
+        raise ValueError(f"{folder} was trained as {stored!r}: use it as {stored}:{folder}")
+    return found, for_target
+
+
+def build_net(folder: Path, make: Callable[[Any], nn.Module], config: type[Any], found: Mapping[str, Any]) -> Any:
+    """The network that a description is of, with the stored weights.
+
+    Args:
+        folder: where both are.
+        make: the network of a configuration.
+        config: the class of the configuration.
+        found: the description.
+
+    Raises:
+        ValueError: the description is damaged, or :func:`load_weights` refuses the weights.
+    """
+    try:
+        net = make(config(**found["config"]))
+    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        reason = str(error).strip().splitlines()[:1]
+        raise ValueError(f"{folder / CONFIG} describes no such drafter, copy it again: {' '.join(reason)}") from None
+    load_weights(folder, net)
+    return net
+
+
+def load_weights(folder: Path, net: nn.Module) -> None:
+    """Fill ``net`` with the stored weights.
+
+    Raises:
+        ValueError: a damaged file, or missing, superfluous or misshapen tensors, or numbers that are not
+            finite.
+    """
+    file = folder / WEIGHTS
+    try:
+        stored = load_file(file)
+    except (SafetensorError, FileNotFoundError):
+        raise ValueError(f"{file} is missing, damaged or half-written: copy the folder again") from None
+    wanted = net.state_dict()
+    for name in sorted(wanted.keys() | stored.keys()):
+        if name not in stored:
+            raise ValueError(f"{file} lacks the tensor {name}: the checkpoint is incomplete")
+        if name not in wanted:
+            raise ValueError(f"{file} holds a tensor {name} that this drafter does not know")
+        if wanted[name].shape != stored[name].shape:
+            raise ValueError(f"{name} in {file} is {list(stored[name].shape)} and must be {list(wanted[name].shape)}")
+    check_finite(stored.items(), file)
+    check_stored(stored.items(), file)
+    net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in stored.items()})

@@ -1,0 +1,93 @@
+"""Prompt lookup: copy what followed the most recent occurrence of the longest matching n-gram.
+
+Saxena, "Prompt lookup decoding" (2023).  The index of n-grams grows with the text, so a proposal costs a few
+dictionary look-ups whatever the length of the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.core import Budget, Context
+from foretoken.methods.drafters.base import BuildContext, Traits
+from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
+
+Places = dict[tuple[int, ...], list[int]]
+
+
+class PromptSource(NgramSource):
+    """Where every n-gram of a text ended.
+
+    The n-gram that ends the text is always its own last occurrence, so the one before is the match.
+    """
+
+    def __init__(self, sizes: range, match: str, most: int) -> None:
+        super().__init__()
+        self.sizes, self.match, self.most = sizes, match, most
+        self.places: list[Places] = [{} for _ in sizes]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Index the n-grams that end in the new tokens."""
+        start = len(self.text)
+        self.text.extend(tokens)
+        for end in range(start + 1, len(self.text) + 1):
+            for n, places in zip(self.sizes, self.places, strict=True):
+                if end >= n:
+                    places.setdefault(tuple(self.text[end - n : end]), []).append(end)
+
+    def rewind(self, length: int) -> None:
+        """Take the n-grams that end behind ``length`` out of the index."""
+        for end in range(len(self.text), length, -1):
+            for n, places in zip(self.sizes, self.places, strict=True):
+                if end >= n:
+                    key = tuple(self.text[end - n : end])
+                    places[key].pop()
+                    if not places[key]:
+                        del places[key]
+        super().rewind(length)
+
+    def propose(self, budget: Budget) -> Guess:
+        """The tokens after the match of the longest n-gram."""
+        for i in range(len(self.sizes) - 1, -1, -1):
+            n = self.sizes[i]
+            ends = self.places[i].get(tuple(self.text[-n:]), ()) if n < len(self.text) else ()
+            if len(ends) > 1:
+                end = ends[-2] if self.match == "recent" else ends[0]
+                most = min(self.most, budget.max_depth, budget.max_nodes)
+                return Guess.copied(self.text[end : end + most], n)
+        return NOTHING
+
+
+class NgramDrafter(SourceDrafter):
+    """Deterministic chains from the request's own text.
+
+    Args:
+        n: longest n-gram that is looked up; shorter ones are tried after it.
+        min_n: shortest n-gram.
+        k: most tokens that are copied.
+        match: ``"recent"`` (the most recent occurrence) or ``"first"`` (the earliest, as Transformers and vLLM do).
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "ngram"
+    traits = Traits(rewinds=True)
+
+    def __init__(self, n: int = 3, k: int = 8, min_n: int = 1, match: str = "recent") -> None:
+        if not 1 <= min_n <= n:
+            raise ValueError(f"ngram needs 1 <= min_n <= n, not min_n={min_n}, n={n}")
+        if k < 1:
+            raise ValueError(f"ngram needs k >= 1, not {k}")
+        if match not in ("recent", "first"):
+            raise ValueError(f"match must be 'recent' or 'first', not {match!r}")
+        self.n, self.min_n, self.max_depth, self.match = n, min_n, k, match
+
+    @classmethod
+    def free_for(cls, context: BuildContext) -> bool:
+        """For every target: a proposal costs a few look-ups."""
+        return True
+
+    def open(self, context: Context) -> NgramSource:
+        """An index of the request's text."""
+        return PromptSource(range(self.min_n, self.n + 1), self.match, self.max_depth)

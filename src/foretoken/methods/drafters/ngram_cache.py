@@ -1,0 +1,171 @@
+"""Three caches of n-gram statistics: this text, past texts, and a corpus (llama.cpp's ``lookup``).
+
+https://github.com/ggml-org/llama.cpp/tree/master/examples/lookup.  A cache maps an n-gram to the tokens that followed
+it and how often (:mod:`foretoken.methods.drafters.ngram_counts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from foretoken.core import Budget, Context
+from foretoken.methods.drafters.base import BuildContext, Traits
+from foretoken.methods.drafters.datastore import encoded, fingerprint, joined
+from foretoken.methods.drafters.ngram_counts import SIZES, CountTable, Followers, NgramCache
+from foretoken.methods.drafters.sources import Guess, NgramSource, SourceDrafter
+from foretoken.methods.drafters.tenants import Tenants
+
+STATIC_SIZES = range(2, 3)
+LAX = ((2, 66), (2, 50), (1, 50), (1, 50))
+"""Least samples and least percentage of the best token, for n = 1..4: the context cache."""
+STRICT = ((4, 75), (3, 66), (2, 66), (2, 66))
+"""The same for the dynamic cache."""
+STATIC = LAX[1]
+"""The same for the static cache."""
+
+
+def best_follower(
+    cache: NgramCache, text: Sequence[int], thresholds: Sequence[tuple[int, int]], static: Followers | None
+) -> tuple[int, float] | None:
+    """The next token by the longest n-gram that is sure enough, and the share of its samples.
+
+    Candidates are ranked by :meth:`Followers.best`.
+    """
+    for n in range(min(cache.sizes[-1], len(text)), cache.sizes[0] - 1, -1):
+        samples, percent = thresholds[n - 1]
+        found = cache.followers(text[-n:])
+        if found is None or found.total < samples or 100 * found.most < percent * found.total:
+            continue
+        token, count = found.best(static)
+        if 100 * count >= percent * found.total:
+            return token, count / found.total
+    return None
+
+
+class _Source(NgramSource):
+    """One request: its own counts, and the caches it shares."""
+
+    def __init__(self, drafter: NgramCacheDrafter, salt: str) -> None:
+        super().__init__()
+        self.drafter, self.salt = drafter, salt
+        self.own, self.past = NgramCache(), drafter.tenants.of(salt)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        start = len(self.text)
+        self.text.extend(tokens)
+        self.own.count(self.text, start)
+
+    def propose(self, budget: Budget) -> Guess:
+        tokens: list[int] = []
+        scores: list[float] = []
+        tail, sure = self.text[-SIZES[-1] :], 1.0
+        for _ in range(min(self.drafter.max_depth, budget.max_depth, budget.max_nodes)):
+            found = self.drafter.next_token(self.own, self.past, tail)
+            if found is None:
+                break
+            sure *= found[1]
+            tokens.append(found[0])
+            scores.append(sure)
+            tail = [*tail[-SIZES[-1] + 1 :], found[0]]
+        return Guess(tokens, range(-1, len(tokens) - 1), scores, counted=True)
+
+    def close(self) -> None:
+        self.drafter.remember(self.text, self.salt)
+
+
+class NgramCacheDrafter(SourceDrafter):
+    """Chains by n-gram statistics of this text (lax), of past texts (strict) and of a corpus.
+
+    Args:
+        k: most draft tokens.
+        share: learn from finished requests (the dynamic cache), for each salt apart.
+        static: file of a static cache, see :func:`build_static_cache`.
+        save: with a path in the spec: write the dynamic cache of requests without a salt back to it whenever one ends.
+
+    Raises:
+        ValueError: ``k`` below 1, or a cache file that is missing, damaged or of another tokenizer.
+    """
+
+    name = "ngram_cache"
+
+    def __init__(self, k: int = 8, share: bool = True, static: str = "", save: bool = False) -> None:
+        if k < 1:
+            raise ValueError(f"ngram_cache needs k >= 1, not {k}")
+        self.max_depth, self.save_always = k, save
+        self.traits = Traits(shares_state=share)
+        self.path: Path | None = None
+        self.fingerprint = ""
+        self._loaded = NgramCache()
+        self.tenants = Tenants(lambda: NgramCache(self._loaded.sizes, self._loaded.table))
+        self.static = NgramCache.load(static) if static else None
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> NgramCacheDrafter:
+        """From a spec ``ngram_cache[:FILE]``: FILE holds the dynamic cache; with ``save=true`` it may not exist yet."""
+        static = options.pop("static", "")
+        drafter = cls(**options)
+        drafter.fingerprint = fingerprint(context.tokenizer) if context.tokenizer is not None else ""
+        if static:
+            drafter.static = NgramCache.load(static, drafter.fingerprint)
+        if drafter.save_always and path is None:
+            raise ValueError("ngram_cache needs a file to save to: ngram_cache:FILE,save=true")
+        if path is not None:
+            drafter.path = Path(path)
+            if drafter.path.exists() or not drafter.save_always:
+                drafter.load(path)
+        return drafter
+
+    @property
+    def dynamic(self) -> NgramCache:
+        """The dynamic cache of requests without a salt."""
+        return self.tenants.of("")
+
+    def open(self, context: Context) -> NgramSource:
+        """Fresh counts over the shared caches."""
+        return _Source(self, context.salt)
+
+    def next_token(self, own: NgramCache, past: NgramCache, text: Sequence[int]) -> tuple[int, float] | None:
+        """The next token and its share: from this text, else from past texts, else from the corpus."""
+        static = self.static.followers(text[-2:]) if self.static is not None and len(text) > 1 else None
+        found = best_follower(own, text, LAX, static) or best_follower(past, text, STRICT, static)
+        if found is None and static is not None and static.total >= STATIC[0]:
+            token, count = static.best()
+            if 100 * count >= STATIC[1] * static.total:
+                found = token, count / static.total
+        return found
+
+    def remember(self, text: Sequence[int], salt: str = "") -> None:
+        """A request ended: add its text to the tenant's dynamic cache."""
+        if self.traits.shares_state:
+            self.tenants.of(salt).count(text)
+            if self.save_always and self.path is not None and not salt:
+                self.save(self.path)
+
+    def save(self, path: str | Path) -> None:
+        """Write the dynamic cache of requests without a salt."""
+        self.dynamic.save(path, self.fingerprint)
+
+    def load(self, path: str | Path) -> None:
+        """Go on with a saved dynamic cache, from which every tenant starts.
+
+        Raises:
+            ValueError: the file is missing, damaged, or of another tokenizer.
+        """
+        self._loaded = NgramCache.load(path, self.fingerprint or None)
+        self.tenants.clear()
+
+
+def build_static_cache(documents: Iterable[str], tokenizer: Any, out: str | Path) -> int:
+    """Count the bigrams of a corpus for ``ngram_cache,static=OUT``; returns the number of its entries.
+
+    Raises:
+        ValueError: no text.
+    """
+    text = joined(encoded(documents, tokenizer))
+    if not len(text):
+        raise ValueError("the corpus is empty: a static cache needs text")
+    cache = NgramCache(STATIC_SIZES, CountTable.of_text(text, STATIC_SIZES))
+    cache.save(out, fingerprint(tokenizer))
+    return len(cache.table or ())

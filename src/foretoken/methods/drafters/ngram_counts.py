@@ -1,0 +1,198 @@
+"""Which tokens followed an n-gram, and how often: counts in dictionaries as they grow, in sorted arrays once stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.methods.drafters.datastore import SEPARATOR, read_arrays, write_arrays
+
+SIZES = range(1, 5)
+STATIC_WEIGHT = 100
+KIND = "ngram_cache"
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+Array = NDArray[Any]
+_NONE = np.empty(0, np.int32)
+
+
+def key_of(tokens: Sequence[int]) -> int:
+    """64 bits for an n-gram (:func:`_keys` does many at once).  Two n-grams with one key would only spoil a guess."""
+    key = len(tokens)
+    for token in tokens:
+        key = (key * _MULTIPLIER + token + 1) & _MASK
+    return key
+
+
+@dataclass
+class _Row:
+    total: int = 0
+    most: int = 0
+    counts: dict[int, int] = field(default_factory=dict)
+
+
+class Followers:
+    """What followed one n-gram: the counts of a new row and those of a table's rows, added up when they are needed.
+
+    Attributes:
+        total: samples.
+        most: an upper bound for the largest count.
+    """
+
+    def __init__(self, row: _Row | None, tokens: Array, counts: Array) -> None:
+        self._row, self._tokens, self._counts = row or _Row(), tokens, counts
+        self.total, self.most = self._row.total, self._row.most
+        if len(counts):
+            self.total += int(counts.sum())
+            self.most += int(counts[0])
+
+    def of(self, token: int) -> int:
+        """How often ``token`` followed."""
+        found = self._counts[self._tokens == token] if len(self._tokens) else _NONE
+        return self._row.counts.get(token, 0) + (int(found[0]) if len(found) else 0)
+
+    def by_token(self) -> dict[int, int]:
+        """All counts."""
+        if not len(self._tokens):
+            return self._row.counts
+        merged: dict[int, int] = dict(zip(self._tokens.tolist(), self._counts.tolist(), strict=True))
+        for token, count in self._row.counts.items():
+            merged[token] = merged.get(token, 0) + count
+        return merged
+
+    def best(self, static: Followers | None = None) -> tuple[int, int]:
+        """The token of largest weight (equal ones: the smallest id) and its count.
+
+        The weight is the count, times 100 times the count in ``static`` where that knows the token.
+        """
+
+        def rank(item: tuple[int, int]) -> tuple[int, int]:
+            known = static.of(item[0]) if static is not None else 0
+            return -item[1] * (STATIC_WEIGHT * known if known else 1), item[0]
+
+        if static is None and not self._row.counts:
+            return int(self._tokens[0]), int(self._counts[0])
+        return min(self.by_token().items(), key=rank)
+
+
+class CountTable:
+    """Counts in sorted arrays: ``keys`` [E] uint64, ``tokens`` [E] int32, ``counts`` [E] int32, most frequent first."""
+
+    def __init__(self, keys: Array, tokens: Array, counts: Array) -> None:
+        self.keys, self.tokens, self.counts = keys, tokens, counts
+
+    @classmethod
+    def summed(cls, keys: Array, tokens: Array, counts: Array) -> CountTable:
+        """From rows in any order; equal rows are added up."""
+        order = np.lexsort((tokens, keys))
+        keys, tokens, counts = keys[order], tokens[order], counts[order]
+        first = np.ones(len(keys), bool)
+        first[1:] = (keys[1:] != keys[:-1]) | (tokens[1:] != tokens[:-1])
+        sums = np.add.reduceat(counts.astype(np.int64), np.flatnonzero(first)) if len(keys) else counts
+        keys, tokens = keys[first], tokens[first]
+        order = np.lexsort((tokens, -sums, keys))
+        return cls(keys[order], tokens[order].astype(np.int32), sums[order].astype(np.int32))
+
+    @classmethod
+    def of_text(cls, text: Array, sizes: Iterable[int]) -> CountTable:
+        """Every n-gram of ``text`` [T] int32 with the token after it; nothing crosses a separator."""
+        keys, tokens = [], []
+        for n in sizes:
+            if len(text) > n:
+                inside = _keys(text, n)[: len(text) - n]
+                whole = np.ones(len(inside), bool)
+                for i in range(n + 1):
+                    whole &= text[i : len(text) - n + i] != SEPARATOR
+                keys.append(inside[whole])
+                tokens.append(text[n:][whole])
+        if not keys:
+            return cls(np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int32))
+        all_keys, all_tokens = np.concatenate(keys), np.concatenate(tokens)
+        return cls.summed(all_keys, all_tokens, np.ones(len(all_keys), np.int32))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def rows(self, key: int) -> slice:
+        """Where a key's tokens are."""
+        wanted = np.uint64(key)
+        low = int(self.keys.searchsorted(wanted))
+        if low == len(self.keys) or self.keys[low] != wanted:
+            return slice(0, 0)
+        return slice(low, int(self.keys.searchsorted(wanted, side="right")))
+
+
+def _keys(text: Array, n: int) -> Array:
+    """[T - n + 1] uint64: :func:`key_of` for every window of n tokens."""
+    with np.errstate(over="ignore"):
+        key = np.full(len(text) - n + 1, n, np.uint64)
+        for i in range(n):
+            key = key * np.uint64(_MULTIPLIER) + text[i : len(text) - n + 1 + i].astype(np.uint64) + np.uint64(1)
+    return key
+
+
+class NgramCache:
+    """n-gram -> counts of the next token.  ``table`` was loaded; ``new`` has been counted since."""
+
+    def __init__(self, sizes: range = SIZES, table: CountTable | None = None) -> None:
+        self.sizes, self.table = sizes, table
+        self.new: dict[int, _Row] = {}
+
+    def count(self, text: Sequence[int], start: int = 0) -> None:
+        """Count the n-grams that are followed by ``text[start:]``."""
+        for end in range(max(start, 1), len(text)):
+            for n in self.sizes:
+                if n > end:
+                    break
+                self._add(key_of(text[end - n : end]), text[end])
+
+    def _add(self, key: int, token: int) -> None:
+        row = self.new.get(key)
+        if row is None:
+            row = self.new[key] = _Row()
+        count = row.counts[token] = row.counts.get(token, 0) + 1
+        row.total += 1
+        row.most = max(row.most, count)
+
+    def followers(self, ngram: Sequence[int]) -> Followers | None:
+        """What followed an n-gram; ``None`` when nothing did."""
+        key = key_of(ngram)
+        row = self.new.get(key)
+        rows = slice(0, 0) if self.table is None else self.table.rows(key)
+        if row is None and rows.stop == rows.start:
+            return None
+        if self.table is None:
+            return Followers(row, _NONE, _NONE)
+        return Followers(row, self.table.tokens[rows], self.table.counts[rows])
+
+    def frozen(self) -> CountTable:
+        """Everything as one table."""
+        rows = [(key, token, count) for key, row in self.new.items() for token, count in row.counts.items()]
+        columns = [np.array([row[i] for row in rows], dtype) for i, dtype in enumerate((np.uint64, np.int32, np.int32))]
+        if self.table is not None:
+            old = (self.table.keys, self.table.tokens, self.table.counts)
+            columns = [np.concatenate(pair) for pair in zip(old, columns, strict=True)]
+        return CountTable.summed(*columns)
+
+    def save(self, path: str | Path, tokenizer_fingerprint: str = "") -> None:
+        """Write the cache to a file (a temporary name is renamed at the end)."""
+        table = self.frozen()
+        meta = {"fingerprint": tokenizer_fingerprint, "sizes": [self.sizes.start, self.sizes.stop - 1]}
+        write_arrays(path, KIND, meta, {"keys": table.keys, "tokens": table.tokens, "counts": table.counts})
+
+    @classmethod
+    def load(cls, path: str | Path, tokenizer_fingerprint: str | None = None) -> NgramCache:
+        """Open a saved cache.
+
+        Raises:
+            ValueError: see :func:`foretoken.methods.drafters.datastore.read_arrays`.
+        """
+        file = read_arrays(path, KIND, tokenizer_fingerprint)
+        low, high = file.meta["sizes"]
+        return cls(range(low, high + 1), CountTable(*(file.arrays[name] for name in ("keys", "tokens", "counts"))))

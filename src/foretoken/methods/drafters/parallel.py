@@ -1,0 +1,178 @@
+"""Drafters whose network says in one pass what may stand at each of the next places.
+
+A request whose tokens are fixed, a greedy one or one with noise, gets the likeliest prefixes of the lattice of
+candidates; one that samples gets a chain or a tree whose tokens are drawn from the distributions that it carries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.core.costs import TargetCost
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
+from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
+from foretoken.methods.drafters.growing import asks_for_confidence
+from foretoken.methods.trees.cost_aware import paying_count
+from foretoken.methods.trees.counts import Places
+from foretoken.methods.trees.lattice import Place, lattice
+
+
+class DraftIds(Protocol):
+    """Which of the target's tokens a network's logits are of."""
+
+    vocab_size: int
+
+    def mapped(self, tokens: Tensor) -> Tensor:
+        """Target ids of places in the logits, any shape."""
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Logits [n, V] over the target's ids: what cannot be guessed is impossible."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What may stand at one place.
+
+    Attributes:
+        scores: [C] unnormalised log-probabilities.
+        ids: [C] draft ids that they are of; ``None``: all, in order.
+        ends: nothing is drafted here.
+    """
+
+    scores: Tensor
+    ids: Tensor | None = None
+    ends: bool = False
+
+
+class Guesses:
+    """What the network says of the places of one request's block.
+
+    Args:
+        context: the request.
+        states: [k, D] the network's states of the rows that guess.
+        logits: [k, V_d] their logits.
+        ids: what the logits are of.
+        races: whether candidates are those of a race on the request's noise.
+    """
+
+    def __init__(self, context: Context, states: Tensor, logits: Tensor, ids: DraftIds, races: bool) -> None:
+        self.context, self.states, self.logits, self.head, self.races = context, states, logits, ids, races
+
+    def row(self, path: Sequence[int], state: Any) -> tuple[Row, Any]:
+        """The place behind a path of drafted tokens, and what the next place is asked with."""
+        return Row(self.logits[len(path)]), None
+
+    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Place:
+        """The ``width`` best candidates behind a path; with noise those of the race."""
+        row, after = self.row(path, state)
+        if row.ends:
+            return Place((), (), ())
+        sure = log_beliefs(self._ranking(path, row) if self.races else row.scores[None].float())[0]
+        values, best = sure.topk(min(width, len(sure)))
+        if not self.races:
+            best = self.head.mapped(best if row.ids is None else row.ids[best])
+        log_probs = values.tolist()
+        confident = asks_for_confidence(budget)
+        ends = [confident and budget.stops_after(sure.exp(), math.exp(value)) for value in log_probs]
+        return Place(best.tolist(), log_probs, ends, after)
+
+    def distribution(self, path: Sequence[int], row: Row) -> Tensor | None:
+        """[V] what a token behind a path is drawn from; ``None`` where the request allows nothing of it."""
+        maker = self.context.maker
+        prefix = () if maker.context_free else (*self.context.tokens, *path)
+        return distribution_of(maker, self._spread(row)[0], prefix)
+
+    def _ranking(self, path: Sequence[int], row: Row) -> Tensor:
+        text, maker = self.context.tokens, self.context.maker
+        prefixes = None if maker.context_free else [[*text, *path]]
+        return ranked(maker, self._spread(row), [len(text) + len(path)], prefixes)
+
+    def _spread(self, row: Row) -> Tensor:
+        """Scores [1, V] over the target's ids: what is no candidate is impossible."""
+        if row.ids is None:
+            return self.head.widened(row.scores[None])
+        wide = row.scores.new_full((1, self.head.vocab_size), -torch.inf)
+        wide[0, self.head.mapped(row.ids)] = row.scores
+        return wide
+
+
+class ParallelDrafter(Drafter):
+    """Trees of the lattice, or drawn chains and trees.
+
+    Attributes:
+        width: candidates of every place; 1: a chain.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        places: the shape of what is drawn.
+        costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
+            chances that the draft gives them.
+    """
+
+    width: int
+    draw: str
+    places: Places
+    costs: TargetCost | None = None
+
+    def _shape(self, nodes: int, depth: int, width: int, draw: str, tree: str, rewinds: bool = False) -> None:
+        """Take the options that say what is drafted.
+
+        Raises:
+            ValueError: an option outside its range.
+        """
+        check_draw(self.name, draw)
+        for key, value in (("nodes", nodes), ("width", width)):
+            if value < 1:
+                raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
+        self.width, self.draw, self.max_depth, self.max_nodes = width, draw, depth, nodes
+        self.places = drawn_places(draw, tree, self.name, nodes, depth)
+        self.traits = replace(traits_of(draw, width > 1, self.places.branches), rewinds=rewinds)
+
+    def fit(self, costs: TargetCost) -> None:
+        """Keep as many nodes of every tree as pay by what the target's calls cost."""
+        self.costs, self.places = costs, paying_places(self.places, costs)
+
+    def _races(self, context: Context) -> bool:
+        return context.maker.noise is not None and self.draw != "greedy"
+
+    def drafted(self, guess: Guesses, budget: Budget, depth: int, sharing: int) -> TokenTree:
+        """The tree of one request, or its drawn chain or tree.
+
+        Args:
+            guess: what the network says of its places.
+            budget: the most that may be drafted.
+            depth: most tokens of a path.
+            sharing: requests whose nodes the target scores by the same call, as far as the tree may depend on that.
+        """
+        if self.draw != "greedy" and not guess.context.maker.fixed:
+            return self._drawn(guess, budget, depth)
+
+        def place(path: Sequence[int], state: Any) -> Place:
+            return guess.place(path, state, self.width, budget)
+
+        seen = lattice(guess.context.root, place, depth, min(self.max_nodes, budget.max_nodes))
+        kept = range(1, len(seen))
+        if self.costs is not None and kept:
+            kept = kept[: paying_count(seen.values(kept), self.costs, sharing)]
+        return seen.tree(kept)
+
+    def _drawn(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
+        """Tokens that are drawn behind each other, each from its recorded distribution."""
+        drawn = DrawnTree(guess.context, self.places, replace(budget, max_depth=depth), self.max_nodes)
+        behind: dict[int, Any] = {}  # by node what the places of its children are asked with
+
+        def after(node: int) -> Tensor | None:
+            path = drawn.path(node)
+            row, behind[node] = guess.row(path, behind[drawn.parents[node]] if node else None)
+            return None if row.ends else guess.distribution(path, row)
+
+        return drawn.grow(after)

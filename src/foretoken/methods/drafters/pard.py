@@ -1,0 +1,220 @@
+"""A draft model that was taught to fill masks guesses all places of a draft in one pass.
+
+PARD, An et al. 2025 (arXiv 2504.18583).  Behind the tokens that the draft model has not read yet stand k - 1 mask
+tokens, under the usual causal mask: the last token's row guesses the first place, every mask's row the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.methods.drafters.base import BuildContext, share_of_bytes
+from foretoken.methods.drafters.dynamic import MOST_NODES
+from foretoken.methods.drafters.growing import check_growth, readable, widened
+from foretoken.methods.drafters.narrowed import described, light_head, projected, reduced_head
+from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.cache.window import Window
+from foretoken.models.call_costs import quick_costs
+from foretoken.models.forward.heads.draft_head import DraftHead
+
+MASK = "pard_token"
+"""Entry of a model's configuration that names the mask token."""
+TRAINED = 8
+"""Places that published PARD models were taught to guess."""
+
+
+class ModelIds:
+    """The tokens that a draft model's logits are of, among the target's.
+
+    Args:
+        own: tokens of the draft model.
+        vocab_size: V of the target.
+        head: its vocabulary projection, where it is another than its own.
+    """
+
+    def __init__(self, own: int, vocab_size: int, head: DraftHead | None = None) -> None:
+        self.own, self.vocab_size, self.head = own, vocab_size, head
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """Logits [n, V'] without those of tokens that the target lacks (a head guesses none)."""
+        return logits if self.head is not None else logits[:, : self.vocab_size]
+
+    def mapped(self, tokens: Tensor) -> Tensor:
+        """Target ids of places in the logits, any shape."""
+        return tokens if self.head is None else self.head.mapped(tokens)
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Logits [n, V] over the target's ids."""
+        return widened(logits if self.head is None else self.head.widened(logits), self.vocab_size)
+
+
+class PardDrafter(ParallelDrafter):
+    """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
+
+    Args:
+        model: the draft model.
+        k: most tokens of a path, the rows of a pass.  More than the model was taught (8 for published ones) are
+            guessed worse.
+        mask: id of the mask token; -1: the one that the model's configuration names (``pard_token``).
+        nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
+            cost on this machine.
+        width: candidates of every place; 1: a chain.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
+            ``nodes`` nodes by default.
+        target: the model that is drafted for; its vocabulary may be padded to another width than the draft model's.
+
+    Raises:
+        ValueError: an option outside its range, or no mask token.
+        CapabilityError: the draft model cannot be rolled back.
+    """
+
+    name = "pard"
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        k: int = TRAINED,
+        mask: int = -1,
+        nodes: int = 16,
+        width: int = 8,
+        draw: str = "iid",
+        tree: str = "",
+        target: LanguageModel | None = None,
+    ) -> None:
+        if k < 1:
+            raise ValueError(f"{self.name} needs k >= 1, not {k}")
+        self._shape(nodes, k, width, draw, tree, rewinds=True)
+        check_growth(model, branches=False)
+        self.model = model
+        self.mask = _mask_of(model, mask)
+        self.target_bytes = 0 if target is None else target.weight_bytes
+        self.vocab_size = model.vocab_size if target is None else target.vocab_size
+        self.head = None
+
+    @property
+    def head(self) -> DraftHead | None:
+        """The vocabulary projection that takes the place of the draft model's."""
+        return self.ids.head
+
+    @head.setter
+    def head(self, head: DraftHead | None) -> None:
+        self.ids = ModelIds(self.model.vocab_size, self.vocab_size, head)
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        quantize: str = "auto",
+        vocab: str = "",
+        window: int = 0,
+        sink: int = 0,
+        **options: Any,
+    ) -> Self:
+        """From a spec ``pard[:PATH]``: load the draft model and check that it fits the target.  ``quantize``,
+        ``vocab``, ``window`` and ``sink`` are those of ``model``.
+
+        Raises:
+            ValueError: another tokenizer, no mask token, an option outside its choices, or no such draft vocabulary.
+            CapabilityError: a draft vocabulary for a model that hands out no hidden states, or a window for one that
+                reads the whole text.
+        """
+        draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
+        return cls.over(draft, context, vocab, **options)
+
+    @classmethod
+    def over(cls, draft: LanguageModel, context: BuildContext, vocab: str = "", **options: Any) -> Self:
+        """With a draft model that is loaded; arguments and errors are those of :meth:`build`."""
+        built = cls(draft, target=context.target, **{"nodes": MOST_NODES, **options})
+        built.head = reduced_head(vocab, draft, context) or light_head(draft)
+        if "nodes" not in options:
+            built.fit(quick_costs(context.target))
+        return built
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The draft model runs once: a share of every level."""
+        own = self.model.weight_bytes
+        if self.head is not None and own:
+            own = max(own - self.head.replaced_bytes, 0) + self.head.weight_bytes
+        return share_of_bytes(own // self.max_depth, target_bytes)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The draft model's weights, and how many tokens it can guess."""
+        return [{**told, **described(self.model, self.head)} for told in super().describe()]
+
+    def rewind(self, context: Context, length: int) -> None:
+        """Take back committed tokens; the last token of a text is always fed again, so it is never one of them."""
+        sequence: SequenceState | None = context.state.get(self)
+        if sequence is not None and len(sequence.tokens) >= length:
+            self.model.rewind(sequence, max(length - 1, 0))
+
+    def finish(self, context: Context) -> None:
+        """Free the draft model's row."""
+        close(self, context)
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """One forward for the whole batch; a text that has not been read yet, or that leaves no room, waits.
+
+        Masks stay in the scratch until the text has grown, and go with what was rejected.
+        """
+        trees = [TokenTree.root_only(context.root) for context in contexts]
+        texts = [readable(c.tokens, self.model.vocab_size, self.vocab_size) for c in contexts]
+        is_level = level(self, TextReader(self.model), contexts, texts)
+        depths = [self._depth(text, budget) for text, budget in zip(texts, budgets, strict=True)]
+        ready = [i for i in range(len(contexts)) if is_level[i] and depths[i] > 0 and texts[i]]
+        if ready:
+            feeds = [self._feed(contexts[i].state[self], texts[i], depths[i]) for i in ready]
+            rows = projected(self.head, self.model.forward, feeds)
+            for i, row in zip(ready, rows, strict=True):
+                guess = self._guess(contexts[i], row.logits)
+                sharing = len(ready) if contexts[i].maker.fixed else 1
+                trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
+        return trees
+
+    def _depth(self, text: Sequence[int], budget: Budget) -> int:
+        room = 1 + self.model.context_length - len(text)
+        return min(self.max_depth, budget.max_depth, budget.max_nodes, room)
+
+    def _feed(self, sequence: SequenceState, text: Sequence[int], depth: int) -> Feed:
+        unread = self.model.catch_up(sequence, text)
+        return Feed(sequence, [*unread, *[self.mask] * (depth - 1)], wanted=depth)
+
+    def _guess(self, context: Context, logits: Tensor) -> Guesses:
+        cut = self.ids.cut(logits)
+        return Guesses(context, cut.new_empty(len(cut), 0), cut, self.ids, self._races(context))
+
+
+def mask_token(model: LanguageModel) -> int | None:
+    """The mask token that a draft model's configuration names; ``None``: it was not taught to fill masks."""
+    config = getattr(getattr(model, "model", None), "config", None)
+    found = getattr(config, MASK, None)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def _mask_of(model: LanguageModel, given: int) -> int:
+    found = mask_token(model) if given == -1 else given
+    if found is None:
+        raise ValueError(
+            f"this draft model was not taught to fill masks: its configuration has no {MASK}; give mask=ID, "
+            "or draft token by token with model:PATH"
+        )
+    if not 0 <= found < model.vocab_size:
+        raise ValueError(f"the mask token must be one of the draft model's {model.vocab_size} tokens, not {found}")
+    return found

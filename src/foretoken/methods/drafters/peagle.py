@@ -1,0 +1,177 @@
+"""EAGLE-3 that guesses all places in one pass: places behind the text read a learned state instead of its own guess.
+
+P-EAGLE 2026 (arXiv 2602.01469).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.methods.drafters.base import BuildContext, share_of_bytes
+from foretoken.methods.drafters.draft_vocabulary import chosen_ids
+from foretoken.methods.drafters.dynamic import MOST_NODES
+from foretoken.methods.drafters.eagle3 import vocabulary_head
+from foretoken.methods.drafters.features import load_net
+from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleNet
+from foretoken.methods.drafters.nets.peagle_model import PeagleModel
+from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.reading import FeatureReader
+from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.cache.window import USUAL, Window
+from foretoken.models.call_costs import quick_costs
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
+
+
+class PeagleDrafter(FeatureReader, ParallelDrafter):
+    """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
+
+    Args:
+        model: the network over the target's hidden states.
+        k: most tokens of a path, the rows of a pass; 0: as many as it was trained for.
+        nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
+            cost on this machine.
+        width: candidates of every place; 1: a chain.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
+            ``nodes`` nodes by default.
+        window: places of the text that the network looks back; 0: all.
+        sink: first places of the text that it looks at as well.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "peagle"
+    model: PeagleModel
+
+    def __init__(
+        self,
+        model: PeagleModel,
+        k: int = 0,
+        nodes: int = 16,
+        width: int = 8,
+        draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
+        tree: str = "",
+    ) -> None:
+        if not 0 <= k <= DEEPEST:
+            raise ValueError(f"{self.name} needs k from 1 to {DEEPEST}, or 0 for what was trained, not {k}")
+        self.net: PeagleNet = model.model
+        self._shape(nodes, k or self.net.config.places, width, draw, tree)
+        super().__init__(model)
+        model.window = Window(window, sink)
+        self.taps = tuple(dict.fromkeys(self.net.config.taps))
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
+        """From a spec ``peagle[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, of those that it was
+        trained for: all of these by default.
+
+        Raises:
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
+        """
+        net, parts = load_net(context, cls.name, path, PeagleConfig, PeagleNet)
+        ids = chosen_ids(vocab, context, parts.vocab_size, net.vocabulary.tolist()) if vocab else None
+        built = cls(_model(net, parts, context.target, ids), **{"nodes": MOST_NODES, **options})
+        if "nodes" not in options:
+            built.fit(quick_costs(context.target))
+        return built
+
+    @classmethod
+    def of(cls, net: PeagleNet, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
+        """A drafter over a network as it is now: the projection is a copy."""
+        return cls(_model(net, parts, target), **options)
+
+    @property
+    def head(self) -> DraftHead:
+        """The vocabulary projection."""
+        found: DraftHead = self.model.project
+        return found
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The network and the vocabulary projection, which run once, as a share of every level."""
+        return share_of_bytes((self.model.weight_bytes + self.head.weight_bytes) // self.max_depth, target_bytes)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """How many tokens it can guess."""
+        return [{**told, "vocabulary": self.head.size} for told in super().describe()]
+
+    @torch.inference_mode()
+    def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
+        """Fused features [n, D]."""
+        return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
+
+    def finish(self, context: Context) -> None:
+        """Free the row."""
+        super().finish(context)
+        context.state.pop((self, "first"), None)
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """One call for all requests: what was committed since the last draft, and masks behind it."""
+        trees = [TokenTree.root_only(context.root) for context in contexts]
+        level = self.read_up_to_end(contexts)
+        depths = [self._depth(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+        ready = [i for i in range(len(contexts)) if level[i] and depths[i] > 0]
+        logits = self._score([contexts[i] for i in ready], [depths[i] for i in ready])
+        for i in ready:
+            context, rows = contexts[i], logits.get(id(contexts[i]))
+            if rows is not None:
+                guess = Guesses(context, rows.new_empty(len(rows), 0), rows, self.head, self._races(context))
+                trees[i] = self.drafted(guess, budgets[i], len(rows), len(ready) if context.maker.fixed else 1)
+        return trees
+
+    def _depth(self, context: Context, budget: Budget) -> int:
+        room = 1 + self.model.context_length - len(context.tokens)
+        return min(self.max_depth, budget.max_depth, budget.max_nodes, room)
+
+    def _score(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Tensor]:
+        """Logits [depth, V_d] of the places behind every text, by ``id`` of its request; masks are dropped again."""
+        feeds, fed = [], []
+        for context, depth in zip(contexts, depths, strict=True):
+            count = len(context.state[self, "pending"])
+            if count or ((self, "first") in context.state and depth > 1):
+                feeds.append(self._with_masks(context, count, depth - 1))
+                fed.append((context, count))
+        rows = self.model.forward(feeds) if feeds else []
+        known = {id(c): c.state[self, "first"] for c in contexts if (self, "first") in c.state}
+        for (context, count), row in zip(fed, rows, strict=True):
+            self.model.commit(context.state[self], range(count))
+            if count:
+                context.state[self, "pending"].skip_to(len(context.state[self].tokens))
+                context.state[self, "first"] = row.logits[:1]
+                known[id(context)] = row.logits
+            else:
+                known[id(context)] = torch.cat([known[id(context)], row.logits])
+        return known
+
+    def _with_masks(self, context: Context, count: int, masks: int) -> Feed:
+        """The next ``count`` places of the text, and masks behind them."""
+        mask, states = self.net.config.mask_token, self.model.mask_states(masks)
+        if not count:
+            return Feed(context.state[self], [mask] * masks, wanted=masks, states=states)
+        text = self.feed(context, count, 1)
+        read = text.states if text.states is not None else states[:0]
+        tokens = [*text.tokens, *[mask] * masks]
+        return Feed(text.sequence, tokens, wanted=1 + masks, states=torch.cat([read, states.to(read)]))
+
+
+def _model(net: PeagleNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> PeagleModel:
+    """The network with the projection to ``ids`` [V_d] of its tokens, all of them by default."""
+    net = net.to(parts.device)
+    return PeagleModel(net, parts, target, vocabulary_head(net, parts, ids))

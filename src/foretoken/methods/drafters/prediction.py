@@ -1,0 +1,148 @@
+"""Text that the caller expects in the answer: the file being edited, the last version of a document.
+
+The idea of OpenAI's "predicted outputs" (2024).  As long as the answer agrees with the prediction, its next tokens are
+the draft; after a divergence the place is found again from what was written since.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from foretoken.core import Budget, Context
+from foretoken.methods.drafters.base import BuildContext, Traits
+from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
+
+LONGEST = 12
+"""Matching tokens beyond this many tell nothing more."""
+CANDIDATES = 32
+"""Places of one token that are looked at in each direction."""
+NEAR = 4
+"""n matching tokens are believed within ``NEAR ** (n + 1)`` tokens of the expected place: 16, 64, 256, ..."""
+
+
+class PredictionSource(NgramSource):
+    """Follows a prediction.
+
+    Attributes:
+        at: the prediction's token that comes next, if the answer goes on agreeing.
+        lost: tokens written since the last divergence, 0 while it agrees.
+        drafted: where the last draft began.
+    """
+
+    def __init__(self, prediction: Sequence[int], prompt_length: int, most: int) -> None:
+        super().__init__()
+        self.prediction, self.prompt_length, self.most = list(prediction), prompt_length, most
+        self.at = self.lost = self.drafted = 0
+        self._trail: list[tuple[int, int]] = []  # ``at`` and ``lost`` before every token of the answer
+        self._places: dict[int, list[int]] = {}
+        for place, token in enumerate(self.prediction):
+            self._places.setdefault(token, []).append(place)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Follow the new tokens of the answer."""
+        for token in tokens:
+            self.text.append(token)
+            if len(self.text) > self.prompt_length:
+                self._trail.append((self.at, self.lost))
+                self._follow(token)
+
+    def rewind(self, length: int) -> None:
+        """Go back to where the prediction stood then."""
+        answer = max(length - self.prompt_length, 0)
+        if answer < len(self._trail):
+            self.at, self.lost = self._trail[answer]
+            del self._trail[answer:]
+        super().rewind(length)
+
+    def _follow(self, token: int) -> None:
+        if not self.lost and self.at < len(self.prediction) and self.prediction[self.at] == token:
+            self.at += 1
+            return
+        # As if as many tokens had been replaced as were written: right for a changed word, and where to search from.
+        self.at += 1
+        self.lost += 1
+        place = self._place()
+        if place is not None:
+            self.at, self.lost = place, 0
+
+    def _place(self) -> int | None:
+        """Where the prediction goes on after what was written last: most matching tokens, then nearest."""
+        places = self._places.get(self.text[-1], [])
+        middle = bisect_left(places, self.at - 1)
+        best: tuple[int, int] | None = None
+        found = None
+        for place in places[max(0, middle - CANDIDATES) : middle + CANDIDATES]:
+            distance = abs(place + 1 - self.at)
+            matching = self._matching(place)
+            if distance <= NEAR ** (matching + 1) and (best is None or (matching, -distance) > best):
+                best, found = (matching, -distance), place + 1
+        return found
+
+    def _matching(self, place: int) -> int:
+        """How many tokens up to ``place`` of the prediction end the answer."""
+        count, end = 0, len(self.text) - 1
+        longest = min(LONGEST, place + 1, len(self.text) - self.prompt_length)
+        while count < longest and self.prediction[place - count] == self.text[end - count]:
+            count += 1
+        return count
+
+    def propose(self, budget: Budget) -> Guess:
+        """The prediction's next tokens."""
+        self.drafted = self.at
+        tokens = self.prediction[self.at : self.at + min(self.most, budget.max_depth, budget.max_nodes)]
+        return Guess.copied(tokens, LONGEST if not self.lost else 1)
+
+
+class NoPrediction(NgramSource):
+    """A request without a prediction: plain decoding."""
+
+    def propose(self, budget: Budget) -> Guess:
+        """Nothing."""
+        return NOTHING
+
+
+class PredictionDrafter(SourceDrafter):
+    """Drafts from ``generate(..., prediction=...)``.
+
+    Args:
+        k: most draft tokens.
+        default: token ids that are expected in the answer of a request without a prediction of its own.
+
+    Raises:
+        ValueError: ``k`` below 1; later, a prediction with ids outside the vocabulary.
+    """
+
+    name = "prediction"
+    traits = Traits(rewinds=True, only_for="requests with prediction=...")
+
+    def __init__(self, k: int = 16, default: Sequence[int] = ()) -> None:
+        if k < 1:
+            raise ValueError(f"prediction needs k >= 1, not {k}")
+        self.max_depth, self.default = k, default
+        self.vocab_size: int | None = None
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> PredictionDrafter:
+        """From a spec: the text comes with each request, so a path is refused."""
+        if path is not None:
+            raise ValueError("drafter 'prediction' takes no path: give the text with generate(..., prediction=...)")
+        drafter = cls(**options)
+        drafter.vocab_size = context.target.vocab_size
+        return drafter
+
+    def predicted_from(self, context: Context) -> int | None:
+        """Where the last draft began."""
+        source = context.state.get(self)
+        return source.drafted if isinstance(source, PredictionSource) else None
+
+    def open(self, context: Context) -> NgramSource:
+        """Index the request's prediction."""
+        prediction = self.default if context.prediction is None else context.prediction
+        if not prediction:
+            return NoPrediction()
+        bad = [t for t in prediction if t < 0 or (self.vocab_size is not None and t >= self.vocab_size)]
+        if bad:
+            raise ValueError(f"prediction token {bad[0]} is outside the vocabulary of {self.vocab_size}")
+        return PredictionSource(prediction, context.prompt_length, self.max_depth)

@@ -1,0 +1,147 @@
+"""Keeps a small network that reads the target's hidden states level with the text of every request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Context, Scores, TokenTree, Verdict
+from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.models.base import Feed, Rows, SequenceState
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.runner import PREFILL_CHUNK
+
+
+@dataclass
+class Unread:
+    """The target's hidden states at places that a network has not read, put aside as they come.
+
+    Attributes:
+        start: position of the first place.
+        parts: by tap the states [n, D] of places one after the other.
+        count: how many places there are.
+    """
+
+    start: int = 0
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
+    count: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def add(self, context: Context, taps: Sequence[str]) -> None:
+        """Put aside what the last round (or the prompt) has that is new: a round may be shown more than once."""
+        if taps[0] in context.hidden:
+            known = self.start + self.count - context.hidden_start
+            fresh = {tap: context.hidden[tap][known:] for tap in taps}
+            if len(fresh[taps[0]]):
+                self.parts.append(fresh)
+                self.count += len(fresh[taps[0]])
+
+    def first(self, count: int) -> dict[str, Tensor]:
+        """The states [count, D] of the first places, by tap."""
+        if len(self.parts) > 1:
+            self.parts = [{tap: torch.cat([part[tap] for part in self.parts]) for tap in self.parts[0]}]
+        return {tap: rows[:count] for part in self.parts for tap, rows in part.items()}
+
+    def skip_to(self, position: int) -> None:
+        """Forget the places before a position."""
+        gone = min(position - self.start, self.count)
+        if gone > 0:
+            self.first(0)
+            self.parts = [{tap: rows[gone:] for tap, rows in self.parts[0].items()}] if gone < self.count else []
+            self.start, self.count = self.start + gone, self.count - gone
+
+
+class FeatureReader:
+    """Shows the network one place per committed token but the last: the next token and the target's true state.
+
+    Args:
+        model: the network.
+        wanted: of how many last places per reading it must make logits.
+    """
+
+    taps: Sequence[str] = ("last",)
+
+    def __init__(self, model: FeatureModel, wanted: int = 1) -> None:
+        self.model, self.wanted = model, wanted
+
+    def start(self, context: Context) -> None:
+        """Put the prompt's features aside."""
+        unread = context.state[self, "pending"] = Unread()
+        unread.add(context, self.taps)
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Keep the features of the round: they are read when the next draft is asked for."""
+        context.state[self, "pending"].add(context, self.taps)
+
+    def finish(self, context: Context) -> None:
+        """Free the row."""
+        close(self, context)
+        context.state.pop((self, "pending"), None)
+
+    def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
+        """Features [n, D] of the target's hidden states [n, D], by tap."""
+        return hidden[self.taps[0]].float()
+
+    def follow(self, contexts: Sequence[Context]) -> tuple[list[bool], dict[int, Rows]]:
+        """Which requests' texts have been read to the end, and, by ``id``, the rows of those that had an end to read.
+
+        True features are read only, so that these places can be kept.  The pair at place t is the token at t + 1 and
+        the feature of t; the last pair holds the root.
+        """
+        ready = self.read_up_to_end(contexts)
+        ends = [c for c, is_level in zip(contexts, ready, strict=True) if is_level and c.state[self, "pending"]]
+        found: dict[int, Rows] = {}
+        if ends:
+            feeds = [self.feed(context, len(context.state[self, "pending"]), self.wanted) for context in ends]
+            for context, rows in zip(ends, self.model.forward(feeds), strict=True):
+                self.keep(context)
+                found[id(context)] = rows
+        return ready, found
+
+    def read_up_to_end(self, contexts: Sequence[Context]) -> list[bool]:
+        """Read all but the last places of long texts; says for which requests that is all that was missing."""
+        for context in contexts:
+            context.state[self, "pending"].add(context, self.taps)
+        return level(self, _PairReader(self), contexts, [context.tokens[1:] for context in contexts])
+
+    def feed(self, context: Context, count: int, wanted: int) -> Feed:
+        """The next places that were not read."""
+        sequence: SequenceState = context.state[self]
+        first = len(sequence.tokens) + 1
+        states = self.features(context.state[self, "pending"].first(count))
+        return Feed(sequence, context.tokens[first : first + count], wanted=wanted, states=states)
+
+    def keep(self, context: Context) -> None:
+        """Keep the places that were fed."""
+        sequence: SequenceState = context.state[self]
+        self.model.commit(sequence, range(len(sequence.scratch_tokens)))
+        context.state[self, "pending"].skip_to(len(sequence.tokens))
+
+
+class _PairReader(TextReader):
+    """Reads a token and the feature before it at every place."""
+
+    def __init__(self, reader: FeatureReader) -> None:
+        super().__init__(reader.model)
+        self.reader = reader
+
+    def settle(self, context: Context, sequence: SequenceState, tokens: Sequence[int]) -> int:
+        """Drop what was drafted, whose features are not the target's, and the features of places that were taken over
+        from another text."""
+        if sequence.scratch_tokens:
+            self.model.commit(sequence, ())
+        unread: Unread = context.state[self.reader, "pending"]
+        unread.skip_to(len(sequence.tokens))
+        return len(unread)
+
+    def read(self, parts: Sequence[tuple[Context, SequenceState, Sequence[int]]]) -> None:
+        """Read pieces one after the other."""
+        for context, _, tokens in parts:
+            for start in range(0, len(tokens), PREFILL_CHUNK):
+                self.model.forward([self.reader.feed(context, len(tokens[start : start + PREFILL_CHUNK]), 0)])
+                self.reader.keep(context)

@@ -1,0 +1,266 @@
+"""Token Recycling: a tree from what the target last said about every token (Luo et al. 2024, arXiv 2408.08696)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.methods.drafters.base import Drafter, Traits
+from foretoken.methods.drafters.tenants import Tenants
+
+WIDTH = 8
+"""Followers kept per token."""
+TENANTS = 16
+"""Tables that are kept: each takes 32 bytes per token of the vocabulary."""
+PRIOR = (0.5, 0.1, 0.05, 0.033, 0.025, 0.02, 0.017, 0.014)
+"""How often the follower of each rank is the next token, before anything was observed.
+
+With 80 nodes and 6 levels it gives 8, 20, 25, 16, 8, 3 nodes per level; the published tree has 8, 21, 25, 15, 8, 3.
+"""
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Template:
+    """The shape of a tree: which followers of which node are tried.
+
+    Attributes:
+        parents: [n] node indices, 0 is the root; parents first, in order of falling probability.
+        ranks: [n] which follower of the parent a node is.
+        scores: [n] probability that the path is right.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+    scores: tuple[float, ...]
+
+    @classmethod
+    def best(cls, chances: Sequence[float], nodes: int, depth: int) -> Template:
+        """The ``nodes`` most probable nodes when the follower of rank r is right with probability ``chances[r]``.
+
+        A node's probability is the product along its path, so the best tree is grown by always adding the most probable
+        node whose parent is in it: its expected number of accepted tokens is the largest of all trees of that size.
+        """
+        parents: list[int] = []
+        ranks: list[int] = []
+        scores: list[float] = []
+        heap = [(-chance, 0, 0, rank, 1) for rank, chance in enumerate(chances) if chance > 0]
+        heapq.heapify(heap)
+        pushed = len(heap)
+        while heap and len(ranks) < nodes:
+            negative, _, parent, rank, level = heapq.heappop(heap)
+            parents.append(parent)
+            ranks.append(rank)
+            scores.append(-negative)
+            if level < depth:
+                for child, chance in enumerate(chances):
+                    if chance > 0:
+                        pushed += 1
+                        heapq.heappush(heap, (negative * chance, pushed, len(ranks), child, level + 1))
+        return cls(tuple(parents), tuple(ranks), tuple(scores))
+
+    def levels(self, max_depth: int, max_nodes: int) -> list[list[int]]:
+        """Nodes (1-based) of every depth, among the first ``max_nodes`` and not below ``max_depth``."""
+        depths = [0]
+        found: list[list[int]] = []
+        for node, parent in enumerate(self.parents[:max_nodes], 1):
+            depths.append(depths[parent] + 1)
+            if depths[node] <= max_depth:
+                while len(found) < depths[node]:
+                    found.append([])
+                found[depths[node] - 1].append(node)
+        return found
+
+
+class Followers:
+    """[V, 8] int32: for every token the likeliest tokens after it, as the target last gave them; -1 for none."""
+
+    def __init__(self) -> None:
+        self.rows: Ints = np.full((0, WIDTH), -1, np.int32)
+
+    def reserve(self, tokens: int) -> None:
+        """Have rows for ids below ``tokens``."""
+        if tokens > len(self.rows):
+            rows = np.full((max(tokens, 2 * len(self.rows)), WIDTH), -1, np.int32)
+            rows[: len(self.rows)] = self.rows
+            self.rows = rows
+
+    def update(self, tokens: Sequence[int], best: Ints) -> None:
+        """The followers of ``tokens`` [n] are ``best`` [n, w]; of equal tokens the last one counts."""
+        self.reserve(max(tokens) + 1)
+        for token, row in zip(tokens, best, strict=True):
+            self.rows[token, : len(row)] = row
+
+    def read(self, text: Sequence[int]) -> None:
+        """What followed a token in ``text``, for tokens of which the target has said nothing yet."""
+        if not text:
+            return
+        self.reserve(max(text) + 1)
+        seen: dict[int, dict[int, None]] = {}
+        for token, following in zip(text[-2::-1], text[:0:-1], strict=True):
+            if self.rows[token, 0] < 0:
+                seen.setdefault(token, {})[following] = None  # the most recent follower first
+        for token, followers in seen.items():
+            row = list(followers)[:WIDTH]
+            self.rows[token, : len(row)] = row
+
+
+@dataclass
+class Statistics:
+    """How often the follower of each rank was tried after an accepted node, and how often it was the next token."""
+
+    tried: list[int] = field(default_factory=lambda: [0] * WIDTH)
+    hits: list[int] = field(default_factory=lambda: [0] * WIDTH)
+
+    def add(self, candidates: Sequence[int], token: int) -> None:
+        """``candidates`` (by rank) were tried and ``token`` came."""
+        for rank, candidate in enumerate(candidates[:WIDTH]):
+            self.tried[rank] += 1
+            self.hits[rank] += candidate == token
+
+    def chances(self, weight: int = 50) -> list[float]:
+        """Estimates per rank, never rising with rank; :data:`PRIOR` counts as ``weight`` observations."""
+        raw = [
+            (hits + weight * before) / (tried + weight)
+            for hits, tried, before in zip(self.hits, self.tried, PRIOR, strict=True)
+        ]
+        return [min(raw[: rank + 1]) for rank in range(WIDTH)]
+
+
+@dataclass
+class Learned:
+    """What the requests of one tenant have taught.
+
+    Attributes:
+        template: the shape of the next trees.
+        statistics: what was accepted.
+        followers: the table.
+        rounds: how many there were.
+    """
+
+    template: Template
+    statistics: Statistics = field(default_factory=Statistics)
+    followers: Followers = field(default_factory=Followers)
+    rounds: int = 0
+    _levels: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)
+
+    def levels(self, budget: Budget) -> list[list[int]]:
+        """The template's nodes within a budget, by depth."""
+        key = (budget.max_depth, budget.max_nodes)
+        if key not in self._levels:
+            self._levels[key] = self.template.levels(*key)
+        return self._levels[key]
+
+    def reshape(self, nodes: int, depth: int) -> None:
+        """Make the template anew from the statistics."""
+        self.template = Template.best(self.statistics.chances(), nodes, depth)
+        self._levels.clear()
+
+
+class RecyclingDrafter(Drafter):
+    """Drafts a tree of fixed shape from a table of followers that every verification refreshes.
+
+    Args:
+        nodes: draft nodes.
+        depth: levels of the tree.
+        adapt: rounds after which the shape is made anew from what was accepted (0: never).
+        share: keep the table from request to request, for each salt apart.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "recycling"
+    traits = Traits(draws_trees=True, rewinds=True)
+
+    def __init__(self, nodes: int = 80, depth: int = 6, adapt: int = 0, share: bool = True) -> None:
+        for name, value, least in (("nodes", nodes, 1), ("depth", depth, 1), ("adapt", adapt, 0)):
+            if value < least:
+                raise ValueError(f"recycling needs {name} >= {least}, not {value}")
+        self.max_nodes, self.max_depth, self.adapt = nodes, depth, adapt
+        self.traits = replace(self.traits, shares_state=share)
+        first = Template.best(PRIOR, nodes, depth)
+        self.tenants = Tenants(lambda: Learned(first), TENANTS)
+
+    @property
+    def template(self) -> Template:
+        """The shape of trees for requests without a salt."""
+        return self.tenants.of("").template
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was accepted of requests without a salt."""
+        return self.tenants.of("").statistics
+
+    @property
+    def _shared(self) -> Followers:
+        return self.tenants.of("").followers
+
+    def followers(self, context: Context) -> Followers:
+        """The table that a request uses: its tenant's, or its own."""
+        if self.traits.shares_state:
+            return self.tenants.of(context.salt).followers
+        found: Followers | None = context.state.get(self)
+        if found is None:
+            found = context.state[self] = Followers()
+        return found
+
+    def start(self, context: Context) -> None:
+        """Fill empty rows from the prompt."""
+        self.followers(context).read(context.tokens)
+
+    def finish(self, context: Context) -> None:
+        """Forget the request's own table."""
+        context.state.pop(self, None)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Fill the template with followers of followers; nodes without a known token are left out."""
+        table = self.followers(context)
+        table.reserve(context.root + 1)
+        rows = table.rows
+        learned = self.tenants.of(context.salt)
+        template = learned.template
+        tokens, parents, place = [context.root], [-1], {0: 0}
+        for level in learned.levels(budget):
+            followers: dict[int, list[int]] = {}
+            for node in level:
+                parent = place.get(template.parents[node - 1])
+                if parent is None:
+                    continue
+                if parent not in followers:
+                    token = tokens[parent]
+                    followers[parent] = rows[token].tolist() if token < len(rows) else [-1] * WIDTH
+                token = followers[parent][template.ranks[node - 1]]
+                if token >= 0:
+                    place[node] = len(tokens)
+                    tokens.append(token)
+                    parents.append(parent)
+        return TokenTree(tuple(tokens), tuple(parents))
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Every scored node, accepted or not, gives its token's followers; later nodes overwrite earlier ones."""
+        self._count(self.tenants.of(context.salt), tree, verdict)
+        best = scores.logits.topk(min(WIDTH, scores.logits.shape[-1]), dim=-1).indices
+        table = self.followers(context)
+        table.reserve(scores.logits.shape[-1])
+        table.update(tree.tokens, best.cpu().numpy().astype(np.int32))
+
+    def _count(self, learned: Learned, tree: TokenTree, verdict: Verdict) -> None:
+        """Which rank was right after every accepted node."""
+        path = [0, *verdict.path]
+        following = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+        for node, token in zip(path, following, strict=True):
+            learned.statistics.add([tree.tokens[child] for child in tree.children[node]], token)
+        learned.rounds += 1
+        if self.adapt and learned.rounds % self.adapt == 0:
+            learned.reshape(self.max_nodes, self.max_depth)
+
+    def reshape(self) -> None:
+        """Make the template of requests without a salt anew from their statistics."""
+        self.tenants.of("").reshape(self.max_nodes, self.max_depth)

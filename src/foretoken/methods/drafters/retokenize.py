@@ -1,0 +1,217 @@
+"""A draft model with another tokenizer drafts text, which is tokenized again for the target.
+
+SLEM, string-level exact match: Timor et al. 2025 (arXiv 2502.05202); Transformers' universal assisted generation.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.methods.drafters.base import BuildContext, Drafter
+from foretoken.methods.drafters.growing import asks_for_confidence
+from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.drafters.vocabulary import (
+    Vocabulary,
+    character_decoder,
+    common_border,
+    spelled,
+    translated_spellings,
+    whole_characters,
+)
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
+from foretoken.models.cache.window import Window
+
+CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
+"""Bytes that no character begins with."""
+
+
+@dataclass
+class _Text:
+    """One request's text as the draft model reads it.
+
+    Attributes:
+        ids: the text in the draft model's ids.
+        count: how many of the request's tokens it covers.
+        characters: holds back a half-written character, which is not in ``ids`` yet.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    count: int = 0
+    characters: codecs.IncrementalDecoder = field(default_factory=character_decoder)
+
+
+class RetokenizeDrafter(Drafter):
+    """Drafts with a model of any tokenizer, through text.
+
+    The draft model writes its ``k`` most likely tokens, one after another.  What they spell is tokenized for the
+    target together with its last tokens; what comes out behind the last committed one is the proposal: fewer, as many
+    or more tokens, and none when that tokenization has no border there.  Proposals are deterministic, so they are
+    lossless for every way of sampling.
+
+    Args:
+        model: the draft model.
+        vocabulary: the draft model's tokenizer.
+        target_vocabulary: the target's tokenizer.
+        k: tokens that the draft model writes per round.
+        lookbehind: tokens before new text that are tokenized again together with it, on either side.
+
+    Raises:
+        ValueError: ``k`` or ``lookbehind`` below 1.
+        CapabilityError: the draft model cannot be rolled back.
+    """
+
+    name = "retokenize"
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        vocabulary: Vocabulary,
+        target_vocabulary: Vocabulary,
+        k: int = 4,
+        lookbehind: int = 10,
+    ) -> None:
+        for name, value in (("k", k), ("lookbehind", lookbehind)):
+            if value < 1:
+                raise ValueError(f"retokenize needs {name} >= 1, not {value}")
+        if not model.capabilities.rollback:
+            raise CapabilityError(
+                f"this model cannot draft so: {model.capabilities.missing.get('rollback', 'rollback')}"
+            )
+        self.model, self.k, self.lookbehind = model, k, lookbehind
+        self.vocabulary, self.target_vocabulary = vocabulary, target_vocabulary
+        self.max_depth = 2 * k  # tokens of the target, which may be shorter ones
+        self._for_draft = translated_spellings(target_vocabulary, vocabulary)
+        self._for_target = translated_spellings(vocabulary, target_vocabulary)
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        quantize: str = "auto",
+        window: int = 0,
+        sink: int = 0,
+        **options: Any,
+    ) -> RetokenizeDrafter:
+        """From a spec ``retokenize[:PATH]`` (options as for ``model``): load the draft model and its tokenizer."""
+        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
+        mine = Vocabulary.of(own, model.vocab_size)
+        theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
+        return cls(model, mine, theirs, **options)
+
+    def start(self, context: Context) -> None:
+        """Begin with an empty text, which is tokenized when a draft is asked for."""
+        context.state[self] = _Text()
+
+    def finish(self, context: Context) -> None:
+        """Free the draft model's row."""
+        context.state.pop(self, None)
+        close((self, "text"), context)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Write all drafts together, one draft forward per token, then tokenize each for the target."""
+        texts: list[_Text] = [context.state[self] for context in contexts]
+        for context, text in zip(contexts, texts, strict=True):
+            self._follow(context, text)
+        levels = level((self, "text"), TextReader(self.model), contexts, [text.ids for text in texts])
+        steps = [self._steps(*each) for each in zip(texts, budgets, levels, strict=True)]
+        trees = []
+        drafts = self._write(contexts, texts, budgets, steps)
+        for context, budget, text, draft in zip(contexts, budgets, texts, drafts, strict=True):
+            tokens = self._retokenized(context, text, draft)
+            trees.append(TokenTree.chain(context.root, tokens[: min(budget.max_depth, budget.max_nodes)]))
+        return trees
+
+    # -- the target's text for the draft model -----------------------------------------------------------------------
+
+    def _follow(self, context: Context, text: _Text) -> None:
+        """Read what was committed since the last time."""
+        new = text.characters.decode(spelled(self._for_draft, context.tokens[text.count :]))
+        text.count = len(context.tokens)
+        if new:
+            kept = self._append(text, new)
+            sequence: SequenceState | None = context.state.get((self, "text"))
+            if sequence is not None and len(sequence.tokens) > kept:
+                self.model.rewind(sequence, kept)
+
+    def _append(self, text: _Text, new: str) -> int:
+        """Add to ``text.ids``; return how many tokens stayed and have another one behind them."""
+        vocabulary = self.vocabulary
+        if not text.ids:
+            text.ids = vocabulary.encode_text(new)
+            return 0
+        behind = text.ids[-self.lookbehind :]
+        start = len(text.ids) - len(behind)
+        # New text may join with the text before it: both are tokenized, and the tokens that changed are replaced.
+        again = vocabulary.encode(vocabulary.bytes_of(behind).decode(errors="ignore") + new)
+        mine, theirs = common_border(vocabulary, behind, again, len(new.encode()))
+        if vocabulary.bytes_of(again[theirs:]) == vocabulary.bytes_of(behind[mine:]) + new.encode():
+            text.ids[start + mine :] = again[theirs:]
+            return min(start + mine, len(text.ids) - 1)
+        text.ids += vocabulary.spell(new)
+        return len(text.ids) - 1
+
+    # -- drafts ------------------------------------------------------------------------------------------------------
+
+    def _write(
+        self, contexts: Sequence[Context], texts: Sequence[_Text], budgets: Sequence[Budget], steps: Sequence[int]
+    ) -> list[list[int]]:
+        """The draft model's likeliest tokens after every text, as many as there are steps."""
+        drafts: list[list[int]] = [[] for _ in texts]
+        live = [i for i, count in enumerate(steps) if count]
+        sequences: dict[int, SequenceState] = {i: contexts[i].state[self, "text"] for i in live}
+        unread: list[Sequence[int]] = [self.model.catch_up(sequences[i], texts[i].ids) for i in live]
+        while live:
+            feeds = [Feed(sequences[i], tokens, wanted=1) for i, tokens in zip(live, unread, strict=True)]
+            logits = torch.cat([rows.logits for rows in self.model.forward(feeds)])  # [live, V']
+            going = []
+            for i, row, token in zip(live, logits, logits.argmax(-1).tolist(), strict=True):
+                drafts[i].append(token)
+                if len(drafts[i]) < steps[i] and not _stops(budgets[i], row, token):
+                    going.append(i)
+            live, unread = going, [drafts[i][-1:] for i in going]
+        return drafts
+
+    def _steps(self, text: _Text, budget: Budget, is_level: bool) -> int:
+        """Tokens that the draft model may write."""
+        room = self.model.context_length - len(text.ids)
+        return max(0, min(self.k, budget.max_depth, room + 1)) if is_level and text.ids and budget.max_nodes else 0
+
+    # -- the draft model's text for the target -----------------------------------------------------------------------
+
+    def _retokenized(self, context: Context, text: _Text, draft: Sequence[int]) -> list[int]:
+        """The target's tokens of what the draft spells behind the committed text; none where they do not fit."""
+        written, held = spelled(self._for_target, draft), text.characters.getstate()[0]
+        if not written.startswith(held):
+            return []  # the target has begun another character
+        vocabulary = self.target_vocabulary
+        # The window may begin inside a character and the draft end inside one.
+        behind = vocabulary.bytes_of(context.tokens[-self.lookbehind :]).lstrip(CONTINUATION_BYTES)
+        whole = whole_characters(behind + written[len(held) :])
+        tokens = vocabulary.encode(whole.decode())
+        start, size = len(tokens), len(whole) - len(behind)
+        while start and size > 0:
+            start -= 1
+            size -= len(vocabulary.spellings[tokens[start]])
+        ends_alike = whole.endswith(vocabulary.bytes_of(tokens[start:]))
+        return tokens[start:] if size == 0 and ends_alike else []
+
+
+def _stops(budget: Budget, logits: Tensor, token: int) -> bool:
+    """Whether the draft ends behind a token that was drawn from logits [V']."""
+    if not asks_for_confidence(budget):
+        return False
+    distribution = torch.softmax(logits.float(), -1)
+    return budget.stops_after(distribution, float(distribution[token]))

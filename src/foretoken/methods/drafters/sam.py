@@ -1,0 +1,144 @@
+"""SAM-Decoding: copy after the longest suffix that occurred before (Hu et al. 2024, https://arxiv.org/abs/2411.10666)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from foretoken.core import Budget, Context
+from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.datastore import DEPTH, SEPARATOR, Datastore
+from foretoken.methods.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
+
+
+class Corpus(Protocol):
+    """Text that is known beforehand."""
+
+    def after(self, context: Sequence[int], wanted: int) -> tuple[int, list[int]]:
+        """Length of the longest suffix of ``context`` that occurs, and up to ``wanted`` tokens that followed it."""
+
+
+class AutomatonCorpus:
+    """Texts in a suffix automaton: for what fits into memory a hundred times."""
+
+    def __init__(self, texts: Iterable[Sequence[int]]) -> None:
+        self.automaton = Automaton()
+        for text in texts:
+            self.automaton.add_text(text)
+        if len(self.automaton.length) == 1:
+            raise ValueError("the corpus is empty: sam needs at least one token in it")
+
+    def after(self, context: Sequence[int], wanted: int) -> tuple[int, list[int]]:
+        """The first occurrence of the longest suffix."""
+        state, matched = self.automaton.match(context)
+        return matched, _copied(self.automaton, self.automaton.first_end[state], wanted) if matched else []
+
+
+class DatastoreCorpus:
+    """Texts in a datastore file: its suffix array gives the same match as an automaton, in 8 bytes per token."""
+
+    SCANNED = 4096
+
+    def __init__(self, datastore: Datastore) -> None:
+        self.datastore = datastore
+
+    def after(self, context: Sequence[int], wanted: int) -> tuple[int, list[int]]:
+        """The first occurrence of the longest suffix (of the first 4096 rows, when it is very frequent)."""
+        matched, low, high = self.datastore.longest(context, DEPTH)
+        if not matched:
+            return 0, []
+        row = low + int(np.argmin(self.datastore.order[low : min(high, low + self.SCANNED)]))
+        return matched, _until_separator(self.datastore.continuations(np.array([row]), matched, wanted)[0].tolist())
+
+
+def _until_separator(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
+
+
+def _copied(automaton: Automaton, end: int, wanted: int) -> list[int]:
+    return _until_separator(automaton.text[end + 1 : end + 1 + wanted].tolist())
+
+
+class _Source(NgramSource):
+    def __init__(self, drafter: SamDrafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.automaton, self.end = Automaton(), 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.text.extend(tokens)
+        for token in tokens:
+            self.end = self.automaton.append(self.end, token)
+
+    def propose(self, budget: Budget) -> Guess:
+        options, corpus = self.drafter, self.drafter.corpus
+        most = min(options.max_depth, budget.max_depth, budget.max_nodes)
+        # The longest suffix that also ends elsewhere: the text's end itself is never its own match.
+        state = self.automaton.link[self.end]
+        matched = self.automaton.length[state] if state > 0 else 0
+        if corpus is not None:
+            known, tokens = corpus.after(self.text[-DEPTH:], most)
+            if known - options.bias > matched and known >= options.min_match and tokens:
+                return Guess.copied(tokens[: options.wanted(known, most)], known)
+        if matched < options.min_match:
+            return NOTHING
+        return Guess.copied(self._after(state, options.wanted(matched, most)), matched)
+
+    def _after(self, state: int, wanted: int) -> list[int]:
+        """What followed the first occurrence; that of a shorter suffix when the text ends too soon after it."""
+        automaton = self.automaton
+        best = _copied(automaton, automaton.first_end[state], wanted)
+        while len(best) < wanted and (state := automaton.link[state]) > 0:
+            other = _copied(automaton, automaton.first_end[state], wanted)
+            if len(other) > len(best):
+                best = other
+        return best
+
+
+class SamDrafter(SourceDrafter):
+    """Copies what followed the first occurrence of the longest suffix, of any length.
+
+    Args:
+        k: most draft tokens.
+        alpha: draft tokens per matched token.
+        min_match: shortest match that is believed.
+        bias: how many tokens longer a match in the corpus must be than one in the request's own text.
+        corpus: texts that are known beforehand (token ids each), or an object with ``after``.
+
+    Raises:
+        ValueError: an option outside its range, or an empty corpus.
+    """
+
+    name = "sam"
+
+    def __init__(
+        self,
+        k: int = 16,
+        alpha: float = 4.0,
+        min_match: int = 1,
+        bias: int = 5,
+        corpus: Iterable[Sequence[int]] | Corpus | None = None,
+    ) -> None:
+        if k < 1 or min_match < 1 or alpha <= 0:
+            raise ValueError(f"sam needs k >= 1, min_match >= 1 and alpha > 0, not {k}, {min_match} and {alpha}")
+        self.max_depth, self.alpha, self.min_match, self.bias = k, alpha, min_match, bias
+        self.corpus: Corpus | None = AutomatonCorpus(corpus) if isinstance(corpus, Iterable) else corpus
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> SamDrafter:
+        """From a spec ``sam[:FILE]``: FILE is a datastore, which serves as the static automaton."""
+        if path is None:
+            return cls(**options)
+        datastore = Datastore.open(path, context.tokenizer)
+        datastore.check_vocabulary(context.target.vocab_size)
+        return cls(corpus=DatastoreCorpus(datastore), **options)
+
+    def open(self, context: Context) -> NgramSource:
+        """An automaton of the request's own text."""
+        return _Source(self)
+
+    def wanted(self, matched: int, most: int) -> int:
+        """Draft tokens after a match of this length."""
+        return max(1, min(most, int(self.alpha * matched)))

@@ -1,0 +1,147 @@
+"""A draft model with another tokenizer drafts the tokens that both vocabularies have.
+
+TLI, token-level intersection: Timor et al. 2025 (arXiv 2502.05202).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Context
+from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.growing import Growing
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.vocabulary import Vocabulary, character_decoder, common_tokens
+from foretoken.models.base import LanguageModel
+from foretoken.models.cache.window import Window
+
+
+@dataclass
+class _Reading:
+    """One request's text in the draft model's ids.
+
+    Attributes:
+        ids: the text so far; it only ever grows.
+        count: how many of the request's tokens it covers.
+        characters: holds back a half-written character.
+    """
+
+    ids: list[int]
+    count: int = 0
+    characters: codecs.IncrementalDecoder = field(default_factory=character_decoder)
+
+
+class SharedVocabDrafter(ModelDrafter):
+    """Drafts with a model of another tokenizer, restricted to the common tokens.
+
+    The draft distribution is the draft model's over the common tokens alone, written in the target's ids and then
+    shaped by the request's own sampling pipeline: a distribution over the target's vocabulary like any other, so every
+    verifier applies. Committed tokens that the draft model does not have are read to it as the draft tokens that spell
+    them.
+
+    Args:
+        model: the draft model.
+        vocabulary: what the draft model's tokens spell.
+        target_vocabulary: what the target's tokens spell, as many as its logits are wide.
+        k: chain length, when no tree is asked for.
+        tree: children per level, as for the drafter ``model``.
+        draw: how siblings are drawn, as for the drafter ``model``.
+
+    Raises:
+        ValueError: an option outside its range, or vocabularies without a common token.
+        CapabilityError: the draft model cannot be rolled back, or cannot grow trees.
+    """
+
+    name = "shared_vocab"
+    traits = replace(ModelDrafter.traits, rewinds=False)
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        vocabulary: Vocabulary,
+        target_vocabulary: Vocabulary,
+        k: int = 4,
+        tree: str = "",
+        draw: str = "",
+    ) -> None:
+        super().__init__(model, k, tree, draw)
+        self.vocab_size = len(target_vocabulary)
+        self.vocabulary, self.target_vocabulary = vocabulary, target_vocabulary
+        pairs = common_tokens(target_vocabulary, vocabulary)
+        if not any(mine not in target_vocabulary.special for mine in pairs):
+            raise ValueError(
+                "the draft model's tokenizer has no token in common with the target's: choose a draft model whose "
+                "tokenizer is nearer, or one of the drafters 'retokenize' and 'ngram'"
+            )
+        self._draft_of = [pairs.get(token, -1) for token in range(self.vocab_size)]
+        self._ids = torch.tensor(sorted(pairs.items())).T  # [2, common]: target ids, draft ids
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        quantize: str = "auto",
+        window: int = 0,
+        sink: int = 0,
+        **options: Any,
+    ) -> SharedVocabDrafter:
+        """From a spec ``shared_vocab[:PATH]`` (options as for ``model``): load the draft model and its tokenizer."""
+        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
+        mine = Vocabulary.of(own, model.vocab_size)
+        theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
+        return cls(model, mine, theirs, **options)
+
+    def finish(self, context: Context) -> None:
+        """Free the draft model's row and the text as it read it."""
+        super().finish(context)
+        context.state.pop((self, "read"), None)
+
+    def read(self, context: Context) -> Sequence[int]:
+        """The committed text in the draft model's own ids; only what is new is translated."""
+        reading: _Reading | None = context.state.get((self, "read"))
+        if reading is None:
+            first = self._own_ids(context.tokens[0], _Reading([]))
+            # A text begins as the draft model's tokenizer lets it begin, usually with its bos.
+            prefix = self.vocabulary.prefix
+            reading = context.state[(self, "read")] = _Reading([] if prefix[:1] == tuple(first) else list(prefix))
+        for token in context.tokens[reading.count :]:
+            reading.ids.extend(self._own_ids(token, reading))
+        reading.count = len(context.tokens)
+        return reading.ids
+
+    def _own_ids(self, token: int, reading: _Reading) -> Sequence[int]:
+        """The draft model's ids for one more target token; none while a character is half-written."""
+        own, vocabulary = self._draft_of[token], self.target_vocabulary
+        half_written = bool(reading.characters.getstate()[0])
+        if token in vocabulary.special or (own >= 0 and not half_written):
+            reading.characters.reset()
+            return (own,) if own >= 0 else ()
+        text = reading.characters.decode(vocabulary.bytes_of((token,)))
+        return self.vocabulary.spell(text) if text else ()
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        """Draft tokens in the draft model's ids.
+
+        All are common ones, unless the draft model gives none a probability: token 0 stands for what it then guessed.
+        """
+        return [max(self._draft_of[token], 0) for token in tokens]
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """Draft logits [n, V'] at the common tokens of the target's vocabulary [n, V]: no other can be drafted."""
+        if self._ids.device != logits.device:
+            self._ids = self._ids.to(logits.device)
+        wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return wide.index_copy_(1, self._ids[0], logits.index_select(1, self._ids[1]))
+
+    def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
+        distribution, chosen = super()._candidates(tree, logits, parent, width)
+        # Drawn tokens have a positive probability and are common ones; the best by rank may run out of those.
+        return distribution, [token for token in chosen if self._draft_of[token] >= 0]

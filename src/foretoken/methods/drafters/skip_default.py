@@ -1,0 +1,264 @@
+"""Which sublayers a target drafts best without: measured on a few hundred tokens of its own text.
+
+A sublayer's sensitivity is how far the distribution moves when it alone is left out (Kullback-Leibler divergence, nats
+per token).  The least sensitive ones are left out together, more and more of them, while the speed that acceptance and
+cost promise rises.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.costs import TargetCost
+from foretoken.methods.drafters.own_layers import num_layers_of
+from foretoken.methods.drafters.skip_sets import SkipSet
+from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.call_costs import quick_costs
+from foretoken.models.checks.fast_paths import fingerprint
+from foretoken.models.checks.judging import ordinary_ids
+from foretoken.models.clock import now
+from foretoken.models.machine import WORTH_KEEPING_S, Kept
+
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that counts the words of a text.",
+    "What should I see in Lisbon in two days?",
+    "Summarise how a vaccine works.",
+    "Give me a recipe for tomato soup.",
+    "Why do we have seasons?",
+    "Write a short letter to a friend about a new job.",
+    "How do I sort a list of names in JavaScript?",
+)
+"""What the target answers, to be measured on its answers."""
+TOKENS, SENSED = 32, 4
+"""Tokens of every answer, and how many of them, the last ones, tell single sublayers apart."""
+LONGEST = 8
+"""Longest draft that a set is judged by."""
+STEPS = 8
+"""Steps by which the cost of a sublayer is measured."""
+STALE = 2
+"""Larger sets that are tried after the best one."""
+KEPT = Kept("skips")
+
+
+class NothingToSkipWarning(UserWarning):
+    """No set of sublayers pays for a target."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A set and what it promises.
+
+    Attributes:
+        skips: the set.
+        acceptance: share of the target's own tokens that are likeliest without these sublayers.
+        speed: tokens per second over plain decoding's, by acceptance, size and the cost of the target's calls.
+    """
+
+    skips: SkipSet
+    acceptance: float
+    speed: float
+
+
+def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
+    """The set that promises most, remembered with the model's fingerprint.
+
+    Args:
+        target: a model of more than two layers.
+        tokenizer: its own; without one the prompts are ids spread over its vocabulary.
+
+    Warns:
+        NothingToSkipWarning: it promises less than plain decoding.
+    """
+    owner: Any = target
+    key = fingerprint(owner.model)
+    name = f"skips {key} {torch.get_num_threads()} threads {'text' if tokenizer is not None else 'ids'}"
+    stored = None if key is None else KEPT.read(name)
+    layers = num_layers_of(target)
+    if isinstance(stored, dict):
+        skips = SkipSet.parse(str(stored["attention"]), str(stored["mlp"]), layers)
+        choice = Choice(skips, float(stored["acceptance"]), float(stored["speed"]))
+    else:
+        began = perf_counter()
+        choice = measured_set(target, _prompt_ids(target, tokenizer))
+        if key is not None:
+            kept = {**choice.skips.options, "acceptance": choice.acceptance, "speed": choice.speed}
+            KEPT.keep(name, kept, perf_counter() - began >= WORTH_KEEPING_S)
+    if choice.speed < 1.0:
+        warnings.warn(
+            f"layer_skip: no set of sublayers pays for this model: the best one promises {choice.speed:.2f} of plain "
+            f"decoding's speed (it accepts {choice.acceptance:.0%} of its drafts); use another drafter, or `foretoken "
+            "tune layer-skip`",
+            NothingToSkipWarning,
+            stacklevel=3,
+        )
+    return choice
+
+
+@torch.inference_mode()
+def measured_set(target: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int = TOKENS) -> Choice:
+    """The set that promises most, by the target's own greedy continuations of the prompts.
+
+    Args:
+        target: a model of more than two layers.
+        prompts: ids, none of them empty.
+        tokens: of every continuation.
+    """
+    text = _OwnText(target, prompts, tokens)
+    try:
+        order = sorted(_singles(num_layers_of(target)), key=text.sensitivity)
+        attention = [one for one in order if one.attention]
+        best = _longest_that_pays(text, SkipSet(), attention)
+        return _longest_that_pays(text, best.skips, [one for one in order if one.mlp], best)
+    finally:
+        text.close()
+
+
+def _singles(layers: int) -> list[SkipSet]:
+    """Every sublayer of every layer but the first and the last."""
+    middle = range(1, layers - 1)
+    return [SkipSet(attention=frozenset({i})) for i in middle] + [SkipSet(mlp=frozenset({i})) for i in middle]
+
+
+def _longest_that_pays(text: _OwnText, base: SkipSet, more: Sequence[SkipSet], best: Choice | None = None) -> Choice:
+    """The base with the first ones of ``more``, as many as promise most; in steps of an eighth of the layers."""
+    step = max(1, len(more) // 8)
+    worse = 0
+    for count in range(step, len(more) + 1, step):
+        skips = base
+        for one in more[:count]:
+            skips = SkipSet(skips.attention | one.attention, skips.mlp | one.mlp)
+        choice = text.judged(skips)
+        if best is None or choice.speed > best.speed:
+            best, worse = choice, 0
+        else:
+            worse += 1
+        if worse == STALE:
+            break
+    return best or text.judged(more[0])
+
+
+class _OwnText:
+    """Texts that the target has written, and what it says of them with sublayers left out."""
+
+    def __init__(self, target: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        self.target = target
+        room = max(2, target.context_length - tokens - 1)
+        prompts = [prompt[-room:] for prompt in prompts]
+        self.sequences: list[SequenceState] = []
+        for prompt in prompts:
+            self.sequences.append(target.open())
+            target.prefill(self.sequences[-1], prompt[:-1])
+        self.starts = [len(prompt) - 1 for prompt in prompts]
+        self.texts = self._written([list(prompt) for prompt in prompts], tokens)
+        self.costs = quick_costs(target)
+        self.saved = self._saved()
+        self.log_p = self._logits(target.forward, min(SENSED, tokens)).log_softmax(-1)
+
+    def _written(self, texts: list[list[int]], tokens: int) -> list[list[int]]:
+        """The texts with so many of the target's own tokens behind them."""
+        for _ in range(tokens):
+            rows = self.target.forward([Feed(s, [text[-1]]) for s, text in zip(self.sequences, texts, strict=True)])
+            for sequence, text, row in zip(self.sequences, texts, rows, strict=True):
+                self.target.commit(sequence, [0])
+                text.append(int(row.logits[-1].argmax()))
+        return texts
+
+    def _logits(self, forward: Callable[[Sequence[Feed]], Any], count: int) -> Tensor:
+        """[b * count, V] about the last ``count`` tokens of every text; what is before them is kept as the whole model
+        reads it."""
+        feeds = []
+        for sequence, text in zip(self.sequences, self.texts, strict=True):
+            first = len(text) - 1 - count
+            self.target.rewind(sequence, min(first, len(sequence.tokens)))
+            if len(sequence.tokens) < first:
+                self.target.prefill(sequence, text[len(sequence.tokens) : first])
+            feeds.append(Feed(sequence, text[first:-1]))
+        rows = forward(feeds)
+        for sequence in self.sequences:
+            self.target.commit(sequence, ())
+        return torch.cat([row.logits for row in rows]).float()
+
+    def sensitivity(self, skips: SkipSet) -> float:
+        """Mean divergence (nats) of the whole model's distribution from the one without these sublayers."""
+        count = min(SENSED, len(self.texts[0]) - 1 - self.starts[0])
+        log_q = self._logits(lambda feeds: self.target.forward_part(feeds, skips.plan), count).log_softmax(-1)
+        return float((self.log_p.exp() * (self.log_p - log_q)).sum(-1).mean())
+
+    def judged(self, skips: SkipSet) -> Choice:
+        """A set's acceptance over all tokens, and the speed that it promises."""
+        count = len(self.texts[0]) - 1 - self.starts[0]
+        logits = self._logits(lambda feeds: self.target.forward_part(feeds, skips.plan), count)
+        written = torch.tensor([token for text in self.texts for token in text[-count:]], device=logits.device)
+        acceptance = float((logits.argmax(-1) == written).float().mean())
+        step = 1.0 - self.saved[0] * len(skips.attention) - self.saved[1] * len(skips.mlp)
+        return Choice(skips, acceptance, promised_speed(acceptance, step, self.costs))
+
+    def _saved(self) -> tuple[float, float]:
+        """What leaving out an attention and an MLP saves of a step: the quickest of steps that take turns, without any,
+        without attention and without MLPs."""
+        layers = num_layers_of(self.target)
+        middle = frozenset(range(1, layers - 1))
+        sets = (SkipSet(), SkipSet(attention=middle), SkipSet(mlp=middle))
+        quickest = [math.inf] * len(sets)
+        for _ in range(STEPS):
+            for place, skips in enumerate(sets):
+                quickest[place] = min(quickest[place], self._step_s(skips))
+        attention, mlp = (max(1.0 - quickest[place] / quickest[0], 0.0) / len(middle) for place in (1, 2))
+        most = 1.0 / layers  # of a layer: what says more is noise
+        scale = min(1.0, most / max(attention + mlp, 1e-9))
+        return attention * scale, mlp * scale
+
+    def _step_s(self, skips: SkipSet) -> float:
+        target, sequence = self.target, self.sequences[0]
+        device = getattr(target, "device", None)
+        before, began = target.run_s, now(device)
+        target.forward_part([Feed(sequence, self.texts[0][-1:])], skips.plan)
+        spent = (target.run_s - before) or (now(device) - began)
+        target.commit(sequence, ())
+        return spent
+
+    def close(self) -> None:
+        """Free the texts."""
+        for sequence in self.sequences:
+            with suppress(ValueError):
+                self.target.release(sequence)
+
+
+def promised_speed(acceptance: float, step: float, costs: TargetCost) -> float:
+    """Tokens per second over plain decoding's at the best draft length: (1 + a + .. + a^k) / (k c + v(k + 1)).
+
+    Args:
+        acceptance: a, of one draft.
+        step: c, a draft step in target steps.
+        costs: of the target's calls by their nodes.
+    """
+    speeds = (
+        math.fsum(acceptance**i for i in range(k + 1)) / (k * step + costs.relative(k + 1))
+        for k in range(1, LONGEST + 1)
+    )
+    return max(speeds)
+
+
+def _prompt_ids(target: LanguageModel, tokenizer: Any | None) -> list[list[int]]:
+    if tokenizer is None:
+        return [ordinary_ids(target.vocab_size, 4 + 2 * i)[-8:] for i in range(len(PROMPTS))]
+    ids = []
+    for prompt in PROMPTS:
+        text: str = prompt
+        if getattr(tokenizer, "chat_template", None):
+            with suppress(Exception):  # a template that refuses a plain question: the question alone is a text, too
+                text = tokenizer.apply_chat_template(
+                    [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+                )
+        ids.append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return [one for one in ids if len(one) > 1]

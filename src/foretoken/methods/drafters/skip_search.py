@@ -1,0 +1,109 @@
+"""The search for a set of sublayers to skip, one measurement at a time, while text is being generated."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.methods.drafters.skip_sets import SkipSet
+
+Bits = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+MOST, PATIENCE = 1000, 300
+"""Measurements before the search ends, in all and without a gain."""
+SUGGEST_EVERY, KAPPA = 25, 2.5
+"""How often a candidate is not random but where a model of the scores hopes for most, and how much it hopes."""
+POOL, MEMORY, NOISE = 256, 200, 1e-2
+"""Random sets that a suggestion is chosen from, latest measurements that it looks at, and their relative noise."""
+
+
+class SkipSearch:
+    """Random sets of a given size, now and then one that past scores speak for; the best so far is kept.
+
+    The generator of candidates has a fixed seed: the same scores give the same search.
+
+    Args:
+        num_layers: layers of the model.
+        ratio: share of all sublayers that a candidate skips.
+        keep: layers at each end that always run.
+        goal: the score above which the search ends.
+
+    Attributes:
+        best: the set in use; at first both sublayers of every odd layer.
+        best_score: its score; -1 before it was measured.
+        rounds: rounds seen (the caller counts).
+    """
+
+    def __init__(self, num_layers: int, ratio: float = 0.45, keep: int = 1, goal: float = 0.95) -> None:
+        middle = range(keep, num_layers - keep)
+        self.places = [(sublayer, layer) for sublayer in ("attention", "mlp") for layer in middle]
+        self.size = min(round(ratio * 2 * num_layers), len(self.places), 2 * num_layers - 1)
+        self.goal = goal
+        self.best = SkipSet.odd(num_layers, keep)
+        self.best_score = -1.0
+        self.rounds = self.measured = self.stale = 0
+        self._rng = np.random.default_rng(0)
+        self._tried: list[Bits] = []
+        self._scores: list[float] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will be tried."""
+        return self.best_score > self.goal or self.measured >= MOST or self.stale >= PATIENCE or self.size < 1
+
+    def candidate(self) -> SkipSet:
+        """The next set to measure; the first is the one in use."""
+        if self.measured == 0:
+            return self.best
+        bits = self._suggested() if self.measured % SUGGEST_EVERY == 0 else self._random()
+        return self._set(bits)
+
+    def record(self, skips: SkipSet, score: float) -> None:
+        """A set was measured: the better one stays."""
+        self._tried.append(self._bits(skips))
+        self._scores.append(score)
+        self.measured += 1
+        self.stale += 1
+        if score > self.best_score:
+            self.best, self.best_score, self.stale = skips, score, 0
+
+    def _random(self) -> Bits:
+        bits = np.zeros(len(self.places), np.bool_)
+        bits[self._rng.choice(len(self.places), self.size, replace=False)] = True
+        return bits
+
+    def _suggested(self) -> Bits:
+        """Of random sets the one with the highest upper confidence bound under a Gaussian process."""
+        pool = np.stack([self._random() for _ in range(POOL)])
+        mean, deviation = posterior(np.stack(self._tried[-MEMORY:]), np.asarray(self._scores[-MEMORY:]), pool)
+        best: Bits = pool[int((mean + KAPPA * deviation).argmax())]
+        return best
+
+    def _set(self, bits: Bits) -> SkipSet:
+        chosen = [place for place, bit in zip(self.places, bits, strict=True) if bit]
+        attention, mlp = (frozenset(n for kind, n in chosen if kind == name) for name in ("attention", "mlp"))
+        return SkipSet(attention, mlp)
+
+    def _bits(self, skips: SkipSet) -> Bits:
+        return np.array([layer in getattr(skips, kind) for kind, layer in self.places], np.bool_)
+
+
+def posterior(x: Bits, y: Floats, pool: Bits) -> tuple[Floats, Floats]:
+    """Mean and standard deviation [p] of a Gaussian process at the sets ``pool`` [p, m].
+
+    It has seen the scores ``y`` [n] of the sets ``x`` [n, m].  Its kernel falls exponentially with the share of
+    sublayers in which two sets differ.
+    """
+    scale = float(y.std()) or 1.0
+    across = _kernel(pool, x)
+    solved = np.linalg.solve(_kernel(x, x) + NOISE * np.eye(len(x)), across.T)  # [n, p]
+    mean = y.mean() + solved.T @ (y - y.mean())
+    variance = 1.0 - (across * solved.T).sum(1)
+    return mean, scale * np.sqrt(variance.clip(min=0.0))
+
+
+def _kernel(a: Bits, b: Bits) -> Floats:
+    differing = (a[:, None, :] != b[None, :, :]).mean(-1)
+    kernel: Floats = np.exp(-4.0 * differing)
+    return kernel

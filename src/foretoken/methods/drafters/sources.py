@@ -1,0 +1,284 @@
+"""What the drafters that copy from text have in common: a source that knows a text and guesses how it goes on.
+
+A :class:`NgramSource` is fed the text of one request (``extend``) and asked for a :class:`Guess` (``propose``): a tree
+of tokens, each with an estimate of the probability that the whole path to it is right.  The sum of these estimates is
+the expected number of accepted tokens, by which several sources are compared (SuffixDecoding, arXiv 2411.04975).
+All guesses are deterministic, so the point rule makes them lossless.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.texts import reading
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A tree of deterministic tokens below the root.
+
+    Attributes:
+        tokens: N token ids, parents before children.
+        parents: N indices into ``tokens``; ``-1`` hangs from the root.
+        scores: N estimates of the probability that the path down to this token is right.
+        match: length of the n-gram that was found.
+        counted: whether the scores are relative frequencies (only then may a confidence threshold cut the draft).
+    """
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    scores: Sequence[float] = ()
+    match: int = 0
+    counted: bool = False
+
+    @classmethod
+    def copied(cls, tokens: Sequence[int], match: int) -> Guess:
+        """A chain that was copied from one place: the longer the match, the surer every token."""
+        sure = match / (match + 1)
+        return cls(tokens, range(-1, len(tokens) - 1), [sure ** (i + 1) for i in range(len(tokens))], match)
+
+    @cached_property
+    def expected(self) -> float:
+        """Expected number of accepted tokens."""
+        return sum(self.scores)
+
+    def within(self, budget: Budget) -> Guess:
+        """What the budget allows: depth, number of nodes (parents come first), and confidence when it was counted."""
+        asks = self.counted and (budget.min_confidence > 0 or budget.stop is not None)
+        if not asks and len(self.tokens) <= min(budget.max_depth, budget.max_nodes):
+            return self
+        place: dict[int, int] = {-1: -1}
+        depth, ended = {-1: 0}, set()
+        kept: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if len(kept) >= budget.max_nodes:
+                break
+            if parent not in place or parent in ended or depth[parent] >= budget.max_depth:
+                continue
+            place[node], depth[node] = len(kept), depth[parent] + 1
+            kept.append(node)
+            above = self.scores[parent] if parent >= 0 else 1.0
+            if asks and budget.stops_after(None, self.scores[node] / above):
+                ended.add(node)
+        return Guess(
+            [self.tokens[n] for n in kept],
+            [place[self.parents[n]] for n in kept],
+            [self.scores[n] for n in kept],
+            self.match,
+            self.counted,
+        )
+
+    def tree(self, root: int) -> TokenTree:
+        """The guess as a token tree."""
+        return TokenTree((root, *self.tokens), (-1, *(parent + 1 for parent in self.parents)))
+
+
+NOTHING = Guess()
+
+
+class NgramSource(ABC):
+    """Knows the text of one request and guesses how it goes on.
+
+    Attributes:
+        text: the request's tokens so far, the root last.
+    """
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text has grown by ``tokens``."""
+        self.text.extend(tokens)
+
+    @abstractmethod
+    def propose(self, budget: Budget) -> Guess:
+        """Guess what follows ``text``."""
+
+    def rewind(self, length: int) -> None:
+        """The text was cut back to its first ``length`` tokens (asked only where the drafter ``rewinds``)."""
+        del self.text[length:]
+
+    def close(self) -> None:  # noqa: B027
+        """The request ended."""
+
+
+class SourceDrafter(Drafter):
+    """A drafter with one :class:`NgramSource` per request."""
+
+    @abstractmethod
+    def open(self, context: Context) -> NgramSource:
+        """A source for a new request; it is fed ``context.tokens`` afterwards."""
+
+    def source(self, context: Context) -> NgramSource:
+        """The request's source, fed with all that was committed."""
+        source: NgramSource | None = context.state.get(self)
+        if source is None:
+            with reading(context):
+                source = context.state[self] = self.open(context)
+                source.extend(context.tokens)
+        if len(source.text) < len(context.tokens):
+            source.extend(context.tokens[len(source.text) :])
+        return source
+
+    def start(self, context: Context) -> None:
+        """Read the prompt, if other requests may want it; else the first proposal does, if there is one."""
+        if self.traits.shares_state:
+            self.source(context)
+
+    def guess(self, context: Context, budget: Budget) -> Guess:
+        """What :meth:`propose` drafts, with the estimates that a router compares."""
+        return self.source(context).propose(budget).within(budget)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """The source's guess; the root alone when it has none."""
+        return self.guess(context, budget).tree(context.root)
+
+    @property
+    def looks(self) -> bool:
+        """Only for the sake of other requests, or of what a subclass adds."""
+        return self.traits.shares_state or type(self).observe is not SourceDrafter.observe
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Read the new tokens, if other requests may want them; else the next proposal does, if there is one."""
+        if self.traits.shares_state:
+            self.source(context)
+
+    def rewind(self, context: Context, length: int) -> None:
+        """Forget the text behind its first ``length`` tokens."""
+        source: NgramSource | None = context.state.get(self)
+        if source is not None and len(source.text) > length:
+            source.rewind(length)
+
+    def finish(self, context: Context) -> None:
+        """Forget the request, its last tokens read if other requests may want them."""
+        if self in context.state:
+            source: NgramSource = self.source(context) if self.traits.shares_state else context.state[self]
+            source.close()
+            del context.state[self]
+
+
+class Automaton:
+    """A suffix automaton over one or several texts, grown token by token.
+
+    A state stands for all strings that end at the same places of the texts; ``length`` is that of its longest string
+    and ``link`` the state of the longest suffix that also ends elsewhere.  State 0 is the empty string.  Appending
+    costs amortised constant time; a state is six integers, and a dictionary only where the text branches.
+    Blumer et al. 1985; several texts as in Mohri, Moreno, Weinstein 2009.
+
+    Args:
+        depth: longest string that must be kept apart (0: any); bounds the time of counting.
+        counted: keep in ``count`` how often each state's strings of at most ``depth`` tokens occur.
+    """
+
+    def __init__(self, depth: int = 0, counted: bool = False) -> None:
+        self.depth, self.counted = depth, counted
+        self.text = array("i")
+        self.length, self.link = array("i", [0]), array("i", [-1])
+        self.first_end, self.count = array("i", [-1]), array("i", [0])
+        self._token, self._next = array("i", [-1]), array("i", [-1])
+        self._branches: dict[int, dict[int, int]] = {}
+
+    def append(self, last: int, token: int) -> int:
+        """Append ``token`` to the text whose end is state ``last`` (0: a new text); returns the new end."""
+        length, link = self.length, self.link
+        if self.depth:
+            while last and length[link[last]] >= self.depth:
+                last = link[last]
+        self.text.append(token)
+        state = self.go(last, token)
+        if state < 0:
+            state = self._new(length[last] + 1, len(self.text) - 1)
+            while last >= 0 and self.go(last, token) < 0:
+                self._set(last, token, state)
+                last = link[last]
+            link[state] = 0 if last < 0 else self._exactly(last, token)
+        else:
+            state = self._exactly(last, token)
+        if self.counted:
+            at = state
+            while at > 0:
+                self.count[at] += 1
+                at = link[at]
+        return state
+
+    def add_text(self, tokens: Iterable[int]) -> None:
+        """Append a whole text and a separator, which matches nothing."""
+        last = 0
+        for token in tokens:
+            last = self.append(last, token)
+        self.text.append(-1)
+
+    def match(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """State and length of the longest suffix of ``tokens`` that occurs."""
+        state = matched = 0
+        for token in tokens:
+            following = self.go(state, token)
+            while following < 0 and state:
+                state = self.link[state]
+                matched = self.length[state]
+                following = self.go(state, token)
+            if following >= 0:
+                state, matched = following, matched + 1
+        return state, matched
+
+    def go(self, state: int, token: int) -> int:
+        """The state after ``token``, -1 when that never followed."""
+        if self._next[state] >= 0:
+            return self._next[state] if self._token[state] == token else -1
+        branches = self._branches.get(state)
+        return -1 if branches is None else branches.get(token, -1)
+
+    def goes_on(self, state: int) -> bool:
+        """Whether anything ever followed."""
+        return self._next[state] >= 0 or state in self._branches
+
+    def children(self, state: int) -> Iterator[tuple[int, int]]:
+        """Tokens that followed, in order of first appearance, with the states after them."""
+        if self._next[state] >= 0:
+            yield self._token[state], self._next[state]
+        elif state in self._branches:
+            yield from self._branches[state].items()
+
+    def _set(self, state: int, token: int, to: int) -> None:
+        branches = self._branches.get(state)
+        if branches is not None:
+            branches[token] = to
+        elif self._next[state] < 0 or self._token[state] == token:
+            self._token[state], self._next[state] = token, to
+        else:
+            self._branches[state] = {self._token[state]: self._next[state], token: to}
+            self._next[state] = -1
+
+    def _new(self, length: int, end: int) -> int:
+        for column, value in (
+            (self.length, length),
+            (self.link, 0),
+            (self.first_end, end),
+            (self.count, 0),
+            (self._token, -1),
+            (self._next, -1),
+        ):
+            column.append(value)
+        return len(self.length) - 1
+
+    def _exactly(self, state: int, token: int) -> int:
+        """The state after ``token`` whose longest string is that of ``state`` plus the token; split off if needed."""
+        following = self.go(state, token)
+        if self.length[following] == self.length[state] + 1:
+            return following
+        clone = self._new(self.length[state] + 1, self.first_end[following])
+        self.link[clone], self.count[clone] = self.link[following], self.count[following]
+        self._token[clone], self._next[clone] = self._token[following], self._next[following]
+        if following in self._branches:
+            self._branches[clone] = dict(self._branches[following])
+        while state >= 0 and self.go(state, token) == following:
+            self._set(state, token, clone)
+            state = self.link[state]
+        self.link[following] = clone
+        return clone

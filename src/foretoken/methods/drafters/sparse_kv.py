@@ -1,0 +1,85 @@
+"""The target drafts for itself over a small part of its own cache: for long contexts, where reading keys and values is
+what a step costs.
+
+TriForce, Sun et al. 2024 (https://arxiv.org/abs/2404.11912).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.cascade import CascadeDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.models.base import LanguageModel
+from foretoken.models.variants.sparse import SparseModel
+
+
+class SparseKvDrafter(ModelDrafter):
+    """Drafts with the target's weights over chosen chunks of its keys and values.
+
+    Args:
+        target: the model that drafts for itself.
+        k: chain length, when no tree is asked for.
+        tree: children per level, as for the drafter ``model``.
+        draw: how siblings are drawn, as for the drafter ``model``.
+        budget: slots per layer and key head; 0: a quarter of the context, but 256 to 4096.
+        chunk: consecutive tokens that are chosen together.
+        select: ``"retrieval"`` (what the last query fits best) or ``"recent"`` (the first 16 tokens and the last ones).
+        rebuild: tokens after which the subset is chosen anew.
+        local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query.
+
+    Raises:
+        ValueError: an option outside its range.
+        CapabilityError: the target has no cache of keys and values, or layers that do not see the whole text.
+    """
+
+    name = "sparse_kv"
+    traits = replace(ModelDrafter.traits, rewinds=False)  # the subset is the committed text's
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        k: int = 4,
+        tree: str = "",
+        draw: str = "",
+        budget: int = 0,
+        chunk: int = 8,
+        select: str = "retrieval",
+        rebuild: int = 64,
+        local: float = 0.5,
+    ) -> None:
+        super().__init__(SparseModel(target, budget, chunk, select, rebuild, local), k, tree, draw, target)
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        inner: str = "",
+        **options: Any,
+    ) -> Any:
+        """From a spec ``sparse_kv[,inner=SPEC]``.
+
+        With ``inner`` the drafts are themselves sped up by another drafter: a
+        :class:`~foretoken.methods.drafters.cascade.CascadeDrafter` whose draft model is the sparse target (TriForce's
+        hierarchy).
+
+        Raises:
+            ValueError: a path, an inner drafter that does not fit, or a tree of it.
+        """
+        if path is not None:
+            raise ValueError("drafter 'sparse_kv' takes no path: it drafts with the target's own weights")
+        if not inner:
+            return cls(context.target, **options)
+        for key in ("tree", "draw"):
+            if options.get(key):
+                raise ValueError(f"sparse_kv with inner={inner} drafts chains: leave out {key}={options[key]}")
+        shape = {"k": options["k"]} if "k" in options else {}
+        sparse = SparseModel(
+            context.target, **{key: value for key, value in options.items() if key not in ("k", "tree", "draw")}
+        )
+        guesser = context.nested(cls.name, inner)
+        return CascadeDrafter(sparse, guesser, context.inner_rule, target=context.target, **shape)

@@ -1,0 +1,264 @@
+"""SuffixDecoding: frequencies of all suffixes of this text and of past outputs (https://arxiv.org/abs/2411.04975).
+
+The paper keeps a tree of all suffixes with a count per node.  Here the counts are in a suffix automaton: the same
+counts for every string, in memory linear in the text instead of ``depth`` nodes per token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from foretoken.core import Budget, Context
+from foretoken.methods.drafters.base import Traits
+from foretoken.methods.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
+from foretoken.methods.drafters.tenants import Tenants
+
+
+@dataclass(frozen=True)
+class MatchLimits:
+    """How far a match is trusted.
+
+    Attributes:
+        most: most draft tokens.
+        depth: longest match plus draft.
+        factor, offset: draft tokens per matched token, and besides.
+        min_prob: least estimated probability of a draft token.
+        tree: best tokens first, branching, instead of the most frequent path.
+        levels: deepest draft of a tree.
+    """
+
+    most: int
+    depth: int = 64
+    factor: float = 1.0
+    offset: float = 0.0
+    min_prob: float = 0.1
+    tree: bool = False
+    levels: int = 64
+
+    def allowed(self, matched: int) -> int:
+        """Draft tokens after a match of this length."""
+        most = min(self.most, int(matched * self.factor + self.offset + 1e-6))
+        return most if self.tree else min(most, self.depth - matched)
+
+
+def speculate(automaton: Automaton, context: Sequence[int], limits: MatchLimits) -> Guess:
+    """The suffix of ``context`` whose continuation has the largest expected number of accepted tokens."""
+    tail = context[max(0, len(context) - limits.depth + 1) :]
+    return speculate_from(automaton, *automaton.match(tail), limits)
+
+
+def speculate_from(automaton: Automaton, state: int, matched: int, limits: MatchLimits) -> Guess:
+    """:func:`speculate` for a context whose last ``matched`` tokens lead to ``state``.
+
+    All suffixes are tried; longer ones win ties.  Suffixes of one state continue alike, so only the one that allows
+    most tokens is followed, and states that cannot win any more are left out.
+    """
+    best = NOTHING
+    for allowed, length, at in _candidates(automaton, state, matched, limits):
+        if allowed < best.expected:
+            break
+        if limits.tree:
+            levels = min(limits.levels, limits.depth - length)
+            tokens, parents, scores = _tree(automaton, at, allowed, levels, limits.min_prob)
+        else:
+            tokens, parents, scores = _path(automaton, at, allowed, limits.min_prob)
+        expected = sum(scores)
+        if tokens and (expected > best.expected or (expected == best.expected and length > best.match)):
+            best = Guess(tokens, parents, scores, length, counted=True)
+    return best
+
+
+def _candidates(automaton: Automaton, state: int, matched: int, limits: MatchLimits) -> list[tuple[int, int, int]]:
+    """(allowed tokens, length, state) for every state whose strings end the context, the most tokens first."""
+    found = []
+    matched = min(matched, limits.depth - 1)
+    while state > 0:
+        shortest = automaton.length[automaton.link[state]] + 1
+        if shortest <= matched and automaton.goes_on(state):
+            allowed, length = max((limits.allowed(m), m) for m in range(shortest, matched + 1))
+            if allowed > 0:
+                found.append((allowed, length, state))
+        matched = min(matched, shortest - 1)
+        state = automaton.link[state]
+    return sorted(found, reverse=True)
+
+
+Nodes = tuple[list[int], list[int], list[float]]
+
+
+def _path(automaton: Automaton, state: int, allowed: int, min_prob: float) -> Nodes:
+    """The most frequent token after the most frequent token ..."""
+    tokens: list[int] = []
+    scores: list[float] = []
+    count, sure = automaton.count, 1.0
+    while len(tokens) < allowed:
+        best, following, most = -1, -1, 0
+        for token, child in automaton.children(state):
+            if count[child] > most:
+                best, following, most = token, child, count[child]
+        sure *= most / count[state]
+        if not most or sure < min_prob:
+            break
+        tokens.append(best)
+        scores.append(sure)
+        state = following
+    return tokens, list(range(-1, len(tokens) - 1)), scores
+
+
+def _tree(automaton: Automaton, state: int, allowed: int, levels: int, min_prob: float) -> Nodes:
+    """The most probable nodes, best first."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    count, pushed = automaton.count, itertools.count()
+    heap: list[tuple[float, int, int, int, int, int]] = []
+
+    def push(state: int, parent: int, sure: float, level: int) -> None:
+        if level > levels:
+            return
+        for token, child in automaton.children(state):
+            probability = sure * count[child] / count[state]
+            if count[child] and probability >= min_prob:
+                heapq.heappush(heap, (-probability, next(pushed), token, child, parent, level))
+
+    push(state, -1, 1.0, 1)
+    while heap and len(tokens) < allowed:
+        negative, _, token, child, parent, level = heapq.heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(-negative)
+        push(child, len(tokens) - 1, -negative, level + 1)
+    return tokens, parents, scores
+
+
+class _Document:
+    """One text that is being added to an automaton."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        self.automaton, self.end = automaton, 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.end = self.automaton.append(self.end, token)
+
+
+class Outputs:
+    """The outputs of running and finished requests: two automata, and the older one is dropped when the newer is full.
+
+    So the last ``requests / 2`` outputs at least and ``requests`` at most are known, without a pause for removing them.
+
+    Args:
+        depth: longest string to count.
+        requests: most requests (0: none).
+        tokens: most tokens.
+    """
+
+    def __init__(self, depth: int, requests: int, tokens: int) -> None:
+        self.depth, self.requests, self.tokens = depth, requests, tokens
+        self.generations = [Automaton(depth, counted=True)]
+        self._opened = 0
+
+    @property
+    def size(self) -> int:
+        """Tokens that are kept."""
+        return sum(len(automaton.text) for automaton in self.generations)
+
+    def open(self) -> _Document:
+        """A new output."""
+        newest = self.generations[-1]
+        if self._opened >= max(1, self.requests // 2) or len(newest.text) >= self.tokens // 2:
+            self.generations = [newest, Automaton(self.depth, counted=True)]
+            self._opened = 0
+        self._opened += 1
+        return _Document(self.generations[-1])
+
+
+class _Source(NgramSource):
+    """One request: its own text, and where its output goes among the tenant's others."""
+
+    def __init__(self, drafter: SuffixDrafter, context: Context) -> None:
+        super().__init__()
+        self.drafter, self.prompt_length = drafter, context.prompt_length
+        self.others = drafter.tenants.of(context.salt) if drafter.traits.shares_state else None
+        self.own = _Document(Automaton(drafter.bounds.depth, counted=True))
+        self.output: _Document | None = None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        start = len(self.text)
+        self.text.extend(tokens)
+        self.own.extend(tokens)
+        if self.others is not None and len(self.text) > self.prompt_length:
+            if self.output is None:
+                self.output = self.others.open()
+            self.output.extend(self.text[max(start, self.prompt_length) :])
+
+    def propose(self, budget: Budget) -> Guess:
+        limits = self.drafter.limits_for(budget)
+        own = self.own
+        best = speculate_from(own.automaton, own.end, own.automaton.length[own.end], limits)
+        if self.others is not None:
+            for automaton in self.others.generations:
+                guess = speculate(automaton, self.text, limits)
+                if guess.expected > best.expected:
+                    best = guess
+        return best
+
+
+class SuffixDrafter(SourceDrafter):
+    """Follows the most frequent continuation of the suffix that promises most accepted tokens.
+
+    Args:
+        k: most draft tokens.
+        depth: longest match plus draft.
+        factor: draft tokens per matched token.
+        offset: draft tokens besides.
+        min_prob: least estimated probability of a draft token.
+        tree: draft the most probable tokens as a tree instead of one path.
+        share: learn from the outputs of other requests with the same salt.
+        cached: how many outputs to keep of one salt.
+        tokens: how many of their tokens to keep in all (about 130 bytes each).
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        k: int = 16,
+        depth: int = 64,
+        factor: float = 1.0,
+        offset: float = 0.0,
+        min_prob: float = 0.1,
+        tree: bool = False,
+        share: bool = True,
+        cached: int = 10_000,
+        tokens: int = 2_000_000,
+    ) -> None:
+        for name, value, least in (("k", k, 1), ("depth", depth, 2), ("cached", cached, 1), ("tokens", tokens, 1)):
+            if value < least:
+                raise ValueError(f"suffix needs {name} >= {least}, not {value}")
+        if factor < 0 or not 0 <= min_prob <= 1:
+            raise ValueError(f"suffix needs factor >= 0 and 0 <= min_prob <= 1, not {factor} and {min_prob}")
+        self.bounds = MatchLimits(k, depth, factor, offset, min_prob, tree)
+        self.traits = Traits(draws_trees=tree, shares_state=share)
+        self.tenants = Tenants(lambda: Outputs(depth, cached, tokens), size=lambda one: one.size, room=tokens)
+        self.max_depth = self.max_nodes = k
+
+    @property
+    def outputs(self) -> Outputs:
+        """The outputs of requests without a salt."""
+        return self.tenants.of("")
+
+    def open(self, context: Context) -> NgramSource:
+        """Counts of the request's own text."""
+        return _Source(self, context)
+
+    def limits_for(self, budget: Budget) -> MatchLimits:
+        """The limits of one round."""
+        most = budget.max_nodes if self.bounds.tree else min(budget.max_depth, budget.max_nodes)
+        return replace(self.bounds, most=min(self.bounds.most, most), levels=budget.max_depth)

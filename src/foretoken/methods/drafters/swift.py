@@ -1,0 +1,194 @@
+"""The target drafts with some sublayers left out, and finds out which ones while it writes.
+
+SWIFT, Xia et al. 2024 (arXiv 2410.06916).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.methods.drafters.drawing import distribution_of, ranked
+from foretoken.methods.drafters.growing import Growing
+from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
+from foretoken.methods.drafters.skip_search import SkipSearch
+from foretoken.methods.drafters.skip_sets import SkipSet
+from foretoken.methods.drafters.tenants import Tenants
+from foretoken.models.base import Feed, LanguageModel
+
+GREEDY_WIDTHS, SAMPLED_WIDTHS = (3, 5, 8, 10), (1, 3, 5, 10)
+"""Children of a chain node when its best one has more than .95, more than .8, more than .5, or less."""
+LONGEST_WINDOW = 512
+
+
+def num_children(confidence: float, greedy: bool) -> int:
+    """How many tokens are tried at a place whose best one has this probability."""
+    level = sum(confidence <= bound for bound in (0.95, 0.8, 0.5))
+    return (GREEDY_WIDTHS if greedy else SAMPLED_WIDTHS)[level]
+
+
+class SwiftDrafter(OwnLayersDrafter):
+    """Drafts a chain of most likely tokens with siblings; measures another set of skipped sublayers before rounds.
+
+    A set is measured by how many of the last ``window`` generated tokens it would have predicted, in one parallel pass
+    over them; the better set stays.
+
+    Args:
+        target: the model that drafts for itself.
+        k: longest chain.
+        threshold: the chain ends after a token that the draft gives less than this.
+        nodes: most draft nodes; the chain comes first, then the likeliest siblings.
+        skip_ratio: share of all sublayers that a set leaves out.
+        window: generated tokens that a measurement looks at.
+        every: rounds between measurements.
+        goal: share of the window above which the search ends.
+        keep: layers at each end that always run.
+        share: one search for all requests of a salt; else every request begins anew.
+
+    Raises:
+        ValueError: an option outside its range, or a target with no layer between those that are kept.
+        CapabilityError: the target's layers cannot be run one by one or in parts.
+    """
+
+    name = "swift"
+    traits = replace(OwnLayersDrafter.traits, prefers_noise=True)
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        k: int = 25,
+        threshold: float = 0.8,
+        nodes: int = 64,
+        skip_ratio: float = 0.45,
+        window: int = 32,
+        every: int = 1,
+        goal: float = 0.95,
+        keep: int = 1,
+        share: bool = True,
+    ) -> None:
+        layers = num_layers_of(target)
+        for name, value, least, most in (
+            ("threshold", threshold, 0.0, 1.0),
+            ("nodes", nodes, 1, None),
+            ("skip_ratio", skip_ratio, 0.0, 1.0),
+            ("window", window, 1, LONGEST_WINDOW),
+            ("every", every, 1, None),
+            ("goal", goal, 0.0, 1.0),
+            ("keep", keep, 0, None),
+        ):
+            if not value >= least or (most is not None and value > most):
+                wanted = f">= {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"swift needs {name} {wanted}, not {value}")
+        middle = frozenset(range(keep, layers - keep))
+        if not middle:
+            raise ValueError(f"with keep={keep} no layer of {layers} can be skipped: swift needs more than {2 * keep}")
+        for skips in (SkipSet(attention=middle), SkipSet(mlp=middle)):
+            skips.check(target)
+        self._new_search = partial(SkipSearch, layers, skip_ratio, keep, goal)
+        self.tenants = Tenants(self._new_search)
+        super().__init__(target, self._shared.best.plan, k, "", "greedy")
+        self.threshold, self.max_nodes, self.window, self.every = threshold, nodes, window, every
+        self.traits = replace(self.traits, draws_trees=True, shares_state=share)  # siblings branch off the chain
+
+    @property
+    def _shared(self) -> SkipSearch:
+        return self.tenants.of("")
+
+    def search(self, context: Context) -> SkipSearch:
+        """The search that a request takes part in."""
+        if self.traits.shares_state:
+            return self.tenants.of(context.salt)
+        own: SkipSearch = context.state[self, "search"]
+        return own
+
+    def start(self, context: Context) -> None:
+        """Begin a search of the request's own, unless one is shared."""
+        super().start(context)
+        if not self.traits.shares_state:
+            context.state[self, "search"] = self._new_search()
+
+    def finish(self, context: Context) -> None:
+        """Forget the request's own search."""
+        super().finish(context)
+        context.state.pop((self, "search"), None)
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Measure a candidate, then draft with the best set so far."""
+        searches = [self.search(context) for context in contexts]
+        trees: dict[int, TokenTree] = {}
+        for search in {id(one): one for one in searches}.values():
+            places = [i for i, one in enumerate(searches) if one is search]
+            some = self._drafted(search, [contexts[i] for i in places], [budgets[i] for i in places])
+            trees.update(zip(places, some, strict=True))
+        return [trees[i] for i in range(len(contexts))]
+
+    def _drafted(self, search: SkipSearch, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        search.rounds += 1
+        if not search.done and search.rounds % self.every == 0:
+            ready = (c for c in contexts if len(c.tokens) - c.prompt_length >= self.window)
+            context = next(ready, None)
+            if context is not None:
+                candidate = search.candidate()
+                search.record(candidate, self.matchness(context, candidate))
+        self.plan = search.best.plan
+        return super().propose_batch(contexts, budgets)
+
+    def matchness(self, context: Context, skips: SkipSet) -> float:
+        """The share of the last ``window`` tokens that are most likely with these sublayers left out."""
+        sequence, window = context.sequence, context.tokens[-self.window - 1 :]
+        feed = Feed(sequence, window[:-1], after=len(context.tokens) - len(window))
+        rows = self.model.forward_part([feed], skips.plan)[0]
+        self.model.commit(sequence, ())  # they were looked at, no more
+        predicted = rows.logits.argmax(-1).tolist()
+        return sum(a == b for a, b in zip(predicted, window[1:], strict=True)) / self.window
+
+    # -- growing -----------------------------------------------------------------------------------------------------
+
+    def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
+        """The best token is the next of the chain; the distribution is kept for siblings."""
+        prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
+        if tree.maker.noise is not None:
+            raced = ranked(tree.maker, logits[None], [tree.length(parent)], [prefix])[0]
+            if not bool(raced.max() > -torch.inf):
+                return  # the request allows nothing here
+            ranking = distribution = torch.softmax(raced, -1)
+        else:
+            possible = distribution_of(tree.maker, logits, prefix)
+            if possible is None:
+                return  # the request allows nothing here
+            distribution = possible
+            # A one-hot distribution names the best token, penalties included, but ranks no others.
+            ranking = torch.softmax(logits.float(), -1) if tree.maker.greedy else distribution
+        token = int(distribution.argmax())
+        node = len(tree.tokens)
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.distributions.append(ranking)
+        tree.path_of[node] = (*tree.path_of[parent], token)
+        tree.place_of[node] = (*tree.place_of[parent], 0)
+        confidence = float(ranking[token])
+        if confidence >= self.threshold and not tree.budget.stops_after(ranking, confidence):
+            tree.frontier.append(node)
+
+    def _finished(self, tree: Growing) -> TokenTree:
+        """The chain, and in what room is left the likeliest siblings."""
+        spare: list[tuple[float, int, int]] = []  # (chance of the path, parent, token)
+        chance = 1.0
+        for parent, ranking in enumerate(tree.distributions):
+            token = tree.tokens[parent + 1]
+            confidence = float(ranking[token])
+            count = num_children(confidence, tree.maker.greedy) - 1
+            best = ranking.topk(min(count + 1, len(ranking)))
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            spare += [(chance * p, parent, t) for p, t in pairs if t != token and p > 0][:count]
+            chance *= confidence
+        spare.sort(key=lambda sibling: -sibling[0])
+        room = tree.budget.max_nodes - (len(tree.tokens) - 1)
+        siblings = spare[:room]
+        tokens = (*tree.tokens, *(token for _, _, token in siblings))
+        return TokenTree(tokens, (*tree.parents, *(parent for _, parent, _ in siblings)))

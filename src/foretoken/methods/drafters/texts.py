@@ -1,0 +1,215 @@
+"""What the models of drafters have read of a request's text: a draft model, or a trained head with a cache of its own.
+
+Whoever drafts with such a model calls :func:`level` right before it drafts, so a text that nobody drafts for is never
+read.  A text begins with what the engine has kept of another one with the same beginning.  What is missing is read in
+pieces where the engine wants other requests' rounds to go on meanwhile; until it is whole nothing is drafted.
+
+The texts of a request are known to the engine by their keys (a drafter's slots in ``context.state``), whatever drafter
+they belong to, nested ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from foretoken.core import Context
+from foretoken.core.portions import portions
+from foretoken.models.base import LanguageModel, SequenceState, Snapshot
+from foretoken.models.clock import now
+
+BESIDE = 16
+"""Tokens behind the last one that are read together with it when the draft begins: fewer are not worth a forward."""
+ALL = 1 << 60
+
+
+@dataclass(eq=False)
+class DraftText:
+    """One text in one model.
+
+    Attributes:
+        model: the drafter's.
+        sequence: the text; its committed tokens are a beginning of the request's, in the model's own ids.
+        version: of the model's weights when the text was opened.
+        was_level: whether it has been whole before: what is read later was written by the request itself.
+    """
+
+    model: LanguageModel
+    sequence: SequenceState
+    version: int
+    was_level: bool = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model would read the same today."""
+        return self.version == self.model.weights_version
+
+
+@dataclass(eq=False)
+class Pace:
+    """What drafters may read beside the round that runs, for all requests together.
+
+    Attributes:
+        left: tokens that may still be read.
+        spent_s: seconds that it took.
+    """
+
+    left: int = ALL
+    spent_s: float = 0.0
+
+
+Find = Callable[[Hashable, DraftText, Sequence[int]], "tuple[Snapshot, int] | None"]
+"""What is kept of another text of the same key that begins with these tokens, and how many of them it has."""
+
+
+@dataclass(eq=False)
+class DraftTexts:
+    """All texts of one request, as the engine hands it to drafters (``context.texts``).
+
+    Attributes:
+        pace: of the engine.
+        find: looks for another text with the same beginning; ``None`` where nothing is kept.
+        by_key: the open ones.
+        num_read: tokens that were read until the texts were whole for the first time.
+        waits: whether a draft was given up in this round because a text is not whole yet.
+        has_read: whether a text was opened or read in this round.
+    """
+
+    pace: Pace = field(default_factory=Pace)
+    find: Find | None = None
+    by_key: dict[Hashable, DraftText] = field(default_factory=dict)
+    num_read: int = 0
+    waits: bool = False
+    has_read: bool = False
+
+    @classmethod
+    def of(cls, context: Context) -> DraftTexts:
+        """Those of a request; without an engine they are read at once."""
+        if context.texts is None:
+            context.texts = cls()
+        found: DraftTexts = context.texts
+        return found
+
+
+class TextReader:
+    """How a model reads: these two may be replaced where it takes more than tokens.
+
+    Args:
+        model: the drafter's.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    def settle(self, context: Context, sequence: SequenceState, tokens: Sequence[int]) -> int:
+        """Keep what was drafted and accepted; returns how many of ``tokens`` the model has not read."""
+        return len(self.model.catch_up(sequence, tokens))
+
+    def read(self, parts: Sequence[tuple[Context, SequenceState, Sequence[int]]]) -> None:
+        """Read the next tokens of some texts."""
+        self.model.prefill_batch([(sequence, tokens) for _, sequence, tokens in parts])
+
+
+def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+    """Let a model read what it lacks of some texts; says for each whether it can draft: only its end is missing.
+
+    Args:
+        key: the drafter's slot in ``context.state`` that gets the sequence.
+        reader: reads for the model.
+        contexts: the requests.
+        texts: their tokens, in the model's own ids.
+    """
+    model = reader.model
+    ready = [len(tokens) <= model.context_length for tokens in texts]
+    behind: dict[int, int] = {}
+    began, opened = now(getattr(model, "device", None)), False
+    for i in [i for i, fits in enumerate(ready) if fits]:
+        opened = _open(key, model, contexts[i], texts[i]) or opened
+        own = DraftTexts.of(contexts[i]).by_key[key]
+        if model.reads:
+            missing = reader.settle(contexts[i], own.sequence, texts[i])
+            if missing - 1 > BESIDE:
+                behind[i] = missing - 1
+            else:
+                _note_level(contexts[i], own, missing)
+    if behind:
+        pace = DraftTexts.of(contexts[next(iter(behind))]).pace
+        given = portions(list(behind.values()), pace.left)
+        chosen = {i: given[place] for place, i in enumerate(behind) if given.get(place)}
+        pace.left -= sum(chosen.values())
+        if chosen:
+            reader.read([_part(key, contexts[i], texts[i], size) for i, size in chosen.items()])
+        for i, size in behind.items():
+            own = DraftTexts.of(contexts[i]).by_key[key]
+            ready[i] = _note_read(contexts[i], own, chosen.get(i, 0), size)
+    if behind or opened:
+        spent = now(getattr(model, "device", None)) - began
+        for pace in {id(p): p for p in (DraftTexts.of(context).pace for context in contexts)}.values():
+            pace.spent_s += spent
+    return ready
+
+
+@contextmanager
+def reading(context: Context) -> Iterator[None]:
+    """What happens inside the block is reading, not drafting: its time is told apart."""
+    texts = DraftTexts.of(context)
+    began = now(None)
+    try:
+        yield
+    finally:
+        texts.has_read = True
+        texts.pace.spent_s += now(None) - began
+
+
+def close(key: Hashable, context: Context) -> None:
+    """Free a text, if there is one."""
+    context.state.pop(key, None)
+    own = DraftTexts.of(context).by_key.pop(key, None)
+    if own is not None:
+        own.model.release(own.sequence)
+
+
+def _open(key: Hashable, model: LanguageModel, context: Context, tokens: Sequence[int]) -> bool:
+    """Open a text that is not open, with what there is of its beginning; the last token is never taken over, since a
+    draft begins with what the model says after it."""
+    texts = DraftTexts.of(context)
+    if key in texts.by_key:
+        return False
+    sequence = context.state[key] = model.open_beside(context.sequence)
+    own = texts.by_key[key] = DraftText(model, sequence, model.weights_version)
+    texts.has_read = True
+    if model.reads and texts.find is not None:
+        model.expect(sequence, len(tokens))
+        found = texts.find(key, own, tokens[:-1])
+        if found is not None:
+            model.restore(sequence, *found)
+    return True
+
+
+def _part(
+    key: Hashable, context: Context, tokens: Sequence[int], size: int
+) -> tuple[Context, SequenceState, Sequence[int]]:
+    sequence = DraftTexts.of(context).by_key[key].sequence
+    have = len(sequence.tokens)
+    return context, sequence, tokens[have : have + size]
+
+
+def _note_read(context: Context, own: DraftText, size: int, wanted: int) -> bool:
+    """Count what was read of what was wanted; says whether the text is whole but for its end."""
+    texts = DraftTexts.of(context)
+    texts.has_read = True
+    if not own.was_level:
+        texts.num_read += size
+    if wanted - size > BESIDE:
+        texts.waits = True
+        return False
+    _note_level(context, own, wanted - size + 1)
+    return True
+
+
+def _note_level(context: Context, own: DraftText, missing: int) -> None:
+    """The draft's first forward reads what is missing."""
+    if not own.was_level:
+        own.was_level = True
+        DraftTexts.of(context).num_read += missing

@@ -1,0 +1,109 @@
+"""Two ways to decide which nodes a tree has: before anything is drafted, or while it grows."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from foretoken.core import TokenTree
+from foretoken.methods.trees.shapes import Choice
+
+
+class Shape(ABC):
+    """A tree of fixed shape: the same ranks every round, whatever the text is.
+
+    Attributes:
+        name: registry key.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def choices(self) -> list[Choice]:
+        """The nodes as rank paths, parents and earlier siblings first; any first n of them are a tree as well."""
+
+
+@dataclass
+class Candidates:
+    """Everything that a growing tree has looked at; node 0 is the root, lists are per node.
+
+    Attributes:
+        tokens: token ids.
+        parents: parents come before their children, -1 for the root.
+        scores: log of the believed chance that the node is accepted: the sum of its path's draft log-probabilities,
+            which never rises from a node to its child.
+        depths: levels below the root.
+    """
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    depths: list[int] = field(default_factory=lambda: [0])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """Children of ``parent``, best first, with the scores of their whole paths."""
+        self.tokens.extend(tokens)
+        self.scores.extend(scores)
+        self.parents.extend([parent] * len(tokens))
+        self.depths.extend([self.depths[parent] + 1] * len(tokens))
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Draft tokens from below the root to ``node``."""
+        tokens: list[int] = []
+        while node:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def best(self, count: int, before: int | None = None) -> list[int]:
+        """The ``count`` nodes of highest score, best first, of those numbered below ``before`` (all by default).
+
+        Of equal nodes the earlier one comes first, so that a node whose draft was certain never pushes out its parent:
+        what is returned is a tree together with the root.
+        """
+        return sorted(range(1, before or len(self)), key=lambda node: (-self.scores[node], node))[:count]
+
+    def values(self, nodes: Sequence[int]) -> list[float]:
+        """The believed chances that ``nodes`` are accepted; their sum is the expected number of accepted drafts."""
+        return [math.exp(self.scores[node]) for node in nodes]
+
+    def tree(self, nodes: Sequence[int]) -> TokenTree:
+        """The point proposals of ``nodes`` below the root, in order of creation (likelier siblings first)."""
+        chosen = [0, *sorted(nodes)]
+        place = {node: i for i, node in enumerate(chosen)}
+        parents = [-1, *(place[self.parents[node]] for node in chosen[1:])]
+        return TokenTree(tuple(self.tokens[node] for node in chosen), tuple(parents))
+
+
+class Growth(ABC):
+    """A tree that follows the draft's own confidence: what to read next, when to stop, what to keep.
+
+    For greedy requests, and those with noise: choosing among *drawn* tokens by their own probability would be
+    biased.
+
+    Attributes:
+        name: registry key.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def frontier(self, seen: Candidates, first: int, width: int, nodes: int) -> list[int]:
+        """Nodes of the last level (those from ``first`` on) that the drafter reads next; none ends the draft.
+
+        Args:
+            seen: all candidates so far.
+            first: the first node of the last level.
+            width: children that every node gets.
+            nodes: most draft nodes that the target will score.
+        """
+
+    def kept(self, seen: Candidates, nodes: int) -> list[int]:
+        """At most ``nodes`` nodes that the target scores: the best of all."""
+        return seen.best(nodes)

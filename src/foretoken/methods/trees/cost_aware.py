@@ -1,0 +1,95 @@
+"""Nodes and levels are added while they are worth what they cost (the marginal rule of the cost model, spec 6.6).
+
+Section 8 of the specification; the same trade is made for chains by SmartSpec (arXiv 2406.14066).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from foretoken.core.costs import TargetCost
+from foretoken.methods.trees.base import Candidates, Growth
+
+Cost = Callable[[int], float]
+"""v(n): what scoring n nodes (the root among them) costs, in any unit; ``TargetCost.relative`` is one."""
+
+
+def best_count(values: Sequence[float], cost: Cost, spent: float = 0.0) -> tuple[int, float]:
+    """How many of the most valuable nodes to score for most tokens per time, and that rate.
+
+    The best tree of n nodes is the n best nodes (values never rise along a path), so that trying every n finds the
+    optimum for any cost, also one that rises in steps.  Where v is convex this is the marginal rule: a node is added
+    while ``value >= rate * (v(n + 1) - v(n))``.
+
+    Args:
+        values: chances to be accepted, falling.
+        cost: v(n).
+        spent: time of the round that does not depend on n (drafting), in the unit of ``cost``.
+
+    Returns:
+        the count and (1 + sum of values) / (v(1 + count) + spent); the smallest count of equal rates.
+    """
+    tokens, best, found = 1.0, 0, 1.0 / (cost(1) + spent)
+    for count, value in enumerate(values, 1):
+        tokens += value
+        rate = tokens / (cost(1 + count) + spent)
+        if rate > found:
+            best, found = count, rate
+    return best, found
+
+
+def paying_count(values: Sequence[float], costs: TargetCost, batch: int) -> int:
+    """How many of the most valuable nodes of each of ``batch`` requests to score, at least one, now that they are
+    drafted.
+
+    Args:
+        values: chances to be accepted, falling.
+        costs: of the target's calls.
+        batch: requests that share a call; 1 for a request whose text depends on the shape of its drafts (it draws, and
+            is not coupled), which must not depend on who else is served.
+    """
+    plain = costs.of(batch)
+    return max(1, best_count(values, lambda nodes: costs.of(nodes * batch) / plain)[0])
+
+
+class CostAware(Growth):
+    """The tree that promises most tokens per time on this machine, its size and its depth included.
+
+    After every level the best rate (tokens / (v(nodes) + levels * step)) is compared with the one before: another
+    level is drafted while it rose.  That is OPT-Tree's test with a threshold of rate * step instead of a constant.
+
+    Args:
+        node_cost: what scoring one more node costs, in target steps: v(n) = 1 + node_cost * (n - 1 - free).
+        step_cost: what drafting one level costs, in target steps (c).
+        free: nodes that cost nothing.
+        cost: the measured v(n) instead of that line, in target steps.
+
+    Raises:
+        ValueError: a negative cost.
+    """
+
+    name = "cost_aware"
+
+    def __init__(
+        self, node_cost: float = 0.01, step_cost: float = 0.1, free: int = 0, cost: Cost | None = None
+    ) -> None:
+        for key, value in (("node_cost", node_cost), ("step_cost", step_cost), ("free", free)):
+            if value < 0:
+                raise ValueError(f"cost_aware needs {key} >= 0, not {value}")
+        self.step_cost = step_cost
+        self.cost: Cost = cost or (lambda nodes: 1.0 + node_cost * max(0, nodes - 1 - free))
+
+    def frontier(self, seen: Candidates, first: int, width: int, nodes: int) -> list[int]:
+        """The nodes of the last level that are worth scoring, if that level raised the rate."""
+        depth = seen.depths[first]
+        count, rate = self._best(seen.values(seen.best(nodes)), depth)
+        _, before = self._best(seen.values(seen.best(nodes, before=first)), depth - 1)
+        return [node for node in seen.best(count) if node >= first] if rate > before else []
+
+    def kept(self, seen: Candidates, nodes: int) -> list[int]:
+        """As many of the best nodes as pay, none if plain decoding is faster."""
+        best = seen.best(nodes)
+        return best[: self._best(seen.values(best), seen.depths[-1])[0]]
+
+    def _best(self, values: Sequence[float], depth: int) -> tuple[int, float]:
+        return best_count(values, self.cost, depth * self.step_cost)

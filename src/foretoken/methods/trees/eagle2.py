@@ -1,0 +1,18 @@
+"""Dynamic trees: expand the likeliest nodes of every level, keep the likeliest of all (EAGLE-2, arXiv 2406.16858)."""
+
+from __future__ import annotations
+
+from foretoken.methods.trees.base import Candidates, Growth
+
+
+class Eagle2(Growth):
+    """Per level the ``width`` best new nodes are read; in the end all candidates are ranked again.
+
+    A node's score is the sum of the draft log-probabilities on its path, close to the chance that it is accepted.
+    """
+
+    name = "eagle2"
+
+    def frontier(self, seen: Candidates, first: int, width: int, nodes: int) -> list[int]:
+        """The ``width`` best nodes of the last level."""
+        return sorted(range(first, len(seen)), key=lambda node: (-seen.scores[node], node))[:width]

@@ -1,0 +1,50 @@
+"""Static expansion <k1, .., km>: the same number of children for a whole level (SpecInfer, arXiv 2305.09781)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from foretoken.methods.trees.base import Shape
+from foretoken.methods.trees.shapes import Choice
+
+
+def parse_widths(text: str) -> tuple[int, ...]:
+    """``"3x2x1"`` -> ``(3, 2, 1)``.
+
+    Raises:
+        ValueError: not positive integers joined by ``x``.
+    """
+    try:
+        widths = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        widths = ()
+    if not widths or min(widths) < 1:
+        raise ValueError(f"tree={text!r} must be positive child counts per level, for example 3x2x1")
+    return widths
+
+
+def expansion_choices(widths: Sequence[int]) -> list[Choice]:
+    """All nodes of <k1, .., km> level by level: k1 + k1 k2 + ... of them."""
+    levels = range(1, len(widths) + 1)
+    return [path for depth in levels for path in itertools.product(*map(range, widths[:depth]))]
+
+
+class Expansion(Shape):
+    """Full levels.
+
+    Args:
+        widths: children per node, one number per level, joined by ``x``.
+
+    Raises:
+        ValueError: not positive integers joined by ``x``.
+    """
+
+    name = "expansion"
+
+    def __init__(self, widths: str = "3x2x1") -> None:
+        self.widths = parse_widths(widths)
+
+    def choices(self) -> list[Choice]:
+        """Level by level."""
+        return expansion_choices(self.widths)

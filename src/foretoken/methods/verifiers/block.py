@@ -1,0 +1,117 @@
+"""Block verification (Sun et al. 2024, https://arxiv.org/abs/2403.10444)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+
+from torch import Tensor
+
+from foretoken.core import Kind, Scores, TokenTree, Verdict, is_large
+from foretoken.methods.verifiers.base import (
+    Coins,
+    Verifier,
+    can_go_at_once,
+    chain_nodes,
+    chain_weights,
+    drawn_chance,
+    is_nothing,
+    leftover,
+    scaled,
+)
+
+
+class BlockVerifier(Verifier):
+    """Decide over the whole chain: keep the longest prefix whose own test passes, not the run before a failure.
+
+    With ``P_0 = 1`` and ``P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))``, prefix ``i < g`` passes with probability
+    ``S_i / (S_i + 1 - P_i)`` where ``S_i = sum [P_i p_{i+1} - q_{i+1}]+``, and the whole chain with ``P_g``.  The next
+    token after prefix ``i < g`` is drawn from norm([P_i p_{i+1} - q_{i+1}]+).  No lossless rule accepts more of a
+    chain on average.
+    """
+
+    name = "block"
+    kinds = frozenset({Kind.IID, Kind.POINT})
+    chains_only = True
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The rule as the paper states it, tests tossed from the longest prefix down: the first that passes is
+        accepted."""
+        nodes = [0, *chain_nodes(tree, self.name)]
+        last = len(nodes) - 1
+        distributions = [scores.p(node) for node in nodes]  # g+1 distributions [V]
+        keep = [1.0]  # P_i
+        for i in range(last):
+            child = nodes[i + 1]
+            keep.append(scaled(keep[i], float(distributions[i][tree.tokens[child]]), drawn_chance(tree, child)))
+        if last == 0 or (keep[last] > 0.0 and coins.accept(keep[last])):
+            return Verdict(tuple(nodes[1:]), coins.draw(distributions[last]), next_is_bonus=True)
+        for i in range(last - 1, -1, -1):
+            if keep[i] == 0.0:
+                continue
+            child = nodes[i + 1]
+            rest = leftover(distributions[i], tree.distribution(child), tree.tokens[child], keep[i])
+            total = float(rest.sum())
+            if i == 0 or coins.accept(pass_chance(total, keep[i])):
+                next_token = coins.draw(distributions[i] if is_nothing(total, rest) else rest)
+                return Verdict(tuple(nodes[1 : i + 1]), next_token, next_is_bonus=False)
+        raise AssertionError("unreachable: the empty prefix is always accepted")
+
+    def draws_last(self, tree: TokenTree) -> bool:
+        """Always."""
+        return True
+
+    def needs_all(self, scores: Scores) -> bool:
+        """Where distributions of all nodes are cheap to make by one call."""
+        return all_at_once(scores.tree, scores)
+
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """:meth:`decide` doing no vector work for a test that ``P_i`` alone decides (S_i / (S_i + 1 - P_i) <= P_i)."""
+        nodes = [0, *chain_nodes(tree, self.name)]
+        last = len(nodes) - 1
+        distribution, keep = _distributions_and_budgets(tree, scores, nodes)
+        if last == 0 or (keep[last] > 0.0 and coins.accept(keep[last])):
+            return Verdict(tuple(nodes[1:]), coins.draw(distribution(last)), next_is_bonus=True)
+
+        @cache
+        def rest_after(i: int) -> tuple[Tensor, float]:
+            child = nodes[i + 1]
+            rest = leftover(distribution(i), tree.distribution(child), tree.tokens[child], keep[i])
+            return rest, float(rest.sum())
+
+        def passes(i: int) -> bool:
+            return keep[i] > 0.0 and coins.accept_lazily(keep[i], lambda: pass_chance(rest_after(i)[1], keep[i]))
+
+        stop = next((i for i in range(last - 1, 0, -1) if passes(i)), 0)
+        rest, total = rest_after(stop)
+        next_token = coins.draw(distribution(stop) if is_nothing(total, rest) else rest)
+        return Verdict(tuple(nodes[1 : stop + 1]), next_token, next_is_bonus=False)
+
+
+def pass_chance(rest: float, budget: float) -> float:
+    """S / (S + 1 - P): the chance to keep a prefix of budget P none of whose extensions were accepted."""
+    total = rest + (1.0 - budget)
+    return 1.0 if total <= 0.0 else rest / total
+
+
+def all_at_once(tree: TokenTree, scores: Scores) -> bool:
+    """Whether the distributions of a chain are made by one call: on a CPU, six at once cost three single ones for V =
+    8192, and six for 150k."""
+    return can_go_at_once(tree, scores) and not is_large(scores.logits)
+
+
+def _distributions_and_budgets(
+    tree: TokenTree, scores: Scores, nodes: Sequence[int]
+) -> tuple[Callable[[int], Tensor], list[float]]:
+    """The target distribution after the i-th node [V], and P_0..P_g; no distribution is made past a budget of zero."""
+    keep = [1.0]
+    if all_at_once(tree, scores):
+        distributions = scores.chain_p()  # [g+1, V]
+        for p, q in zip(*(scores.weights or chain_weights(tree, distributions)), strict=True):
+            keep.append(scaled(keep[-1], p, q))
+        return distributions.__getitem__, keep
+    for node, child in pairwise(nodes):
+        p = float(scores.p(node)[tree.tokens[child]]) if keep[-1] > 0.0 else 0.0
+        keep.append(scaled(keep[-1], p, drawn_chance(tree, child)))
+    return lambda i: scores.p(nodes[i]), keep

@@ -1,0 +1,53 @@
+"""Coupled sampling: target and draft race on the same noise (Daliri, Musco, Suresh 2024, arXiv 2408.07978)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.core import Scores, TokenTree, Verdict
+from foretoken.methods.verifiers.base import Coins, Verifier, walk_down
+
+
+class CoupledVerifier(Verifier):
+    """After a node, the token is the winner of the race ``argmin E_t(v) / p(v)`` on the noise of its position.
+
+    The walk goes on where a child holds it.  The noise belongs to the request's seed and the position alone, so the
+    token does not look at the candidates: any proposals are right for it, grown, pruned, merged or reused in any way,
+    and the text is the same with every drafter, and without one.  How often a child holds the token depends on the
+    drafter, which draws its candidates on the same noise (:mod:`foretoken.methods.drafters.drawing`).
+
+    At temperature 0 this is the greedy walk.
+    """
+
+    name = "coupled"
+    races = True
+    asks_choices = True
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The race itself, on the distribution of every visited node; no coin is tossed.
+
+        Raises:
+            ValueError: the request samples, and has no noise.
+        """
+        maker = scores.maker
+        if not maker.fixed:
+            raise ValueError("the verifier 'coupled' needs the noise of a request: its sampler has none")
+
+        def choose(node: int, children: Sequence[int]) -> int:
+            p = scores.p(node).double()  # [V]
+            if maker.noise is None:
+                return int(p.argmax())
+            times = maker.noise.exponentials(scores.lengths[node] - maker.prompt_length, len(p)).to(p.device)
+            return int((times / p).argmin())  # impossible tokens arrive at infinity
+
+        return walk_down(tree, choose)
+
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The same by logarithms, not normalised, and for all nodes at once (:meth:`foretoken.core.Scores.choice`)."""
+        if not scores.maker.fixed:
+            return self.decide(tree, scores, coins)
+
+        def choose(node: int, children: Sequence[int]) -> int:
+            return scores.choice(node)
+
+        return walk_down(tree, choose)

@@ -1,0 +1,27 @@
+"""Greedy walk: the longest path of argmax tokens (Stern et al. 2018, https://arxiv.org/abs/1811.03115)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.core import Scores, TokenTree, Verdict
+from foretoken.methods.verifiers.base import Coins, Verifier, walk_down
+
+
+class GreedyVerifier(Verifier):
+    """At temperature 0 the target's distribution is one token: follow the child that holds it, as long as there is one.
+
+    Needs no draft distribution, so any proposal is right for it.  All argmaxes come to the host in one transfer.
+    """
+
+    name = "greedy"
+    greedy_only = True
+    asks_choices = True
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """Follow the argmax; no coin is tossed."""
+
+        def choose(node: int, children: Sequence[int]) -> int:
+            return scores.choice(node)
+
+        return walk_down(tree, choose)

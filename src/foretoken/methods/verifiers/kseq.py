@@ -1,0 +1,101 @@
+"""K-SEQ: one joint threshold for k independent children (SpecTr, https://arxiv.org/abs/2310.15141)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Kind, Scores, TokenTree, Verdict
+from foretoken.methods.verifiers.base import Coins, Verifier, is_nothing, walk_down, without
+
+BISECTIONS = 16
+
+
+class KseqVerifier(Verifier):
+    """Test each of k children of one distribution with p(c) / (rho q(c)), where rho in [1, k] spreads the target over
+    them.
+
+    ``beta(rho) = sum min(q, p / rho)`` is a test's chance to pass; rho is the smallest value for which the accepted
+    mass ``1 - (1 - beta)^k`` fits below ``rho beta``.  If all fail, the token is drawn from what is left of p; it may
+    equal a child, and then the walk goes on there.  Children of different distributions are handled distribution by
+    distribution.
+    """
+
+    name = "kseq"
+    kinds = frozenset({Kind.IID})
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """Walk down, one threshold per group of children that share a distribution."""
+
+        def choose(node: int, children: Sequence[int]) -> int:
+            rest = scores.p(node)  # [V]
+            for group in _groups(tree, children):
+                tokens, q = [tree.tokens[child] for child in group], tree.distribution(group[0])
+                if q is None:
+                    if coins.accept(float(rest[tokens[0]])):
+                        return tokens[0]
+                    rest = without(rest, tokens[0])
+                    continue
+                rho = threshold(rest, q, len(group))
+                for token in tokens:
+                    if coins.accept(float(rest[token]), rho * float(q[token])):
+                        return token
+                rest = kseq_residual(rest, q, len(group), rho)
+            return coins.draw(rest)
+
+        return walk_down(tree, choose)
+
+
+def threshold(p: Tensor, q: Tensor, k: int) -> float:
+    """The smallest lossless rho in [1, k] for distributions [V], rounded up so that the residual stays non-negative."""
+    low, high = 1.0, float(k)
+    if k == 1:
+        return 1.0
+    for _ in range(BISECTIONS):
+        rho = 0.5 * (low + high)
+        beta = overlap(p, q, rho)
+        if 1.0 - (1.0 - beta) ** k >= rho * beta:
+            low = rho
+        else:
+            high = rho
+    return high
+
+
+def overlap(p: Tensor, q: Tensor, rho: float) -> float:
+    """beta(rho) = sum min(q, p / rho): the chance that one draw from q passes the test."""
+    return float(torch.minimum(q, p / rho).sum())
+
+
+def kseq_residual(p: Tensor, q: Tensor, k: int, rho: float) -> Tensor:
+    """norm([p - min(q, p / rho) (1 - (1 - beta)^k) / beta]+) [V]; ``p`` when nothing is left or nothing overlaps."""
+    shared = torch.minimum(q, p / rho)
+    beta = float(shared.sum())
+    if beta <= 0.0:
+        return p
+    rest = (p - shared * ((1.0 - (1.0 - beta) ** k) / beta)).clamp_min_(0.0)
+    total = rest.sum()
+    return p if is_nothing(float(total), rest) else rest / total
+
+
+def _groups(tree: TokenTree, children: Sequence[int]) -> list[list[int]]:
+    """Children that were drawn from one distribution, in order of first appearance; a point mass is a group by
+    itself."""
+    groups: list[list[int]] = []
+    for child in children:
+        distribution = tree.distribution(child)
+        group = (
+            None
+            if distribution is None
+            else next((g for g in groups if _same(distribution, tree.distribution(g[0]))), None)
+        )
+        if group is None:
+            groups.append([child])
+        else:
+            group.append(child)
+    return groups
+
+
+def _same(distribution: Tensor, other: Tensor | None) -> bool:
+    return other is not None and (distribution.data_ptr() == other.data_ptr() or torch.equal(distribution, other))

@@ -1,0 +1,26 @@
+"""Naive matching: one target draw per node ("NSS" in SpecTr, https://arxiv.org/abs/2310.15141)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.core import Scores, TokenTree, Verdict
+from foretoken.methods.verifiers.base import Coins, Verifier, walk_down
+
+
+class MatchVerifier(Verifier):
+    """Draw ``y ~ p`` at a node as plain decoding would; go to the child that equals it, else stop with ``y``.
+
+    Lossless for any candidates, however they were chosen, because ``y`` does not look at them.  For a point-mass
+    child it accepts exactly as often as the best rule; for sampled drafts it accepts less than ``rejection``.
+    """
+
+    name = "match"
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """One draw per visited node."""
+
+        def choose(node: int, children: Sequence[int]) -> int:
+            return coins.draw(scores.p(node))
+
+        return walk_down(tree, choose)

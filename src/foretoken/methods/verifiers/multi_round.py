@@ -1,0 +1,33 @@
+"""Multi-round rejection for independent children (SpecInfer, https://arxiv.org/abs/2305.09781)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.core import Kind, Scores, TokenTree, Verdict
+from foretoken.methods.verifiers.base import Coins, Verifier, drawn_chance, rest_of, walk_down
+
+
+class MultiRoundVerifier(Verifier):
+    """Speculative sampling tried child after child, each against its own draft distribution, on what the last one left.
+
+    ``r = p``; child ``c`` drawn from ``q_c`` is accepted with probability min(1, r(c) / q_c(c)); else r = norm([r -
+    q_c]+). Duplicates are separate trials, and children of several drafters may stand side by side.
+    """
+
+    name = "multi_round"
+    kinds = frozenset({Kind.IID, Kind.POINT})
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """Walk down, one trial per child."""
+
+        def choose(node: int, children: Sequence[int]) -> int:
+            rest = scores.p(node)  # [V]
+            for child in children:
+                token = tree.tokens[child]
+                if coins.accept(float(rest[token]), drawn_chance(tree, child)):
+                    return token
+                rest = rest_of(rest, tree.distribution(child), token)
+            return coins.draw(rest)
+
+        return walk_down(tree, choose)

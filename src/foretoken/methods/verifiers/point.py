@@ -1,0 +1,55 @@
+"""The point rule for deterministic children (EAGLE-2, https://arxiv.org/abs/2406.16858)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from foretoken.core import Kind, Scores, TokenTree, Verdict
+from foretoken.methods.verifiers.base import Coins, Verifier, is_nothing, walk_down, without
+
+
+class PointVerifier(Verifier):
+    """Try the children one by one: accept with the remaining probability of the token, else remove the token.
+
+    The order of the children does not matter, and any set chosen without looking at the target is right, pruned or
+    reranked ones too.  A draft distribution, if a child has one, is ignored: only right when the tokens were not drawn.
+    """
+
+    name = "point"
+    kinds = frozenset({Kind.POINT})
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """Rejection with a point mass as the draft distribution: the residual is the distribution without the token."""
+
+        def choose(node: int, children: Sequence[int]) -> int:
+            rest = scores.p(node)  # [V]
+            for token in dict.fromkeys(tree.tokens[child] for child in children):
+                if coins.accept(float(rest[token])):
+                    return token
+                rest = without(rest, token)
+            return coins.draw(rest)
+
+        return walk_down(tree, choose)
+
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """:meth:`decide` with one transfer per visited node: the tests run on scalars, and no distribution is
+        renormalised."""
+
+        def choose(node: int, children: Sequence[int]) -> int:
+            p = scores.p(node)  # [V]
+            if not children:
+                return coins.draw(p)
+            tokens = list(dict.fromkeys(tree.tokens[child] for child in children))
+            index = torch.tensor(tokens, device=p.device)
+            remaining = 1.0
+            for token, weight in zip(tokens, p[index].tolist(), strict=True):
+                if coins.accept(weight, remaining):
+                    return token
+                remaining -= weight
+            rest = p.index_fill(0, index, 0.0)
+            # Nothing left but for rounding: the children cover the support, and the last likely one was meant.
+            return coins.draw(p if is_nothing(float(rest.sum()), rest) else rest)
+
+        return walk_down(tree, choose)

@@ -1,0 +1,331 @@
+"""The front of many replicas: one address, one shape of errors, whatever happens behind it.
+
+The gateway checks keys and sizes, chooses a session, and hands a request to a replica.  A replica that is lost before
+the client has seen anything loses nothing: the request goes to another one.  A stream that breaks ends with an error
+event and without ``[DONE]``, so that no client takes a part for the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, Protocol
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foretoken.server.cluster.fleet_metrics import FleetMetrics
+from foretoken.server.cluster.replica import SPENT
+from foretoken.server.cluster.routing import asked_of, choices_of, session_of
+from foretoken.server.config import Settings
+from foretoken.server.errors import ApiError, api_error, is_anthropic
+from foretoken.server.keys import Caller
+from foretoken.server.limits import WRITERS, Gate
+from foretoken.server.places import Place, Places, place_of
+from foretoken.server.sse import event
+
+ATTEMPTS = 8
+"""Replicas that a request may lose before it is given up."""
+PAUSE_S = 0.2
+"""Before a request is tried again; doubled each time, up to two seconds."""
+GRACE_S = 10.0
+"""Seconds beyond its own time limit after which a replica counts as hung."""
+CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
+"""What of a scope travels."""
+SECRET = (b"authorization", b"x-api-key", b"x-request-id")
+"""Headers that do not: keys are the gateway's business, and ids are set anew."""
+
+
+class ReplicaLost(Exception):
+    """The replica that served a request is there no more."""
+
+
+class Replicas(Protocol):
+    """What is behind a gateway."""
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that can serve."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Replicas that there should be."""
+
+    async def start(self) -> None:
+        """Start them; returns when the first can serve.
+
+        Raises:
+            ValueError: they cannot be started.
+        """
+
+    def answer(self, scope: dict[str, Any], body: bytes, session: str, caller: Caller) -> AsyncIterator[list[Message]]:
+        """An answer's messages, from the replica that suits the session; it keeps what it learns from the caller's
+        texts for that caller.
+
+        Raises:
+            ReplicaLost: the replica died on the way.
+        """
+
+    async def metrics(self) -> Mapping[str, str]:
+        """Counters of each replica, by its name."""
+
+    async def is_chat(self) -> bool:
+        """Whether the model comes with a chat template."""
+
+    async def stop(self) -> None:
+        """End them."""
+
+
+class Fleet:
+    """A gateway's state, in the words of :class:`foretoken.server.serving.Serving`, so that one loop watches both.
+
+    Attributes:
+        settings: how the server is set up.
+        replicas: what serves.
+        failed: why they could not be started.
+        draining: whether new requests are refused.
+        is_chat: whether the model comes with a chat template.
+        num_open: requests that have not ended.
+        end_s: seconds in which the replicas and Ray must have ended.
+    """
+
+    end_s = 60.0
+
+    def __init__(self, settings: Settings, replicas: Replicas) -> None:
+        self.settings, self.replicas = settings, replicas
+        self.failed: Exception | None = None
+        self.draining = self.is_loaded = self.is_chat = False
+        self.num_open = 0
+        prefixes = ("foretoken", *([settings.metrics_compat] if settings.metrics_compat else []))
+        self.metrics = FleetMetrics(prefixes, settings.name)
+        self.places = Places(None)  # each replica has its own bound; those of keys are kept here, for all replicas
+
+    async def start(self) -> None:
+        """Start the replicas."""
+        try:
+            await self.replicas.start()
+            self.is_chat = await self.replicas.is_chat()
+            self.is_loaded = True
+        except Exception as error:  # told to whoever starts the server
+            self.failed = error
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.draining = True
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the server cannot go on."""
+        return None if self.failed is None else str(self.failed)
+
+    @property
+    def capacity(self) -> int:
+        """Requests that all replicas together run and queue."""
+        each = self.settings.max_running + self.settings.max_queued
+        return each * max(1, self.replicas.num_ready)
+
+    def check(self) -> None:
+        """Whether a request can be taken.
+
+        Raises:
+            ApiError: 503, with the seconds after which to try again.
+        """
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
+        if self.failed is not None:
+            raise ApiError(503, "the replicas could not be started", code="engine_dead", headers={"Retry-After": "30"})
+        if not self.is_loaded:
+            raise ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
+        if self.num_open >= self.capacity:
+            raise ApiError(503, "all replicas are busy; try again", code="queue_full", headers={"Retry-After": "1"})
+
+
+class Gateway:
+    """The ASGI application in front of replicas.
+
+    Args:
+        fleet: their state.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self._loading: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or start and stop with the server."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        try:
+            await self._route(scope, receive, send)
+        except ConnectionError:
+            raise  # an answer has begun: only a broken connection says that it is not whole
+        except Exception as error:
+            await api_error(error).response_to(scope["path"])(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._loading = asyncio.create_task(self.fleet.start())
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if not self._loading.done():
+            self._loading.cancel()
+        await self.fleet.replicas.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
+        path = scope["path"].removeprefix(self.fleet.settings.root_path)
+        if path in own and scope["method"] in ("GET", "HEAD"):
+            await (await own[path]())(scope, receive, send)
+            return
+        self.fleet.check()
+        self.fleet.num_open += 1
+        try:
+            await self._forward({**scope, "path": path}, receive, send)
+        finally:
+            self.fleet.num_open -= 1
+
+    async def _health(self) -> Response:
+        """Whether this process should go on living; replicas that die are replaced."""
+        if self.fleet.failed is not None:
+            raise ApiError(503, f"the replicas could not be started: {self.fleet.failed}", code="unhealthy")
+        return JSONResponse({"status": "ok", "replicas": self._counts()})
+
+    async def _ready(self) -> Response:
+        """Whether requests should be sent here: one replica is enough."""
+        fleet = self.fleet
+        if fleet.draining or fleet.failed is not None or not fleet.is_loaded:
+            fleet.check()
+        if not fleet.replicas.num_ready:
+            raise ApiError(503, "no replica is ready", code="loading", headers={"Retry-After": "5"})
+        return JSONResponse({"status": "ready", "model": fleet.settings.name, "replicas": self._counts()})
+
+    def _counts(self) -> dict[str, int]:
+        return {"ready": self.fleet.replicas.num_ready, "wanted": self.fleet.replicas.num_wanted}
+
+    async def _metrics(self) -> Response:
+        replicas = self.fleet.replicas
+        found = await replicas.metrics() if self.fleet.is_loaded else {}
+        text = self.fleet.metrics.text(found, replicas.num_ready, self.fleet.num_open)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    # -- one request -------------------------------------------------------------------------------------------------
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _body(receive)
+        place, asked = place_of(scope), asked_of(body)
+        if scope["method"] == "POST" and scope["path"].endswith(WRITERS):
+            place.take(choices_of(asked))
+        given = {**{name: scope[name] for name in CARRIED if name in scope}, "root_path": ""}
+        request_id = scope.get("state", {}).get("request_id", "")
+        kept = [(name, value) for name, value in scope["headers"] if name not in SECRET]
+        given["headers"] = [*kept, (b"x-request-id", request_id.encode())]
+        session = session_of(Headers(scope=scope), asked, place.caller.tenant)
+        answering = asyncio.create_task(self._answer(given, body, session, place, send))
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def _answer(self, scope: dict[str, Any], body: bytes, session: str, place: Place, send: Send) -> None:
+        """Send what a replica answers; another one's answer where it is lost before anything was sent.
+
+        Raises:
+            ApiError: 503, every replica that was tried is gone; 504, the time is up.
+        """
+        sent = _Sent(send, is_anthropic(scope["path"]))
+        # The replica ends a request in time itself; this is for one that hangs.
+        end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + GRACE_S
+        for attempt in range(ATTEMPTS):
+            try:
+                async with asyncio.timeout_at(end):
+                    answer = self.fleet.replicas.answer(scope, body, session, place.caller)
+                    async with aclosing(answer) as pieces:  # type: ignore[type-var]
+                        async for message in (one async for piece in pieces for one in piece):
+                            if message["type"] == SPENT:
+                                place.spend(message["tokens"])
+                            else:
+                                await sent(message)
+            except ReplicaLost:
+                if sent.begun:
+                    self.fleet.metrics.broken += 1
+                    await sent.break_off()
+                    return
+            except TimeoutError:
+                if not sent.begun:
+                    raise ApiError(504, "the request took longer than it may", code="deadline_exceeded") from None
+                await sent.break_off()
+                return
+            else:
+                if sent.ended:
+                    return
+                if sent.begun:
+                    await sent.break_off()
+                    return
+            self.fleet.metrics.retried += 1
+            await asyncio.sleep(min(2.0, PAUSE_S * 2**attempt))
+        raise ApiError(
+            503, "the replica that served this is gone; try again", code="replica_lost", headers={"Retry-After": "5"}
+        )
+
+
+class _Sent:
+    """What a client has got so far."""
+
+    def __init__(self, send: Send, anthropic: bool) -> None:
+        self._send, self._anthropic = send, anthropic
+        self._start: Message | None = None
+        self.begun = self.ended = False
+
+    async def __call__(self, message: Message) -> None:
+        # The head of an answer waits for its first byte: until then the request can be given to somebody else.
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if self._start is not None and not self.begun:
+            self.begun = True
+            await self._send(self._start)
+        await self._send(message)
+        self.ended = not message.get("more_body", False)
+
+    async def break_off(self) -> None:
+        """End a stream with an error event; an answer of another kind by breaking the connection.
+
+        Raises:
+            ConnectionError: there is no other way to say that something is missing.
+        """
+        names = dict(self._start["headers"]) if self._start is not None else {}
+        if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
+            raise ConnectionError("an answer broke off")
+        error = ApiError(503, "the replica that wrote this is gone: the answer is not complete", code="replica_lost")
+        frame = event(error.anthropic_body, named=True) if self._anthropic else event(error.body)
+        await self._send({"type": "http.response.body", "body": frame, "more_body": False})
+        self.ended = True
+
+
+async def _body(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def create_gateway(fleet: Fleet) -> ASGIApp:
+    """The application: ids, keys, sizes and times are checked as on one machine."""
+    return Gate(Gateway(fleet), fleet.settings, fleet.places)

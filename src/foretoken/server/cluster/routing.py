@@ -1,0 +1,108 @@
+"""Which replica serves a request: one session, one replica, so that its caches are found again.
+
+A session is what a client says it is (``X-Session-Id``, or OpenAI's ``prompt_cache_key``), else the beginning of what
+it sends: the messages up to the first of the user, or the first part of a prompt.  A conversation begins with the same
+words at every turn, so that all its turns have one session.  Pure functions:
+:mod:`foretoken.server.cluster.scale` asks them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HEADER = "x-session-id"
+LONGEST_ID = 256
+"""Characters of a session that a client names."""
+CHARACTERS = 256
+"""Of a prompt: texts with the same ones share a replica."""
+MORE = 1.5
+"""A replica keeps its sessions until it has so many times its share of requests: moving one costs reading its text."""
+TOKENS = 64
+"""The same for a prompt of token ids."""
+
+
+def asked_of(body: bytes) -> Mapping[str, Any]:
+    """The JSON object of a request; empty for what is none: a replica says what is wrong with it."""
+    try:
+        found = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def choices_of(asked: Mapping[str, Any]) -> int:
+    """How many texts a request asks for: as many as it has prompts, times ``n``; wrong numbers count as one."""
+    prompt, count = asked.get("prompt"), asked.get("n")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+    return prompts * (count if type(count) is int and 0 < count < 2**31 else 1)
+
+
+def session_of(headers: Mapping[str, str], asked: Mapping[str, Any], tenant: str = "") -> str:
+    """The session of a request, a digest; empty where any replica will do.
+
+    Args:
+        headers: of the request.
+        asked: its JSON object.
+        tenant: who asks: texts of one are never found again by another, so they need no replica in common.
+    """
+    named = headers.get(HEADER, "")[:LONGEST_ID]
+    if named:
+        return _digest("named", tenant, named)
+    key = asked.get("prompt_cache_key")
+    if isinstance(key, str) and key:
+        return _digest("named", tenant, key[:LONGEST_ID])
+    beginning = _beginning(asked)
+    return _digest("text", tenant, str(asked.get("cache_salt") or ""), beginning) if beginning else ""
+
+
+def _beginning(asked: Mapping[str, Any]) -> str:
+    """What the turns of a conversation, or prompts with a common prefix, have in common."""
+    messages = asked.get("messages") or asked.get("input")
+    if isinstance(messages, list):
+        first: list[Any] = []
+        for message in messages:
+            first.append(message)
+            if isinstance(message, dict) and message.get("role") == "user":
+                break
+        return json.dumps(first, sort_keys=True) if first else ""
+    prompt = asked.get("prompt") or asked.get("input")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt[:CHARACTERS]
+    return json.dumps(prompt[:TOKENS]) if isinstance(prompt, list) else ""
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def ranked(session: str, replicas: Sequence[str]) -> list[str]:
+    """Replicas by rendezvous hashing, the session's own first: when one leaves, only its sessions move."""
+    return sorted(replicas, key=lambda name: hashlib.sha256(f"{session}\0{name}".encode()).digest(), reverse=True)
+
+
+def order(session: str, loads: Mapping[str, int]) -> list[str]:
+    """Replicas, the most wanted first: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016).
+
+    A session's own replica comes first as long as it has less than its share of all requests, widened by ``MORE``;
+    then the next ones in the session's order; at last the full ones, the least busy first.  A request without a session
+    goes to the least busy replica.
+
+    Args:
+        session: digest of the session, or empty.
+        loads: requests that each replica has now.
+    """
+    if not session:
+        names = list(loads)
+        random.shuffle(names)  # among equals none is preferred
+        return sorted(names, key=lambda name: loads[name])
+    mine = ranked(session, list(loads))
+    most = math.ceil(MORE * (sum(loads.values()) + 1) / max(1, len(loads)))
+    free = [name for name in mine if loads[name] < most]
+    return [*free, *sorted((name for name in mine if loads[name] >= most), key=lambda name: loads[name])]

@@ -1,0 +1,358 @@
+"""Many replicas under Ray Serve, behind one gateway.
+
+Each replica is a server of its own with its own model, queue and caches, so limits and errors are the same as on one
+machine.  Ray starts replicas, watches them and replaces those that die; clients never meet Ray's own HTTP proxy, whose
+errors are plain text: the gateway (:mod:`foretoken.server.cluster.gateway`) talks to the replicas through Ray's
+handles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.types import Message
+
+from foretoken.server import logs
+from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
+from foretoken.server.config import Settings
+from foretoken.server.keys import Caller
+
+MANY = 100_000
+"""Requests that Ray may hand to a replica, which refuses by its own limits, in OpenAI's words."""
+LOOK_S = 0.5
+"""How often the gateway asks how many replicas there are."""
+REACH_S = 5.0
+"""Seconds in which somebody must answer at the address of a cluster."""
+METRICS_S = 5.0
+"""Seconds in which replicas must have told their counters."""
+LEAVE_S = 1.0
+"""Seconds in which Ray's processes must have ended after it was shut down here."""
+SLOW_S = 60.0
+"""Seconds of starting after which it is said what is waited for."""
+REASON = re.compile(r"(?:ray::|\s*)(?:[\w.]*\.)?(?:\w*Error|\w*Exception): (.+)")
+
+
+def serve_replicas(settings: Settings, replicas: int, address: str, sock: socket.socket) -> int:
+    """Serve with several replicas until a signal comes; returns the exit code.
+
+    Args:
+        settings: of every replica; host, port and keys are the gateway's.
+        replicas: how many.
+        address: ``local`` starts Ray here, ``auto`` finds the cluster that this machine is part of, or its address.
+        sock: where the gateway listens.
+
+    Raises:
+        ValueError: there is no such cluster.
+    """
+    from foretoken.server.lifecycle import run_app
+
+    found = RayReplicas(settings, replicas, address)
+    found.join()  # in the main thread, before the server sets its signal handlers: Ray sets some of its own
+    fleet = Fleet(settings, found)
+    return run_app(create_gateway(fleet), fleet, sock)
+
+
+def check_ray() -> None:
+    """Refuse to start without Ray, before anything else is done.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    import importlib.util
+
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
+        raise ValueError("--replicas needs Ray: pip install 'foretoken[ray]'")
+
+
+class RayReplicas:
+    """Replicas as a deployment of Ray Serve; see :class:`foretoken.server.cluster.gateway.Replicas`.
+
+    Args:
+        settings: of every replica.
+        count: how many.
+        address: of the cluster, ``auto``, or ``local``.
+    """
+
+    def __init__(self, settings: Settings, count: int, address: str) -> None:
+        self.settings, self.num_wanted, self._address = settings, count, address
+        self.num_ready = 0
+        self._name = f"foretoken-{settings.port}"
+        self._handle: Any = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Deploy; returns when all replicas can serve.
+
+        Raises:
+            ValueError: a replica cannot be started.
+        """
+        telling = asyncio.create_task(self._tell())
+        try:
+            self._handle = await asyncio.to_thread(self._deploy)
+        finally:
+            telling.cancel()
+        self.num_ready = self.num_wanted
+        self._watching = asyncio.create_task(self._watch())
+
+    def join(self) -> None:
+        """Join the cluster, or start one.
+
+        Raises:
+            ValueError: there is none at the address.
+        """
+        os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        local = self._address == "local"
+        if not local:
+            _reach(self._address)
+        import ray
+
+        try:
+            ray.init(
+                address=None if local else self._address,
+                namespace="serve",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                num_cpus=max(self.num_wanted * self.settings.tensor_parallel, _cores()) if local else None,
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            hint = "" if local else "; is RAY_AUTH_TOKEN that of the cluster?"
+            raise ValueError(f"no Ray cluster at {self._address!r}: {reason}{hint}") from None
+
+    def _deploy(self) -> Any:
+        from ray import serve
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        quiet = {"log_level": "ERROR", "enable_access_log": False}
+        try:
+            serve.start(proxy_location="Disabled", logging_config=quiet)
+            made = deployment(self.settings, self.num_wanted, self._threads())
+            handle = serve.run(made, name=self._name, route_prefix=None, logging_config=quiet)
+        except RuntimeError as error:
+            raise ValueError(f"the replicas cannot be started: {_reason(self._name, error)}") from None
+        return handle.options(method_name="answer", stream=True)
+
+    def _threads(self) -> int:
+        """Threads of a replica that computes on the CPU, where the replicas share this machine."""
+        return max(1, _cores() // self.num_wanted) if self._address == "local" else 0
+
+    async def _tell(self) -> None:
+        """Say what is waited for, where starting takes long: most often the cluster has no room."""
+        import ray
+
+        while True:
+            await asyncio.sleep(SLOW_S)
+            free = await asyncio.to_thread(ray.available_resources)
+            rest = {name: free.get(name, 0) for name in ("CPU", "GPU")}
+            wants = _resources(self.settings)
+            logs.say(f"waiting for {self.num_wanted} replicas of {wants}; free: {rest}")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self.num_ready = await asyncio.to_thread(_running, self._name)
+            except Exception:  # Ray's controller is being replaced: what is known stays
+                continue
+
+    async def answer(
+        self, scope: dict[str, Any], body: bytes, session: str, caller: Caller
+    ) -> AsyncGenerator[list[Message], None]:
+        """An answer's messages.
+
+        Raises:
+            ReplicaLost: the replica died on the way.
+        """
+        from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+
+        response = self._handle.options(session_id=session).remote(scope, body, caller)
+        done = False
+        try:
+            async for piece in response:
+                yield piece
+            done = True
+        except RayTaskError:
+            done = True
+            raise
+        except (RayError, TaskCancelledError) as error:
+            done = True
+            raise ReplicaLost(type(error).__name__) from error
+        finally:
+            if not done:
+                response.cancel()
+
+    async def metrics(self) -> Mapping[str, str]:
+        """Counters of each replica."""
+        from ray.exceptions import RayError
+
+        try:
+            found = await self._handle.broadcast("metrics").results_async(timeout_s=METRICS_S)
+        except (RayError, TimeoutError):
+            return {}
+        return dict(found)
+
+    async def is_chat(self) -> bool:
+        """Whether the model comes with a chat template; no, where no replica says so in time."""
+        from ray.exceptions import RayError
+
+        try:
+            return any(await self._handle.broadcast("is_chat").results_async(timeout_s=METRICS_S))
+        except (RayError, TimeoutError):
+            return False
+
+    async def stop(self) -> None:
+        """Take the deployment away; end Ray where it was started here."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await asyncio.to_thread(self._leave)
+
+    def _leave(self) -> None:
+        import psutil
+        import ray
+        from ray import serve
+
+        if not ray.is_initialized():
+            return
+        local = self._address == "local"
+        ours = psutil.Process().children(recursive=True) if local else []
+        if self._handle is not None:
+            self._handle.shutdown()
+        serve.delete(self._name)
+        ray.shutdown()
+        # Agents of Ray take up to a minute to see that their node is gone.
+        _, alive = psutil.wait_procs(ours, timeout=LEAVE_S)
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def deployment(settings: Settings, replicas: int, threads: int) -> Any:
+    """The application as a deployment.
+
+    Args:
+        settings: of every replica.
+        replicas: how many.
+        threads: of each on the CPU; 0 leaves it to Ray, which gives as many as it reserves.
+    """
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    from foretoken.server.cluster.replica import Replica
+
+    @serve.deployment(
+        name="foretoken",
+        num_replicas=replicas,
+        max_ongoing_requests=MANY,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout,
+        health_check_period_s=2,
+        health_check_timeout_s=max(10.0, settings.watchdog),
+        max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig(
+            request_router_class="foretoken.server.cluster.ray_router:SessionRouter",
+        ),
+        ray_actor_options={
+            **_resources(settings),
+            **({"runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}}} if threads else {}),
+        },
+    )
+    class Foretoken:
+        """One model, one engine."""
+
+        async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
+            self.replica = Replica(settings, serve.get_replica_context().replica_id.unique_id)
+            await self.replica.start()
+
+        async def answer(
+            self, scope: dict[str, Any], body: bytes, caller: Caller
+        ) -> AsyncGenerator[list[Message], None]:
+            """Messages of one answer."""
+            async for piece in self.replica.answer(scope, body, caller):
+                yield piece
+
+        async def metrics(self) -> tuple[str, str]:
+            """Name and counters."""
+            return self.replica.name, self.replica.metrics()
+
+        async def is_chat(self) -> bool:
+            """Whether the model comes with a chat template."""
+            return self.replica.is_chat
+
+        def check_health(self) -> None:
+            """Ray starts another replica when this raises."""
+            self.replica.check()
+
+        async def __del__(self) -> None:
+            await self.replica.stop()
+
+    return Foretoken.bind(settings)  # type: ignore[attr-defined]
+
+
+def _noted() -> str:
+    """The address of the cluster that this machine is a part of, as ``ray start`` has noted it."""
+    file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    return file.read_text().strip() if file.exists() else ""
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _reach(address: str) -> None:
+    """Find out soon that nobody is at an address: Ray itself tries for minutes.
+
+    Raises:
+        ValueError: nobody is there.
+    """
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or _noted()
+        if not address:
+            raise ValueError("no Ray cluster at 'auto': start one with ray start --head, or give its address")
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise ValueError(f"--ray-address must be local, auto or HOST:PORT, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), REACH_S).close()
+    except OSError as error:
+        raise ValueError(f"no Ray cluster at {address!r}: {error.strerror or error}") from None
+
+
+def _resources(settings: Settings) -> dict[str, float]:
+    """A GPU for each process of a replica where the model runs on one."""
+    import torch
+
+    wants = settings.device.startswith("cuda") or (settings.device == "auto" and torch.cuda.is_available())
+    return {"num_gpus" if wants else "num_cpus": settings.tensor_parallel}
+
+
+def _running(name: str) -> int:
+    """Replicas of an application that can serve."""
+    from ray import serve
+    from ray.serve.schema import ReplicaState
+
+    found = serve.status().applications.get(name)
+    if found is None:
+        return 0
+    return sum(one.replica_states.get(ReplicaState.RUNNING, 0) for one in found.deployments.values())
+
+
+def _reason(name: str, error: Exception) -> str:
+    """The last error that a replica's constructor, or Ray itself, has given, in one line."""
+    from ray import serve
+
+    found = serve.status().applications.get(name)
+    texts = [] if found is None else [found.message, *(one.message for one in found.deployments.values())]
+    for text in [*reversed(texts), str(error)]:
+        named = REASON.findall(text)
+        if named:
+            return str(named[-1]).strip()
+    return str(error).strip().splitlines()[0]

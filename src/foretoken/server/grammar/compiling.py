@@ -1,0 +1,201 @@
+"""From a schema, a regular expression or a grammar to a constraint, within limits."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import weakref
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.hf import from_tokenizer
+
+from foretoken.server.grammar.constraint import GrammarConstraint
+from foretoken.server.grammar.trial import Trial
+
+KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
+LONGEST = 64 * 1024
+"""Characters of a schema, an expression or a grammar."""
+DEEPEST = 64
+"""Levels of a schema."""
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+"""What compiling and every step may cost, in llguidance's units (:mod:`foretoken.server.grammar.trial` limits time)."""
+TRIAL = Trial()
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
+TOKEN = re.compile(r"<\[\d+\]>")
+"""A token by its id: a special token is not spelled by its text."""
+
+_tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def compile_constraint(
+    kind: str, spec: Any, tokenizer: Any, vocab_size: int, patience_s: float | None = None
+) -> GrammarConstraint:
+    """A constraint for one request.
+
+    Args:
+        kind: ``json_object``, ``json_schema``, ``regex``, ``grammar`` (Lark's syntax, as llguidance reads it) or
+            ``choice``.
+        spec: the schema (an object or its JSON), the expression, the grammar, the texts to choose from; nothing for
+            ``json_object``.
+        tokenizer: the target's, a fast one of Transformers.
+        vocab_size: width of the logits, which may be more than the tokenizer has.
+        patience_s: seconds to wait while other grammars are on trial; ``None`` waits for as long as it takes.
+
+    Raises:
+        TrialBusy: the patience has ended.
+        ValueError: another kind, something that cannot be compiled or is too large, or a tokenizer of another sort.
+    """
+    grammar = checked_grammar(kind, spec, patience_s)
+    known = tokenizer_view(tokenizer, vocab_size)
+    matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    _check(kind, matcher.get_error())
+    return GrammarConstraint(matcher, vocab_size, frozenset(end_ids(tokenizer)))
+
+
+def checked_grammar(kind: str, spec: Any, patience_s: float | None) -> str:
+    """llguidance's own text of what was given, which it can compile within the limits.
+
+    Raises:
+        TrialBusy: the patience has ended.
+        ValueError: it cannot.
+    """
+    grammar = _grammar(kind, spec)
+    if kind != "json_object":  # that one is ours
+        _check(kind, TRIAL.error(TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial's vocabulary is small
+    return grammar
+
+
+def _check(kind: str, error: str) -> None:
+    if error.startswith("NoExtension"):
+        error = "no text fits it"
+    if error:
+        raise ValueError(f"the {kind} cannot be compiled: {_one_line(error)}")
+
+
+def _grammar(kind: str, spec: Any) -> str:
+    """llguidance's own text of it."""
+    if kind not in KINDS:
+        raise ValueError(f"a constraint is one of {', '.join(KINDS)}, not {kind!r}")
+    try:
+        if kind == "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=SPACING)
+        if kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(json.dumps(_schema(spec)), overrides=SPACING)
+        if kind == "choice":
+            kind, spec = "regex", _any_of(spec)
+        if not isinstance(spec, str) or not spec:
+            raise ValueError(f"a {kind} is a text that is not empty")
+        if len(spec) > LONGEST:
+            raise ValueError(f"the {kind} has {len(spec)} characters, and {LONGEST} are allowed")
+        return LLMatcher.grammar_from_regex(spec) if kind == "regex" else LLMatcher.grammar_from_lark(spec)
+    except (TypeError, RecursionError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"the {kind} cannot be compiled: {_one_line(str(error))}") from None
+
+
+def _any_of(texts: Any) -> str:
+    """The expression of some texts."""
+    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+        raise ValueError("a choice is a list of texts")
+    if not any(texts):
+        raise ValueError("a choice needs at least one text that is not empty")
+    return "|".join(re.escape(one) for one in texts)
+
+
+def _schema(spec: Any) -> Any:
+    """A checked schema."""
+    if isinstance(spec, str):
+        if len(spec) > LONGEST:
+            raise ValueError(f"the schema has {len(spec)} characters, and {LONGEST} are allowed")
+        try:
+            spec = json.loads(spec)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the schema is no JSON: {error}") from None
+    if not isinstance(spec, dict | bool):
+        raise ValueError(f"a schema is an object, not a value of type {type(spec).__name__}")
+    if _depth(spec) > DEEPEST:
+        raise ValueError(f"the schema is nested more than {DEEPEST} levels deep")
+    if len(json.dumps(spec)) > LONGEST:
+        raise ValueError(f"the schema has more than {LONGEST} characters")
+    return spec
+
+
+def _depth(spec: Any) -> int:
+    """Levels of a document, counted without recursion and no further than needed."""
+    level, depth = [spec], 0
+    while level and depth <= DEEPEST:
+        level = [
+            part
+            for one in level
+            if isinstance(one, dict | list)
+            for part in (one.values() if isinstance(one, dict) else one)
+        ]
+        depth += 1
+    return depth
+
+
+def tokenizer_view(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+    """llguidance's view of a tokenizer, made once: that takes a second for a large vocabulary."""
+    with _lock:
+        try:
+            known = _tokenizers.setdefault(tokenizer, {})
+        except TypeError:
+            known = {}
+        if vocab_size not in known:
+            try:
+                known[vocab_size] = _viewed(tokenizer, vocab_size)
+            except (ValueError, AttributeError, RuntimeError) as error:
+                raise ValueError(
+                    f"structured output needs a fast tokenizer of Transformers: {_one_line(str(error))}"
+                ) from None
+        return known[vocab_size]
+
+
+def _viewed(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+    """A tokenizer of Transformers, or one that says itself which bytes a token spells (a GGUF file's)."""
+    if hasattr(tokenizer, "spelling"):
+        return LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, vocab_size)), n_vocab=vocab_size)
+    return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_ids(tokenizer) or None)
+
+
+class _Spelled:
+    """What llguidance asks of a tokenizer that is not Transformers' own.
+
+    Args:
+        tokenizer: has ``spelling`` (bytes of a token) and ``encode``.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        if self.eos_token_id is None:
+            raise ValueError("the file names no end-of-text token")
+        self.special_token_ids = sorted(tokenizer.all_special_ids)
+        size = min(vocab_size, len(tokenizer))
+        self.tokens = [tokenizer.spelling(token) for token in range(size)] + [b""] * (vocab_size - size)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Ids of a text without special tokens around it."""
+        given = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        found: list[int] = self._tokenizer.encode(given, add_special_tokens=False)
+        return found
+
+
+def end_ids(tokenizer: Any) -> list[int]:
+    """Ids by which the tokenizer says that a text ends."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    return [] if end is None else [int(end)]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300] or "unknown reason"

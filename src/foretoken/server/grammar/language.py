@@ -1,0 +1,125 @@
+"""From a schema, a regular expression or a grammar to all the strings that fit it, where they are few.
+
+The strings are walked byte by byte with llguidance's own automaton, so whatever it reads can be a finite language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import monotonic
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from foretoken.core.constraints import FiniteLanguage
+from foretoken.server.grammar.compiling import LIMITS, TOKEN, checked_grammar, end_ids, tokenizer_view
+
+MOST_STRINGS = 2048
+"""Strings of a language."""
+MOST_BYTES = 4096
+"""Bytes of one string."""
+MOST_STEPS = 65_536
+"""Bytes of all strings, shared beginnings counted once."""
+WALK_S = 1.0
+"""Seconds in which they must be listed."""
+
+
+def compile_language(
+    kind: str, spec: Any, tokenizer: Any, vocab_size: int, patience_s: float | None = None
+) -> FiniteLanguage:
+    """All strings that fit, each in the tokenizer's own spelling.
+
+    A text has many spellings in tokens, and the model was trained on the tokenizer's: the language holds that one of
+    every string, spelled by itself and not together with the end of the prompt.
+
+    Args:
+        kind: ``json_object``, ``json_schema``, ``regex``, ``grammar`` or ``choice``, as for
+            :func:`foretoken.server.grammar.compile_constraint`.
+        spec: the schema, the expression, the grammar or the list of texts.
+        tokenizer: the target's, a fast one of Transformers.
+        vocab_size: width of the logits.
+        patience_s: seconds to wait while other grammars are on trial; ``None`` waits for as long as it takes.
+
+    Raises:
+        TrialBusy: the patience has ended.
+        ValueError: what cannot be compiled, no string that fits, too many of them or too long ones (so, without an
+            end), or one that the tokenizer cannot spell.
+    """
+    grammar = checked_grammar(kind, spec, patience_s)
+    if TOKEN.search(grammar):
+        raise ValueError(f"the {kind} names tokens by their ids, and conditional sampling takes texts only")
+    view = tokenizer_view(tokenizer, vocab_size)
+    return FiniteLanguage.of([_spelled(text, view) for text in _strings(kind, grammar)], end_ids(tokenizer))
+
+
+def _spelled(text: bytes, view: LLTokenizer) -> list[int]:
+    tokens = [int(token) for token in view.tokenize_bytes(text)]
+    special = [token for token in tokens if view.is_special_token(token)]
+    if special or view.decode_bytes(tokens) != text:
+        shown = text.decode("utf-8", "replace")[:60]
+        reason = f"it is the special token {special[0]}" if special else "its tokens spell another text"
+        raise ValueError(f"the tokenizer cannot spell the string {shown!r} of the language: {reason}")
+    return tokens
+
+
+def _strings(kind: str, grammar: str) -> list[bytes]:
+    """All strings of a grammar."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    found: list[bytes] = []
+    text = bytearray()
+    until, steps = monotonic() + WALK_S, 0
+
+    def following() -> Iterator[int]:
+        """Bytes that may come next; a string that is whole is noted."""
+        _check(kind, matcher)
+        if matcher.is_stopped() or matcher.is_accepting():
+            found.append(bytes(text))
+        if matcher.is_stopped():
+            return iter(())
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        _check(kind, matcher)
+        if bits >> 256 & ~_ENDS:
+            raise ValueError(f"the {kind} names special tokens, and conditional sampling takes texts only")
+        return (byte for byte in range(256) if bits >> byte & 1)
+
+    open_bytes = [following()]
+    while open_bytes:
+        byte = next(open_bytes[-1], None)
+        if byte is None:
+            open_bytes.pop()
+            if text:
+                text.pop()
+                matcher.rollback(1)
+            continue
+        steps += 1
+        if steps > MOST_STEPS or len(text) >= MOST_BYTES or monotonic() > until:
+            raise _too_large(kind)
+        matcher.consume_token(byte)
+        text.append(byte)
+        open_bytes.append(following())
+        if len(found) > MOST_STRINGS:
+            raise _too_large(kind)
+    if not found:
+        raise ValueError(f"no text fits the {kind}: the language is empty")
+    return found
+
+
+def _end_bits() -> int:
+    """Which ids above the bytes end a text, in the vocabulary of bytes."""
+    return sum(1 << (int(end) - 256) for end in LLTokenizer("byte").eos_tokens)
+
+
+_ENDS = _end_bits()
+
+
+def _check(kind: str, matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        reason = " ".join(matcher.get_error().split())[:200]
+        raise ValueError(f"the strings of the {kind} cannot be listed: {reason}")
+
+
+def _too_large(kind: str) -> ValueError:
+    return ValueError(
+        f"the {kind} is not finite, or too large: conditional sampling takes up to {MOST_STRINGS} strings of up to "
+        f"{MOST_BYTES} bytes; leave it out to have the {kind} masked token by token"
+    )

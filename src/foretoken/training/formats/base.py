@@ -1,0 +1,284 @@
+"""What every layout is: a drafter of ours written for others, and read back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.loading import BUILTIN, drafter_folder, load_model, load_tokenizer, resolve
+from foretoken.methods.drafters.nets.store import WEIGHTS, load_weights, read_description, save_drafter
+from foretoken.models.base import LanguageModel
+from foretoken.models.checks.finite import check_stored
+from foretoken.models.forward.parts import Fingerprint, TargetParts
+from foretoken.registry import Spec
+from foretoken.training.formats.folders import NOTE, Found, write_json, write_tensors
+from foretoken.training.formats.values import whole
+
+NOTE_VERSION = 1
+DTYPE = torch.bfloat16
+"""What drafters are stored in."""
+
+
+@dataclass
+class Target:
+    """The model that a drafter belongs to.
+
+    Attributes:
+        source: ``builtin``, a folder or a hub id.
+        model: it, loaded.
+    """
+
+    source: str
+    model: LanguageModel
+
+    @classmethod
+    def open(cls, source: str) -> Target:
+        """Load it.
+
+        Raises:
+            ValueError: it cannot be loaded.
+        """
+        return cls(source, load_model(source, exact="approximate"))  # which leaves the weights as they are
+
+    @cached_property
+    def parts(self) -> TargetParts:
+        """What a drafter borrows from it."""
+        return TargetParts(self.model)
+
+    @cached_property
+    def tokenizer(self) -> Any | None:
+        """Its tokenizer, if it has one."""
+        return load_tokenizer(self.source)
+
+    @property
+    def name(self) -> str:
+        """What another program finds it under."""
+        return resolve(self.source) if self.source == BUILTIN else self.source
+
+    @property
+    def architectures(self) -> list[str]:
+        """Names of its class."""
+        return list(getattr(self.parts.network.config, "architectures", None) or [type(self.parts.network).__name__])
+
+    def head(self, rows: Tensor | None = None) -> Tensor:
+        """Its vocabulary projection [V, D], or some rows of it, as it is stored in a drafter.
+
+        Raises:
+            ValueError: it has a bias, which no layout can hold.
+        """
+        if self.parts.head.bias is not None:
+            raise ValueError("the target's vocabulary projection has a bias, which this format cannot hold")
+        weight = self.parts.head.weight.detach()[: self.parts.vocab_size].to(DTYPE).cpu()
+        return weight if rows is None else weight[rows.cpu()]
+
+    def is_head(self, weight: Tensor, rows: Tensor | None = None) -> bool:
+        """Whether a projection is this target's own (to bfloat16)."""
+        return self.parts.head.bias is None and _same(weight, self.head(rows))
+
+    def is_embedding(self, weight: Tensor) -> bool:
+        """Whether an embedding [V, D] is this target's own, in whatever precision; padding rows do not count."""
+        mine = self.parts.embed.weight.detach().cpu()
+        count = min(len(mine), len(weight))
+        return mine.shape[1:] == weight.shape[1:] and bool(
+            torch.allclose(weight[:count].float(), mine[:count].float(), rtol=2**-7, atol=1e-7)
+        )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal in bfloat16; float16 cannot hold the tiniest values."""
+    return one.shape == other.shape and float((one.to(DTYPE) - other).abs().max()) <= 1e-7
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained drafter as it is kept by us.
+
+    Attributes:
+        config: arguments of the network's configuration.
+        tensors: by the network's own names.
+        measured: what training measured.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter as it is kept by others: ``config.json`` and tensors."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+class Format(ABC):
+    """One layout of one method.
+
+    Attributes:
+        warnings: what the user should know about the last export or import.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    @abstractmethod
+    def recognises(self, found: Found) -> bool:
+        """Whether a folder looks like this layout."""
+
+    @abstractmethod
+    def inputs(self, spec: Spec, target: str) -> list[Path]:
+        """Folders that an export reads."""
+
+    @abstractmethod
+    def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
+        """Export into an empty folder.
+
+        Raises:
+            ValueError: the drafter cannot be written in this layout.
+        """
+
+    @abstractmethod
+    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+        """Import into an empty folder; returns a spec with ``{}`` in place of the folder's path.
+
+        Raises:
+            ValueError: it does not fit the target, is damaged, or needs what our network cannot do.
+        """
+
+
+class NetFormat(Format):
+    """A layout of a trained network: two pure functions, :meth:`write` and :meth:`read`."""
+
+    net_config: ClassVar[type[Any]]
+    net_class: ClassVar[type[Any]]
+    weights: ClassVar[str] = WEIGHTS
+
+    @abstractmethod
+    def write(self, trained: Trained, target: Target) -> Checkpoint:
+        """Ours to theirs."""
+
+    @abstractmethod
+    def read(self, found: Checkpoint, target: Target) -> Trained:
+        """Theirs to ours."""
+
+    def inputs(self, spec: Spec, target: str) -> list[Path]:
+        """The drafter's folder."""
+        if spec.options:
+            raise ValueError(f"options of {self.method} are not exported: leave out {', '.join(spec.options)}")
+        return [drafter_folder(self.method, spec.path, target)]
+
+    def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
+        """Read our folder, check it against the target, write theirs."""
+        (source,) = self.inputs(spec, target.source)
+        fingerprint = target.parts.fingerprint()
+        found = read_description(source, self.method, fingerprint)
+        net = self.network(found["config"])
+        load_weights(source, net)
+        made = self.write(Trained(found["config"], stored(net), found["measured"]), target)
+        write_tensors(folder / self.weights, made.tensors)
+        write_json(folder / "config.json", made.config)
+        note = {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)}
+        write_json(folder / NOTE, {**note, "measured": found["measured"]})
+
+    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+        """Read their folder, check it against the target, write ours."""
+        found.check_whole()
+        fingerprint = target.parts.fingerprint()
+        measured = _measured(found, self.method, fingerprint)
+        tensors = found.tensors()
+        if any(value.is_floating_point() and value.dtype != DTYPE for value in tensors.values()):
+            self.warnings.append("the weights were rounded to bfloat16")
+        trained = self.read(Checkpoint(found.config, tensors), target)
+        net = self.network(trained.config)
+        wanted = net.state_dict()
+        check_stored(tensors.items(), found.path)
+        net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in trained.tensors.items()})
+        save_drafter(folder, self.method, trained.config, net, fingerprint, measured or trained.measured)
+        return f"{self.method}:{{}}"
+
+    def network(self, config: Mapping[str, Any]) -> nn.Module:
+        """An untrained network of this shape."""
+        made: nn.Module = self.net_class(self.net_config(**config))
+        return made
+
+    def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the network's tensors by our names."""
+        with torch.device("meta"):
+            return {name: tuple(value.shape) for name, value in self.network(config).state_dict().items()}
+
+
+def stored(net: nn.Module) -> dict[str, Tensor]:
+    """A network's tensors as a drafter's folder holds them."""
+    return {n: v.detach().to(DTYPE if v.is_floating_point() else v.dtype) for n, v in net.state_dict().items()}
+
+
+def _measured(found: Found, method: str, fingerprint: Fingerprint) -> dict[str, Any]:
+    """What was measured, from the note beside an export of ours; nothing for others' checkpoints.
+
+    Raises:
+        ValueError: the note says that the drafter is for another target.
+    """
+    note = found.json(NOTE) if found.path.is_dir() else {}
+    if not note or note.get("method") != method:
+        return {}
+    try:
+        difference = Fingerprint(**note["target"]).difference(fingerprint)
+        measured: dict[str, Any] = dict(note.get("measured") or {})
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{found.path / NOTE} is damaged: copy it again, or remove it") from None
+    if difference:
+        raise ValueError(f"{found.path} was made for another target: {difference}")
+    return measured
+
+
+def renamed(
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str],
+    ignored: Sequence[str] = (),
+) -> dict[str, Tensor]:
+    """Their tensors by our names, after a check that nothing is missing, left over or misshapen.
+
+    Args:
+        tensors: by their names.
+        wanted: shapes by our names.
+        names: their name of each of ours.
+        ignored: theirs that we do not need.
+
+    Raises:
+        ValueError: something is wrong; names the first such tensor as they call it.
+    """
+    for ours, theirs in names.items():
+        if theirs not in tensors:
+            raise ValueError(f"the checkpoint lacks the tensor {theirs}: it is incomplete")
+        if tuple(tensors[theirs].shape) != wanted[ours]:
+            shape = list(tensors[theirs].shape)
+            raise ValueError(f"{theirs} is {shape} and must be {list(wanted[ours])} for this target and config.json")
+    extra = sorted(set(tensors) - set(names.values()) - set(ignored))
+    if extra:
+        raise ValueError(f"the checkpoint holds a tensor {extra[0]} that our network has no place for")
+    return {ours: tensors[theirs] for ours, theirs in names.items()}
+
+
+def check_sizes(config: Mapping[str, Any], target: Target) -> None:
+    """Hidden size and vocabulary must be the target's; a padded vocabulary may differ a little.
+
+    Raises:
+        ValueError: they are not.
+    """
+    size = whole(config, "hidden_size", default=target.parts.hidden_size)
+    if size != target.parts.hidden_size:
+        raise ValueError(f"the checkpoint is for a hidden size of {size}, the target's is {target.parts.hidden_size}")
+    vocab, mine = whole(config, "vocab_size", default=target.parts.vocab_size), target.parts.vocab_size
+    if abs(vocab - mine) > min(512, max(vocab, mine) // 100):
+        raise ValueError(f"the checkpoint is for a vocabulary of {vocab}, the target's has {mine}")

@@ -1,0 +1,237 @@
+"""Block drafters as others keep them: tensors by our names, the shape from ``config.json``.
+
+A folder says ``model_type: "qwen3"`` and holds neither embedding nor projection, so that its tensors tell what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.io.drafter_folders import our_name
+from foretoken.training.formats.base import Target, check_sizes
+from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
+
+MOST_LAYERS = 256
+"""More than any published drafter has."""
+QUANTISED = ("weight_packed", "weight_scale", "qweight", "scales")
+"""Last parts of names of tensors in quantised checkpoints."""
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1.0),
+    "hidden_act": (None, "silu"),
+}
+"""Keys, and the values of them that our layer follows."""
+
+
+def nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` laid flat: the layers' own configuration, the top level, and ``dflash_config`` over both.
+
+    Raises:
+        ValueError: one of them is no JSON object.
+    """
+    found = dict(config)
+    for key in ("transformer_layer_config", "dflash_config"):
+        inner = config.get(key)
+        if inner is None:
+            continue
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"{key} in config.json must be a JSON object")
+        known = {name: value for name, value in inner.items() if value is not None}
+        found = {**known, **found} if key == "transformer_layer_config" else {**found, **known}
+    return found
+
+
+def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors by our names, with queries, keys and values apart.
+
+    Raises:
+        ValueError: the checkpoint is quantised.
+    """
+    if any(name.rsplit(".", 1)[-1] in QUANTISED for name in tensors) or config.get("quantization_config"):
+        told = config.get("quantization_config")
+        how = told.get("quant_method", "") if isinstance(told, Mapping) else ""
+        raise ValueError(f"the checkpoint is quantised ({how or 'packed weights'}): import the one that it was made of")
+    found = {our_name(name): value for name, value in tensors.items()}
+    for name in [name for name in found if name.endswith(".qkv_proj.weight")]:
+        place, whole = name.removesuffix("qkv_proj.weight"), found.pop(name)
+        dim = int(
+            number(config, "head_dim", default=number(config, "hidden_size") / number(config, "num_attention_heads"))
+        )
+        query, key = (int(number(config, k)) * dim for k in ("num_attention_heads", "num_key_value_heads"))
+        if len(whole) != query + 2 * key:
+            raise ValueError(f"{name} has {len(whole)} rows and must have {query + 2 * key} for config.json")
+        parts = zip("qkv", whole.split([query, key, key]), strict=True)
+        found.update({f"{place}{letter}_proj.weight": part for letter, part in parts})
+    return found
+
+
+def in_halves(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
+    """Weights for rotary embeddings of interleaved pairs, as ours turn the two halves of a head.
+
+    Scores of queries and keys do not depend on the order of a head's rows, if both have the same.
+    """
+    order = torch.cat([torch.arange(0, dim, 2), torch.arange(1, dim, 2)])
+
+    def moved(name: str, value: Tensor) -> Tensor:
+        if name.endswith((".q_norm.weight", ".k_norm.weight")):
+            return value[order]
+        if name.endswith((".q_proj.weight", ".k_proj.weight")):
+            return value.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+        return value
+
+    return {name: moved(name, value) for name, value in tensors.items()}
+
+
+def is_interleaved(config: Mapping[str, Any]) -> bool:
+    """Whether rotary embeddings turn neighbours (GPT-J) instead of halves; LFM2's drafters do without saying so."""
+    told = flag(config, "rope_interleave", "rope_interleaved")
+    return class_of(config).startswith("Lfm2") if told is None else told
+
+
+def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> dict[str, Any]:
+    """Arguments of :class:`~foretoken.methods.drafters.nets.block.BlockConfig`, but for what tensors alone tell.
+
+    Args:
+        config: laid flat (:func:`nested`).
+        tensors: by our names.
+        target: the target.
+
+    Raises:
+        ValueError: a key is missing, is for another target, or asks for what our network does not do.
+    """
+    check_sizes(config, target)
+    for key, followed in REFUSED.items():
+        if config.get(key) not in followed:
+            raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
+    heads, size = whole(config, "num_attention_heads"), whole(config, "hidden_size")
+    layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
+    return {
+        "hidden_size": size,
+        "heads": heads,
+        "kv_heads": whole(config, "num_key_value_heads", default=heads),
+        "head_dim": whole(config, "head_dim", default=size // heads),
+        "ffn": whole(config, "intermediate_size"),
+        "rope_theta": _theta(config),
+        "eps": positive(config, "rms_norm_eps", default=1e-6),
+        "vocab_size": target.parts.vocab_size,
+        "layers": layers,
+        "taps": ",".join(map(str, taps_of(config, tensors, target))),
+        "block": whole(config, "block_size", least=-MOST),
+        "mask_token": _mask_token(config, "mask_embedding" in tensors, target),
+        "own_mask": "mask_embedding" in tensors,
+        "sinks": any(name.endswith(".attention_sink_bias") for name in tensors),
+        "input_scale": positive(config, "input_embedding_scale", default=1.0),
+        **_attention(config, layers),
+    }
+
+
+def _theta(config: Mapping[str, Any]) -> float:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
+    if kind != "default":
+        raise ValueError(f"the checkpoint's rotary embedding is of the type {kind!r}, and our layer has 'default'")
+    return positive({**rope, **config}, "rope_theta", default=10000.0)
+
+
+def _mask_token(config: Mapping[str, Any], own: bool, target: Target) -> int:
+    found = next(
+        (config[k] for k in ("mask_token_id", "pard_token", "ptd_token_id") if config.get(k) is not None), None
+    )
+    if found is None and own:
+        return 0
+    if found is None:
+        raise ValueError(
+            "config.json names no mask token (mask_token_id in dflash_config): the checkpoint is incomplete"
+        )
+    rows = len(target.parts.embed.weight)
+    if type(found) is not int or not 0 <= found < min(rows, target.parts.vocab_size):
+        raise ValueError(
+            f"the checkpoint's mask token {found!r} is none of the target's {target.parts.vocab_size} tokens"
+        )
+    return found
+
+
+def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
+    """``reach`` and ``causal``: a sliding layer is causal unless the checkpoint says otherwise."""
+    kinds = listed(config, "layer_types") or ["full_attention"] * layers
+    if flag(config, "use_swa"):
+        kinds = ["sliding_attention"] * layers
+    if len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+        raise ValueError(f"layer_types in config.json must name {layers} layers as full_attention or sliding_attention")
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    window = whole(config, "swa_window_size", "sliding_window", default=0, least=0) if any(sliding) else 0
+    if any(sliding) and window < 1:
+        raise ValueError("config.json has sliding layers and no sliding_window: the checkpoint is incomplete")
+    # Transformers counts the window as the distance to the farthest token, everybody else the token itself, too.
+    reach = window if str(config.get("model_type", "")).endswith("_assistant") else window - 1
+    told = flag(config, "is_causal", "causal", "causal_head")
+    if config.get("dflash_draft_attention") is not None:
+        told = config["dflash_draft_attention"] == "causal"
+    free = flag(config, "sliding_window_non_causal") or str(config.get("model_type", "")).endswith("_assistant")
+    causal = [slides and not free if told is None else told for slides in sliding]
+    return {
+        "reach": _joined([max(1, reach) if slides else 0 for slides in sliding]),
+        "causal": _joined([int(value) for value in causal]),
+    }
+
+
+def _joined(values: Sequence[int]) -> str:
+    """One number where all are the same."""
+    return ",".join(map(str, values if len(set(values)) > 1 else values[:1]))
+
+
+def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> list[int]:
+    """Depths of the target that are fused: k is the output of its first k layers.
+
+    Raises:
+        ValueError: they are none of the target's, or not as many as ``fc`` reads.
+    """
+    count, told = target.parts.num_layers, config.get("num_target_layers")
+    if told is not None and told != count:
+        raise ValueError(f"the checkpoint is for a target of {told} layers, and this one has {count}")
+    width, size = tensors["fc.weight"].shape[-1], target.parts.hidden_size
+    if width % size:
+        raise ValueError(f"fc.weight reads {width} numbers, which is no multiple of the target's hidden size {size}")
+    fused = width // size
+    depths = listed(config, "aux_hidden_state_layer_ids")
+    if depths is None:
+        ids = listed(config, "target_layer_ids")
+        depths = default_taps(count, fused) if ids is None else [i + 1 if type(i) is int else i for i in ids]
+        last, words = count - 1, f"target_layer_ids must be from 0 to {count - 2}"
+    else:
+        last, words = count, f"aux_hidden_state_layer_ids must be from 1 to {count}"
+    if not all(type(i) is int and 1 <= i <= last for i in depths):
+        raise ValueError(f"{words} for a target of {count} layers, and the checkpoint's reach to another one")
+    if len(depths) == fused - 1:  # behind the layers that are named the last one is read
+        depths = [*depths, count]
+    if len(depths) != fused:
+        raise ValueError(f"fc.weight reads {width} numbers, and {len(depths)} layers have {size} each")
+    return list(depths)
+
+
+def default_taps(count: int, fused: int) -> list[int]:
+    """Depths where nobody says which: evenly from the second layer to the third last."""
+    if fused == 1:
+        return [count // 2 + 1]
+    return [round(1 + i * (count - 4) / (fused - 1)) + 1 for i in range(fused)]
+
+
+def check_scales(config: Mapping[str, Any], target: Target) -> None:
+    """Logits go through the target's own scale and cap; a checkpoint with others is refused.
+
+    Raises:
+        ValueError: it has.
+    """
+    own = target.parts.config
+    cap = config.get("final_logit_softcapping")
+    if cap is not None and cap != getattr(own, "final_logit_softcapping", None):
+        raise ValueError(f"the checkpoint caps its logits at {cap}, and the target does not")
+    scale = number(config, "output_multiplier", default=1.0)
+    mine = float(getattr(own, "logit_scale", None) or 1.0) / float(getattr(own, "logits_scaling", None) or 1.0)
+    if scale not in (1.0, mine):
+        raise ValueError(f"the checkpoint scales its logits by {scale}, and the target by {mine}")

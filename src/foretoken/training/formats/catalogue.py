@@ -1,0 +1,133 @@
+"""Every layout by method and name: one row each, imported only when used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from foretoken.core.names import did_you_mean, unknown
+
+if TYPE_CHECKING:
+    from foretoken.training.formats.base import Format
+
+ENGINES = ("vllm", "sglang", "huggingface")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to write a drafter of one method.
+
+    Attributes:
+        method: registry name of the drafter.
+        name: what ``--format`` calls it.
+        home: ``module:Class`` below ``foretoken.training.formats``.
+        summary: whose layout it is.
+        engines: what reads it; the value is a warning, empty when there is nothing to say.
+    """
+
+    method: str
+    name: str
+    home: str
+    summary: str
+    engines: Mapping[str, str] = field(default_factory=dict)
+
+    def load(self) -> Format:
+        """Import and make it."""
+        module, _, name = self.home.partition(":")
+        made: Format = getattr(importlib.import_module(f"foretoken.training.formats.{module}"), name)()
+        return made
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    # Where two could read a checkpoint, the first one does.
+    Layout("eagle3", "speculators", "eagle3_speculators:Eagle3Speculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("peagle", "speculators", "peagle_plain:PeagleSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("peagle", "plain", "peagle_plain:PeaglePlain", "EAGLE-3's names and mask_hidden", {"vllm": ""}),
+    Layout("eagle3", "plain", "eagle3_plain:Eagle3Plain", "EAGLE, SpecForge, AngelSlim", {"vllm": "", "sglang": ""}),
+    Layout("dflash", "speculators", "dflash_plain:DflashSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("dflash", "plain", "dflash_plain:DflashPlain", "z-lab's DFlash, SpecForge", {"vllm": ""}),
+    Layout("dflash2", "speculators", "dflash2_plain:Dflash2Speculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("dflash2", "plain", "dflash2_plain:Dflash2Plain", "z-lab's DFlash2", {"vllm": ""}),
+    Layout("dspark", "speculators", "dspark_plain:DsparkSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("dspark", "plain", "dspark_plain:DsparkPlain", "DeepSpec, SpecForge, LFM2's drafters", {"vllm": ""}),
+    Layout("eagle", "vllm", "eagle_vllm:EagleVllm", "vLLM: the bias of fc is folded into the attention", {"vllm": ""}),
+    Layout("eagle", "plain", "eagle_plain:EaglePlain", "EAGLE-1 and EAGLE-2, SGLang", {"sglang": ""}),
+    Layout(
+        "medusa",
+        "vllm",
+        "medusa_vllm:MedusaVllm",
+        "vLLM's Medusa",
+        {"vllm": "vLLM 0.33 and later cannot load Medusa: this needs vLLM 0.32 or older"},
+    ),
+    Layout("medusa", "original", "medusa_original:MedusaOriginal", "FasterDecoding/Medusa"),
+    Layout("pard", "plain", "pard:PardFolder", "AMD's PARD: a Hugging Face folder with a pard_token", {"vllm": ""}),
+    Layout("model", "plain", "model:ModelFolder", "a Hugging Face folder", dict.fromkeys(ENGINES, "")),
+    Layout("early_exit", "plain", "early_exit:EarlyExit", "the exit layer, as JSON", {"huggingface": ""}),
+    Layout("layer_skip", "plain", "layer_skip:LayerSkip", "the skipped sublayers, as JSON"),
+    Layout("mtp", "speculators", "mtp_speculators:MtpSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("mtp", "native", "mtp_native:MtpNative", "the target's own checkpoint (Qwen)"),
+)
+
+DEFAULTS = {
+    "eagle3": "plain",
+    "peagle": "plain",
+    "dflash": "plain",
+    "dflash2": "plain",
+    "dspark": "plain",
+    "eagle": "plain",
+    "medusa": "original",
+}
+"""The layout of a method when none is named, if the engine can load it."""
+
+
+def methods() -> list[str]:
+    """Methods that have a layout."""
+    return list(dict.fromkeys(layout.method for layout in LAYOUTS))
+
+
+def names() -> list[str]:
+    """All names of layouts."""
+    return sorted({layout.name for layout in LAYOUTS})
+
+
+def layouts_of(method: str) -> list[Layout]:
+    """The layouts of a method.
+
+    Raises:
+        ValueError: it has none; the message lists the methods that have one.
+    """
+    found = [layout for layout in LAYOUTS if layout.method == method]
+    if not found:
+        raise unknown(f"no other project reads a drafter {method!r}", method, methods())
+    return found
+
+
+def find_layout(method: str, name: str | None, engine: str | None) -> Layout:
+    """The layout to write: the named one, the engine's, or the method's usual one.
+
+    Raises:
+        ValueError: an unknown name or engine, or an engine that cannot load it; says what can.
+    """
+    known = layouts_of(method)
+    if engine is not None and engine not in ENGINES:
+        raise unknown(f"unknown engine {engine!r}", engine, ENGINES)
+    if name is not None and name not in (layout.name for layout in known):
+        raise ValueError(
+            f"{method} has no format {name!r}: {did_you_mean(name, [layout.name for layout in known])}"
+            f"choose one of {_list(known)}"
+        )
+    able = [layout for layout in known if engine is None or engine in layout.engines]
+    if not able:
+        raise ValueError(f"{engine} cannot load a drafter {method!r} in any format: leave --engine out")
+    if name is None:
+        return next((layout for layout in able if layout.name == DEFAULTS.get(method)), able[0])
+    for layout in able:
+        if layout.name == name:
+            return layout
+    raise ValueError(f"{engine} cannot load {method} in the format {name!r}: choose {_list(able)}")
+
+
+def _list(layouts: Sequence[Layout]) -> str:
+    return ", ".join(sorted(layout.name for layout in layouts))

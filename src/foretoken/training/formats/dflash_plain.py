@@ -1,0 +1,168 @@
+"""DFlash as z-lab and SpecForge write it: bare names, ``dflash_config``, no embedding and no projection.
+
+Chen, Liang, Liu 2026 (arXiv 2602.06036).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from foretoken.core.io.drafter_folders import block_kind
+from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
+from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, renamed
+from foretoken.training.formats.block_layout import (
+    by_our_names,
+    check_scales,
+    in_halves,
+    is_interleaved,
+    nested,
+    shape_of,
+)
+from foretoken.training.formats.eagle3_plain import vocabulary
+from foretoken.training.formats.eagle3_speculators import KEY, VERSION
+from foretoken.training.formats.folders import Found
+from foretoken.training.formats.llama_layer import layer_keys
+from foretoken.training.formats.values import flag, whole
+
+
+class DflashPlain(NetFormat):
+    """What is written is read by vLLM."""
+
+    method = "dflash"
+    net_config: ClassVar[type[Any]] = BlockConfig
+    net_class: ClassVar[type[Any]] = BlockNet
+    architecture: ClassVar[str] = "DFlashDraftModel"
+
+    def recognises(self, found: Found) -> bool:
+        """By its tensors."""
+        return block_kind(found.names) == self.method and KEY not in found.config
+
+    def extras(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Arguments of the network's configuration beyond those of a block."""
+        return {"from_anchor": bool(flag(config, "sample_from_anchor"))}
+
+    def read(self, found: Checkpoint, target: Target) -> Trained:
+        """A rename; a projection that is the target's own is shared."""
+        config = nested(found.config)
+        tensors = by_our_names(found.tensors, config)
+        shape = {**shape_of(config, tensors, target), **self.extras(config, tensors)}
+        check_scales(config, target)
+        if is_interleaved(config):
+            tensors = in_halves(tensors, shape["head_dim"])
+        if "mask_embedding" in tensors:
+            tensors["mask_embedding"] = tensors["mask_embedding"].flatten()
+        embedding = tensors.pop("embed_tokens.weight", None)
+        if embedding is not None and not target.is_embedding(embedding):
+            raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
+        maps = vocabulary(tensors, whole(config, "draft_vocab_size", default=0, least=0), target)
+        tensors = {name: value for name, value in tensors.items() if name not in maps}
+        ids = maps["d2t"] + torch.arange(len(maps["d2t"]))
+        reduced = len(ids) < target.parts.vocab_size
+        head = tensors.get("lm_head.weight")
+        own = head is not None and not target.is_head(head, ids)
+        if head is not None and not own:
+            del tensors["lm_head.weight"]
+        shape |= {"draft_vocab": len(ids) if reduced else 0, "own_head": own}
+        wanted = self.shapes(shape)
+        names = {name: name for name in wanted if name not in maps}
+        return Trained(shape, {**renamed(tensors, wanted, names), **(maps if reduced else {})})
+
+    def write(self, trained: Trained, target: Target) -> Checkpoint:
+        """A rename of nothing, and the numbers of the layers as every reader counts them."""
+        shape = self.net_config(**trained.config)
+        return Checkpoint(self.described(shape, target), dict(trained.tensors))
+
+    def described(self, shape: Any, target: Target) -> dict[str, Any]:
+        """``config.json``."""
+        inner = {
+            "mask_token_id": shape.mask_token,
+            "target_layer_ids": [int(part) - 1 for part in shape.taps.split(",")],
+            "block_size": shape.block,
+            **_causality(shape),
+            "input_embedding_scale": shape.input_scale,
+            "sample_from_anchor": shape.from_anchor,
+            **self.inner_keys(shape),
+        }
+        return {
+            "architectures": [self.architecture],
+            **layers_of(shape, target),
+            "block_size": shape.block,
+            "num_target_layers": target.parts.num_layers,
+            "draft_vocab_size": shape.guessed,
+            "dflash_config": inner,
+        }
+
+    def inner_keys(self, shape: Any) -> dict[str, Any]:
+        """Further keys of ``dflash_config``."""
+        return {}
+
+
+class DflashSpeculators(DflashPlain):
+    """The same as vllm-project/speculators keeps it: layers' numbers are one higher there."""
+
+    architecture = "DFlashSpeculator"
+
+    def recognises(self, found: Found) -> bool:
+        """By its own key."""
+        return found.config.get(KEY) == self.method
+
+    def described(self, shape: Any, target: Target) -> dict[str, Any]:
+        """``config.json``."""
+        proposal = {"proposal_type": "greedy", "speculative_tokens": shape.drafts, "verifier_accept_k": 1}
+        return {
+            "architectures": [self.architecture],
+            KEY: self.method,
+            "speculators_version": VERSION,
+            "speculators_config": {
+                "algorithm": self.method,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
+                "verifier": {"name_or_path": target.name, "architectures": target.architectures},
+            },
+            "transformer_layer_config": layers_of(shape, target),
+            "draft_vocab_size": shape.guessed,
+            "target_hidden_size": shape.hidden_size,
+            "block_size": shape.block,
+            "aux_hidden_state_layer_ids": [int(part) for part in shape.taps.split(",")],
+            "mask_token_id": shape.mask_token,
+            **_causality(shape),
+            "input_embedding_scale": shape.input_scale,
+            "sample_from_anchor": shape.from_anchor,
+            **self.inner_keys(shape),
+            "torch_dtype": "bfloat16",
+        }
+
+
+def layers_of(shape: BlockConfig, target: Target) -> dict[str, Any]:
+    """The layers in the words of Qwen3.
+
+    Raises:
+        ValueError: layers of several windows.
+    """
+    windows = {reach for reach in shape.reaches if reach}
+    if len(windows) > 1:
+        raise ValueError(f"the layers see {shape.reach} tokens back, and this format has one window for all")
+    kinds = ["sliding_attention" if reach else "full_attention" for reach in shape.reaches]
+    return {
+        **layer_keys(shape, target),
+        "model_type": "qwen3",
+        "num_hidden_layers": shape.layers,
+        "layer_types": kinds,
+        "sliding_window": windows.pop() + 1 if windows else None,
+        "use_sliding_window": bool(windows) or "sliding_attention" in kinds,
+    }
+
+
+def _causality(shape: BlockConfig) -> dict[str, Any]:
+    """Keys that say which layers are causal.
+
+    Raises:
+        ValueError: some are, and not just those with a window.
+    """
+    if len(set(shape.causals)) == 1:
+        return {"causal": shape.causals[0]}
+    if list(shape.causals) != [bool(reach) for reach in shape.reaches]:
+        raise ValueError(f"causal={shape.causal}: in this format all layers are causal, none, or those with a window")
+    return {}

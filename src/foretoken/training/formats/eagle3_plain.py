@@ -1,0 +1,163 @@
+"""EAGLE-3 as EAGLE, SpecForge and AngelSlim write it, and vLLM, SGLang and llama.cpp read it: bare names, ``midlayer``.
+
+Li et al. 2025 (arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
+from foretoken.training.formats.folders import Found
+from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names
+from foretoken.training.formats.values import listed, whole
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+OFF = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Variants of the network that ours is not."""
+
+
+class Eagle3Plain(NetFormat):
+    """The head is always written, also one that is the target's own."""
+
+    method = "eagle3"
+    net_config: ClassVar[type[Eagle3Config]] = Eagle3Config
+    net_class: ClassVar[type[Eagle3Net]] = Eagle3Net
+    layer = "midlayer"
+
+    def recognises(self, found: Found) -> bool:
+        """``fc`` beside a norm of hidden states."""
+        norms = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}
+        return "fc.weight" in found.names and bool(norms & found.names)
+
+    def write(self, trained: Trained, target: Target) -> Checkpoint:
+        """A rename, and the numbers of the layers as every engine counts them."""
+        shape = self.net_config(**trained.config)
+        return Checkpoint(self.described(shape, target), self.tensors(shape, trained, target))
+
+    def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
+        """``config.json``.  vLLM counts layers that have run, SGLang names the last of them, from 0."""
+        ids = layer_ids(shape)
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **layer_keys(shape, target),
+            "draft_vocab_size": shape.guessed,
+            "target_hidden_size": shape.hidden_size,
+            "num_aux_hidden_states": len(ids),
+            IDS: ids,
+            "eagle_config": {"use_aux_hidden_state": True, IDS: [number - 1 for number in ids]},
+            **dict.fromkeys(OFF, False),
+        }
+
+    def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
+        """Theirs by their names; no vocabulary maps where all tokens can be guessed."""
+        found = {theirs: trained.tensors[ours] for ours, theirs in names(self.layer).items()}
+        rows = trained.tensors["d2t"] + torch.arange(shape.guessed)
+        found["lm_head.weight"] = target.head(rows) if shape.share_head else trained.tensors["lm_head.weight"]
+        if shape.guessed < shape.vocab_size:
+            found["d2t"], found["t2d"] = trained.tensors["d2t"], trained.tensors["t2d"]
+        return found
+
+    def read(self, found: Checkpoint, target: Target) -> Trained:
+        """A rename; a head that is the target's own is shared again."""
+        check_variant(found.config, target)
+        tensors = dict(found.tensors)
+        embedding = tensors.pop("embed_tokens.weight", None)
+        if embedding is not None and not target.is_embedding(embedding):
+            raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
+        layer = next((name for name in ("midlayer", "layers.0") if f"{name}.hidden_norm.weight" in tensors), self.layer)
+        maps = vocabulary(tensors, whole(found.config, "draft_vocab_size", default=0, least=0), target)
+        guessed = len(maps["d2t"])
+        rows = maps["d2t"] + torch.arange(guessed)
+        head = tensors.get("lm_head.weight")
+        config = {
+            **layer_config(found.config),
+            "vocab_size": target.parts.vocab_size,
+            "draft_vocab": 0 if guessed == target.parts.vocab_size else guessed,
+            "layers": ",".join(map(str, fused_layers(found.config, tensors, target))),
+            "share_head": head is not None and target.is_head(head, rows),
+        }
+        rest = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+        wanted = {**names(layer), "lm_head.weight": "lm_head.weight"}
+        ours = renamed(rest, self.shapes({**config, "share_head": False}), wanted)
+        if config["share_head"]:
+            del ours["lm_head.weight"]
+        return Trained(config, {**ours, **maps})
+
+
+def names(layer: str) -> dict[str, str]:
+    """Our names to theirs, but for the head and the vocabulary maps."""
+    norms = {f"{name}.weight": f"{layer}.{name}.weight" for name in ("input_layernorm", "hidden_norm")}
+    return {"fc.weight": "fc.weight", "norm.weight": "norm.weight", **norms, **layer_names("midlayer", layer)}
+
+
+def layer_ids(shape: Eagle3Config) -> list[int]:
+    """Depths of the target that are fused: k is the output of its first k layers."""
+    return [int(part) for part in shape.layers.split(",")]
+
+
+def check_variant(config: Mapping[str, Any], target: Target) -> None:
+    """Refuse other sizes and variants of the network.
+
+    Raises:
+        ValueError: a variant that ours is not.
+    """
+    check_sizes(config, target)
+    inner = config.get("eagle_config")
+    nested = inner if isinstance(inner, dict) else {}
+    for key in OFF:
+        if config.get(key) or nested.get(key):
+            raise ValueError(f"the checkpoint has {key}, a variant of EAGLE-3 that our network is not")
+    if nested.get("use_aux_hidden_state", True) is False:
+        raise ValueError("the checkpoint reads the last hidden state only (use_aux_hidden_state is false): import none")
+    size = config.get("target_hidden_size") or target.parts.hidden_size
+    if size != target.parts.hidden_size:
+        raise ValueError(f"the checkpoint is for a target of hidden size {size}, not {target.parts.hidden_size}")
+
+
+def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> Sequence[int]:
+    """Depths that are fused: vLLM's numbers, else SGLang's plus one, else the paper's.
+
+    Raises:
+        ValueError: they are no depths of the target, or not as many as ``fc`` reads.
+    """
+    count, inner = target.parts.num_layers, config.get("eagle_config")
+    nested = listed(inner, IDS) if isinstance(inner, dict) else None
+    found = listed(config, IDS) or [i + 1 if type(i) is int else i for i in nested or ()] or [2, count // 2, count - 3]
+    if not all(type(i) is int and 0 <= i <= count for i in found):
+        raise ValueError(f"the checkpoint fuses the layers {found}, and the target has depths 0 to {count}")
+    if "fc.weight" in tensors and tensors["fc.weight"].shape[1] != len(found) * target.parts.hidden_size:
+        width = tensors["fc.weight"].shape[1]
+        raise ValueError(
+            f"fc.weight reads {width} numbers, and {len(found)} layers have {target.parts.hidden_size} each"
+        )
+    return found
+
+
+def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> dict[str, Tensor]:
+    """``d2t`` and ``t2d``, the latter made from the former.
+
+    Raises:
+        ValueError: tokens that the target does not have, or one twice.
+    """
+    vocab, offsets = target.parts.vocab_size, tensors.get("d2t")
+    if offsets is None and guessed not in (0, vocab):
+        raise ValueError(f"the checkpoint lacks the tensor d2t, which says which {guessed} tokens are guessed")
+    offsets = torch.zeros(vocab, dtype=torch.int64) if offsets is None else offsets.to(torch.int64)
+    if offsets.dim() != 1 or (guessed and len(offsets) != guessed):
+        raise ValueError(f"d2t is {list(offsets.shape)} and must be [{guessed}]")
+    tokens = offsets + torch.arange(len(offsets))
+    if not len(tokens) or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
+        raise ValueError(
+            f"d2t names tokens outside the target's vocabulary of {vocab}: it holds offsets, id = i + d2t[i]"
+        )
+    if len(tokens.unique()) < len(tokens):
+        raise ValueError("d2t names a token twice: it holds offsets, id = i + d2t[i]")
+    known = torch.zeros(vocab, dtype=torch.bool)
+    known[tokens] = True
+    return {"d2t": offsets, "t2d": known}

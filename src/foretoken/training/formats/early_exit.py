@@ -1,0 +1,68 @@
+"""Where a target leaves its own layers early: our small JSON, and Hugging Face's ``assistant_early_exit`` beside it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from foretoken.methods.drafters.early_exit import EarlyExitDrafter
+from foretoken.methods.drafters.own_layers import num_layers_of
+from foretoken.methods.drafters.skip_sets import fingerprint
+from foretoken.registry import Spec, convert_options
+from foretoken.training.formats.base import Format, Target
+from foretoken.training.formats.folders import Found, write_json
+
+FILE, GENERATION = "early_exit.json", "generation_config.json"
+FORMAT, VERSION = "foretoken early exit", 1
+KEY = "assistant_early_exit"
+
+
+class EarlyExit(Format):
+    """The exit layer E counts the layers that run, here and there."""
+
+    method = "early_exit"
+
+    def recognises(self, found: Found) -> bool:
+        """Our file, or a generation config with an exit layer and no weights."""
+        if found.path.is_dir():
+            return (found.path / FILE).exists() or (bool(found.json(GENERATION).get(KEY)) and not found.names)
+        content = found.json("")
+        return content.get("format") == FORMAT or KEY in content
+
+    def inputs(self, spec: Spec, target: str) -> list[Path]:
+        """None: the exit layer is in the spec."""
+        if spec.path is not None:
+            raise ValueError("early_exit takes no path: export early_exit,layer=E")
+        return []
+
+    def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
+        """The exit layer of a spec ``early_exit[,layer=E]``."""
+        options = convert_options("drafter", self.method, EarlyExitDrafter, spec.options)
+        layer = EarlyExitDrafter(target.model, **options).layer
+        self._write(layer, target, folder)
+        generation = copy.deepcopy(target.parts.network.generation_config)
+        setattr(generation, KEY, layer)
+        generation.save_pretrained(folder)
+
+    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+        """The exit layer of either file."""
+        name = FILE if (found.path / FILE).exists() else GENERATION
+        content = found.json(name)
+        layer = content.get(KEY, content.get("layer"))
+        if content.get("format") == FORMAT:
+            self._check(content, found, target)
+        if type(layer) is not int:
+            raise ValueError(f"{found.path} names no exit layer ({KEY} or layer)")
+        self._write(EarlyExitDrafter(target.model, layer).layer, target, folder)
+        return f"early_exit,layer={layer}"
+
+    def _check(self, content: dict[str, Any], found: Found, target: Target) -> None:
+        if content.get("version") != VERSION:
+            raise ValueError(f"{found.path} has version {content.get('version')}, and version {VERSION} is known")
+        if content.get("target") != fingerprint(target.model):
+            raise ValueError(f"{found.path} was made for another target")
+
+    def _write(self, layer: int, target: Target, folder: Path) -> None:
+        content = {"format": FORMAT, "version": VERSION, "target": fingerprint(target.model), "layer": layer}
+        write_json(folder / FILE, {**content, "layers": num_layers_of(target.model)})

@@ -1,0 +1,63 @@
+"""The line that makes an engine use an exported drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from foretoken.methods.drafters.pard import TRAINED
+
+DEPTH, WIDTH, NODES = 5, 4, 16
+"""Levels, children and nodes of a tree, as our own drafters have them."""
+VLLM_METHODS = {"model": "draft_model", "pard": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}
+SGLANG_METHODS = {"model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+
+
+def ready_line(engine: str, method: str, out: Path, written: Path) -> str:
+    """What to pass to an engine for a drafter that will be at ``out``.
+
+    Args:
+        engine: one of :data:`foretoken.training.formats.catalogue.ENGINES`.
+        method: registry name of the drafter.
+        out: where it will be.
+        written: where its files are now.
+    """
+    return {"vllm": _vllm, "sglang": _sglang, "huggingface": _huggingface}[engine](method, out, written)
+
+
+def _vllm(method: str, out: Path, written: Path) -> str:
+    """A chain: vLLM verifies no trees.  A block is drafted whole."""
+    told = _config(written) if method != "model" else {}
+    heads = told.get("num_heads") if method == "medusa" else None
+    if "block_size" in told:
+        inner = {**told, **told.get("dflash_config", {})}
+        heads = inner["block_size"] - (not inner.get("sample_from_anchor"))
+    chosen: dict[str, Any] = {
+        "method": VLLM_METHODS.get(method, method),
+        "model": str(out),
+        "num_speculative_tokens": heads or DEPTH,
+    }
+    if method in ("pard", "peagle"):
+        chosen |= {"num_speculative_tokens": TRAINED, "parallel_drafting": True}
+    return f"--speculative-config '{json.dumps(chosen)}'"
+
+
+def _sglang(method: str, out: Path, written: Path) -> str:
+    """A tree for heads, a chain for a draft model, of which SGLang verifies the root too."""
+    width, nodes = (1, DEPTH + 1) if method == "model" else (WIDTH, NODES)
+    return (
+        f"--speculative-algorithm {SGLANG_METHODS[method]} --speculative-draft-model-path {out} "
+        f"--speculative-num-steps {DEPTH} --speculative-eagle-topk {width} --speculative-num-draft-tokens {nodes}"
+    )
+
+
+def _huggingface(method: str, out: Path, written: Path) -> str:
+    if method == "early_exit":
+        return f'model.generate(**inputs, generation_config=GenerationConfig.from_pretrained("{out}"))'
+    return f'model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{out}"))'
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,175 @@
+"""Folders that appear whole or not at all, and what is in a folder that someone else wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretoken.core.io.drafter_folders import OURS
+from foretoken.core.io.files import replacing
+from foretoken.loading import PICKLES
+from foretoken.models.checks.finite import check_finite
+
+NOTE = "foretoken.json"
+"""Beside an export: its target and what was measured, which no public layout has a place for."""
+MARKS = (NOTE, OURS, "config.json", "early_exit.json", "layer_skip.json")
+"""A folder with one of these is a drafter, which ``force`` may replace."""
+
+
+@contextmanager
+def new_folder(out: Path, force: bool = False, inputs: Sequence[Path] = ()) -> Iterator[Path]:
+    """A temporary folder beside ``out`` that takes its place when the block ends well, and is removed otherwise.
+
+    Args:
+        out: a new or an empty folder; with ``force`` also one that holds a drafter.
+        force: replace what is there.
+        inputs: folders that are read from and therefore never replaced.
+
+    Raises:
+        ValueError: ``out`` may not be written to.
+        OSError: it cannot be written to.
+    """
+    out = out.expanduser().resolve()
+    _check_free(out, force, [path.expanduser().resolve() for path in inputs])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as draft:
+        draft.mkdir()
+        yield draft
+        draft.chmod(0o755)
+        for file in draft.iterdir():  # servers often run as another user
+            file.chmod(0o644)
+
+
+def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
+    if any(out == path or out in path.parents for path in inputs):
+        raise ValueError(f"{out} is read from: --out must be another folder")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: --out names a folder")
+    there = sorted(out.iterdir()) if out.is_dir() else []
+    if there and not force:
+        raise ValueError(f"{out} is not empty: give another --out, or --force to replace it")
+    if there and (any(path.is_dir() for path in there) or not {path.name for path in there} & set(MARKS)):
+        raise ValueError(f"{out} holds something else than a drafter, which --force does not replace")
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Indented, keys as they come."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """As Transformers expects it; shared memory is written out.
+
+    Raises:
+        SafetensorError: it cannot be written.
+    """
+    save_file(
+        {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, file, {"format": "pt"}
+    )
+
+
+class Found:
+    """A folder, or a single JSON file, that is to be imported; read only as far as it is asked.
+
+    Args:
+        path: where it is.
+
+    Raises:
+        ValueError: there is nothing, or a drafter that needs no import.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser()
+        if not self.path.exists():
+            raise ValueError(f"no such folder: {path}")
+        if (self.path / OURS).exists():
+            method = self.json(OURS).get("method", "METHOD")
+            raise ValueError(f"{path} is a drafter already: use it with --drafter {method}:{path}")
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON object beside the weights, the object itself for a single file; empty when there is none.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        file = self.path / name if self.path.is_dir() else self.path
+        if not file.exists():
+            return {}
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            raise ValueError(f"{file} is damaged or half-written: copy it again") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{file} must hold a JSON object")
+        return found
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """``config.json``; a wrapped configuration (``{"model": {...}}``) is laid flat."""
+        found = self.json("config.json") if self.path.is_dir() else {}
+        inner = found.get("model")
+        return {**inner, **{k: v for k, v in found.items() if k != "model"}} if isinstance(inner, dict) else found
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors.
+
+        Raises:
+            ValueError: a damaged file, or pickled weights only.
+        """
+        found: set[str] = set()
+        for file in self._files:
+            try:
+                with safe_open(file, "pt") as opened:
+                    found.update(opened.keys())
+            except (SafetensorError, OSError):
+                raise ValueError(f"{file} is damaged or half-written: copy it again") from None
+        return frozenset(found)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, with no prefix that training code has left in their names.
+
+        Raises:
+            ValueError: a damaged file, or numbers that are not finite.
+        """
+        found: dict[str, Tensor] = {}
+        for file in self._files:
+            try:
+                held = load_file(file)
+            except (SafetensorError, OSError):
+                raise ValueError(f"{file} is damaged or half-written: copy it again") from None
+            check_finite(held.items(), file)
+            found.update(held)
+        return found
+
+    def check_whole(self) -> None:
+        """Whether there is a configuration with weights.
+
+        Raises:
+            ValueError: one of the two is missing, or the weights are pickled or damaged.
+        """
+        if not (self.path / "config.json").exists():
+            raise ValueError(f"{self.path} has no config.json: copy it from where the weights are from")
+        if not self.names:
+            raise ValueError(f"{self.path} holds no *.safetensors weights: the checkpoint is incomplete")
+
+    @property
+    def _files(self) -> list[Path]:
+        if not self.path.is_dir():
+            return []
+        files = sorted(self.path.glob("*.safetensors"))
+        pickles = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLES)
+        if pickles and not files:
+            raise ValueError(
+                f"{self.path} holds pickled weights only ({pickles[0]}), which can run code when loaded: convert them, "
+                "for example with safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+            )
+        return files

@@ -1,0 +1,91 @@
+"""Our decoder layer as others write it: names of tensors and keys of ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.training.formats.base import Target
+from foretoken.training.formats.values import listed, number, positive, whole
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+REFUSED: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "logit_scale": 1.0,
+    "partial_rotary_factor": 1.0,
+}
+"""Keys whose other values our layer cannot follow."""
+
+
+def layer_names(ours: str, theirs: str) -> dict[str, str]:
+    """Names of a layer's matrices and of the norm before its MLP: ours to theirs."""
+    attention = {f"{ours}.{name}.weight": f"{theirs}.self_attn.{name}.weight" for name in PROJECTIONS}
+    mlp = {f"{ours}.{name}.weight": f"{theirs}.mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
+    norm = f"{ours}.post_attention_layernorm.weight"
+    return {**attention, **mlp, norm: f"{theirs}.post_attention_layernorm.weight"}
+
+
+def layer_keys(config: LayerConfig, target: Target) -> dict[str, Any]:
+    """``config.json`` of one layer of a target, in the words of Llama."""
+    base = target.parts.config
+    return {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": target.model.context_length,
+        "vocab_size": target.parts.vocab_size,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": getattr(base, "bos_token_id", None),
+        "eos_token_id": getattr(base, "eos_token_id", None),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of :class:`LayerConfig` from their ``config.json``.
+
+    Raises:
+        ValueError: a key is missing, or asks for what our layer does not do.
+    """
+    _refuse(config)
+    heads = whole(config, "num_attention_heads")
+    size = whole(config, "hidden_size")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {
+        "hidden_size": size,
+        "heads": heads,
+        "kv_heads": whole(config, "num_key_value_heads", default=heads),
+        "head_dim": whole(config, "head_dim", default=size // heads),
+        "ffn": whole(config, "intermediate_size"),
+        "rope_theta": positive({**rope, **config}, "rope_theta", default=10000.0),
+        "eps": positive(config, "rms_norm_eps", default=1e-6),
+    }
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    if number(config, "num_hidden_layers", default=1) != 1:
+        raise ValueError(f"the checkpoint has {config['num_hidden_layers']} layers, and our network has one")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"the checkpoint's hidden_act is {config['hidden_act']!r}, and our layer has 'silu'")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+        if kind != "default":
+            raise ValueError(f"the checkpoint's rotary embedding is of the type {kind!r}, and our layer has 'default'")
+    for key, usual in REFUSED.items():
+        if config.get(key) not in (None, usual):
+            raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
+    if "sliding_attention" in (listed(config, "layer_types") or ()):
+        raise ValueError("the checkpoint has a sliding window, which our layer does not do")

@@ -1,0 +1,107 @@
+"""Medusa as vLLM read it until 0.32: ``blocks.{head}.layers.{block}``, and one or many projections.
+
+Cai et al. 2024 (arXiv 2401.10774).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
+from foretoken.training.formats.folders import Found
+from foretoken.training.formats.values import number
+
+BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.weight")
+SHARED = "lm_head.weight"
+
+
+class MedusaVllm(NetFormat):
+    """A shared projection is the target's, written once and marked ``original_lm_head``; biases are always written."""
+
+    method = "medusa"
+    net_config = MedusaConfig
+    net_class = MedusaHeads
+
+    def recognises(self, found: Found) -> bool:
+        """By the names of the blocks."""
+        return any(BLOCK.fullmatch(name) for name in found.names)
+
+    def write(self, trained: Trained, target: Target) -> Checkpoint:
+        """A rename."""
+        shape = MedusaConfig(**trained.config)
+        tensors = {their_name(name): value for name, value in trained.tensors.items()}
+        if not shape.own_projection:
+            tensors[SHARED] = target.head()
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": shape.hidden_size,
+            "vocab_size": shape.vocab_size,
+            "truncated_vocab_size": shape.vocab_size,
+            "num_heads": shape.heads,
+            "num_hidden_layers": shape.layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": not shape.own_projection,
+            "torch_dtype": "bfloat16",
+        }
+        return Checkpoint(config, tensors)
+
+    def read(self, found: Checkpoint, target: Target) -> Trained:
+        """A rename; missing biases are zero."""
+        check_sizes(found.config, target)
+        tensors = {name.removeprefix("medusa_heads."): value for name, value in found.tensors.items()}
+        vocab = target.parts.vocab_size
+        kept = number(found.config, "truncated_vocab_size", default=vocab)
+        if "token_map" in tensors or kept < number(found.config, "vocab_size", default=vocab):
+            raise ValueError("the heads guess from a truncated vocabulary (token_map), which ours do not")
+        places = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
+        heads, blocks = (1 + max(numbers) for numbers in zip(*places, strict=True))
+        one = tensors.pop(SHARED, None)
+        if one is None and found.config.get("original_lm_head"):
+            one = tensors.get("lm_heads.0.weight")
+        if one is not None:
+            tensors.update({f"lm_heads.{i}.weight": one for i in range(heads)})
+        return joined(tensors, (heads, blocks), their_name, target, self)
+
+
+def their_name(ours: str) -> str:
+    """A tensor's name in this layout."""
+    kind, head, rest = ours.split(".", 2)
+    return f"blocks.{head}.layers.{rest}" if kind == "blocks" else f"lm_heads.{head}.{rest}"
+
+
+def joined(
+    tensors: dict[str, Tensor], sizes: tuple[int, int], rename: Callable[[str], str], target: Target, layout: NetFormat
+) -> Trained:
+    """Heads with one projection each; when all of these are the target's own, it is shared.
+
+    Args:
+        tensors: by the layout's names.
+        sizes: heads, and blocks per head.
+        rename: our names to the layout's.
+        target: the target.
+        layout: who asks.
+
+    Raises:
+        ValueError: something is missing, left over or misshapen.
+    """
+    vocab, size = target.parts.vocab_size, target.parts.hidden_size
+    config = {"hidden_size": size, "vocab_size": vocab, "heads": sizes[0], "layers": sizes[1], "own_projection": True}
+    names = {name: rename(name) for name in layout.shapes(config)}
+    projections = [names[name] for name in names if name.startswith("projections.")]
+    for theirs in projections:
+        if theirs in tensors:
+            tensors[theirs] = tensors[theirs][:vocab]  # the rest is padding
+    for theirs in names.values():
+        if theirs.endswith(".bias"):
+            tensors.setdefault(theirs, torch.zeros(size))
+    found = renamed(tensors, layout.shapes(config), names)
+    if all(target.is_head(tensors[theirs]) for theirs in projections):
+        config["own_projection"] = False
+        found = {name: value for name, value in found.items() if not name.startswith("projections.")}
+    return Trained(config, found)

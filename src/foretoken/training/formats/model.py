@@ -1,0 +1,81 @@
+"""A draft model as the Hugging Face folder that it is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from foretoken.loading import build_draft_model, check_folder, resolve
+from foretoken.registry import Spec
+from foretoken.training.formats.base import Format, Target
+from foretoken.training.formats.folders import Found, write_json
+from foretoken.training.formats.values import class_of
+
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "*.safetensors",
+    "tokenizer*",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "LICENSE*",
+)
+"""What makes a model; the rest of its folder stays behind."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+class ModelFolder(Format):
+    """Copied as it is, with the target's tokenizer where it has none of its own."""
+
+    method = "model"
+
+    def recognises(self, found: Found) -> bool:
+        """A causal language model's ``config.json`` with weights."""
+        causal = class_of(found.config).endswith(("ForCausalLM", "LMHeadModel"))
+        return causal and any(
+            name.endswith("lm_head.weight") or "embed" in name or "wte" in name for name in found.names
+        )
+
+    def inputs(self, spec: Spec, target: str) -> list[Path]:
+        """The model's folder."""
+        if spec.options:
+            raise ValueError(f"options of a draft model are not exported: leave out {', '.join(spec.options)}")
+        if spec.path is None and target != "builtin":
+            raise ValueError("say which draft model to export: model:FOLDER")
+        folder = Path(resolve(spec.path or "builtin", "draft")).expanduser()
+        check_folder(folder)
+        return [folder]
+
+    def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
+        """Check the model against the target, and copy it."""
+        (source,) = self.inputs(spec, target.source)
+        self._copy(source, target, folder)
+
+    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+        """The same the other way."""
+        check_folder(found.path)
+        self._copy(found.path, target, folder)
+        return "model:{}"
+
+    def _copy(self, source: Path, target: Target, folder: Path) -> None:
+        draft = build_draft_model(str(source), target.model, target.source, target.tokenizer, None)
+        if draft.vocab_size != target.model.vocab_size:
+            self.warnings.append(
+                f"the draft model has {draft.vocab_size} logits and the target {target.model.vocab_size}: vLLM wants "
+                "them equal"
+            )
+        for pattern in FILES:
+            for file in sorted(source.glob(pattern)):
+                if file.is_file():
+                    shutil.copyfile(file, folder / file.name)
+        if target.tokenizer is not None and not any((source / name).exists() for name in TOKENIZERS):
+            target.tokenizer.save_pretrained(folder)
+            self.warnings.append("the draft model has no tokenizer: the target's was written beside it")
+        if not (folder / "generation_config.json").exists():
+            write_json(folder / "generation_config.json", {})

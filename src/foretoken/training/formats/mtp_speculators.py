@@ -1,0 +1,142 @@
+"""A multi-token prediction module of the target's own layer class, as vllm-project/speculators stores it.
+
+``config.json`` has ``speculators_model_type: "mtp"`` and the target's text configuration; the tensors are those of a
+native checkpoint under other names, ``mtp_layers.0.*``, experts stacked.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from foretoken.loading import drafter_folder, has_drafter, read_head
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
+from foretoken.methods.drafters.nets.store import WEIGHTS, load_weights, read_description, save_drafter
+from foretoken.models.forward.heads.mtp import TARGETS_OWN, native_module
+from foretoken.registry import Spec
+from foretoken.training.formats.base import DTYPE, NOTE_VERSION, Format, Target, check_sizes, stored
+from foretoken.training.formats.eagle3_speculators import KEY, VERSION
+from foretoken.training.formats.engines import DEPTH
+from foretoken.training.formats.folders import NOTE, Found, write_json, write_tensors
+
+NAMES = {
+    "input_proj.weight": "eh_proj.weight",
+    "token_layernorm.weight": "enorm.weight",
+    "hidden_layernorm.weight": "hnorm.weight",
+    "final_layernorm.weight": "norm.weight",
+}
+"""Their names of what is around the layer -> ours."""
+THEIRS = {ours: theirs for theirs, ours in NAMES.items()}
+TENSOR = re.compile(r"mtp_layers\.(\d+)\.(.+)")
+
+
+class MtpSpeculators(Format):
+    """The input order is [embedding; state] there and here; a step is fed the state behind the module's norm."""
+
+    method = "mtp"
+
+    def recognises(self, found: Found) -> bool:
+        """By its own key."""
+        return found.config.get(KEY) == "mtp"
+
+    def inputs(self, spec: Spec, target: str) -> list[Path]:
+        """The drafter's folder; none for the head in the target's own checkpoint."""
+        if spec.options:
+            raise ValueError(f"options of {self.method} are not exported: leave out {', '.join(spec.options)}")
+        native = spec.path is None and not has_drafter(self.method, target)
+        return [] if native else [drafter_folder(self.method, spec.path, target)]
+
+    def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
+        """A module that was trained with ``layer=target``, or the target's own.
+
+        Raises:
+            ValueError: a module with another layer or another feed, or several modules.
+        """
+        parts, fingerprint = target.parts, target.parts.fingerprint()
+        sources = self.inputs(spec, target.source)
+        if sources:
+            found = read_description(sources[0], self.method, fingerprint)
+            config = MtpConfig(**found["config"])
+            if (config.layer, config.feed) != ("target", "post_norm"):
+                raise ValueError(
+                    f"{sources[0]} has layer={config.layer} and feed={config.feed}; this layout holds layer=target and "
+                    "feed=post_norm: train it with `--set layer=target --set feed=post_norm`"
+                )
+            module = module_for(config, parts.network)
+            load_weights(sources[0], module)
+        else:
+            heads = read_head(parts.network)
+            if len(heads) > 1:
+                raise ValueError(f"the target has {len(heads)} prediction modules, and this layout holds one")
+            module = native_module(parts.network, heads[0])
+        tensors = {
+            f"mtp_layers.0.{THEIRS.get(name, name.removeprefix('layer.'))}": tensor
+            for name, tensor in stored(module).items()
+        }
+        write_tensors(folder / WEIGHTS, tensors)
+        write_json(folder / "config.json", described(target))
+        write_json(folder / NOTE, {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)})
+
+    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+        """One module, for a target of the same sizes.
+
+        Raises:
+            ValueError: several modules, another size, or a missing, superfluous or misshapen tensor.
+        """
+        inner = found.config.get("transformer_layer_config")
+        if not isinstance(inner, dict):
+            raise ValueError("config.json lacks transformer_layer_config")
+        check_sizes(inner, target)
+        tensors = ours_of(found.tensors())
+        module = native_module(target.parts.network, tensors)
+        if any(tensor.is_floating_point() and tensor.dtype != DTYPE for tensor in tensors.values()):
+            self.warnings.append("the weights were rounded to bfloat16")
+        experts = any(".experts." in name for name in tensors)
+        shape = asdict(LayerConfig.of_target(target.parts.config))
+        config = asdict(MtpConfig(**shape, layer="target", feed="post_norm", experts=experts))
+        save_drafter(folder, self.method, config, module, target.parts.fingerprint())
+        return f"{self.method}:{{}}"
+
+
+def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors by our names; what repeats the target is left out.
+
+    Raises:
+        ValueError: a tensor of no module, or several modules.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = TENSOR.fullmatch(name)
+        if match is None:
+            if name.endswith((*TARGETS_OWN, "lm_head.weight")):
+                continue
+            raise ValueError(f"the checkpoint holds a tensor {name} that our network has no place for")
+        if match[1] != "0":
+            raise ValueError("the checkpoint has several prediction modules, and one can be imported")
+        found[NAMES.get(match[2], f"layer.{match[2]}")] = tensor
+    return found
+
+
+def described(target: Target) -> dict[str, Any]:
+    """``config.json``."""
+    text = target.parts.network.config.get_text_config().to_dict()
+    text = {key: value for key, value in text.items() if not key.startswith("_")}
+    return {
+        "architectures": ["MTPDraftModel"],
+        KEY: "mtp",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "mtp",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEPTH}],
+            "verifier": {"name_or_path": target.name, "architectures": target.architectures},
+        },
+        "transformer_layer_config": text,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }

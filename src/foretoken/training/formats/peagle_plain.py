@@ -1,0 +1,159 @@
+"""P-EAGLE's checkpoints: EAGLE-3's tensors, more layers, and ``mask_hidden`` (arXiv 2602.01469)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config
+from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleNet
+from foretoken.training.formats.base import Checkpoint, Target, Trained, renamed
+from foretoken.training.formats.eagle3_plain import Eagle3Plain
+from foretoken.training.formats.eagle3_speculators import KEY, Eagle3Speculators
+from foretoken.training.formats.folders import Found
+from foretoken.training.formats.llama_layer import layer_names
+from foretoken.training.formats.values import whole
+
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of the mask token; the first that is there counts."""
+MASK_HIDDEN, EMBEDDING = "mask_hidden", "embed_tokens.weight"
+NUMBERED = re.compile(r"layers\.(\d+)\.")
+USUAL_PLACES = 8
+"""Places that are trained where a checkpoint says nothing."""
+
+
+class ParallelParts(Eagle3Plain):
+    """What both layouts have beside EAGLE-3's part; ``layers.0`` is the wide layer."""
+
+    method = "peagle"
+    net_config = PeagleConfig
+    net_class = PeagleNet
+    layer = "layers.0"
+
+    def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
+        """Theirs by their names."""
+        more = {**further_names(_peagle(shape).num_layers), MASK_HIDDEN: MASK_HIDDEN}
+        if _peagle(shape).own_embedding:
+            more[EMBEDDING] = EMBEDDING
+        rest = {theirs: trained.tensors[ours] for ours, theirs in more.items()}
+        return {**super().tensors(shape, trained, target), **rest}
+
+    def read(self, found: Checkpoint, target: Target) -> Trained:
+        """EAGLE-3's part, and the rest beside it."""
+        return read_parallel(found, target, super().read, self)
+
+
+class PeaglePlain(ParallelParts):
+    """Bare names."""
+
+    def recognises(self, found: Found) -> bool:
+        """EAGLE-3's tensors beside a learned state."""
+        return MASK_HIDDEN in found.names and KEY not in found.config and super().recognises(found)
+
+    def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
+        """``config.json``; readers look for the mask token under different keys."""
+        own, told = _peagle(shape), super().described(shape, target)
+        masks = dict.fromkeys(MASKS, own.mask_token)
+        return {**told, **masks, "architectures": ["PEagleDraftModel"], "num_hidden_layers": own.num_layers}
+
+
+class PeagleSpeculators(ParallelParts, Eagle3Speculators):
+    """vllm-project/speculators: the same in its one ``config.json``."""
+
+    def recognises(self, found: Found) -> bool:
+        """By its own key."""
+        return found.config.get(KEY) == "peagle"
+
+    def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
+        """``config.json``."""
+        told, own = super().described(shape, target), _peagle(shape)
+        told["speculators_config"] |= {"algorithm": "peagle"}
+        told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = own.places
+        told["transformer_layer_config"]["num_hidden_layers"] = own.num_layers
+        told |= {KEY: "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": own.mask_token}
+        return {**told, "embed_requires_grad": own.own_embedding}
+
+
+def further_names(count: int) -> dict[str, str]:
+    """Our names to theirs of the layers behind the wide one."""
+    found: dict[str, str] = {}
+    for index in range(1, count):
+        ours, theirs = f"layers.{index - 1}", f"layers.{index}"
+        norm = {f"{ours}.input_layernorm.weight": f"{theirs}.input_layernorm.weight"}
+        found |= {**layer_names(ours, theirs), **norm}
+    return found
+
+
+def read_parallel(found: Checkpoint, target: Target, read: Any, layout: Any) -> Trained:
+    """Ours of theirs.
+
+    Args:
+        found: the checkpoint.
+        target: what it is for.
+        read: reads EAGLE-3's part of it.
+        layout: knows the network's shapes.
+
+    Raises:
+        ValueError: no learned state or mask token, or other layers than are said.
+    """
+    tensors = dict(found.tensors)
+    hidden = tensors.pop(MASK_HIDDEN, None)
+    if hidden is None:
+        raise ValueError(f"the checkpoint lacks the tensor {MASK_HIDDEN}: without it this is an eagle3")
+    embedding = tensors.pop(EMBEDDING, None)
+    inner = found.config.get("transformer_layer_config")
+    told = {**inner, **found.config} if isinstance(inner, Mapping) else found.config
+    count = _layers(told, tensors)
+    further = {name: tensors.pop(name) for name in list(tensors) if _number(name) > 0}
+    own = embedding if embedding is not None and not target.is_embedding(embedding) else None
+    given = {**found.config, "num_hidden_layers": 1}
+    if isinstance(inner, Mapping):
+        given["transformer_layer_config"] = {**inner, "num_hidden_layers": 1}
+    base: Trained = read(Checkpoint(given, tensors), target)
+    more = {"num_layers": count, "places": _places(told), "mask_token": _mask(told), "own_embedding": own is not None}
+    config = {**base.config, **more}
+    shapes = layout.shapes({**config, "share_head": False})
+    further[MASK_HIDDEN] = hidden.reshape(1, 1, -1)
+    names = {**further_names(count), MASK_HIDDEN: MASK_HIDDEN}
+    if own is not None:
+        further[EMBEDDING], names[EMBEDDING] = own, EMBEDDING
+    return Trained(config, {**base.tensors, **renamed(further, shapes, names)})
+
+
+def _peagle(shape: Eagle3Config) -> PeagleConfig:
+    if not isinstance(shape, PeagleConfig):
+        raise TypeError("the shape of a peagle is wanted")
+    return shape
+
+
+def _number(name: str) -> int:
+    match = NUMBERED.match(name)
+    return int(match[1]) if match else 0
+
+
+def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    count = 1 + max((_number(name) for name in tensors), default=0)
+    told = whole(config, "num_hidden_layers", default=count, least=1)
+    if told != count:
+        raise ValueError(f"the checkpoint has tensors of {count} layers, and config.json says {told}")
+    return count
+
+
+def _mask(config: Mapping[str, Any]) -> int:
+    key = next((key for key in MASKS if config.get(key) is not None), None)
+    if key is None:
+        raise ValueError(f"config.json names no mask token: it needs one of {', '.join(MASKS)}")
+    return whole(config, key, least=0)
+
+
+def _places(config: Mapping[str, Any]) -> int:
+    """Tokens of a draft as the checkpoint is to be served."""
+    told = config.get("speculators_config")
+    methods = told.get("proposal_methods") if isinstance(told, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    if not isinstance(first, Mapping):
+        return USUAL_PLACES
+    return min(whole(first, "speculative_tokens", default=USUAL_PLACES, least=1), DEEPEST)

@@ -1,0 +1,168 @@
+"""Export and import: check everything, write beside, rename."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.io.drafter_folders import drafter_kind
+from foretoken.loading import BUILTIN, build_drafter
+from foretoken.models.base import LanguageModel
+from foretoken.registry import find, parse_spec
+from foretoken.training.formats.base import Format, Target
+from foretoken.training.formats.catalogue import LAYOUTS, Layout, find_layout, layouts_of, methods
+from foretoken.training.formats.engines import ready_line
+from foretoken.training.formats.folders import Found, new_folder
+from foretoken.training.formats.values import class_of
+
+
+@dataclass
+class Imported:
+    """A drafter that was read and is not in its place yet.
+
+    Attributes:
+        source: where it is from.
+        folder: where it is for now.
+        spec: what loads it, with ``{}`` in place of the folder.
+        model: its target, and ``target`` what that was loaded from.
+        tokenizer: the target's, if it has one.
+    """
+
+    source: Path
+    folder: Path
+    spec: str
+    model: LanguageModel
+    target: str
+    tokenizer: Any
+
+
+Check = Callable[[Imported], Mapping[str, Any]]
+"""Looks at a new drafter; gives more of the report, ``warnings`` among it, and raises ``ValueError`` to refuse it."""
+
+
+def export_drafter(
+    drafter: str,
+    out: str | Path,
+    format: str | None = None,
+    target: str | Path = BUILTIN,
+    engine: str | None = None,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Write a drafter in a layout that other projects read; the folder appears whole or not at all.
+
+    Args:
+        drafter: spec ``METHOD[:FOLDER]``; for ``early_exit`` and ``layer_skip`` with their options.
+        out: a new or an empty folder.
+        format: name of the layout; the engine's or the usual one by default.
+        target: the model that the drafter belongs to (``builtin``, a folder or a hub id).
+        engine: ``vllm``, ``sglang`` or ``huggingface``: refuse what it cannot load, and say how to start it.
+        force: replace an earlier drafter at ``out``.
+
+    Returns:
+        ``method``, ``format``, ``out``, ``files``, ``bytes``, ``engine``, ``ready`` (what to pass to the engine, or
+        ``None``) and ``warnings``.
+
+    Raises:
+        ValueError: an unknown name, a drafter for another target, or one that the layout cannot hold.
+        OSError: ``out`` cannot be written.
+    """
+    spec = parse_spec(drafter)
+    layout = find_layout(find("drafter", spec.name).name, format, engine)
+    writer = layout.load()
+    place = Path(out).expanduser()
+    with new_folder(place, force, [*writer.inputs(spec, str(target)), *_folder(target)]) as folder:
+        writer.write_folder(spec, Target.open(str(target)), folder)
+        ready = None if engine is None else ready_line(engine, layout.method, place, folder)
+        report = _report(layout, place, folder)
+    return {**report, "engine": engine, "ready": ready, "warnings": [*_warnings(layout, engine), *writer.warnings]}
+
+
+def import_drafter(
+    source: str | Path,
+    out: str | Path,
+    target: str | Path = BUILTIN,
+    method: str = "auto",
+    force: bool = False,
+    check: Check | None = None,
+) -> dict[str, Any]:
+    """Read a drafter in a public layout, check it against its target, and write it as ours.
+
+    Args:
+        source: the folder (or, for lists of layers, the JSON file).
+        out: a new or an empty folder.
+        target: the model that the drafter belongs to (``builtin``, a folder or a hub id).
+        method: what it is; ``auto`` finds out.
+        force: replace an earlier drafter at ``out``.
+        check: looks at it before it is put there, such as
+            :class:`foretoken.lab.acceptance.AcceptanceCheck`, which drafts with it.
+
+    Returns:
+        ``method``, ``format``, ``out``, ``files``, ``bytes``, ``drafter`` (the spec that loads it), ``warnings``, and
+        what the check found.
+
+    Raises:
+        ValueError: no known layout, another target, missing, superfluous or misshapen tensors, pickled weights, or the
+            check refuses it.
+        OSError: ``out`` cannot be written.
+    """
+    found = Found(Path(source))
+    layout, reader = _recognise(found, method)
+    place = Path(out).expanduser()
+    if set(",()") & set(str(place.absolute())):
+        raise ValueError(f"{place} has a comma or a parenthesis in its path, which a drafter's spec cannot hold")
+    with new_folder(place, force, [found.path, *_folder(target)]) as folder:
+        opened = Target.open(str(target))
+        spec = reader.read_folder(found, opened, folder)
+        parts = {"target_source": str(target), "tokenizer": opened.tokenizer}
+        build_drafter(spec.format(folder), opened.model, **parts)  # it loads
+        told: Mapping[str, Any] = {}
+        if check is not None:
+            told = check(
+                Imported(found.path, folder, spec, opened.model, target=str(target), tokenizer=opened.tokenizer)
+            )
+        report = _report(layout, place, folder)
+    warnings = [*reader.warnings, *told.get("warnings", ())]
+    return {**report, **told, "drafter": spec.format(place), "warnings": warnings}
+
+
+def _recognise(found: Found, method: str) -> tuple[Layout, Format]:
+    for layout in LAYOUTS if method == "auto" else layouts_of(method):
+        reader = layout.load()
+        if reader.recognises(found):
+            return layout, reader
+    inner = next((path for path in _subfolders(found.path) if drafter_kind(path)), None)
+    if inner is not None:
+        raise ValueError(f"{found.path} is no drafter, and its subfolder {inner.name} holds a drafter: import {inner}")
+    if (found.path / "config.json").exists():
+        found.check_whole()
+    kind = found.config.get("speculators_model_type") or class_of(found.config) or "no config.json"
+    wanted = ", ".join(methods()) if method == "auto" else method
+    raise ValueError(f"{found.path} ({kind}) is in no layout that can be imported as {wanted}: see docs/formats.md")
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def _folder(source: str | Path) -> list[Path]:
+    """A target's folder, when it is one."""
+    path = Path(source).expanduser()
+    return [path] if str(source) != BUILTIN and path.is_dir() else []
+
+
+def _warnings(layout: Layout, engine: str | None) -> list[str]:
+    said = layout.engines.get(engine or "", "")
+    return [said] if said else []
+
+
+def _report(layout: Layout, out: Path, folder: Path) -> dict[str, Any]:
+    files = sorted(folder.iterdir())
+    return {
+        "method": layout.method,
+        "format": layout.name,
+        "out": str(out),
+        "files": [file.name for file in files],
+        "bytes": sum(file.stat().st_size for file in files),
+    }

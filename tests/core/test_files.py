@@ -1,0 +1,87 @@
+"""Files and folders appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from foretoken.core.io.files import checksum, replacing, save_described, write_json, write_text
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_files_are_written(tmp_path: Path) -> None:
+    assert write_text(tmp_path / "c.txt", "é").read_text(encoding="utf-8") == "é"
+    assert json.loads(write_json(tmp_path / "a/d.json", {"x": [1]}).read_text()) == {"x": [1]}
+    assert names(tmp_path) == {"a", "c.txt"} and names(tmp_path / "a") == {"d.json"}
+    with pytest.raises(FileNotFoundError):
+        write_text(tmp_path / "none/c.txt", "a wrong path is said, not made")
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_is_broken_off_leaves_what_was_there(folder: bool, raised: BaseException, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    for text in ("old", "new"):
+        with replacing(place) as draft:
+            draft.mkdir() if folder else None
+            (draft / "x" if folder else draft).write_text(text)
+    with pytest.raises(type(raised)), replacing(place) as draft:
+        draft.mkdir() if folder else None
+        (draft / "y" if folder else draft).write_text("half")
+        raise raised
+    assert names(tmp_path) == {"place"} and (place / "x" if folder else place).read_text() == "new"
+    assert not folder or names(place) == {"x"}
+
+
+def test_an_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place/x").write_text("old")
+
+    def fails(self: Path, other: Path) -> Path:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+        patch.setattr(Path, "replace", fails)
+        with replacing(tmp_path / "place") as draft:
+            draft.mkdir()
+    assert names(tmp_path) == {"place"} and (tmp_path / "place/x").read_text() == "old"
+
+
+def test_a_draft_that_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:
+    with replacing(tmp_path / "place") as draft:
+        draft.touch()
+        left = draft
+    (tmp_path / "place").unlink()
+    (left / "deep").mkdir(parents=True)
+    with replacing(tmp_path / "place") as draft:
+        draft.mkdir()
+    assert names(tmp_path) == {"place"} and names(tmp_path / "place") == set()
+
+
+def test_a_tensor_file_that_cannot_be_written_names_its_place(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"cannot write .*w\.safetensors: .*No space"):  # noqa: SIM117
+        with replacing(tmp_path / "w.safetensors"):
+            raise SafetensorError("I/O error: No space left on device")
+
+
+def test_weights_and_what_describes_them(tmp_path: Path) -> None:
+    save_described(tmp_path, ("w.safetensors", {"a": torch.ones(2)}), ("about.json", {"b": 1}))
+    assert names(tmp_path) == {"w.safetensors", "about.json"}
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], torch.ones(2))
+    modes = {(tmp_path / name).stat().st_mode for name in names(tmp_path)}
+    assert len(modes) == 1, "who may read one may read the other"
+
+
+def test_checksums() -> None:
+    assert checksum("a") == checksum(b"a") != checksum("b")
+    assert len(checksum("a", 4)) == 8

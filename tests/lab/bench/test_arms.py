@@ -1,0 +1,201 @@
+"""Arms of other engines run the same weights and say how long decoding took."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.lab.bench.arm_context import ArmContext, ArmRun, unpacked
+from foretoken.lab.bench.arms import is_foreign, make_arm
+from foretoken.lab.bench.transformers_arms import RoundClock, run_of
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.linear.layouts import usable_layouts
+from foretoken.models.linear.packing import PackedLinear, Packing, pack_linears
+from foretoken.models.other.table import TableModel
+from toys import llama
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 1, 4]
+
+
+@pytest.fixture
+def context() -> ArmContext:
+    return ArmContext(HuggingFaceModel(llama()), "a toy")
+
+
+@pytest.fixture
+def with_draft(context: ArmContext, tmp_path: Any) -> str:
+    llama(noise=0.2).save_pretrained(tmp_path / "draft")
+    return str(tmp_path / "draft")
+
+
+@pytest.mark.parametrize("spec", ["none", "ngram,n=2,k=4", "transformers:plain", "transformers:prompt_lookup,k=4,n=2"])
+def test_greedy_ids_are_the_same(spec: str, context: ArmContext) -> None:
+    plain = make_arm("none", context).generate(PROMPT, 20, 0.0, 0)
+    run = make_arm(spec, context).generate(PROMPT, 20, 0.0, 0)
+    assert run.token_ids == plain.token_ids
+    assert len(run.token_ids) == 20
+    assert run.seconds > 0 and run.prefill_s > 0 and run.tokens_per_s > 0
+
+
+@pytest.mark.parametrize("options", ["", ",k=3", ",k=3,threshold=0.5", ",k=3,schedule=heuristic"])
+def test_assisted(options: str, context: ArmContext, with_draft: str) -> None:
+    plain = make_arm("none", context).generate(PROMPT, 16, 0.0, 0)
+    arm = make_arm(f"transformers:assisted,draft={with_draft},dtype=float64{options}", context)
+    run = arm.generate(PROMPT, 16, 0.0, 0)
+    assert run.token_ids == plain.token_ids
+    assert run.mean_acceptance_length is not None and run.mean_acceptance_length >= 1.0
+
+
+def test_assisted_settings(context: ArmContext, with_draft: str) -> None:
+    fixed: Any = make_arm(f"transformers:assisted,draft={with_draft},k=3", context)
+    settings = fixed.assistant.generation_config
+    assert (settings.num_assistant_tokens, settings.assistant_confidence_threshold) == (3, 0.0)
+    assert settings.num_assistant_tokens_schedule == "constant"
+    left: Any = make_arm(f"transformers:assisted,draft={with_draft}", context)
+    assert left.assistant.generation_config.assistant_confidence_threshold != 0.0
+
+
+def test_a_perfect_draft_is_accepted_whole(context: ArmContext, tmp_path: Any) -> None:
+    llama().save_pretrained(tmp_path)
+    run = make_arm(f"transformers:assisted,draft={tmp_path},k=3,dtype=float64", context).generate(PROMPT, 20, 0.0, 0)
+    assert run.mean_acceptance_length == 4.0
+
+
+@pytest.mark.parametrize("spec", ["none", "transformers:plain"])
+def test_a_seed_fixes_samples(spec: str, context: ArmContext) -> None:
+    arm = make_arm(spec, context)
+    one, same, other = (arm.generate(PROMPT, 16, 1.0, seed).token_ids for seed in (0, 0, 1))
+    assert one == same != other
+
+
+def test_end_of_text_is_passed_over_unless_told() -> None:
+    model = llama()
+    target = HuggingFaceModel(model)
+    first = make_arm("none", ArmContext(target, "a toy")).generate(PROMPT, 4, 0.0, 0).token_ids
+    model.generation_config.eos_token_id = first[1]
+    try:
+        ended = HuggingFaceModel(model)
+        for spec in ("none", "transformers:plain"):
+            stopping = make_arm(spec, ArmContext(ended, "a toy", ignore_eos=False))
+            assert stopping.generate(PROMPT, 4, 0.0, 0).token_ids == first[: first.index(first[1]) + 1]
+            assert make_arm(spec, ArmContext(ended, "a toy")).generate(PROMPT, 4, 0.0, 0).token_ids == first
+    finally:
+        model.generation_config.eos_token_id = None
+
+
+def test_rounds_are_counted_from_the_streamer() -> None:
+    clock = RoundClock()
+    clock.put(torch.zeros(1, 5))  # the prompt
+    clock.rounds = [(0.5, 1), (0.7, 3), (1.0, 2)]
+    run = run_of([1, 2, 3, 4, 5, 6], clock)
+    assert run == ArmRun([1, 2, 3, 4, 5, 6], 0.5, 5, 0.5, 2.5)
+    assert run.tokens_per_s == 10.0
+
+
+def test_one_token_has_no_rate() -> None:
+    clock = RoundClock()
+    clock.rounds = [(0.5, 1)]
+    assert run_of([1], clock).tokens_per_s == 0.0
+
+
+def test_packed_weights_are_unpacked() -> None:
+    import copy
+
+    model = copy.deepcopy(llama()).bfloat16()
+    layout = usable_layouts(torch.bfloat16)[-1]
+    if layout == "plain":
+        pytest.skip("this machine has no packed bfloat16 layers")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert pack_linears(model, Packing(layout)) > 0
+    plain = unpacked(model)
+    assert not any(isinstance(module, PackedLinear) for module in plain.modules())
+    assert any(isinstance(module, PackedLinear) for module in model.modules())
+    found = plain.state_dict()
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], before[name]) for name in before)
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("transformers:fast", "transformers:plain, transformers:assisted, transformers:prompt_lookup"),
+        ("llama.cpp:fast", "llama.cpp:plain, llama.cpp:prompt_lookup, llama.cpp:draft"),
+        ("transformers:prompt_lookup,depth=3", "valid ones: .*k, n"),
+        ("transformers:assisted", "draft=PATH"),
+        ("transformers:assisted,draft=x,schedule=never", "constant, heuristic"),
+        ("nothing", "unknown drafter"),
+    ],
+)
+def test_bad_specs(spec: str, words: str, context: ArmContext) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_arm(spec, context)
+
+
+def test_a_table_model_has_no_other_engine() -> None:
+    with pytest.raises(ValueError, match="needs a Transformers target"):
+        make_arm("transformers:plain", ArmContext(TableModel.random(4)))
+
+
+def test_without_llama_cpp(context: ArmContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "llama_cpp":
+            raise ModuleNotFoundError("No module named 'llama_cpp'", name="llama_cpp")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ValueError, match="pip install llama-cpp-python") as error:
+        make_arm("llama.cpp", context)
+    assert "\n" not in str(error.value)
+
+
+def test_is_foreign() -> None:
+    assert is_foreign("transformers:plain") and is_foreign("llama.cpp") and is_foreign("llama.cpp:draft,k=3")
+    assert not is_foreign("model:./transformers,k=3") and not is_foreign("ngram")
+
+
+# -- llama.cpp -------------------------------------------------------------------------------------------------------
+
+
+def test_gguf_holds_the_weights(tmp_path: Any) -> None:
+    gguf = pytest.importorskip("gguf")
+    import copy
+
+    from foretoken.lab.bench.gguf_export import write_gguf
+
+    model = copy.deepcopy(llama()).float()
+    write_gguf(model, tmp_path / "m.gguf")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    assert torch.equal(found["output.weight"], model.lm_head.weight)
+    assert torch.equal(found["blk.1.ffn_up.weight"], model.model.layers[1].mlp.up_proj.weight)
+    query = model.model.layers[0].self_attn.q_proj.weight  # 4 heads of 4: halves 0 1 | 2 3 become neighbours
+    assert torch.equal(found["blk.0.attn_q.weight"][:4], query[[0, 2, 1, 3]])
+
+
+def test_gguf_refuses_float64(tmp_path: Any) -> None:
+    pytest.importorskip("gguf")
+    from foretoken.lab.bench.gguf_export import write_gguf
+
+    with pytest.raises(ValueError, match="dtype=bfloat16 or float32"):
+        write_gguf(llama(), tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("spec", ["llama.cpp", "llama.cpp:prompt_lookup,k=4", "llama.cpp:draft,k=4"])
+def test_llama_cpp_says_the_same(spec: str) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    from foretoken.loading import load_model, load_tokenizer
+
+    context = ArmContext(load_model("builtin", dtype="float32"))
+    ids = load_tokenizer("builtin")("def fib(n):\n    a, b = 0, 1\n")["input_ids"]
+    run = make_arm(spec, context).generate(ids, 16, 0.0, 0)
+    assert run.token_ids == make_arm("none", context).generate(ids, 16, 0.0, 0).token_ids
+    assert run.mean_acceptance_length is not None and run.mean_acceptance_length >= 1.0

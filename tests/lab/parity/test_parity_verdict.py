@@ -1,0 +1,115 @@
+"""What the report says: how many texts are equal and why others are not, and nothing of what was not tried."""
+
+from __future__ import annotations
+
+import pytest
+from parity_toys import Planted, Wavering, models
+
+from foretoken.lab.parity.report import Check, Report, Settings
+from foretoken.lab.parity.run import run_parity
+from foretoken.lab.parity.verdict import verdict
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.scripted import ScriptedDrafter
+from foretoken.models.base import LanguageModel
+
+TIED = [[1, 1, 1, 1]]
+
+
+def report_on(target: LanguageModel, *drafters: Drafter, prompts: list[list[int]] = TIED, **more: object) -> Report:
+    settings = {"max_new_tokens": 8, "samples": 0, "controller": "constant", "modes": ["greedy"], **more}
+    return run_parity(target, None, drafters, prompts, Settings(**settings))  # type: ignore[arg-type]
+
+
+def words(report: Report) -> list[str]:
+    return [remark.text for remark in verdict(report)]
+
+
+def test_texts_that_differ_by_a_tie_are_counted_with_gaps_and_the_reason() -> None:
+    report = report_on(Wavering(), NgramDrafter())
+    assert report.passed and report.public()["ties"] == 1
+    equality, outcome = words(report)
+    assert equality.startswith(
+        "0 of 1 texts are equal to plain decoding's; 1 differs from a numerical tie on (logit gap"
+    )
+    assert equality.endswith(": this model is exact up to rounding here (said by this test)")
+    assert outcome.startswith("passed up to rounding: 1 of 1 texts differ from plain decoding's, all of them from")
+
+
+def test_a_tie_breaks_the_promise_of_a_bitwise_target() -> None:
+    report = report_on(Wavering("bitwise"), NgramDrafter())
+    assert not report.passed and report.checks[0].ties == 0 and report.checks[0].differences == 1
+    assert "must not have" in report.checks[0].notes[0]
+    equality, outcome = words(report)
+    assert "1 differs from a numerical tie on: a broken promise" in equality and "said by this test" in equality
+    assert outcome == "FAILED: this model is said to be exact to the last bit, and is not"
+
+
+def test_other_kernels_may_tie_with_a_bitwise_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = [2, 1, 1, 1, 1, 1, 1, 1]
+    monkeypatch.setattr("foretoken.lab.parity.run.transformers_output", lambda *_: outside)
+    target = Wavering("bitwise")
+    monkeypatch.setattr(target, "forward", super(Wavering, target).forward)  # it keeps its own promise
+    report = report_on(target, NgramDrafter(), modes=["greedy", "transformers"])
+    assert report.passed and report.public()["ties"] == 2
+    plain, other, outcome = words(report)
+    assert plain == "all 1 texts are equal to plain decoding's, token by token"
+    assert other.startswith(
+        "0 of 2 texts are equal to those of transformers.generate; 2 differ from a numerical tie on"
+    )
+    assert "its kernels are others" in other
+    assert outcome == (
+        "passed: speculation does not change what this target says; 2 differ from transformers.generate's texts from "
+        "numerical ties on"
+    )
+
+
+def test_equal_texts_pass_without_a_word_of_ties() -> None:
+    report = report_on(models()[0], Planted(), prompts=[[0, 1], [2]])
+    assert words(report) == [
+        "all 2 texts are equal to plain decoding's, token by token",
+        "passed: speculation does not change what this target says",
+    ]
+
+
+def test_a_drafter_that_drafted_nothing_was_not_tried() -> None:
+    report = report_on(models()[0], ScriptedDrafter(), prompts=[[0, 1], [2]])
+    first, last = words(report)
+    assert first.startswith("scripted drafted nothing on these prompts: it was not tried")
+    assert last == "nothing was drafted on these prompts: whether speculation changes anything was not tried"
+
+
+def test_texts_of_a_drafter_that_drafted_nothing_are_not_counted() -> None:
+    report = report_on(models()[0], ScriptedDrafter(), Planted(), prompts=[[0, 1], [2]])
+    assert report.public()["prompts"] == 4  # of all checks
+    found = words(report)
+    assert found[0].startswith("scripted drafted nothing")
+    assert found[1] == "all 2 texts are equal to plain decoding's, token by token"
+
+
+def test_a_check_in_which_nothing_was_drafted_is_named() -> None:
+    checks = [Check("ngram", "greedy", "greedy", 4, 4, drafted=9), Check("ngram", "greedy", "stop", 8, 8)]
+    found = words(Report(checks, complete=True, done=2, planned=2))
+    assert found[0].startswith("ngram drafted nothing in stop: it was not tried there")
+    assert found[1].startswith("all 4 texts")
+
+
+def test_an_unfinished_run_says_how_far_it_came() -> None:
+    report = Report([Check("ngram", "greedy", "greedy", 4, 3, ties=1, drafted=9, gaps=[1e-3])], done=1, planned=6)
+    assert (
+        words(report)[-1]
+        == "stopped before the end, after 1 of 6 checks: 1 numerical tie so far, the rest is not known"
+    )
+    assert not report.passed
+
+
+def test_an_unfinished_run_with_a_difference_has_failed_and_says_so() -> None:
+    report = Report([Check("ngram", "greedy", "greedy", 4, 3, differences=1, drafted=9)], done=1, planned=6)
+    found = words(report)
+    assert found[0] == "3 of 4 texts are equal to plain decoding's; 1 differs in a way that rounding does not explain"
+    assert found[-1].startswith("FAILED") and found[-1].endswith("only 1 of 6 checks were run")
+
+
+def test_gaps_have_their_range() -> None:
+    check = Check("ngram", "greedy", "greedy", 4, 2, ties=2, drafted=9, gaps=[0.25, 0.5])
+    assert "2 differ from a numerical tie on (logit gaps 0.25 to 0.5)" in words(Report([check], complete=True))[0]

@@ -1,0 +1,220 @@
+"""Pictures of runs: what they say is what happened, they load nothing, and they are well-formed."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from foretoken.core.sampling import SamplingParams
+from foretoken.engine.output import Output, output_of
+from foretoken.engine.request import Request
+from foretoken.engine.trace import RoundTrace
+from foretoken.lab.report.show import page, picture
+from foretoken.lab.report.show.lines import lines_of
+from foretoken.lab.report.show.run import Shown, shown
+from foretoken.lab.report.show.texts import token_text, visible
+from foretoken.lab.report.show.tree import draw_tree
+from foretoken.lab.report.show.why import deciding_tests, passed, statuses
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.lookahead import LookaheadDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.registry import make
+from toys import engine, serve, tables
+
+PROMPT = [0, 1, 2, 3, 0, 1]
+FACTS = [("target", "a toy"), ("drafter", "<b>&")]
+CASES = {
+    "greedy": ("tree", "greedy", 0.0),
+    "coupled": ("tree", "coupled", 1.0),
+    "match": ("chain", "match", 1.0),
+    "rejection": ("chain", "rejection", 1.0),
+    "block": ("chain", "block", 1.0),
+    "multi_round": ("iid", "multi_round", 1.0),
+    "without_replacement": ("tree", "without_replacement", 1.0),
+    "kseq": ("iid", "kseq", 1.0),
+    "traversal": ("tree", "traversal", 1.0),
+    "point": ("ngram", "point", 1.0),
+    "probes": ("probes", "point", 1.0),
+}
+each_case = pytest.mark.parametrize("case", list(CASES))
+
+
+def drafter(name: str) -> Drafter:
+    draft = tables()[1]
+    return {
+        "chain": lambda: ModelDrafter(draft, k=3),
+        "tree": lambda: ModelDrafter(draft, tree="2x2x1"),
+        "iid": lambda: ModelDrafter(draft, tree="2x2x1", draw="iid"),
+        "ngram": lambda: NgramDrafter(n=2, k=3),
+        "probes": lambda: LookaheadDrafter(w=3, n=3, g=2),
+    }[name]()
+
+
+def output(case: str, tokens: int = 25) -> Output:
+    name, rule, temperature = CASES[case]
+    busy = engine(tables()[0], drafter(name), make("verifier", rule))
+    seed = 5 if rule == "coupled" else None
+    request = Request(PROMPT, SamplingParams(temperature), tokens, seed=seed, explain=True)
+    (run,) = serve(busy, [request])
+    return output_of(run, None)
+
+
+def test_a_child_whose_turn_did_not_come_is_not_called_rejected() -> None:
+    """Equal siblings are gone on from together: the child of one is accepted before the other's are tried."""
+    for seed in range(12):  # the tenth has one
+        torch.manual_seed(seed)
+        for one in run_of("multi_round", 60).rounds:
+            assert all("u = " in node.why for node in one.nodes if node.status == "rejected")
+
+
+def run_of(case: str, tokens: int = 25) -> Shown:
+    return shown(output(case, tokens), None, "a prompt", FACTS)
+
+
+@each_case
+def test_every_token_of_the_text_is_in_the_round_that_wrote_it(case: str) -> None:
+    out = output(case)
+    run = shown(out, None, "", ())
+    words = [word for one in run.rounds for word in one.words]
+    assert [word.text for word in words] == [f"{token} " for token in out.token_ids]
+    assert [word.origin for word in words] == out.origins
+
+
+@each_case
+def test_statuses_are_what_the_trace_says(case: str) -> None:
+    seen = set()
+    for one in run_of(case).rounds:
+        found = statuses(one.trace)
+        seen |= set(found)
+        assert [i for i, status in enumerate(found) if status == "accepted"] == list(one.trace.accepted)
+        assert [i for i, status in enumerate(found) if status == "probe"] == list(one.trace.probes)
+        for i, status in enumerate(found):  # nothing can be rejected on the way that was never gone
+            above = found[one.trace.parents[i]] if i else "root"
+            if status == "rejected" and one.trace.verifier not in ("block", "traversal", "kseq", "multi_round"):
+                assert above in ("root", "accepted")
+    assert {"root", "accepted", "rejected"} <= seen
+    assert ("probe" in seen) == (case == "probes")
+
+
+@pytest.mark.parametrize("case", ["rejection", "multi_round", "without_replacement", "kseq", "point"])
+def test_every_test_finds_its_node(case: str) -> None:
+    for one in run_of(case, 60).rounds:
+        found = deciding_tests(one.trace)
+        assert list(found.values()) == one.trace.tests  # all of them, in order
+        status = statuses(one.trace)
+        for node, toss in found.items():
+            twins = [i for i in one.trace.accepted if one.trace.tokens[i] == one.trace.tokens[node]]
+            again = twins and (status[node] == "untried" or case == "kseq")
+            assert (status[node] == "accepted") == passed(toss) or again
+        for node in one.nodes:
+            if node.status == "rejected":
+                assert "u = " in node.why and "≥" in node.why, node
+
+
+def test_reasons_are_true() -> None:
+    for one in run_of("rejection", 60).rounds:
+        for node in one.reasons:
+            assert node.p is not None and node.q is not None
+            ratio = node.p / node.q
+            if "at least 1" in node.why:
+                assert ratio >= 1.0
+            else:
+                u, sign, shown_ratio = re.fullmatch(r"\w+: u = (\S+) ([<≥]) p/q = (\S+)", node.why).groups()  # type: ignore[union-attr]
+                assert float(shown_ratio) == pytest.approx(ratio, rel=0.06)
+                assert sign == ("<" if node.status == "accepted" else "≥")
+                assert 0 <= float(u) <= 1
+
+
+def test_what_the_target_took_is_named() -> None:
+    for case in ("greedy", "coupled"):
+        for one in run_of(case).rounds:
+            for node in one.nodes:
+                if node.status == "rejected":
+                    taken = node.why.split("is ")[1].strip("'")
+                    sibling = [n for n in one.trace.accepted if one.trace.parents[n] == node.parent]
+                    wanted = one.trace.tokens[sibling[0]] if sibling else one.trace.next_token
+                    assert taken == str(wanted) != node.text
+
+
+@each_case
+def test_pages_load_nothing_and_show_every_round(case: str) -> None:
+    run = run_of(case)
+    text = page.render(run)
+    assert not re.search(r"https?://|src=|url\(|@import|<script|<link", text)
+    assert text.count("<section") == len(run.rounds) == text.count('id="round-')
+    assert "&lt;b&gt;&amp;" in text and "<b>" not in text
+    body = text.split("<body>")[1].split("</body>")[0]
+    ElementTree.fromstring(f"<body>{body}</body>")
+    ribbon = re.sub(r"<[^>]*>", "", body.split('class="ribbon">')[1].split("</div>")[0])
+    assert html.unescape(ribbon) == "a prompt" + "".join(w.text for one in run.rounds for w in one.words)
+
+
+@each_case
+def test_pictures_are_whole_svg_files(case: str) -> None:
+    run = run_of(case)
+    for index in (0, run.best(), len(run.rounds) - 1):
+        text = picture.render(run, index)
+        root = ElementTree.fromstring(text)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert re.sub(r'xmlns="[^"]*"', "", text).find("http") == -1
+        wide, high = (float(root.attrib[name]) for name in ("width", "height"))
+        for box in root.iter("{http://www.w3.org/2000/svg}rect"):
+            if box.get("x") is not None:
+                assert float(box.attrib["x"]) + float(box.attrib["width"]) <= wide
+                assert float(box.attrib["y"]) + float(box.attrib["height"]) <= high
+    with pytest.raises(ValueError, match=f"there is no round 999: the run has {len(run.rounds)}"):
+        picture.render(run, 998)
+
+
+def test_the_best_round_has_accepted_and_rejected_tokens() -> None:
+    run = run_of("rejection", 60)
+    kinds = {node.status for node in run.rounds[run.best()].nodes}
+    assert {"accepted", "rejected"} <= kinds
+
+
+def test_boxes_do_not_overlap() -> None:
+    for one in run_of("traversal").rounds:
+        drawn = draw_tree(one.nodes, one.next_token).markup
+        found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', drawn)
+        boxes = [tuple(map(float, box)) for box in found]
+        assert len(boxes) == len(one.nodes) + 1
+        for i, (x, y, w, h) in enumerate(boxes):
+            for x2, y2, w2, h2 in boxes[i + 1 :]:
+                assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
+
+
+def test_lines_of_a_tree() -> None:
+    trace = RoundTrace(
+        0, [7, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [None] * 5, [None] * 5, [1], 9, False, "model", verifier="greedy"
+    )  # fmt: skip
+    out = Output("", [1, 9], "length", None, ["accepted", "recovered"], rounds=[trace])  # type: ignore[arg-type]
+    (one,) = shown(out, None, "", ()).rounds
+    assert [(line.branch + line.text, line.kind) for line in lines_of(one)] == [
+        ("7", "root"),
+        ("├─ 1", "accepted"),
+        ("│  ├─ 9", "recovered"),
+        ("│  └─ 3", "rejected"),
+        ("└─ 2", "rejected"),
+    ]
+    assert one.caption.startswith("model: 4 drafted, 1 accepted; recovered: '9' in place")
+
+
+def test_tokens_are_shown_as_they_are() -> None:
+    assert visible(" a\n\t") == "·a⏎⇥"
+    assert visible("") == "∅"
+    assert visible("\x00\x1b\x7f\ud800") == "␀␛␡?"
+    assert len(visible("x" * 50)) == 16
+    assert token_text(None, 5) == "5"
+
+
+def test_an_output_without_rounds_says_what_to_do() -> None:
+    out: Any = replace(output("greedy"), rounds=[])
+    with pytest.raises(ValueError, match="generate with explain=True"):
+        shown(out, None, "", ())

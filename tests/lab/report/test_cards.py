@@ -1,0 +1,205 @@
+"""Cards: what is written is read back, what was changed is refused by name, and the page shows and filters them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from foretoken.lab.bench.summary import BenchResult
+from foretoken.lab.report.cards.card import Card, checksum_of, fault_of, read_card, read_cards, to_json
+from foretoken.lab.report.cards.page import equality, matrix_name, render, write_page
+from foretoken.lab.report.cards.written import card_of, fingerprint, origin, without_folders
+
+
+def figure(method: str = "ngram", speedup: float = 1.5, **more: Any) -> dict[str, Any]:
+    return {
+        "method": method, "drafter": f"{method},k=4", "controller": "auto", "verifier": "auto", "fingerprint": None,
+        "temperature": 0.0, "batch": 1, "plain_tokens_per_s": 20.0, "tokens_per_s": 20.0 * speedup,
+        "speedup": speedup, "speedup_ci95": [speedup - 0.1, speedup + 0.1], "tokens_per_round": 2.5,
+        "prefill_s": 0.05, "ttft_s": None, "equality": {"identical": 4, "ties": 0, "differences": 0}, **more,
+    }  # fmt: skip
+
+
+def card(cpu: str = "A <CPU>", model: str = "tiny", *figures: dict[str, Any]) -> Card:
+    return Card(
+        "2026-11-26",
+        {"name": model, "kind": "gguf", "fingerprint": "sha256:0", "weights": "4 bits", "forward": "native",
+         "exactness": "bitwise", "quantize": None, "inflate": None,
+         "backend": "auto"},
+        {"cpu": cpu, "cores": 2, "threads": 2, "matrix": ["avx2", "avx512f", "avx512_bf16"], "gpus": [],
+         "kernels": "compiled", "load": 0.1},
+        {"foretoken": "1", "torch": "2", "transformers": "5"},
+        {"prompts_sha256": "0", "categories": {"code": 4}, "max_new_tokens": 8, "repeat": 1, "seed": 0},
+        list(figures) or [figure()],
+    )  # fmt: skip
+
+
+def put(folder: Path, name: str, text: str) -> Path:
+    file = folder / f"{name}.json"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def signed(body: dict[str, Any]) -> str:
+    """A body with a right checksum: what another program could have written."""
+    body = {key: value for key, value in body.items() if key != "checksum"}
+    return json.dumps({**body, "checksum": checksum_of(body)})
+
+
+def test_a_card_is_read_back_however_it_is_laid_out(tmp_path: Path) -> None:
+    text = to_json(card())
+    assert read_card(put(tmp_path, "a", text)) == card()
+    assert read_card(put(tmp_path, "b", json.dumps(json.loads(text), indent=8, sort_keys=True))) == card()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"speedup": 1.5', '"speedup": 9.5', "was edited after it was written"),
+        ('"cpu": "A <CPU>"', '"cpu": "another"', "was edited after it was written"),
+        ('"version": 1,', '"version": 2,', "is a card of version 2, and this foretoken reads version 1"),
+        ('"kind": "foretoken benchmark card"', '"kind": "a letter"', "is no benchmark card"),
+        ('"speedup": 1.5', '"speedup": NaN', "is no JSON, so no card"),
+        ('"speedup": 1.5,', '"speedup": 1.5', "is no JSON (line "),
+    ],
+)
+def test_changed_and_broken_cards_are_one_line(tmp_path: Path, old: str, new: str, words: str) -> None:
+    text = to_json(card())
+    assert old in text
+    file = put(tmp_path, "mine", text.replace(old, new))
+    with pytest.raises(ValueError, match=re.escape(words)) as told:
+        read_card(file)
+    assert str(told.value).startswith(f"{file} ") and "\n" not in str(told.value)
+
+
+def change(body: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
+    *path, last = where.split("/")
+    place: Any = body
+    for key in path:
+        place = place[int(key) if isinstance(place, list) else key]
+    place[last] = value
+    return body
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "words"),
+    [
+        ("figures", [], "a list of 'figures'"),
+        ("model/fingerprint", None, "model has no right 'fingerprint'"),
+        ("machine/matrix", [3], "'matrix' and 'gpus' are lists of names"),
+        ("machine/cores", True, "machine has no right 'cores'"),
+        ("figures/0/speedup", "fast", "figure 1 has no right 'speedup'"),
+        ("figures/0/tokens_per_s", -1, "figure 1 has a speed that is not above 0"),
+        ("figures/0/speedup_ci95", [1.0], "'speedup_ci95' is two numbers"),
+        ("figures/0/equality", {"identical": 3}, "'equality' counts identical, ties, differences"),
+        ("more", 1, "its parts must be"),
+    ],
+)
+def test_a_card_that_lacks_something_says_what(tmp_path: Path, where: str, value: Any, words: str) -> None:
+    """With a right checksum, as another program may write it."""
+    file = put(tmp_path, "theirs", signed(change(json.loads(to_json(card())), where, value)))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_card(file)
+
+
+def test_our_own_cards_have_nothing_wrong() -> None:
+    body = json.loads(to_json(card()))
+    for name in ("kind", "version", "checksum"):
+        del body[name]
+    assert fault_of(body) is None
+
+
+def test_bad_cards_are_left_out_by_name_and_said(tmp_path: Path) -> None:
+    put(tmp_path, "good", to_json(card()))
+    put(tmp_path, "edited", to_json(card()).replace("1.5", "2.5"))
+    put(tmp_path, "broken", "{")
+    cards, faults = read_cards(tmp_path)
+    assert [name for name, _ in cards] == ["good"]
+    assert ["broken.json" in faults[0], "edited.json was edited" in faults[1]] == [True, True]
+    out = tmp_path / "page.html"
+    assert write_page(tmp_path, out) == (1, 1, faults)
+    text = out.read_text()
+    assert "left out: edited.json was edited" in text and str(tmp_path) not in text
+    with pytest.raises(ValueError, match="no such folder of cards"):
+        read_cards(tmp_path / "no")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no cards"):
+        read_cards(tmp_path / "empty")
+    put(tmp_path / "empty", "one", "[]")
+    with pytest.raises(ValueError, match=r"one\.json is no benchmark card"):
+        write_page(tmp_path / "empty", out)
+
+
+def test_the_page_loads_nothing_and_shows_every_figure() -> None:
+    cards = [("one", card("A <CPU>", "m1", figure("ngram", 1.5), figure("eagle3", 0.8))), ("two", card("B", "m2"))]
+    text = render(cards)
+    assert not re.search(r"https?://|src=|url\(|@import|<link", text)
+    body = text.split("<body>")[1].split("<script")[0]
+    root = ElementTree.fromstring(body)
+    lines = root.findall(".//tbody/tr")
+    assert [line.findall("td")[2].text for line in lines] == ["1.50", "1.50", "0.80"]
+    assert {line.attrib["data-method"] for line in lines} == {"ngram", "eagle3"}
+    assert len(root.findall(".//ul[@class='bars']/li")) == 3
+    assert [len(select.findall("option")) for select in root.findall(".//select")] == [3, 3, 3]
+    assert "A <CPU> (AVX512-BF16)" in {line.attrib["data-cpu"] for line in lines}
+
+
+def test_words() -> None:
+    assert [matrix_name(found) for found in (["avx2", "amx_bf16"], ["avx512f"], [])] == [
+        "AMX-BF16",
+        "AVX512",
+        "no AVX2",
+    ]
+    assert equality(None) == "need not be"
+    assert equality({"identical": 2, "ties": 1, "differences": 0}) == "2 of 3, 1 numerical tie"
+    assert equality({"identical": 2, "ties": 0, "differences": 1}) == "2 of 3, 1 DIFFER"
+
+
+def test_a_card_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    assert without_folders("/home/me/models/a.gguf") == "a.gguf"
+    assert without_folders("model:./drafts/d,k=3") == "model:d,k=3"
+    assert without_folders("cascade:/x/d,inner=(eagle3:~/heads/e,k=2)") == "cascade:d,inner=(eagle3:e,k=2)"
+    assert without_folders("eagle3:org/head-1") == "eagle3:org/head-1"
+    (tmp_path / "w").write_text("1")
+    with pytest.raises(ValueError, match="give --drafter"):
+        origin(str(tmp_path), {}, ["none"])
+    assert fingerprint({"a": "1", "b": "2"}) == fingerprint({"x": "2", "y": "1"}) != fingerprint({"a": "1"})
+
+
+def test_the_figures_are_those_of_the_run() -> None:
+    """Another engine's first time holds its first token; equality is counted over categories."""
+
+    def cell(arm: str, speed: float) -> dict[str, Any]:
+        return {"arm": arm, "temperature": 0.0, "batch": 1, "tokens_per_s": speed, "speedup": speed / 10,
+                "speedup_ci95": [1.0, 2.123456], "mean_acceptance_length": None}  # fmt: skip
+
+    arms = {"plain": 10.0, "ngram@constant,k=2": 15.0, "llama.cpp": 20.0}
+    summary = {
+        "runs_as": {"forward": "native", "weights": "4 bits", "exactness": "bitwise"},
+        "machine": {
+            "hardware": {"cpu": "c", "cores": 1, "cpu_flags": [], "gpus": [], "kernels": "no compiler"},
+            "threads": {"torch_threads": 1, "load": None}, "versions": {}, "dtype": "float32",
+        },
+        "settings": {"prompts": {"sha256": "0", "categories": {}}, "controller": "auto", "verifier": "auto",
+                     "max_new_tokens": 1, "ignore_eos": True, "repeat": 1, "seed": 0, "filters": {},
+                     "allow_lossy": False},
+        "overall": [cell(arm, speed) for arm, speed in arms.items()],
+        "prefill": [{"arm": arm, "temperature": 0.0, "batch": 1, "prefill_s": 0.25} for arm in arms],
+        "equality": [
+            {"arm": "ngram@constant,k=2", "temperature": 0.0, "batch": 1, "identical": n, "ties": 1, "differences": 0}
+            for n in (3, 4)
+        ],
+    }  # fmt: skip
+    about = origin("builtin", {"quantize": None, "inflate": None, "backend": "auto"}, list(arms)[1:])
+    ours, theirs = card_of(BenchResult([], summary), about).figures
+    assert (ours["method"], ours["drafter"], ours["controller"]) == ("ngram", "ngram", "constant,k=2")
+    assert (ours["plain_tokens_per_s"], ours["tokens_per_s"], ours["speedup_ci95"]) == (10.0, 15.0, [1.0, 2.123])
+    assert ours["equality"] == {"identical": 7, "ties": 2, "differences": 0} and theirs["equality"] is None
+    assert (ours["prefill_s"], ours["ttft_s"], theirs["prefill_s"], theirs["ttft_s"]) == (0.25, None, None, 0.25)
+    assert card_of(BenchResult([], summary), about).model["forward"] == "native"
+    assert theirs["method"] == "llama.cpp" and about.model["kind"] == "built-in"

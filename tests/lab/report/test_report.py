@@ -1,0 +1,691 @@
+"""The report: one safe file whose charts say what the run says."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.cli.main import main
+from foretoken.lab.bench.partial import Partial
+from foretoken.lab.bench.results import UnitResult
+from foretoken.lab.bench.results import drafted as draft_tokens
+from foretoken.lab.report import figures, verdict, write_plots, write_report
+from foretoken.lab.report.charts import Lines, Series, ticks
+from foretoken.lab.report.page import embedded, render
+from foretoken.lab.report.read import Run, read_run
+from foretoken.lab.report.svg import draw
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+FAST, SLOW, COSTLY = "ngram,k=2", "ngram,k=8", "model"
+ARMS = ["plain", FAST, SLOW, COSTLY]
+SPEEDUPS = {"plain": 1.0, FAST: 2.1, SLOW: 0.8, COSTLY: 1.25}
+ROUNDS = {  # milliseconds of a round: draft, target, verify, overhead
+    "plain": (0.0, 10.0, 0.1, 0.3),
+    FAST: (0.5, 11.0, 0.2, 0.4),
+    SLOW: (0.4, 17.8, 0.3, 0.5),
+    COSTLY: (6.0, 11.0, 0.2, 0.4),
+}
+VOID = {"meta", "input", "br"}
+
+
+def cell(arm: str, category: str = "code", temperature: float = 0.0, batch: int = 1, **more: Any) -> dict[str, Any]:
+    speedup = SPEEDUPS[arm] * (1.0 if category == "code" else 0.9)
+    length = {"plain": 1.0, FAST: 2.6, SLOW: 1.2, COSTLY: 2.2}[arm]
+    draft, target, verify, overhead = (ms / 1000 * 256 / length for ms in ROUNDS[arm])
+    found = {
+        "arm": arm, "category": category, "temperature": temperature, "batch": batch, "prompts": 4, "new_tokens": 256,
+        "tokens_per_s": 40 * speedup, "speedup": speedup, "speedup_ci95": [speedup - 0.05, speedup + 0.05],
+        "mean_acceptance_length": length, "acceptance_rate": 0.25,
+        "identical": True, "draft_s": draft, "target_s": target, "overhead_s": verify + overhead,
+        "predicted_speedup": speedup * 1.04,
+    }  # fmt: skip
+    return {**found, **more}
+
+
+def tree_round(origin: str = "recovered", text: str = " b") -> dict[str, Any]:
+    return {
+        "tokens": [1, 2, 3, 4, 5], "texts": ["a", text, "\n", " c", "d"], "parents": [-1, 0, 1, 0, 0],
+        "status": ["root", "accepted", "rejected", "rejected", "probe"],
+        "next": {"token": 9, "text": "!", "origin": origin}, "draft_ms": 1.5, "target_ms": 9.25,
+    }  # fmt: skip
+
+
+def summary(**more: Any) -> dict[str, Any]:
+    parts = ("draft_s", "target_s", "verify_s", "overhead_s")
+    rounds = {
+        arm: {**{p: v / 1000 * 50 for p, v in zip(parts, ms, strict=True)}, "total_s": sum(ms) / 20, "rounds": 50}
+        for arm, ms in ROUNDS.items()
+    }
+    survival = {FAST: [0.8, 0.5], SLOW: [0.15, 0.05], COSTLY: [0.7, 0.5]}
+    found = {
+        "summary": True, "target": "builtin", "arms": ARMS, "settings": {"dtype": "float32", "max_new_tokens": 64},
+        "machine": {
+            "hardware": {"cpu": "Test CPU", "cores": 2, "gpus": []}, "versions": {"foretoken": "0.1", "torch": "2.9"},
+            "threads": {"torch_threads": 2, "variables": {"OMP_NUM_THREADS": "2"}, "load": 0.5},
+        },
+        "positions": survival, "rounds": rounds,
+        "costs": {
+            "target_s": {"1": 0.01, "4": 0.011, "16": 0.02, "64": 0.05}, "rest_s": 0.0004,
+            "drafters": {
+                arm: {"call_s": 0.0005, "step_s": 0.0, "survival": s, "proposes": 1.0, "nodes_per_depth": 1.0}
+                for arm, s in survival.items()
+            },
+        },
+        "traces": [
+            {
+                "arm": FAST, "category": "code", "prompt": "def f():", "temperature": 0.0,
+                "rounds": [tree_round(), tree_round("bonus")],
+            },
+        ],
+    }  # fmt: skip
+    return {**found, **more}
+
+
+def written(folder: Path, *lines: Mapping[str, Any] | str) -> Path:
+    file = folder / "run.jsonl"
+    file.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+CELLS = [cell(arm, category) for category in ("code", "prose") for arm in ARMS]
+MORE = [cell(arm, temperature=1.0, identical=None) for arm in ARMS] + [cell(arm, batch=4) for arm in ARMS]
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A run with every kind of data."""
+    cells = [*CELLS, *MORE]
+    return written(tmp_path, *cells, summary(cells=len(cells)))
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and keeps elements and their text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.open):
+            self.words.append(data)
+
+    @property
+    def ids(self) -> set[str | None]:
+        return {attrs.get("id") for _, attrs in self.elements}
+
+
+def page(file: Path) -> Page:
+    return Page(render(read_run(file)))
+
+
+def with_class(found: Page, name: str) -> Iterator[dict[str, str | None]]:
+    return (attrs for _, attrs in found.elements if name in (attrs.get("class") or "").split())
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_well_formed_and_has_every_section(full: Path) -> None:
+    found = page(full)
+    assert {"speedup", "positions", "rounds", "sweeps", "costs", "trace", "table"} <= found.ids
+    words = "".join(found.words)
+    for fact in (
+        "builtin",
+        "Test CPU, 2 cores",
+        "OMP_NUM_THREADS=2",
+        "float32",
+        "torch 2.9",
+        "load before the run 0.50",
+    ):
+        assert fact in words
+    linked = {attrs["href"] for tag, attrs in found.elements if tag == "a" and (attrs["href"] or "").startswith("#")}
+    assert {link and link[1:] for link in linked} <= found.ids and len(linked) == 7
+
+
+def test_ids_are_unique(full: Path) -> None:
+    ids = [attrs["id"] for _, attrs in page(full).elements if "id" in attrs]
+    assert len(ids) == len(set(ids))
+
+
+def test_nothing_is_loaded_from_anywhere(full: Path) -> None:
+    text = render(read_run(full))
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|fetch\(|XMLHttpRequest|import\s", text)
+    for tag, attrs in Page(text).elements:
+        assert "src" not in attrs and tag not in {"link", "iframe", "img", "object"}
+        assert not [name for name in attrs if name.startswith("on")]
+        assert (attrs.get("href") or "#").startswith(("#", "data:"))
+    assert "default-src 'none'" in text
+
+
+def test_text_from_a_model_is_escaped(tmp_path: Path) -> None:
+    trace = {"arm": EVIL, "category": EVIL, "prompt": EVIL, "temperature": 0.0, "rounds": [tree_round(text=EVIL)]}
+    evil = cell(FAST, EVIL) | {"arm": EVIL}
+    machine = {"hardware": {"cpu": EVIL}, "versions": {EVIL: EVIL}}
+    file = written(
+        tmp_path,
+        evil,
+        summary(
+            target=EVIL,
+            machine=machine,
+            traces=[trace],
+            rounds={EVIL: summary()["rounds"][FAST]},
+            positions={EVIL: [0.5]},
+        ),
+    )
+    text = render(read_run(file))
+    assert "alert(1)</script>" not in text and "<img" not in text
+    assert [tag for tag, _ in Page(text).elements].count("script") == 2
+    assert EVIL in "".join(Page(text).words)  # shown as it is
+    assert shown_data(text)["traces"][0]["rounds"][0]["texts"][1] == EVIL
+
+
+def test_the_trace_opens_on_an_arm_that_drafts(tmp_path: Path) -> None:
+    traces = [{"arm": arm, "prompt": "x", "temperature": 0.0, "rounds": [tree_round()]} for arm in ("plain", FAST)]
+    found = shown_data(render(read_run(written(tmp_path, cell(FAST), summary(traces=traces)))))
+    assert [trace["arm"] for trace in found["traces"]] == [FAST, "plain"]
+
+
+def shown_data(text: str) -> dict[str, Any]:
+    return json.loads(text.split('id="data">', 1)[1].split("</script>", 1)[0])
+
+
+def test_the_script_never_makes_markup_of_text() -> None:
+    script = (Path(figures.__file__).parent / "report.js").read_text()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(", script)
+
+
+def test_embedded_data_is_json_and_stays_inside_its_element() -> None:
+    value = {"a": ["</script>", "\u2028", "&amp;"], "b": float("nan"), "c": [float("inf"), 1.5]}
+    text = embedded(value)
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {"a": value["a"], "b": None, "c": [None, 1.5]}
+
+
+def test_the_whole_run_can_be_downloaded(full: Path) -> None:
+    (link,) = [attrs for _, attrs in page(full).elements if "download" in attrs]
+    kind, _, coded = (link["href"] or "").partition(",")
+    assert link["download"] == "run.jsonl" and kind.endswith("base64")
+    assert base64.b64decode(coded) == full.read_bytes()
+
+
+def test_the_table_has_every_cell(full: Path) -> None:
+    found = page(full)
+    rows = [tag for tag, _ in found.elements].count("tr")
+    assert rows == 1 + len(CELLS) + len(MORE)
+    heads = [attrs for tag, attrs in found.elements if tag == "th"]
+    assert len([tag for tag, _ in found.elements if tag == "td"]) == (rows - 1) * len(heads)
+
+
+def test_the_script_runs(full: Path, tmp_path: Path) -> None:
+    """The trace's tree, text and caption, in a browser of a few lines (needs node)."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    text = render(read_run(full))
+    (tmp_path / "data.json").write_text(json.dumps(shown_data(text)))
+    script = Path(figures.__file__).parent / "report.js"
+    (tmp_path / "run.js").write_text(BROWSER.replace("SCRIPT", json.dumps(script.read_text())))
+    done = subprocess.run([node, "run.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, second, clamped = json.loads(done.stdout)
+    assert first["caption"].startswith("round 1 of 2: 3 drafted, 1 accepted, then one recovered token, 1 probes.")
+    assert "Draft 1.50 ms, target 9.25 ms" in first["caption"]
+    assert first["nodes"] == ["root", "accepted", "rejected", "rejected", "probe", "recovered"]
+    assert first["labels"] == ["a", "·b", "⏎", "·c", "d", "!"]
+    assert first["text"] == [["prompt", "def f():"], ["accepted new", " b"], ["recovered new", "!"]]
+    assert second["text"][1:3] == [["accepted", " b"], ["recovered", "!"]]
+    assert second["text"][3:] == [["accepted new", " b"], ["bonus new", "!"]]
+    assert clamped == second
+
+
+BROWSER = """
+const made = (tag) => {
+  const e = { tag, tagName: tag.toUpperCase(), children: [], attributes: {}, listeners: {} };
+  e.setAttribute = (k, v) => { e.attributes[k] = String(v); };
+  e.append = (...more) => e.children.push(...more);
+  e.replaceChildren = (...more) => { e.children = more; };
+  e.addEventListener = (name, run) => { e.listeners[name] = run; };
+  e.querySelector = () => ({ namespaceURI: "svg" });
+  return e;
+};
+const held = {};
+globalThis.Option = function (text, value) { return Object.assign(made("option"), { textContent: text, value }); };
+globalThis.document = {
+  getElementById: (id) => (held[id] ??= made(id)),
+  querySelectorAll: () => [],
+  createElementNS: (_, tag) => made(tag),
+  createElement: (tag) => made(tag),
+};
+document.getElementById("data").textContent = require("fs").readFileSync("data.json", "utf8");
+held.arm = made("select");
+held.arm.value = JSON.parse(held.data.textContent).traces[0].arm;
+eval(SCRIPT);
+const state = () => {
+  const groups = held.tree.children[0].children.filter((e) => e.tag === "g");
+  const find = (g, tag) => g.children.find((e) => e.tag === tag);
+  return {
+    caption: held.caption.textContent,
+    nodes: groups.map((g) => find(g, "rect").attributes.class.split(" ")[1]),
+    labels: groups.map((g) => find(g, "text").textContent),
+    text: held.text.children.map((s) => [s.className, s.textContent]),
+  };
+};
+const seen = [state()];
+held.on.listeners.click();
+seen.push(state());
+held.viewer.listeners.keydown({ key: "ArrowRight", target: made("div"), preventDefault() {} });
+seen.push(state());
+console.log(JSON.stringify(seen));
+"""
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_bars_are_as_long_as_their_numbers(full: Path) -> None:
+    run = read_run(full)
+    code = next(chart for chart in figures.speedups(run, (0.0, 1)) if chart.title == "code")
+    assert [(bar.label, bar.value, bar.low, bar.high) for bar in code.bars] == [
+        (arm, pytest.approx(SPEEDUPS[arm]), pytest.approx(SPEEDUPS[arm] - 0.05), pytest.approx(SPEEDUPS[arm] + 0.05))
+        for arm in ARMS[1:]
+    ]
+    drawn = Page(draw(code))
+    bars = list(with_class(drawn, "fill"))
+    pixels = [float(str(bar["width"])) for bar in bars]
+    assert [float(str(bar["data-x"])) for bar in bars] == pytest.approx([SPEEDUPS[arm] for arm in ARMS[1:]])
+    assert [p / pixels[0] for p in pixels] == pytest.approx(
+        [SPEEDUPS[arm] / SPEEDUPS[FAST] for arm in ARMS[1:]], rel=1e-3
+    )
+    (line,) = with_class(drawn, "baseline")
+    at_one = float(str(bars[0]["x"])) + pixels[0] / SPEEDUPS[FAST]
+    assert float(str(line["x1"])) == pytest.approx(at_one, abs=0.1)
+
+
+def test_categories_together_weigh_by_time() -> None:
+    """Plain decoding takes 10 s + 10 s, the arm 5 s + 10 s: 20/15, and not the mean of 2 and 1."""
+    cells = [
+        {"new_tokens": 100, "tokens_per_s": 20, "speedup": 2.0, "speedup_ci95": [1.7, 2.3]},
+        {"new_tokens": 100, "tokens_per_s": 10, "speedup": 1.0, "speedup_ci95": [0.8, 1.2]},
+    ]
+    found = figures.together(cells)
+    assert found is not None and found.value == pytest.approx(20 / 15)
+    spread = ((0.3 / 3) ** 2 + (0.2 * 2 / 3) ** 2) ** 0.5
+    assert (found.low, found.high) == pytest.approx((20 / 15 - spread, 20 / 15 + spread))
+    assert figures.together([{**cells[0], "speedup_ci95": None}, cells[1]]) == figures.Speedup(found.value)
+    assert figures.together([{"speedup": None}]) is None
+    assert figures.together([{"speedup": 2.0, "speedup_ci95": [2.0, 2.0]}]) == figures.Speedup(2.0)
+
+
+def test_the_run_s_own_overall_and_ties_are_used(tmp_path: Path) -> None:
+    told = cell(FAST, "overall", speedup=1.77, speedup_ci95=[1.7, 1.8])
+    counts = {
+        "arm": FAST,
+        "category": "code",
+        "temperature": 0.0,
+        "batch": 1,
+        "identical": 3,
+        "ties": 1,
+        "differences": 0,
+    }
+    cells = [cell(FAST, identical=False), cell(FAST, "prose")]
+    run = read_run(written(tmp_path, *cells, summary(overall=[told], equality=[counts])))
+    everything, code, prose = (panel.bars[0] for panel in figures.speedups(run, (0.0, 1)))
+    assert (everything.value, everything.low, everything.high) == (1.77, 1.7, 1.8)
+    assert (everything.badge, code.badge, prose.badge) == ("ties", "ties", "identical")
+    assert next(iter(remarks(run))).startswith(f"Fastest (greedy, batch 1): {FAST}, 1.77x")
+
+
+def test_line_charts_put_points_where_their_numbers_are() -> None:
+    chart = Lines("t", "x", "y", [Series("s", [(1.0, 0.5), (2.0, 1.0), (4.0, 2.0)], 0)], log_x=True, x_ticks=[1, 2, 4])
+    places = [
+        tuple(map(float, re.findall(r"[\d.]+", str(dot["transform"]))))
+        for dot in with_class(Page(draw(chart)), "dot")
+        if "data-x" in dot
+    ]
+    (x1, y1), (x2, y2), (x4, y4) = places
+    assert x2 - x1 == pytest.approx(x4 - x2, abs=0.05)  # powers of two lie equally far apart
+    assert y1 - y4 == pytest.approx(3 * (y1 - y2), abs=0.05)
+
+
+def test_positions_and_round_costs_are_the_summary_s(full: Path) -> None:
+    run = read_run(full)
+    lines, stack = figures.positions(run), figures.round_costs(run)
+    assert lines is not None and stack is not None
+    assert {s.name: list(s.points) for s in lines.series}[FAST] == [(1.0, 0.8), (2.0, 0.5)]
+    assert {label: list(values) for label, values in stack.rows} == {
+        arm: pytest.approx(list(ms)) for arm, ms in ROUNDS.items()
+    }
+    drawn = [float(str(part["data-x"])) for part in with_class(Page(draw(stack)), "part")]
+    assert drawn == pytest.approx([ms for arm in ARMS for ms in ROUNDS[arm]])
+
+
+def test_predictions_lie_against_measurements(full: Path) -> None:
+    chart = figures.predictions(read_run(full))
+    assert chart is not None and chart.band
+    points = {s.name: list(s.points) for s in chart.series}
+    assert points[FAST][0] == pytest.approx((2.1 * 1.04, 2.1)) and len(points[FAST]) == 4
+    assert "plain" not in points
+    end = chart.guides[0].points[1][0]
+    assert {round(y / x, 6) for x, y in chart.band if x} == {0.9, 1.1} and end > 2.1
+
+
+def test_v_of_n_is_relative_to_one_and_marks_the_size_in_use(full: Path) -> None:
+    chart = figures.node_costs(read_run(full))
+    assert chart is not None
+    curve, used = chart.series
+    assert [v for _, v in curve.points] == pytest.approx([1.0, 1.1, 2.0, 5.0])
+    assert [n for n, _ in curve.points] == [1, 4, 16, 64]
+    assert used.name.startswith(FAST) and used.points[0][0] == 5.0
+    assert 1.1 < used.points[0][1] < 2.0  # on the curve
+    assert chart.marks[0][0] == 3.0 and FAST in chart.marks[0][1]  # 1 root + 2 drafts
+
+
+def test_sweeps_show_only_what_varies(full: Path, tmp_path: Path) -> None:
+    charts = {chart.title: chart for chart in figures.sweeps(read_run(full))}
+    assert set(charts) == {"Speed-up against temperature", "Speed-up against batch size", "Speed-up against k"}
+    (family,) = charts["Speed-up against k"].series
+    assert family.name == "ngram" and [x for x, _ in family.points] == [2.0, 8.0]
+    assert family.points[0][1] == pytest.approx(2.1 * 0.95, rel=0.01)
+    temperature = charts["Speed-up against temperature"]
+    assert [x for x, _ in temperature.series[0].points] == [0.0, 1.0] and temperature.guides[0].points[0][1] == 1.0
+    one = written(tmp_path, cell(FAST), cell(COSTLY), summary())
+    assert figures.sweeps(read_run(one)) == [] and "sweeps" not in page(one).ids
+
+
+def test_an_arm_keeps_its_colour() -> None:
+    run = Run("x", "", [cell(arm) for arm in (COSTLY, "plain", FAST)], {"arms": ARMS})
+    assert [figures.colour_of(run, arm) for arm in ARMS] == [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("more", "badge"),
+    [
+        ({"identical": True}, "identical"),
+        ({"identical": 4}, "identical"),
+        ({"identical": 3, "ties": 1}, "ties"),
+        ({"identical": 2, "ties": 1}, "differs"),
+        ({"identical": False}, "differs"),
+        ({"identical": False, "ties": 2}, "ties"),
+        ({"identical": False, "ties": 2, "differences": 1}, "differs"),
+        ({"identical": None}, ""),
+    ],
+)
+def test_equality_badges(more: dict[str, Any], badge: str) -> None:
+    assert figures.equality(cell(FAST, **more)) == badge
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0, 2.2) == [0, 0.5, 1, 1.5, 2]
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert ticks(-30, 70) == [-20, 0, 20, 40, 60]
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def remarks(run: Run) -> dict[str, str]:
+    return {remark.text: remark.tone for remark in verdict.verdict(run)}
+
+
+def test_the_verdict_says_what_is_fastest_and_why_another_is_slow(tmp_path: Path) -> None:
+    run = read_run(written(tmp_path, *(cell(arm) for arm in ARMS), summary()))
+    found = list(remarks(run))
+    assert found[0] == f"Fastest (greedy, batch 1): {FAST}, 2.10x (95 % CI 2.05 to 2.15), with 2.60 tokens per round."
+    assert found[1].startswith(f"Faster than plain: {COSTLY}, 1.25x")
+    assert found[2] == (
+        f"Slower than plain: {SLOW}, 0.80x (95 % CI 0.75 to 0.85), because few drafts are accepted (0.20 tokens per "
+        "round, 25% of them) while the target call grows with its nodes by 0.75 of a plain round."
+    )
+    assert found[3] == "Output equals plain decoding's in all 3 compared cells."
+
+
+def test_a_expensive_draft_is_named(tmp_path: Path) -> None:
+    """Costs follow from times, tokens and L alone: 1 + extra costs = L / speed-up."""
+    run = read_run(written(tmp_path, cell("plain"), cell(COSTLY), cell(COSTLY, "prose"), summary()))
+    assert verdict.why(run, (0.0, 1), COSTLY) == (
+        "drafting costs 0.58 and the target call grows with its nodes by 0.10 of a plain round, more than the 1.20 "
+        "further tokens per round bring"
+    )
+    extra = verdict.extra_costs(run, (0.0, 1), COSTLY)
+    assert 1 + sum(extra.values()) == pytest.approx(sum(ROUNDS[COSTLY]) / sum(ROUNDS["plain"]))
+
+
+def test_nothing_faster_is_said_first(tmp_path: Path) -> None:
+    run = read_run(written(tmp_path, cell("plain"), cell(SLOW), summary()))
+    assert next(iter(remarks(run).items())) == ("Nothing is faster than plain decoding (greedy, batch 1).", "bad")
+
+
+def test_the_plain_arm_may_be_called_none() -> None:
+    run = Run("x", "", [cell(SLOW), cell("plain") | {"arm": "none"}], summary(arms=["none", SLOW]))
+    assert run.rivals == [SLOW] and "grows with its nodes by 0.75" in verdict.why(run, (0.0, 1), SLOW)
+    assert verdict.why(Run("x", "", [cell(SLOW)], {}), (0.0, 1), SLOW).endswith("(0.20 tokens per round, 25% of them)")
+
+
+def test_noise_is_no_verdict(tmp_path: Path) -> None:
+    near = cell(SLOW, speedup=0.99, speedup_ci95=[0.95, 1.03])
+    run = read_run(written(tmp_path, cell(FAST), near, summary()))
+    assert [tone for text, tone in remarks(run).items() if SLOW in text] == ["even"]
+    unsure = read_run(written(tmp_path, cell(FAST, speedup_ci95=[0.9, 3.3]), summary()))
+    text, tone = next(iter(remarks(unsure).items()))
+    assert text.endswith("; but this run cannot tell it from plain decoding.") and tone == "even"
+
+
+def test_differing_output_and_inflated_targets_are_said(tmp_path: Path) -> None:
+    file = written(tmp_path, cell(FAST, identical=False), summary(settings={"inflate": "1b"}))
+    words = "".join(page(file).words)
+    assert "differs from plain decoding's in 1 of 1" in words and "inflated (1b)" in words
+
+
+def drafted(*cells: Mapping[str, Any], counts: Mapping[str, int | None]) -> list[dict[str, Any]]:
+    """The summary's counts of draft tokens."""
+    keys = ("arm", "category", "temperature", "batch")
+    return [{**{key: cell[key] for key in keys}, "drafted": counts.get(cell["arm"], 9)} for cell in cells]
+
+
+def test_an_arm_that_drafted_nothing_is_not_compared(tmp_path: Path) -> None:
+    """It decoded plainly: it is not the fastest, and its texts are plain decoding's by themselves."""
+    cells = [cell("plain"), cell(FAST), cell(SLOW)]
+    run = read_run(written(tmp_path, *cells, summary(drafted=drafted(*cells, counts={FAST: 0}))))
+    found = list(remarks(run))
+    assert found == [
+        "Nothing is faster than plain decoding (greedy, batch 1).",
+        found[1],
+        f"{FAST} drafted nothing (greedy, batch 1): it decoded plainly, so nothing of it is compared.",
+        "Output equals plain decoding's in all 1 compared cells.",
+    ]
+    assert found[1].startswith(f"Slower than plain: {SLOW}")
+    alone = read_run(written(tmp_path, *cells[:2], summary(drafted=drafted(*cells[:2], counts={FAST: 0}))))
+    assert list(remarks(alone)) == [found[2]]
+
+
+def test_another_engine_that_does_not_tell_its_drafts_is_compared(tmp_path: Path) -> None:
+    cells = [cell("plain"), cell(FAST)]
+    run = read_run(written(tmp_path, *cells, summary(drafted=drafted(*cells, counts={FAST: None}))))
+    assert list(remarks(run))[-1] == "Output equals plain decoding's in all 1 compared cells."
+
+
+def test_a_real_run_tells_its_drafts(tmp_path: Path) -> None:
+    results = [UnitResult(FAST, 0.0, 1, "code", unit, [unit], [[1]], 1.0, 1, 0.1, drafts=2) for unit in (0, 1)]
+    assert draft_tokens(results)["drafted"] == 0
+    results[1].drafted = 3
+    assert draft_tokens(results)["drafted"] == 3
+    results[0].drafts = None
+    assert draft_tokens(results)["drafted"] is None
+
+
+def test_an_unfinished_run_says_nothing_of_what_it_did_not_reach(tmp_path: Path) -> None:
+    run = read_run(written(tmp_path, cell("plain"), cell(FAST)))
+    first, last = remarks(run).items()
+    assert first[0].startswith(f"Fastest so far (greedy, batch 1): {FAST}")
+    assert last == (
+        "Output equals plain decoding's in all 1 compared cells; this run was broken off, and the prompts that it did "
+        "not reach are not known.",
+        "even",
+    )
+    short = read_run(written(tmp_path, cell("plain"), cell(FAST), summary(cells=4)))
+    assert "was broken off" in list(remarks(short))[-1]
+
+
+def test_an_unfinished_run_may_have_measured_no_arm_yet(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
+    partial.add(UnitResult("plain", 0.0, 1, "code", 0, [0], [[1, 2, 3, 4]], 2.0, 4, 0.1, drafts=4))
+    partial.close()
+    assert list(remarks(read_run(out))) == [
+        "This run has measured no arm beside plain decoding yet: it was broken off, so there is nothing to compare."
+    ]
+    plain = read_run(written(tmp_path, cell("plain"), summary(arms=["plain"])))
+    assert list(remarks(plain)) == ["This run has no arm beside plain decoding, so there is nothing to compare."]
+
+
+# -- runs that are not whole -----------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_is_reported_as_far_as_it_goes(tmp_path: Path) -> None:
+    file = written(tmp_path, *CELLS, '{"arm": "ngr')
+    out = tmp_path / "report.html"
+    write_report(file, out)
+    found = Page(out.read_text(encoding="utf-8"))
+    assert {"speedup", "table"} <= found.ids and not {"positions", "rounds", "trace"} & found.ids
+    words = "".join(found.words)
+    assert "interrupted: it has 8 cells and no summary" in words and "Line 9 was cut off" in words
+
+
+def test_a_partial_file_is_reported_too(tmp_path: Path) -> None:
+    """Two units of plain decoding and one of the arm: only the unit that both have done is compared."""
+    out = tmp_path / "run.jsonl"
+    partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
+    for arm, unit, seconds in (("plain", 0, 2.0), ("plain", 1, 2.0), (FAST, 0, 0.5)):
+        found = UnitResult(arm, 0.0, 1, "code", unit, [unit], [[1, 2, 3, 4]], seconds, 4, 0.1)
+        found.drafts, found.accepted, found.drafted, found.per_pos = 2, 2, 4, [2]
+        found.draft_s, found.target_s, found.verify_s, found.rounds = 0.1, 0.3, 0.05, [[3, 2, 0.05]] * 2
+        partial.add(found)
+    partial.close()
+    run = read_run(out)  # the file beside it
+    assert run.name == "run.jsonl.partial" and "interrupted" in run.notes[0]
+    assert [(c["arm"], c["speedup"]) for c in run.cells] == [("plain", 1.0), (FAST, 4.0)]
+    ids = page(out).ids
+    assert {"speedup", "positions", "rounds"} <= ids and "trace" not in ids
+
+
+def test_cells_of_another_engine_may_lack_numbers(tmp_path: Path) -> None:
+    bare = {
+        "arm": "llama.cpp",
+        "category": "code",
+        "temperature": 0.0,
+        "batch": 1,
+        "speedup": 1.4,
+        "speedup_ci95": None,
+    }
+    file = written(
+        tmp_path,
+        bare,
+        {**bare, "arm": "failed", "speedup": None},
+        summary(positions={}, rounds={}, costs={}, traces=[]),
+    )
+    found = page(file)
+    assert "speedup" in found.ids and not {"positions", "rounds", "costs", "trace"} & found.ids
+    assert [bar["data-x"] for bar in with_class(found, "fill")] == ["1.4"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["not json\n"], "line 1 of .* is no JSON object"),
+        ([cell(FAST), "{broken\n", cell(SLOW)], "line 2 of .* is no JSON object"),
+        ([cell(FAST), "[1, 2]\n"], "line 2 of .* is no JSON object"),
+        ([cell(FAST), {"name": "x"}], "line 2 of .* is no bench cell, it lacks an arm"),
+        ([cell(FAST, temperature="hot")], "line 1 of .* temperature or batch is no number"),
+        ([summary()], "holds no cells"),
+        ([""], "holds no cells"),
+    ],
+)
+def test_what_is_no_run_is_named(tmp_path: Path, lines: list[Any], words: str) -> None:
+    out = tmp_path / "report.html"
+    with pytest.raises(ValueError, match=words) as caught:
+        write_report(written(tmp_path, *lines), out)
+    assert "\n" not in str(caught.value) and not out.exists()
+
+
+def test_missing_and_binary_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no run"):
+        write_report(tmp_path / "none.jsonl", tmp_path / "x.html")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="is no text"):
+        write_report(tmp_path / "binary", tmp_path / "x.html")
+
+
+def test_places_that_cannot_be_written(full: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match="the report cannot be written to"):
+        write_report(full, tmp_path / "file" / "report.html")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="the report cannot be written to"):
+        write_report(full, tmp_path / "folder")
+    with pytest.raises(ValueError, match="plots cannot be written to"):
+        write_plots(full, tmp_path / "file")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_command(full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, folder = tmp_path / "report.html", tmp_path / "plots"
+    assert main(["bench", "report", str(full), "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"run": str(full), "out": str(out), "plots": []}
+    assert {"speedup", "trace"} <= Page(out.read_text(encoding="utf-8")).ids
+    folder.write_text("in the way")
+    assert main(["bench", "report", str(full), "--out", str(out), "--plots", str(folder)]) == 2
+    assert capsys.readouterr().err.startswith("error: plots cannot be written to")
+    assert main(["bench", "report", str(out), "--out", str(tmp_path / "x.html")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: line 1 of {out} is no JSON object")
+
+
+# -- plots -----------------------------------------------------------------------------------------------------------
+
+
+def test_plots_show_the_same_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("foretoken.lab.report.plots.DPI", 30)
+    small = written(tmp_path, *(cell(arm) for arm in ARMS), summary())
+    found = write_plots(small, tmp_path / "plots")
+    names = {file.stem for file in found}
+    assert names == {"speedup", "positions", "rounds", "predicted", "node_cost", "speed_up_against_k"}
+    for file in found:
+        assert file.suffix == ".png" and file.read_bytes()[:4] == b"\x89PNG"
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(file.name for file in found)
+
+
+def test_plotted_bars_have_the_values(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from foretoken.lab.report.plots import _draw
+
+    run = read_run(written(tmp_path, *(cell(arm) for arm in ARMS), summary()))
+    (chart,) = figures.speedups(run, (0.0, 1))
+    assert chart.x_end == pytest.approx(2.15)
+    ax = Figure().subplots()
+    _draw(chart, ax)
+    assert [patch.get_width() for patch in ax.patches] == pytest.approx([SPEEDUPS[arm] for arm in ARMS[1:]])

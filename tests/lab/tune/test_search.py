@@ -1,0 +1,356 @@
+"""Races and searches in made-up worlds with a clock of their own: no test depends on a real one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from foretoken.core.costs import RoundCosts, TargetCost
+from foretoken.lab.tune import search
+from foretoken.lab.tune.arms import Arm
+from foretoken.lab.tune.race import BLOCK, Round, Standing, heat, steady_s, tokens_per_s
+from foretoken.lab.tune.search import LATE, Search, tune
+from foretoken.lab.tune.tuned import Job, Way
+from foretoken.loading import load_model
+from foretoken.methods.drafters.base import Drafter
+from foretoken.models.huggingface import HuggingFaceModel
+from toys import llama
+
+PLAIN_S = 0.012
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [4, 5, 6, 4, 5, 6, 4], [7, 8, 7, 8, 7, 8], [9, 1, 9, 1], [2, 2, 3], [5, 6]]
+
+
+@dataclass
+class World:
+    """What drafters bring: name -> (chance of a token, seconds of a draft); those that are missing do not fit."""
+
+    drafters: dict[str, tuple[float, float]]
+    now: float = 0.0
+    slow_from: float = 1e9
+    pause: dict[str, float] = field(default_factory=dict)
+    stop_at: str = ""
+    build_s: float = 0.0
+    answer: int = 48
+    short: tuple[tuple[int, ...], ...] = ()
+    seen: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
+
+    def clock(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeArm:
+    """An arm of a made-up world."""
+
+    world: World
+    name: str
+    controller: str
+    depth: int = 0
+    left: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.world.seen.append((self.name, self.controller, tuple(prompt)))
+        self.left = 1 if tuple(prompt) in self.world.short else self.world.answer
+
+    def advance(self) -> Round | None:
+        if self.left <= 0:
+            return None
+        if self.name == self.world.stop_at:
+            raise KeyboardInterrupt
+        alpha, draft_s = self.world.drafters.get(self.name, (0.0, 0.0))
+        accepted = 0
+        while accepted < self.depth and self.rng.random() < alpha:
+            accepted += 1
+        room, written = self.left, min(1 + accepted, self.left)
+        self.left -= written
+        seconds = (PLAIN_S + draft_s) * (10.0 if self.world.now > self.world.slow_from else 1.0)
+        seconds += self.world.pause.pop(self.name, 0.0)
+        self.world.now += seconds
+        self.world.steps.append(self.name)
+        return Round(written, 1 + self.depth, self.depth, accepted, draft_s, seconds, room)
+
+    def cancel(self) -> None:
+        self.left = 0
+
+
+@dataclass(frozen=True)
+class FakeJob(Job):
+    """A job in a made-up world."""
+
+    world: World = field(default_factory=lambda: World({}))
+
+    def build(self, spec: str) -> Drafter:
+        self.world.now += self.world.build_s
+        name = spec.split(",")[0].split(":")[0]
+        if name not in self.world.drafters:
+            raise ValueError(f"{name} does not fit this target")
+        built = super().build(spec if name in ("ngram", "suffix") else "jacobi,m=8")
+        built.spec = spec
+        return built
+
+    def arm(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> Any:
+        if drafter is None:
+            return FakeArm(self.world, "plain", controller)
+        if controller == "auto":
+            assert costs is not None and costs.drafters
+        name = drafter.spec.split(",")[0].split(":")[0]
+        depth = 4 if controller == "auto" else int(controller.split("=")[1])
+        return FakeArm(self.world, name, controller, depth)
+
+
+@pytest.fixture(autouse=True)
+def curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "measured_target", lambda *args, **more: TargetCost({1: 0.010, 64: 0.011}))
+
+
+TARGET = HuggingFaceModel(llama())
+GOOD = {"ngram": (0.5, 0.0001), "suffix": (0.8, 0.0001), "quantized": (0.9, 0.04), "router": (0.8, 0.001)}
+
+
+def job(world: World, **more: Any) -> FakeJob:
+    more.setdefault("minutes", 1.0)
+    return FakeJob(TARGET, PROMPTS, 48, source="./x", world=world, clock=world.clock, **more)
+
+
+# -- races -----------------------------------------------------------------------------------------------------------
+
+
+def test_arms_of_a_heat_come_equally_far_in_turns() -> None:
+    world = World(GOOD)
+    arms = [FakeArm(world, "plain", ""), FakeArm(world, "suffix", "", 4)]
+    plain, drafted = heat(arms, [1, 2], world.clock, 1e9)
+    assert sum(one.written for one in plain) == sum(one.written for one in drafted) == world.answer
+    assert len(drafted) < len(plain) == world.answer
+    turns = sum(one != other for one, other in zip(world.steps, world.steps[1:], strict=False))
+    assert turns >= world.answer // BLOCK
+
+
+def test_a_heat_ends_in_time_and_drops_its_answers() -> None:
+    world = World(GOOD)
+    arms = [FakeArm(world, "plain", ""), FakeArm(world, "suffix", "", 4)]
+    heat(arms, [1, 2], world.clock, 0.2)
+    assert 0.2 <= world.now < 0.2 + 2 * PLAIN_S and all(arm.left == 0 for arm in arms)
+    written = [sum(one.written for one in lap) for lap in heat(arms, [1], world.clock, 1e9, 16)]
+    assert all(16 <= count < 16 + 5 for count in written)
+
+
+def test_a_machine_that_slows_down_is_no_gain() -> None:
+    """Ten times slower from the middle on: prompt by prompt, an arm would seem to gain or lose as much."""
+    world = World({"useless": (0.0, 0.0)}, slow_from=0.3)
+    arms = [FakeArm(world, "plain", ""), FakeArm(world, "useless", "", 4)]
+    standing = Standing()
+    plain, own = heat(arms, [1], world.clock, 1e9)
+    standing.add(own, plain)
+    assert standing.speedup == pytest.approx(1.0, abs=0.25) and standing.tokens_per_round == 1.0
+
+
+def test_a_pause_is_no_cost() -> None:
+    rounds = [Round(1, 1, 0, 0, 0.0, 0.01)] * 20 + [Round(1, 1, 0, 0, 0.0, 3.0)]
+    assert max(steady_s(rounds)) == pytest.approx(0.04)
+    assert tokens_per_s(rounds) == pytest.approx(21 / 0.24) and tokens_per_s([]) == 0.0
+
+
+def test_texts_are_compared() -> None:
+    """As far as both went: a text that is cut is no other text."""
+    standing = Standing()
+    for own, plain in (((1, 2, 3), (1, 2)), ((1, 2), (1, 2, 3)), ((1, 3), (1, 2))):
+        laps = [[Round(len(ids), 1, 0, 0, 0.0, 0.1, tokens=ids)] for ids in (own, plain)]
+        standing.add(*laps)
+    assert (standing.texts, standing.differing) == (3, 1)
+
+
+def test_impossible_figures_are_seen() -> None:
+    """1.00 tokens a round and 1.38 times plain decoding's speed."""
+    own, plain = [Round(1, 1, 0, 0, 0.0, 0.010)] * 20, [Round(1, 1, 0, 0, 0.0, 0.0138)] * 20
+    assert not Standing(own, plain).is_possible and Standing(own, own).is_possible
+    assert Standing([one._replace(written=2) for one in own], own).is_possible
+    assert not Standing(own[:3], plain).is_known
+    noisy = Standing([one._replace(total_s=0.0098) for one in own], own)
+    assert noisy.is_possible and noisy.measured > 1.02 and noisy.speedup == 1.0  # never more than can be
+
+
+# -- searches --------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_found_and_likely_winners_come_first() -> None:
+    world = World(GOOD)
+    outcome = tune(job(world, offers=("medusa:./head",)))
+    first = [name for name, _, _ in world.seen if name != "plain"]
+    assert list(dict.fromkeys(first))[:3] == ["ngram", "suffix", "quantized"]
+    assert outcome.chosen is not None and outcome.chosen.drafter.split(",")[0] in ("suffix", "router")
+    best = next(row for row in outcome.rows if row.way == outcome.chosen)
+    assert best.compared and 2.0 < outcome.speedup <= best.tokens_per_round
+    assert "does not fit" in outcome.skipped["medusa:./head"]
+    assert all(row.speedup <= row.tokens_per_round for row in outcome.rows)
+    slow = next(row for row in outcome.rows if row.way.drafter.startswith("quantized"))
+    assert slow.speedup < 1.2
+    assert set(outcome.profile()["costs"]["drafters"]) >= {"ngram,k=16", "suffix,share=false"}
+
+
+@pytest.mark.parametrize("minutes", [0.05, 0.1, 0.5, 2.0, 30.0])
+@pytest.mark.parametrize("build_s", [0.0, 0.2])
+def test_a_search_keeps_to_its_budget(minutes: float, build_s: float) -> None:
+    world = World(GOOD, build_s=build_s)
+    outcome = tune(job(world, minutes=minutes))
+    assert world.now <= 1.1 * 60 * minutes and outcome.rows
+    assert outcome.spent_s == world.now
+
+
+def test_loading_counts() -> None:
+    world = World(GOOD, now=50.0)
+    outcome = tune(job(world, began_s=0.0))
+    assert world.now <= 66.0 and outcome.before_s == 50.0 and outcome.rows
+
+
+def test_an_expensive_drafter_is_cut_when_its_share_is_used_up() -> None:
+    world = World({**GOOD, "ngram": (0.5, 8.0)}, answer=10**6)
+    outcome = tune(job(world, drafters=("suffix", "ngram"), minutes=1.5))
+    assert "share" in outcome.skipped["ngram"] and world.now < 1.1 * 90
+    assert outcome.chosen is not None and outcome.chosen.drafter.startswith("suffix")
+
+
+def test_half_of_the_best_go_on() -> None:
+    world = World({**GOOD, "jacobi": (0.3, 0.001), "sam": (0.2, 0.001)})
+    tune(job(world))
+    final = [(name, controller, prompt) for name, controller, prompt in world.seen if prompt == tuple(PROMPTS[2])]
+    last = [(name, controller) for name, controller, prompt in world.seen if prompt == tuple(PROMPTS[1])][-3:]
+    assert len({one[:2] for one in final}) == 5  # plain decoding, three fixed ways, auto
+    assert len(set(last)) == 3 and any(name == "plain" for name, _ in last)
+
+
+def test_plain_decoding_is_chosen_where_nothing_pays() -> None:
+    outcome = tune(job(World({"ngram": (0.01, 0.004), "suffix": (0.0, 0.001)})))
+    assert outcome.chosen is None and outcome.speedup == 1.0 and outcome.profile()["drafter"] is None
+    assert all("rarely" in row.why or row.way.controller == "auto" for row in outcome.rows)
+
+
+def test_auto_is_chosen_when_it_keeps_up() -> None:
+    fixed, auto = Way("ngram", "constant,k=3"), Way("ngram", "auto")
+
+    def chosen(one: float, other: float) -> Way | None:
+        rows = [search.Row(way, speed, 3.0, 99, True) for way, speed in ((fixed, one), (auto, other))]
+        return search._chosen(rows)
+
+    assert [chosen(*pair) for pair in ((1.5, 1.47), (1.5, 1.4), (1.01, 1.0))] == [auto, fixed, None]
+
+
+def test_a_network_and_a_copier_make_a_router() -> None:
+    world = World(GOOD)
+    outcome = tune(job(world))
+    (grouped,) = {way.drafter for way in (row.way for row in outcome.rows) if way.controller == "auto"}
+    assert grouped.startswith("router,drafters=(quantized,bits=4,k=8|")
+    members = {"quantized,bits=4,k=8", "suffix,share=false"}
+    assert members <= set(outcome.costs.drafters)
+
+
+def test_a_broken_measurement_is_made_again_and_else_told() -> None:
+    """Plain decoding pauses beside the drafter's first rounds: they seem to gain what they cannot."""
+    world = World({"ngram": (0.0, 0.0), "suffix": (0.8, 0.0001)})
+    once = job(world, drafters=("ngram", "suffix"))
+    outcome = tune(once)
+    assert {row.way.drafter for row in outcome.rows} >= {"ngram,k=16", "suffix"}
+    broken = Search(once, lambda *args: None, lambda row: None)
+    own, plain = [Round(1, 1, 0, 0, 0.0, 0.010)] * 20, [Round(1, 1, 0, 0, 0.0, 0.0138)] * 20
+    broken._heat = lambda *args: [own, plain]  # type: ignore[method-assign, assignment]
+    broken._token_s = 0.01
+    broken._scout("ngram", 1.0, 1e9)
+    assert not broken.scouted and "contradict" in broken.skipped["ngram"] and "1.38" in broken.skipped["ngram"]
+
+
+def test_no_tree_is_looked_for_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeing which choices of a draft model are accepted cannot be cut: 32 of its rounds must fit."""
+    asked: list[str] = []
+    monkeypatch.setattr(search, "can_fill", lambda spec: spec.startswith("quantized"))
+    monkeypatch.setattr(search, "measured_shape", lambda *args: asked.append("shape") or {})
+    monkeypatch.setattr(search, "sequoia_spec", lambda *args: None)
+    tune(job(World({**GOOD, "quantized": (0.95, 0.01)}), drafters=("quantized,bits=4,k=4",), minutes=0.05))
+    assert asked == []
+    tune(job(World({**GOOD, "quantized": (0.95, 0.01)}), drafters=("quantized,bits=4,k=4",), minutes=3.0))
+    assert asked == ["shape"]
+
+
+def test_a_prompt_that_is_answered_by_one_token_ends_no_search() -> None:
+    """SmolLM2's answer to the first prompt of the first hour was its end of text, and the budget was blamed."""
+    outcome = tune(job(World(GOOD, short=(tuple(PROMPTS[0]),))))
+    assert outcome.chosen is not None and outcome.chosen.drafter == "suffix,share=false"
+
+
+def test_prompts_that_are_all_answered_by_one_token_are_named() -> None:
+    with pytest.raises(ValueError, match="answers to all prompts end after a token or two") as error:
+        tune(job(World(GOOD, short=tuple(map(tuple, PROMPTS)))))
+    assert "--minutes" not in str(error.value)
+
+
+# -- interrupts, and too little of everything ------------------------------------------------------------------------
+
+
+def test_an_interrupt_gives_the_answer_so_far() -> None:
+    outcome = tune(job(World(GOOD, stop_at="quantized")))
+    assert outcome.interrupted and {row.way.drafter for row in outcome.rows} == {"ngram,k=16", "suffix,share=false"}
+    assert outcome.chosen is not None and outcome.chosen.drafter == "suffix,share=false"
+    assert outcome.profile()["complete"] is False
+    with pytest.raises(KeyboardInterrupt):
+        tune(job(World(GOOD, stop_at="ngram")))
+
+
+@pytest.mark.parametrize(("began_s", "words"), [(-59.9, "loading took 59.9 s"), (-500.0, "loading took 500.0 s")])
+def test_a_budget_too_small_to_measure_anything(began_s: float, words: str) -> None:
+    with pytest.raises(ValueError, match="too little to measure anything") as error:
+        tune(job(World(GOOD), began_s=began_s))
+    text = str(error.value)
+    assert words in text and "give --minutes" in text and "\n" not in text
+    wanted = float(text.split("give --minutes ")[1].split()[0])
+    world = World(GOOD)
+    assert wanted > 1 and tune(job(world, began_s=began_s, minutes=wanted)).rows
+
+
+def test_a_slow_machine_gives_an_answer_from_few_tokens() -> None:
+    """A share is too short for eight tokens of anything: the first drafter goes on, up to half of what is left."""
+    outcome = tune(job(World(GOOD), drafters=("ngram", "suffix", "quantized,bits=4"), minutes=0.015))
+    assert outcome.rows and outcome.spent_s <= 1.1 * 0.9
+
+
+def test_what_there_was_no_time_for_is_told() -> None:
+    outcome = tune(job(World({**GOOD, "jacobi": (0.1, 0.0)}, build_s=1.0), minutes=0.1))
+    assert LATE in outcome.skipped.values() and outcome.rows
+
+
+def test_drafters_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        tune(job(World(GOOD), drafters=("medusa",)))
+    with pytest.raises(ValueError, match=r"no drafter could be measured: .*ngram"):
+        tune(job(World({})))
+    for minutes in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="minutes"):
+            tune(job(World(GOOD), minutes=minutes))
+
+
+# -- real arms -------------------------------------------------------------------------------------------------------
+
+
+def test_a_real_arm_writes_what_plain_decoding_writes_and_ends_at_the_models_end() -> None:
+    target = load_model("builtin")
+    prompt = [40, 41, 42, 43, 40, 41, 42, 43, 40, 41]
+    first = Arm(target, None, "constant", 24)
+    plain, drafted = heat([first, Arm(target, _ngram(), "constant,k=4", 24)], prompt, lambda: 0.0, 1.0)
+    assert sum(one.written for one in plain) == sum(one.written for one in drafted) == 24
+    assert all(one.depth == 0 for one in plain) and any(one.depth for one in drafted)
+    assert [one.room for one in plain] == list(range(24, 0, -1))
+    first.begin(prompt)
+    words = [first._engine.step()[0][1].token_ids[0] for _ in range(6)]
+    first.cancel()
+    target.eos_token_ids = frozenset({words[5]})
+    ended = heat([Arm(target, None, "constant", 24)], prompt, lambda: 0.0, 1.0)[0]
+    assert len(ended) == words.index(words[5]) + 1
+
+
+def _ngram() -> Drafter:
+    from foretoken.methods.drafters.ngram import NgramDrafter
+
+    return NgramDrafter()

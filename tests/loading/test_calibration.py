@@ -1,0 +1,132 @@
+"""Costs that are measured when a model is loaded: what is measured, for whom, and that it is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import load
+from foretoken.core.costs import RoundCosts
+from foretoken.loading.kept_costs import cache_file
+from foretoken.loading.measured import calibration
+from foretoken.loading.measured.calibration import calibrated, line_of, measured
+from foretoken.methods.controllers.auto import AutoController
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.recycling import RecyclingDrafter
+from foretoken.methods.drafters.router import RouterDrafter
+from foretoken.models.huggingface import HuggingFaceModel
+from toys import llama, llamas
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the test's own, on a quiet machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibration, "is_busy", lambda: False)
+
+
+def test_the_target_and_every_network_are_measured() -> None:
+    target, draft = llamas()
+    router = RouterDrafter([ModelDrafter(draft, k=3), NgramDrafter()])
+    found = measured(target, router)
+    assert sorted(found.target.seconds) == [1, 2, 5, 9] and min(found.target.seconds.values()) > 0
+    assert set(found.drafters) == {"model"} and found.rest_s >= 0
+    cost = found.drafters["model"]
+    assert cost.seconds(3) > 0 and not cost.survival  # acceptance is for requests to show
+    assert target.kv_bytes == 0 and draft.kv_bytes == 0
+
+
+def test_a_call_and_its_steps_are_told_apart() -> None:
+    assert line_of({1: 0.005, 4: 0.011}).seconds(8) == pytest.approx(0.003 + 8 * 0.002)
+    assert line_of({1: 0.004}).seconds(3) == pytest.approx(0.012)
+    noisy = line_of({1: 0.009, 4: 0.008})
+    assert noisy.step_s == 0.0 and noisy.call_s == pytest.approx(0.008)
+    steep = line_of({1: 0.001, 4: 0.020})
+    assert steep.call_s == 0.0 and steep.seconds(4) == pytest.approx(0.020)
+
+
+def test_what_learns_from_all_requests_is_left_alone() -> None:
+    target = HuggingFaceModel(llama())
+    learner = RecyclingDrafter()
+    before = learner.limits
+    assert measured(target, EnsembleDrafter([learner, NgramDrafter()])).drafters == {}
+    assert learner.limits == before
+
+
+def test_it_is_measured_once_for_a_model_a_machine_and_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = llamas()
+    calls: list[str] = []
+    whole = calibration.measured
+
+    def counted(target: Any, drafter: Any) -> RoundCosts:
+        calls.append(drafter.name)
+        return whole(target, drafter)
+
+    monkeypatch.setattr(calibration, "measured", counted)
+    first = calibrated(target, ModelDrafter(draft))
+    assert calibrated(HuggingFaceModel(target.model), ModelDrafter(draft)) == first and len(calls) == 1
+    calibrated(target, NgramDrafter())
+    calibrated(HuggingFaceModel(llama(seed=9)), ModelDrafter(draft))
+    assert len(calls) == 3
+    for text in ("{", "[]", json.dumps({key: {"a": 1} for key in json.loads(cache_file().read_text())})):
+        cache_file().write_text(text)
+        calibrated(target, ModelDrafter(draft))
+    assert len(calls) == 6
+
+
+def test_a_busy_machine_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "is_busy", lambda: True)
+    calibrated(HuggingFaceModel(llama()), NgramDrafter())
+    assert not cache_file().exists()
+
+
+class Noting(AutoController):
+    """Keeps the costs that it is given."""
+
+    given: RoundCosts | None = None
+
+    def start_from(self, costs: RoundCosts) -> None:
+        """Keep them."""
+        self.given = costs
+        super().start_from(costs)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    calls: list[Any] = []
+    monkeypatch.setattr("foretoken.llm.calibrated", lambda target, drafter: calls.append(drafter) or RoundCosts(V))
+    yield calls
+
+
+V = measured(HuggingFaceModel(llama()), NgramDrafter()).target
+
+
+def test_what_is_loaded_starts_from_it_and_what_is_handed_in_is_not_run(counted: list[Any]) -> None:
+    noting = Noting()
+    load("builtin", controller=noting)
+    assert noting.given == RoundCosts(V) and len(counted) == 1
+    load(llama())
+    load("builtin", drafter=None)
+    load("builtin", drafter="ngram", controller=ConstantController())
+    assert len(counted) == 1
+    assert not Controller.weighs_costs and AutoController.weighs_costs
+
+
+def test_texts_do_not_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load("builtin")
+    wanted = load("builtin", drafter=None).generate("for item in", max_new_tokens=24).token_ids
+    assert llm.generate("for item in", max_new_tokens=24).token_ids == wanted
+
+    def broken(*args: Any) -> RoundCosts:
+        raise ValueError("the drafter fails")
+
+    monkeypatch.setattr("foretoken.llm.calibrated", broken)
+    assert load("builtin").generate("for item in", max_new_tokens=24).token_ids == wanted

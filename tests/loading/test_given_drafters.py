@@ -1,0 +1,90 @@
+"""What may be handed in as a drafter: a draft model, the target's own network too, alone and in a list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import foretoken as ft
+from foretoken.loading import LoadError, load_model
+from foretoken.methods.drafters.model import ModelDrafter
+from toys import llama
+
+PROMPT = [3, 9, 5, 3, 9]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+
+
+def texts(llm: ft.Llm) -> list[list[int]]:
+    """One alone, two together, and a sampled one."""
+    batch = llm.generate([PROMPT, PROMPT[:3]], **OPTIONS)
+    sampled = llm.generate(PROMPT, temperature=1.0, seed=3, **OPTIONS)
+    return [list(output.token_ids) for output in (llm.generate(PROMPT, **OPTIONS), *batch, sampled)]
+
+
+@pytest.mark.parametrize("kept", [llama(), llama(dtype=torch.float32)], ids=["float64", "float32"])
+def test_a_draft_model_alone_and_in_lists(kept: Any) -> None:
+    wanted = texts(ft.load(kept, None))
+    near = llama(seed=1, noise=0.3, dtype=kept.dtype)
+    for given in (near, load_model(near), [near], ("ngram", near), ["ngram", ModelDrafter(load_model(near), k=2)]):
+        assert texts(ft.load(kept, given)) == wanted
+
+
+def test_a_model_drafts_for_itself() -> None:
+    network = llama()
+    wanted = texts(ft.load(network, None))
+    for given in (network, ["ngram", network]):
+        assert texts(ft.load(network, given, controller="constant")) == wanted
+    alone = ft.load(network, network, controller="constant").generate(PROMPT, **OPTIONS).stats
+    assert alone.num_accepted_tokens == alone.num_draft_tokens > 0  # it is always right about itself
+
+
+def test_through_the_hook() -> None:
+    network: Any = llama()
+    ids = torch.tensor([PROMPT])
+    wanted = network.generate(ids, max_new_tokens=12, do_sample=False)
+    for given in (network, ["ngram", network], llama(seed=1, noise=0.3)):
+        found = network.generate(
+            ids, max_new_tokens=12, do_sample=False, custom_generate=ft.custom_generate, drafter=given
+        )
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (3, "an int is no drafter: give a spec string .*, a drafter, a draft model, a list of these, or None"),
+        (True, "a bool is no drafter"),
+        (b"ngram", "a bytes is no drafter"),
+        ({"ngram"}, "a set is no drafter"),
+        ({"ngram": 1}, "a dict is no drafter"),
+        (object(), "an object is no drafter"),
+        (type(llama()), "a type is no drafter"),
+        (Path("draft"), "a path is no drafter: give model:draft"),
+        (["ngram", 3], "an int is no drafter"),
+        (["ngram", None], "a list of drafters cannot hold 'none'"),
+        ([], "at least one member"),
+        (llama(vocab=1000), "LlamaForCausalLM has a vocabulary of 1000, the target one of 32"),
+        (["ngram", llama(vocab=1000)], "LlamaForCausalLM has a vocabulary of 1000, the target one of 32"),
+        (llama().model, "LlamaModel"),
+    ],
+)
+def test_what_is_no_drafter(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        ft.load(llama(), given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_language_model_is_not_its_own_draft_model() -> None:
+    target = load_model(llama())
+    with pytest.raises(ValueError, match=r"is the target itself.*give its \.model"):
+        ft.load(target, target)
+    assert texts(ft.load(target, target.model)) == texts(ft.load(llama(), None))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("given", "words"), [(3, "an int is no model"), ([1], "a list is no model")])
+def test_the_article_fits(given: Any, words: str) -> None:
+    with pytest.raises(LoadError, match=words):
+        ft.load(given)

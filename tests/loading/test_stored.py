@@ -1,0 +1,130 @@
+"""Quantised checkpoints whose scales nobody would read are refused at load: as plain numbers they write nonsense."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_loading import model, save_checkpoint
+
+import foretoken as ft
+from foretoken.loading import LoadError, load_model
+
+LAYER = "model.layers.1.mlp.up_proj"
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path / "good")
+
+
+def settings(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def rewrite(folder: Path, change: Callable[[Weights], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refusal_of(source: Any) -> str:
+    with pytest.raises(LoadError) as caught:
+        ft.load(source, None)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def in_float8(weights: Weights, name: str = f"{LAYER}.weight") -> None:
+    scale = weights[name].abs().max() / 448
+    weights[name + "_scale_inv"] = scale.reshape(1, 1).clone()
+    weights[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+
+
+def all_in_float8(weights: Weights) -> None:
+    for name in [name for name in weights if "proj" in name]:
+        in_float8(weights, name)
+
+
+def in_int8(weights: Weights) -> None:
+    scale = weights[f"{LAYER}.weight"].abs().max() / 127
+    weights[f"{LAYER}.weight"] = (weights[f"{LAYER}.weight"] / scale).round().to(torch.int8)
+
+
+def packed(weights: Weights) -> None:
+    weights[f"{LAYER}.qweight"] = (weights.pop(f"{LAYER}.weight") * 1000).to(torch.int32)
+
+
+@pytest.mark.parametrize("change", [None, in_float8, packed])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_method_that_transformers_passes_over(
+    good: Path, change: Callable[[Weights], None] | None, inner: bool
+) -> None:
+    told = {"quantization_config": {"quant_method": "novel"}}
+    settings(good, **({"text_config": told} if inner else told))
+    if change is not None:
+        rewrite(good, change)
+    said = refusal_of(str(good))
+    assert "good is quantised with novel, which Transformers" in said and "take the full checkpoint" in said
+
+
+@pytest.mark.parametrize(("change", "kind"), [(in_float8, "F8_E4M3"), (in_int8, "I8")])
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_eight_bits_without_their_meaning(
+    good: Path, change: Callable[[Weights], None], kind: str, dtype: str | None
+) -> None:
+    settings(good, dtype=dtype)
+    rewrite(good, change)
+    said = refusal_of(str(good))
+    assert said.startswith(f"{LAYER}.weight in ") and f"is stored as {kind}, and config.json has no" in said
+    with pytest.raises(LoadError, match=f"is stored as {kind}"):
+        load_model(str(good), role="draft")
+
+
+@pytest.mark.parametrize("leaf", ["weight_scale", "weight_scale_inv", "scales", "qzeros", "bias"])
+def test_what_changes_a_weight_and_has_no_place(good: Path, leaf: str) -> None:
+    rewrite(good, lambda weights: weights.update({f"{LAYER}.{leaf}": torch.full((32,), 3.0)}))
+    assert f"good has {LAYER}.{leaf}, and {LAYER} has no place for it" in refusal_of(str(good))
+
+
+def test_packed_weights_without_a_configuration(good: Path) -> None:
+    rewrite(good, packed)
+    assert f"good has {LAYER}.qweight, and {LAYER} has no place for it" in refusal_of(str(good))
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {f"{LAYER}.input_scale": torch.ones(())},  # of activations, which are not quantised here
+        {f"{LAYER}.bias": torch.zeros(32)},
+        {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        {"model.layers.1.self_attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8)},  # a mask, in older files
+        {"model.layers.2.mlp.up_proj.weight": torch.ones(32, 32)},  # a layer beyond the model's: its drafter
+    ],
+)
+def test_what_changes_no_weight_is_left_out(good: Path, harmless: Weights) -> None:
+    wanted = ft.load(str(good), None).generate([3, 4, 5], max_new_tokens=6).token_ids
+    rewrite(good, lambda weights: weights.update(harmless))
+    assert ft.load(str(good), None).generate([3, 4, 5], max_new_tokens=6).token_ids == wanted
+
+
+def test_a_model_whose_method_was_passed_over_when_it_was_loaded() -> None:
+    given = model()
+    given.config.quantization_config = {"quant_method": "novel"}
+    assert "LlamaForCausalLM is quantised with novel, which Transformers" in refusal_of(given)
+
+
+def test_eight_bits_with_their_meaning_still_load(good: Path) -> None:
+    pytest.importorskip("accelerate", reason="Transformers undoes FP8 with it")
+    wanted = ft.load(str(good), None).target.model.get_submodule(LAYER).weight
+    rewrite(good, all_in_float8)
+    settings(good, quantization_config={"quant_method": "fp8", "weight_block_size": [32, 32]})
+    read = ft.load(str(good), None).target.model.get_submodule(LAYER).weight
+    assert torch.allclose(read.float(), wanted.float(), atol=0.02 * float(wanted.abs().max()), rtol=0.1)

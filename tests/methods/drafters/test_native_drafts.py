@@ -1,0 +1,129 @@
+"""Trained heads in our library: the text is that of plain decoding, and the drafts are those of the networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.core import TokenTree
+from foretoken.core.sampling import SamplingParams
+from foretoken.engine.request import Request
+from foretoken.loading import build_drafter, load_model
+from foretoken.loading.tokenizers import load_tokenizer
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.features import FeatureDrafter
+from foretoken.methods.drafters.heads import HeadsDrafter
+from foretoken.models.base import LanguageModel
+from foretoken.models.native import library
+from toys import engine, serve
+
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no kernels: {library.why_not()}")
+
+SPECS = ["eagle,nodes=8", "eagle3,nodes=8,depth=3", "mtp", "mtp,width=2,nodes=6", "medusa,nodes=8", "hydra,nodes=8"]
+TEXTS = ["def area(width, height):\n    return", "import os\nfor name in", "The city of", "class Queue:\n    def"]
+TOKENS = 20
+SHARED = 0.8
+"""Of the drafts of the library and of the network, at least; they are .86 to 1."""
+
+
+@cache
+def target() -> LanguageModel:
+    return load_model("builtin")
+
+
+@cache
+def prompts() -> list[list[int]]:
+    tokenizer: Any = load_tokenizer("builtin")
+    return [tokenizer.encode(text) for text in TEXTS]
+
+
+def drafter_of(spec: str, native: bool = True) -> Drafter:
+    found: Any = build_drafter(spec, target())
+    told = found.describe()[0]
+    assert told["forward"] == "native" and told["native_off"] == "", told
+    if native:
+        return found  # type: ignore[no-any-return]
+    if isinstance(found, FeatureDrafter):
+        found.model.native = None
+    elif isinstance(found, HeadsDrafter):
+        found._native = []
+        if getattr(found, "reader", None) is not None:
+            found.reader.model.native = None  # type: ignore[attr-defined]
+    return found  # type: ignore[no-any-return]
+
+
+def requests(mode: str) -> list[Request]:
+    params = SamplingParams() if mode == "greedy" else SamplingParams(temperature=0.8)
+    return [Request(prompt, params, TOKENS, seed=i) for i, prompt in enumerate(prompts())]
+
+
+@cache
+def plain(mode: str) -> list[list[int]]:
+    return [run.output for run in serve(engine(target()), requests(mode))]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "seeded"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_texts_of_a_batch_are_those_of_plain_decoding(spec: str, mode: str) -> None:
+    """Four requests at once, chains and trees."""
+    runs = serve(engine(target(), drafter_of(spec)), requests(mode))
+    assert [run.output for run in runs] == plain(mode)
+    assert sum(run.stats.num_accepted_tokens for run in runs) > 0
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(1, len(tree))}
+
+
+def shared_drafts(mine: Drafter, spec: str, requests: Sequence[Request]) -> list[float]:
+    """Per round the share of paths that the library and the network of a spec both draft behind the same text."""
+    theirs, shares = drafter_of(spec, native=False), list[float]()
+
+    def both(one: Any, other: Any) -> Any:
+        return lambda *given: (one(*given), other(*given))[0]
+
+    for name in ("start", "observe", "finish"):
+        setattr(mine, name, both(getattr(mine, name), getattr(theirs, name)))
+    propose = mine.propose_batch
+
+    def watched(contexts: Sequence[Any], budgets: Sequence[Any]) -> list[TokenTree]:
+        found = propose(contexts, budgets)
+        for tree, twin in zip(found, theirs.propose_batch(contexts, budgets), strict=True):
+            one, other = paths(tree), paths(twin)
+            if other:
+                shares.append(len(one & other) / len(one | other))
+        return found
+
+    mine.propose_batch = watched  # type: ignore[method-assign]
+    serve(engine(target(), mine), requests)
+    return shares
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_drafts_are_those_of_the_network(spec: str) -> None:
+    """Rounding exchanges near-ties; a wrong norm, position or weight changes nearly all."""
+    shares = shared_drafts(drafter_of(spec), spec, requests("greedy"))
+    assert len(shares) > 20 and sum(shares) > SHARED * len(shares)
+
+
+def test_a_wrong_input_is_seen() -> None:
+    """The control of the test above: embeddings of other tokens."""
+    mine: Any = drafter_of("eagle3,nodes=8,depth=3")
+    embedding = mine.model.parts.embedding
+    mine.model.parts.embedding = lambda ids: embedding(ids + 1)
+    shares = shared_drafts(mine, "eagle3,nodes=8,depth=3", requests("greedy"))
+    assert sum(shares) < SHARED * len(shares)
+
+
+def test_a_sampled_request_beside_a_greedy_one() -> None:
+    """A drawn chain needs the whole distribution, the tree beside it the best tokens only; both come from one call."""
+    torch.manual_seed(0)
+    sampled = Request(prompts()[0], SamplingParams(temperature=1.0), TOKENS)
+    greedy = Request(prompts()[1], SamplingParams(), TOKENS)
+    drawn, tree = serve(engine(target(), drafter_of("eagle3,nodes=8")), [sampled, greedy])
+    assert tree.output == plain("greedy")[1] and len(drawn.output) == TOKENS
+    assert drawn.stats.num_draft_tokens > 0

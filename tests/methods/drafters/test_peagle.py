@@ -1,0 +1,242 @@
+"""P-EAGLE: EAGLE-3's own row, and masks behind it of which nothing stays; training computes what drafting does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, Rng
+from foretoken.core.noise import Noise
+from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.engine.request import Request
+from foretoken.methods.drafters.eagle3 import Eagle3Drafter
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
+from foretoken.methods.drafters.nets.peagle_model import PeagleModel
+from foretoken.methods.drafters.peagle import PeagleDrafter
+from foretoken.models.base import Feed
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.training.recipes.base import Batch
+from foretoken.training.recipes.peagle import PeagleRecipe
+from toys import engine, llama, outputs
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+CHOSEN = torch.tensor([1, 2, 5, 9, 14, 15, 20, 31])
+T1 = SamplingParams(temperature=1.0)
+
+
+def fill(net: torch.nn.Module, scale: float = 0.3) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return net.eval()
+
+
+def random_net(target: HuggingFaceModel, **changes: Any) -> PeagleNet:
+    shape = asdict(LayerConfig.of_target(target.config))
+    told = {"vocab_size": 32, "draft_vocab": len(CHOSEN), "layers": "0,1,2", "num_layers": 2, "mask_token": 7}
+    net: PeagleNet = fill(PeagleNet(PeagleConfig(**{**shape, **told, **changes})))
+    net.choose(CHOSEN)
+    return net
+
+
+def target_model() -> HuggingFaceModel:
+    return HuggingFaceModel(llama(dtype=torch.float32))
+
+
+def new_drafter(target: HuggingFaceModel, net: PeagleNet | None = None, **options: Any) -> PeagleDrafter:
+    return PeagleDrafter.of(net or random_net(target), TargetParts(target), target, **options)
+
+
+def taps_of(model: HuggingFaceModel, tokens: list[int], taps: Any) -> dict[str, Tensor]:
+    sequence = model.open()
+    found = model.prefill(sequence, tokens, taps)
+    model.release(sequence)
+    return found
+
+
+def started(
+    drafter: Any, model: HuggingFaceModel, params: SamplingParams | None = None, noise: bool = False
+) -> Context:
+    maker = Sampler(params or SamplingParams(), len(PROMPT), Noise(0) if noise else None)
+    context = Context(0, list(PROMPT), len(PROMPT), maker, Rng(0))
+    context.hidden = taps_of(model, PROMPT[:-1], drafter.taps)
+    drafter.start(context)
+    return context
+
+
+@torch.no_grad()
+def whole_pass(drafter: PeagleDrafter, model: HuggingFaceModel, tokens: list[int], k: int) -> Tensor:
+    """[k, V_d] logits behind a text, by the network over all of it and masks."""
+    net, n = drafter.net, len(tokens) - 1
+    taps = taps_of(model, tokens[:-1], drafter.taps)
+    features = torch.cat([drafter.features(taps), net.mask_feature.expand(k - 1, -1)])
+    ids = torch.tensor([*tokens[1:], *[net.config.mask_token] * (k - 1)])
+    embeddings = drafter.model.parts.embedding(ids).float()
+    if net.embed_tokens is not None:
+        embeddings = net.embed_tokens(ids)
+    output = net(embeddings[None], features[None], torch.arange(n + k - 1)[None])[0, -k:]
+    found: Tensor = drafter.head(net.head_state(output))
+    return found
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), T1], ids=["greedy", "sampled"])
+def test_one_place_of_one_layer_is_eagle_3(params: SamplingParams) -> None:
+    target = target_model()
+    net = random_net(target, num_layers=1)
+    config = Eagle3Config(**{key: getattr(net.config, key) for key in Eagle3Config.__dataclass_fields__})
+    plain = Eagle3Net(config)
+    plain.load_state_dict({name: value for name, value in net.state_dict().items() if name != "mask_hidden"})
+    one = new_drafter(target, net, k=1, width=4)
+    other = Eagle3Drafter.of(plain.eval(), TargetParts(target), target, nodes=16, depth=1, width=4)
+    got, wanted = (d.propose(started(d, target, params), Budget(1, 4)) for d in (one, other))
+    assert got.tokens == wanted.tokens and len(got) > 1
+    if wanted.q is not None:
+        assert got.q is not None and torch.allclose(got.q, wanted.q, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_layers": 1}, {"own_embedding": True, "num_layers": 3}, {"share_head": True}]
+)
+def test_cached_rounds_are_a_fresh_pass(changes: dict[str, Any]) -> None:
+    """After 1, 3 and 6 new tokens, and twice behind the same text."""
+    target = target_model()
+    drafter = new_drafter(target, random_net(target, **changes), k=4)
+    context = started(drafter, target, T1)
+    for fresh in (0, 1, 3, 6):
+        if fresh:
+            new = [(5 * fresh + i) % 32 for i in range(fresh)]
+            context.hidden_start = len(context.tokens) - 1
+            context.tokens += new
+            context.hidden = {
+                tap: rows[context.hidden_start :]
+                for tap, rows in taps_of(target, context.tokens[:-1], drafter.taps).items()
+            }
+            drafter.observe(context, None, None, None)  # type: ignore[arg-type]
+        wanted = torch.zeros(4, 32)
+        wanted[:, CHOSEN] = torch.softmax(whole_pass(drafter, target, context.tokens, 4), -1)
+        for _ in range(2):
+            tree = drafter.propose(context, Budget(4, 4))
+            assert tree.q is not None and torch.allclose(tree.q.float(), wanted, atol=1e-4)
+        held = context.state[drafter]
+        assert held.tokens == context.tokens[1:] and not held.scratch_tokens
+
+
+@pytest.mark.parametrize("noise", [False, True], ids=["greedy", "race"])
+def test_trees_hold_the_likeliest_prefixes(noise: bool) -> None:
+    target = target_model()
+    drafter = new_drafter(target, k=3, nodes=9)
+    tree = drafter.propose(started(drafter, target, T1 if noise else None, noise), Budget(3, 9))
+    paths = [_path(tree, node) for node in range(1, len(tree))]
+    assert len(paths) == 9
+    if not noise:
+        rows = torch.log_softmax(whole_pass(drafter, target, PROMPT, 3).double(), -1)
+        ids = CHOSEN.tolist()
+        values = {
+            path: sum(float(rows[i, ids.index(token)]) for i, token in enumerate(path))
+            for depth in (1, 2, 3)
+            for path in product(ids, repeat=depth)
+        }
+        assert sorted(map(tuple, paths)) == sorted(sorted(values, key=lambda path: -values[path])[:9])
+
+
+def _path(tree: Any, node: int) -> list[int]:
+    found: list[int] = []
+    while node:
+        found.append(tree.tokens[node])
+        node = tree.parents[node]
+    return found[::-1]
+
+
+def test_chains_carry_what_they_were_drawn_from() -> None:
+    target = target_model()
+    drafter = new_drafter(target, k=3)
+    context = started(drafter, target, T1)
+    wanted = torch.zeros(3, 32)
+    wanted[:, CHOSEN] = torch.softmax(whole_pass(drafter, target, PROMPT, 3), -1)
+    tree = drafter.propose(context, Budget(3, 3))
+    assert tree.q is not None and torch.allclose(tree.q.float(), wanted, atol=1e-4)
+    assert set(tree.tokens[1:]) <= set(CHOSEN.tolist())
+
+
+def toy_recipe(**settings: str) -> PeagleRecipe:
+    target = target_model()
+    made = PeagleRecipe(target, TargetParts(target), {"num_layers": "2", "places": "4", "draft_vocab": "8", **settings})
+    fill(made.net)
+    made.net.eval()
+    return made
+
+
+def toy_batch(recipe: PeagleRecipe, length: int = 12) -> Batch:
+    tokens = torch.randint(32, (2, length + 1), generator=torch.Generator().manual_seed(5))
+    return Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts)
+
+
+@pytest.mark.parametrize("settings", [{}, {"own_embedding": "true"}, {"num_layers": "1", "mask_token": "9"}])
+@torch.no_grad()
+def test_a_row_of_training_is_a_row_of_drafting(settings: dict[str, str]) -> None:
+    """From every anchor, through the cache."""
+    recipe = toy_recipe(**settings)
+    batch = toy_batch(recipe)
+    pairs = [(a, d) for a in range(11) for d in (1, 2, 3) if a + d < 11]
+    anchors, depths = (torch.tensor([*first, *rest]) for first, rest in zip((range(11), [0] * 11), zip(*pairs)))  # noqa: B905
+    states = recipe.outputs(batch, anchors, depths)
+    model = PeagleModel(recipe.net, recipe.parts, recipe.target)
+    features = recipe.net.fuse([batch.taps[tap] for tap in recipe.config.taps])
+    for text in range(2):
+        sequence = model.open()
+        for anchor in range(11):
+            count = min(3, 10 - anchor)
+            tokens = [int(batch.tokens[text, anchor + 1]), *[recipe.config.mask_token] * count]
+            given = torch.cat([features[text, anchor : anchor + 1], model.mask_states(count)])
+            got = model.forward([Feed(sequence, tokens, states=given)])[0].taps["state"]
+            model.commit(sequence, [0])
+            for depth in range(1 + count):
+                (row,) = ((anchors == anchor) & (depths == depth)).nonzero()[:, 0].tolist()
+                assert torch.allclose(got[depth], states[text, row], atol=1e-4)
+
+
+def test_every_weight_is_trained() -> None:
+    recipe = toy_recipe(own_embedding="true", share_head="false")
+    recipe.loss(toy_batch(recipe), torch.Generator().manual_seed(0)).backward()
+    assert [name for name, weight in recipe.net.named_parameters() if weight.grad is None] == []
+    assert float(recipe.net.mask_hidden.grad.abs().min()) > 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"places": "0"}, "places from 1 to 64"),
+        ({"num_layers": "0"}, "num_layers >= 1"),
+        ({"mask_token": "32"}, "mask_token must be a token of the target"),
+        ({"keep": "0.1"}, "0 < least <= keep <= 1"),
+        ({"layers": "3"}, "reach to 3, and the target has 2"),
+    ],
+)
+def test_bad_settings(settings: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        toy_recipe(**settings)
+
+
+def test_bad_options_and_short_texts() -> None:
+    target = target_model()
+    for options, words in (({"k": 65}, "k from 1 to 64"), ({"nodes": 0}, "nodes >= 1"), ({"draw": "x"}, "draw=greedy")):
+        with pytest.raises(ValueError, match=words):
+            new_drafter(target, **options)
+    recipe = toy_recipe()
+    with pytest.raises(ValueError, match="too short for 4 places: use a larger --context"):
+        recipe.loss(toy_batch(recipe, 4), torch.Generator())
+
+
+def test_greedy_text_is_plain_decodings() -> None:
+    target = target_model()
+    requests = [Request(prompt, SamplingParams(), 24) for prompt in ([5], PROMPT, [0, 1, 2])]
+    assert outputs(engine(target, new_drafter(target, k=4)), requests) == outputs(engine(target), requests)

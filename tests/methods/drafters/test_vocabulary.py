@@ -1,0 +1,160 @@
+"""What tokens spell: tokenizers of every sort, pairs of vocabularies, borders of two tokenizations."""
+
+from __future__ import annotations
+
+import pytest
+from foreign import KINDS, TEXT, tokenizer, vocabulary
+
+from foretoken.methods.drafters.vocabulary import (
+    Vocabulary,
+    common_border,
+    common_tokens,
+    translated_spellings,
+    whole_characters,
+)
+
+ALL = ("zoo", *KINDS)
+
+
+def plain(*tokens: str, **more: object) -> Vocabulary:
+    return Vocabulary([token.encode() for token in tokens], **more)  # type: ignore[arg-type]
+
+
+# -- spellings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_spellings_add_up_to_the_text(kind: str) -> None:
+    known = vocabulary(kind)
+    ids = known.encode(TEXT)
+    lead = " " if kind == "pieces" else ""  # this one puts a space before every text
+    assert known.bytes_of(ids).decode() == lead + TEXT
+    decoded = tokenizer(kind).decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=False)
+    assert decoded == TEXT
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_fragment_is_spelled_exactly(kind: str) -> None:
+    known = vocabulary(kind)
+    for fragment in (" return", "mat,", "\n    ", "caf\u00e9 in \u6771\u4eac \U0001f642!"):
+        if kind != "words" or known.bytes_of(known.encode(fragment)) == fragment.encode():
+            assert known.bytes_of(known.spell(fragment)) == fragment.encode()
+
+
+def test_what_cannot_be_spelled_is_left_out() -> None:
+    known = plain("a", "b", "ab", "\u00e9")
+    assert known.spell("ab!a\u00e9\u6771b") == [2, 0, 3, 1]
+    assert vocabulary("characters").spell("cat!?") == vocabulary("characters").spell("cat!")
+
+
+def test_sentencepiece_signs() -> None:
+    known = vocabulary("pieces")
+    names = tokenizer("pieces").get_vocab()
+    assert known.spellings[names["<0x0A>"]] == b"\n"
+    assert known.spellings[names["\u2581return"]] == b" return"
+    assert known.prefix == (names["<s>"],)
+    assert known.roles == {"bos": names["<s>"], "eos": names["</s>"]}
+
+
+def test_words_without_a_decoder_are_joined_with_spaces() -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(WordLevel({"no": 0, "one": 1, "two": 2}, unk_token="no"))
+    inner.pre_tokenizer = Whitespace()
+    known = Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="no"), 3)
+    assert known.bytes_of(known.encode("one two one")) == b" one two one"
+    assert not known.prefix  # an unknown "a" is no prefix
+
+
+def test_ids_that_the_model_lacks_are_no_tokens() -> None:
+    whole, narrow = vocabulary("zoo"), Vocabulary.of(tokenizer("zoo"), 400)
+    assert len(narrow) == 400 and max(narrow.encode(TEXT)) < 400 < max(whole.encode(TEXT))
+    assert narrow.bytes_of([5000]) == b""
+    assert len(Vocabulary.of(tokenizer("zoo"), 9000)) == 9000
+    assert "eos" in narrow.roles and "eos" not in Vocabulary.of(tokenizer("bytes"), 1).roles
+
+
+def test_a_whole_text_gets_its_prefix_once() -> None:
+    known = vocabulary("pieces")
+    once = known.encode_text("if n")
+    assert once[0] == known.prefix[0] and once[1:] == known.encode("if n")
+    assert known.encode_text("<s>if n").count(known.prefix[0]) == 1
+
+
+# -- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_vocabularies_pair_every_token_with_itself() -> None:
+    pairs = common_tokens(vocabulary("zoo"), vocabulary("zoo"))
+    assert pairs == {token: token for token in range(8192)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_spell_the_same_and_none_is_used_twice(kind: str) -> None:
+    target, draft = vocabulary("zoo"), vocabulary(kind)
+    pairs = common_tokens(target, draft)
+    assert len(set(pairs.values())) == len(pairs) > 25
+    for mine, theirs in pairs.items():
+        if mine != target.roles["eos"]:
+            assert target.spellings[mine] == draft.spellings[theirs]
+    assert pairs[target.roles["eos"]] == draft.roles["eos"]  # <|endoftext|> and </s>: by role
+
+
+def test_space_signs_and_byte_tokens_meet() -> None:
+    target, draft = tokenizer("zoo").get_vocab(), tokenizer("pieces").get_vocab()
+    pairs = common_tokens(vocabulary("zoo"), vocabulary("pieces"))
+    assert pairs[target["\u0120return"]] == draft["\u2581return"]
+    assert pairs[target["\u010a"]] == draft["<0x0A>"]
+
+
+def test_the_first_of_several_equal_tokens_wins() -> None:
+    target, draft = plain("x", "y", "x"), plain("y", "x", "x", "y")
+    assert common_tokens(target, draft) == {0: 1, 1: 0}
+
+
+def test_special_tokens_pair_by_role_then_by_name() -> None:
+    target = plain("a", "<end>", "<s>", "<tool>", "<pad>", special=[1, 2, 3, 4], roles={"eos": 1, "bos": 2})
+    draft = plain("<s>", "<end>", "<tool>", "</s>", "a", special=[0, 1, 2, 3], roles={"eos": 3, "bos": 0})
+    assert common_tokens(target, draft) == {0: 4, 1: 3, 2: 0, 3: 2}  # not <end> with <end>
+    literal = plain("a", "<end>", "<s>", "<tool>", "</s>")  # the same strings, but no special tokens
+    assert common_tokens(target, literal) == {0: 0}
+
+
+def test_special_tokens_take_the_other_vocabularys_names() -> None:
+    target = plain("a", "<end>", "<s>", special=[1, 2], roles={"eos": 1, "bos": 2})
+    draft = plain("b", "</s>", special=[1], roles={"eos": 1})
+    assert translated_spellings(target, draft) == [b"a", b"</s>", b""]
+    both = plain("a", "<end>", special=[1], roles={"eos": 1, "bos": 1})
+    assert translated_spellings(both, draft) == [b"a", b"</s>"]
+
+
+# -- borders ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "added", "border"),
+    [
+        (["the", " cat"], ["the", " cat", " sat"], " sat", (2, 2)),
+        (["the", " fun"], ["the", " function"], "ction", (1, 1)),
+        (["fun", "c"], ["func", "tion"], "tion", (0, 0)),  # behind "func" both have a border, but not the same token
+        (["the", " cat"], [" ", "the", " cat", " sat"], " sat", (2, 3)),  # a space before the text
+        (["x", "x", "x"], ["x", "x", "x", "x", "x"], "xx", (3, 3)),  # repeats fit at three places: only one is right
+        (["ab"], ["abc"], "c", (0, 0)),
+        ([], ["a"], "a", (0, 0)),
+        (["ab"], [" ab", "c"], "c", (1, 2)),  # no border: behind both, and the caller notices
+        (["ab"], [" abc"], "c", (1, 1)),
+    ],
+)
+def test_borders(old: list[str], new: list[str], added: str, border: tuple[int, int]) -> None:
+    tokens = sorted({*old, *new})
+    known = plain(*tokens)
+    assert common_border(known, [tokens.index(t) for t in old], [tokens.index(t) for t in new], len(added)) == border
+
+
+def test_half_characters() -> None:
+    whole = "a\u6771".encode()
+    assert [whole_characters(whole[:n]) for n in range(5)] == [b"", b"a", b"a", b"a", whole]
+    assert whole_characters(b"a\xffb") == b"a"

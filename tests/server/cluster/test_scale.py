@@ -1,0 +1,374 @@
+"""Many replicas without a cluster: sessions, a replica called in memory, and a gateway whose replicas die on cue."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+from running_server import make_llm
+
+from foretoken.server.cluster.fleet_metrics import labelled
+from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
+from foretoken.server.cluster.replica import Replica
+from foretoken.server.cluster.routing import asked_of, order, ranked, session_of
+from foretoken.server.config import Settings
+from foretoken.server.keys import Caller
+from foretoken.server.serving import Serving
+
+NAMES = ["a", "b", "c", "d"]
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return fields
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_turns_of_a_conversation_have_one_session() -> None:
+    system = {"role": "system", "content": "be brief"}
+    first = session_of({}, body(messages=[system, user("hello")]))
+    answer = {"role": "assistant", "content": "hi"}
+    assert first == session_of({}, body(messages=[system, user("hello"), answer, user("more")], temperature=1))
+    assert first != session_of({}, body(messages=[system, user("another"), answer, user("more")]))
+    assert first != session_of({}, body(messages=[system, user("hello")], cache_salt="mine"))
+
+
+def test_prompts_with_the_same_beginning_have_one_session() -> None:
+    text = "x" * 256
+    assert session_of({}, body(prompt=text + "one")) == session_of({}, body(prompt=text + "two"))
+    assert session_of({}, body(prompt="one")) != session_of({}, body(prompt="two"))
+    ids = list(range(64))
+    assert session_of({}, body(prompt=[*ids, 1])) == session_of({}, body(prompt=[*ids, 2]))
+    assert session_of({}, body(prompt=[[1, 2], [3]])) == session_of({}, body(prompt=[1, 2]))
+
+
+def test_a_named_session_comes_before_the_text() -> None:
+    named = {"x-session-id": "s"}
+    assert session_of(named, body(prompt="one")) == session_of(named, body(prompt="two")) != ""
+    assert session_of({}, body(prompt="one", prompt_cache_key="s")) == session_of(named, {})
+
+
+@pytest.mark.parametrize("given", [b"", b"{", b"[]", b"null", b'{"prompt": 3}', b'{"messages": []}', b"\xff\xfe"])
+def test_what_has_no_beginning_has_no_session(given: bytes) -> None:
+    assert session_of({}, asked_of(given)) == ""
+
+
+def test_when_a_replica_leaves_only_its_sessions_move() -> None:
+    sessions = [f"session {i}" for i in range(400)]
+    before = {one: ranked(one, NAMES)[0] for one in sessions}
+    after = {one: ranked(one, NAMES[:-1])[0] for one in sessions}
+    assert all(after[one] == home for one, home in before.items() if home != "d")
+    shares = Counter(before.values())
+    assert set(shares) == set(NAMES)
+    assert min(shares.values()) > 60  # 100 expected, standard deviation 9
+
+
+def test_a_session_stays_until_its_replica_has_far_more_than_its_share() -> None:
+    mine = ranked("s", NAMES)
+    loads = dict.fromkeys(NAMES, 0)
+    assert order("s", loads) == mine
+    loads[mine[0]] = 1  # of 2 requests on 4 replicas 1 is the most
+    assert order("s", loads) == [*mine[1:], mine[0]]
+    even = dict.fromkeys(NAMES, 4)
+    assert order("s", {**even, mine[0]: 6})[0] == mine[0]  # of 19 requests: 7.1
+    assert order("s", {**even, mine[0]: 8}) == [*mine[1:], mine[0]]
+    assert order("s", {"a": 1, "b": 0})[0] == ranked("s", ["a", "b"])[0], "two at once may share a replica of two"
+
+
+def test_a_burst_is_shared_out() -> None:
+    loads = dict.fromkeys(NAMES, 0)
+    for number in range(64):
+        loads[order(f"session {number}", loads)[0]] += 1
+    assert max(loads.values()) <= 24  # 1.5 times the share
+    one = dict.fromkeys(NAMES, 0)
+    for _ in range(64):
+        one[order("always the same", one)[0]] += 1
+    assert max(one.values()) <= 24
+
+
+def test_without_a_session_the_least_busy_serves() -> None:
+    assert order("", {"a": 2, "b": 1, "c": 3}) == ["b", "a", "c"]
+    assert {order("", dict.fromkeys(NAMES, 0))[0] for _ in range(200)} == set(NAMES)
+
+
+# -- counters ----------------------------------------------------------------------------------------------------------
+
+
+def test_samples_say_whose_they_are() -> None:
+    text = '# HELP x what\n# TYPE x counter\nx_total{model="m"} 2.0\n# HELP y other\n# TYPE y gauge\ny 1.0\n'
+    assert labelled({"a": text, 'b"': text}) == [
+        "# HELP x what",
+        "# TYPE x counter",
+        'x_total{replica="a",model="m"} 2.0',
+        'x_total{replica="b\\"",model="m"} 2.0',
+        "# HELP y other",
+        "# TYPE y gauge",
+        'y{replica="a"} 1.0',
+        'y{replica="b\\""} 1.0',
+    ]
+
+
+# -- the gateway -------------------------------------------------------------------------------------------------------
+
+
+class InMemory:
+    """Replicas of this process; ``script`` says what becomes of the next requests."""
+
+    num_wanted = 2
+
+    def __init__(self, settings: Settings, script: list[str] | None = None) -> None:
+        self.num_ready = 0
+        self.script = script or []
+        self.asked: list[str] = []
+        self.cancelled = 0
+        self._settings = settings
+        with mock.patch("foretoken.server.logs.install"):  # for a process of its own: it takes over the log for good
+            self._replica = Replica(settings, "one", lambda given: Serving(given, make_llm))
+
+    async def start(self) -> None:
+        await self._replica.start()
+        self.num_ready = 2
+
+    async def answer(
+        self, scope: dict[str, Any], body: bytes, session: str, caller: Caller
+    ) -> AsyncGenerator[list[Mapping[str, Any]], None]:
+        self.asked.append(session)
+        fate = self.script.pop(0) if self.script else "well"
+        if fate == "lost at once":
+            raise ReplicaLost("gone")
+        if fate == "error":
+            raise RuntimeError("nobody expects this")
+        if fate == "silent":
+            await asyncio.sleep(3600)
+        seen = 0
+        whole = False
+        try:
+            async for piece in self._replica.answer(scope, body, caller):
+                if fate == "lost with its head":
+                    yield [message for message in piece if message["type"] == "http.response.start"]
+                    raise ReplicaLost("gone")
+                yield piece
+                seen += 1
+                if fate == "lost in the middle" and seen == 3:
+                    raise ReplicaLost("gone")
+                if fate == "ends in the middle" and seen == 3:
+                    return
+            whole = True
+        finally:
+            self.cancelled += not whole
+
+    async def is_chat(self) -> bool:
+        return self._replica.is_chat
+
+    async def metrics(self) -> Mapping[str, str]:
+        return {"one": self._replica.metrics()}
+
+    async def stop(self) -> None:
+        await self._replica.stop()
+
+
+SETTINGS = Settings(dtype="float32", max_running=4, max_queued=2)
+
+
+@asynccontextmanager
+async def gateway(
+    settings: Settings = SETTINGS, *script: str
+) -> AsyncIterator[tuple[httpx.AsyncClient, InMemory, Fleet]]:
+    replicas = InMemory(settings, list(script))
+    fleet = Fleet(settings, replicas)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(create_gateway(fleet), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+        await fleet.start()
+        assert fleet.failed is None, fleet.failed
+        try:
+            yield client, replicas, fleet
+        finally:
+            await replicas.stop()
+
+
+ASKED = {"model": "builtin", "prompt": "def fib(n):", "max_tokens": 12, "temperature": 0}
+
+
+def check_error(answer: httpx.Response, status: int, code: str | None) -> None:
+    """OpenAI's shape, and the seconds to wait where waiting helps."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
+    assert (status != 503) or int(answer.headers["retry-after"]) >= 1
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[str]:
+    """What the model writes without any server."""
+    llm = make_llm(SETTINGS)
+    yield llm.generate(ASKED["prompt"], max_new_tokens=12, temperature=0.0).text  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    "script", [[], ["lost at once"], ["lost with its head"], ["lost at once", "lost with its head", "lost at once"]]
+)
+def test_a_unary_call_survives_its_replica(script: list[str], whole: str) -> None:
+    async def run() -> None:
+        async with gateway(SETTINGS, *script) as (client, replicas, fleet):
+            answer = await client.post("/v1/completions", json=ASKED)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == whole
+            assert answer.headers["x-replica"] == "one" and answer.headers["x-request-id"]
+            assert len(replicas.asked) == len(script) + 1 and len(set(replicas.asked)) == 1
+            assert fleet.metrics.retried == len(script) and fleet.num_open == 0
+
+    asyncio.run(run())
+
+
+def test_the_gateway_knows_whether_its_model_chats() -> None:
+    async def run() -> None:
+        async with gateway() as (_, replicas, fleet):
+            assert fleet.is_chat is False
+            replicas._replica.serving.llm.tokenizer.chat_template = "{{ messages[0].content }}"
+            assert await replicas.is_chat() is True
+
+    asyncio.run(run())
+
+
+def test_a_stream_is_the_same_as_the_whole(whole: str) -> None:
+    async def run() -> None:
+        async with gateway(SETTINGS, "lost at once") as (client, _, _):
+            answer = await client.post("/v1/completions", json={**ASKED, "stream": True})
+            data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+            assert data.pop() == "[DONE]"
+            assert "".join(json.loads(one)["choices"][0]["text"] for one in data) == whole
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fate", ["lost in the middle", "ends in the middle"])
+def test_a_stream_that_breaks_ends_with_an_error(fate: str) -> None:
+    async def run() -> None:
+        async with gateway(SETTINGS, fate) as (client, _, fleet):
+            asked = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=asked)
+            data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+            assert json.loads(data[-1])["error"]["code"] == "replica_lost" and "[DONE]" not in data
+            assert json.loads(data[0])["choices"][0]["text"]
+            assert fleet.num_open == 0
+
+    asyncio.run(run())
+
+
+def test_errors_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.server.cluster.gateway.PAUSE_S", 0.001)
+
+    async def run() -> None:
+        async with gateway(SETTINGS, *["lost at once"] * 8, "error") as (client, _, fleet):
+            check_error(await client.post("/v1/completions", json=ASKED), 503, "replica_lost")
+            check_error(await client.post("/v1/completions", json=ASKED), 500, "internal_error")
+            check_error(await client.post("/v1/completions", json={**ASKED, "max_tokens": -1}), 400, "invalid_value")
+            check_error(await client.get("/nothing"), 404, None)
+            fleet.num_open = fleet.capacity
+            check_error(await client.post("/v1/completions", json=ASKED), 503, "queue_full")
+            fleet.num_open = 0
+            fleet.drain()
+            check_error(await client.post("/v1/completions", json=ASKED), 503, "draining")
+            check_error(await client.get("/ready"), 503, "draining")
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_hangs_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.server.cluster.gateway.GRACE_S", 0.0)
+
+    async def run() -> None:
+        settings = Settings(dtype="float32", request_timeout=0.5)
+        async with gateway(settings, "silent") as (client, _, fleet):
+            check_error(await client.post("/v1/completions", json=ASKED), 504, "deadline_exceeded")
+            assert fleet.num_open == 0
+
+    asyncio.run(run())
+
+
+def test_keys_are_the_gateways_business() -> None:
+    async def run() -> None:
+        async with gateway(Settings(dtype="float32", api_keys=("secret",))) as (client, replicas, _):
+            check_error(await client.post("/v1/completions", json=ASKED), 401, "invalid_api_key")
+            assert not replicas.asked
+            key = {"Authorization": "Bearer secret"}
+            assert (await client.post("/v1/completions", json=ASKED, headers=key)).status_code == 200
+            assert (await client.get("/ready")).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_health_readiness_and_counters() -> None:
+    async def run() -> None:
+        async with gateway(Settings(dtype="float32", metrics_compat="vllm")) as (client, replicas, fleet):
+            assert (await client.get("/ready")).json()["replicas"] == {"ready": 2, "wanted": 2}
+            await client.post("/v1/completions", json=ASKED)
+            lines = (await client.get("/metrics")).text.splitlines()
+            assert 'foretoken:replicas_ready{model_name="builtin"} 2' in lines
+            for prefix in ("foretoken", "vllm"):
+                assert f'{prefix}:generation_tokens_total{{replica="one",model_name="builtin"}} 12.0' in lines
+            heads = [line for line in lines if line.startswith("# TYPE")]
+            assert len(heads) == len(set(heads))
+            replicas.num_ready = 0
+            check_error(await client.get("/ready"), 503, "loading")
+            fleet.failed = ValueError("no room")
+            check_health = await client.get("/health")
+            assert check_health.status_code == 503 and "no room" in check_health.text
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_ends_the_request() -> None:
+    async def run() -> None:
+        async with gateway(SETTINGS) as (_, replicas, fleet):
+            app = create_gateway(fleet)
+            sent: list[Any] = []
+            some, messages = asyncio.Event(), asyncio.Queue[Any]()
+            asked = {**ASKED, "max_tokens": 900, "stream": True, "ignore_eos": True}
+            messages.put_nowait({"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False})
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+                if len(sent) == 3:
+                    some.set()
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+            headers = [(b"content-type", b"application/json")]
+            asking = asyncio.create_task(app({**scope, "headers": headers}, messages.get, send))
+            await asyncio.wait_for(some.wait(), 60)
+            messages.put_nowait({"type": "http.disconnect"})
+            await asyncio.wait_for(asking, 10)
+            assert replicas.cancelled == 1 and fleet.num_open == 0
+            for _ in range(100):
+                if not replicas._replica.serving.num_open:
+                    break
+                await asyncio.sleep(0.02)
+            assert replicas._replica.serving.num_open == 0
+
+    asyncio.run(run())
+
+
+def test_replicas_that_cannot_be_started_are_told() -> None:
+    class Broken(InMemory):
+        async def start(self) -> None:
+            raise ValueError("no cluster")
+
+    async def run() -> None:
+        fleet = Fleet(SETTINGS, Broken(SETTINGS))  # type: ignore[arg-type]
+        await fleet.start()
+        assert fleet.trouble == "no cluster" and not fleet.is_loaded
+
+    asyncio.run(run())

@@ -1,0 +1,296 @@
+"""Structured output fits its grammar and is what plain decoding writes; hostile grammars are refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import foretoken as ft
+from foretoken.llm import Llm
+
+pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
+jsonschema = pytest.importorskip("jsonschema")
+
+from foretoken.core import Budget, Context, Rng, Scores, TokenTree, Verdict  # noqa: E402
+from foretoken.core.sampling import Sampler, SamplingParams  # noqa: E402
+from foretoken.methods.drafters.base import Drafter  # noqa: E402
+from foretoken.methods.drafters.known import KnownDrafter  # noqa: E402
+from foretoken.server.grammar import compile_constraint  # noqa: E402
+from foretoken.server.grammar.compiling import TRIAL  # noqa: E402
+from foretoken.server.grammar.constraint import GrammarConstraint  # noqa: E402
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PROMPT = "A person as JSON: "
+
+
+@pytest.fixture(scope="module")
+def plain() -> Llm:
+    return ft.load("builtin", None, dtype="float32", prefix_cache=False)
+
+
+def speculative(plain: Llm, drafter: str) -> Llm:
+    built = ft.loading.build_drafter(drafter, plain.target, tokenizer=plain.tokenizer)  # type: ignore[attr-defined]
+    from foretoken.llm import assemble
+
+    return assemble(plain.target, built, "auto", "constant", plain.tokenizer)
+
+
+def constraint(llm: Llm, kind: str = "json_schema", spec: Any = SCHEMA) -> GrammarConstraint:
+    return compile_constraint(kind, spec, llm.tokenizer, llm.target.vocab_size)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model,k=4", "known,inner=(model,k=3)", "model,tree=2x2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_output_fits_and_is_plain_decodings(plain: Llm, drafter: str, temperature: float) -> None:
+    fast = speculative(plain, drafter)
+    for seed in range(3):
+        options: dict[str, Any] = {"max_new_tokens": 80, "temperature": temperature, "seed": seed}
+        wanted = plain.generate(PROMPT, constraint=constraint(plain), **options)
+        found = fast.generate(PROMPT, constraint=constraint(plain), **options)
+        assert found.token_ids == wanted.token_ids
+        assert found.finish_reason == "eos"
+        jsonschema.validate(json.loads(found.text), SCHEMA)
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "model,k=4", "known,inner=(model,k=3)", "model,tree=2x2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_grammar_wins_over_the_least_length(plain: Llm, drafter: str | None, temperature: float) -> None:
+    """The end of the text lies inside drafts that go on, and before ``min_tokens``."""
+    llm = plain if drafter is None else speculative(plain, drafter)
+    options: dict[str, Any] = {"max_new_tokens": 80, "temperature": temperature, "seed": 2}
+    wanted = plain.generate(PROMPT, constraint=constraint(plain), **options)
+    assert wanted.finish_reason == "eos" and len(wanted.token_ids) < 70
+    for more in ({"min_tokens": 70}, {"ignore_eos": True}):
+        found = llm.generate(PROMPT, constraint=constraint(plain), **options, **more)
+        assert (found.token_ids, found.finish_reason) == (wanted.token_ids, "eos")
+    longer = llm.generate(PROMPT, constraint=constraint(plain, "regex", "[a-z ]{3,40}"), **options, min_tokens=12)
+    again = plain.generate(PROMPT, constraint=constraint(plain, "regex", "[a-z ]{3,40}"), **options, min_tokens=12)
+    assert longer.token_ids == again.token_ids
+    assert len(longer.token_ids) > 12 or len(longer.text) == 40
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "model,k=4", "known,inner=(model,k=3)"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_the_allowed_tokens_cannot_spell(plain: Llm, drafter: str | None, temperature: float) -> None:
+    llm = plain if drafter is None else speculative(plain, drafter)
+    letters = [spelled(plain, letter)[0] for letter in "abc"]
+    options: dict[str, Any] = {"allowed_token_ids": letters, "temperature": temperature, "seed": 2}
+    for spec, words in (("[xyz]+", "leave no token that the text could begin"), ("[abc]{3}[xyz]", "may follow the 3")):
+        with pytest.raises(ValueError, match=words) as error:
+            llm.generate(PROMPT, constraint=constraint(plain, "regex", spec), **options)
+        assert "the constraint and allowed_token_ids" in str(error.value)
+    found = llm.generate(PROMPT, constraint=constraint(plain, "regex", "[abc]{3}x?"), **options)
+    assert len(found.text) == 3 and found.finish_reason == "eos"
+
+
+def test_forced_tokens_are_drafted_and_accepted(plain: Llm) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 80, "temperature": 1.0, "seed": 5}
+    without = plain.generate(PROMPT, constraint=constraint(plain), **options)
+    known = speculative(plain, "known").generate(PROMPT, constraint=constraint(plain), **options)
+    assert known.token_ids == without.token_ids
+    assert known.stats.mean_acceptance_length > 1.3
+    assert known.stats.acceptance_rate > 0.8
+    assert known.stats.num_drafts < without.stats.num_drafts
+
+
+def test_a_batch_of_different_grammars(plain: Llm) -> None:
+    fast = speculative(plain, "known,inner=ngram")
+    asked = [("regex", r"[0-9]{3}-[a-f]{2}"), ("json_object", None), ("grammar", 'start: "yes" | "no"')]
+    requests = [
+        plain.request(PROMPT, constraint=constraint(plain, *one), max_new_tokens=24, temperature=1.0, seed=i)
+        for i, one in enumerate(asked)
+    ]
+    alone = [plain._run([request])[0] for request in requests]
+    again = [
+        plain.request(PROMPT, constraint=constraint(plain, *one), max_new_tokens=24, temperature=1.0, seed=i)
+        for i, one in enumerate(asked)
+    ]
+    together = fast._run(again)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert together[2].text in ("yes", "no")
+    assert together[1].text.lstrip().startswith("{")
+
+
+def test_every_prefix_is_answered_as_if_it_were_the_first(plain: Llm) -> None:
+    """The processor is a pure function of the prefix: branches may be visited in any order."""
+    moving = constraint(plain)
+    moving.starts_at(1)
+    texts = ['{"name": "x", "age"', '{"name"', "", '{"name": "xy', '{"name": "x", "age": 1', "["]
+    scores = torch.zeros(1, plain.target.vocab_size)
+    for text in [*texts, *reversed(texts)]:
+        ids = [0, *plain.tokenizer(text, add_special_tokens=False)["input_ids"]]  # type: ignore[misc]
+        fresh = constraint(plain)
+        fresh.starts_at(1)
+        wanted = fresh(torch.tensor([ids]), scores)
+        assert torch.equal(moving(torch.tensor([ids]), scores), wanted)
+        assert torch.isfinite(wanted).any()
+
+
+def test_a_grammar_by_enumeration(plain: Llm) -> None:
+    """The distribution is the target's own, restricted to what may follow and normalised."""
+    made = constraint(plain, "regex", "(ab|ac|b)")
+    made.starts_at(1)
+    scores = torch.randn(1, plain.target.vocab_size)
+    kept = made(torch.tensor([[7]]), scores)
+    allowed = {plain.tokenizer.decode([i]) for i in torch.isfinite(kept[0]).nonzero().flatten().tolist()}  # type: ignore[union-attr]
+    assert allowed == {"a", "b", "ab", "ac"}
+    inside = torch.isfinite(kept)
+    assert torch.equal(kept[inside], scores[inside])
+
+
+def test_logits_that_are_wider_than_the_tokenizer(plain: Llm) -> None:
+    wide = plain.target.vocab_size + 100
+    made = compile_constraint("regex", "[a-z]+", plain.tokenizer, wide)
+    made.starts_at(1)
+    kept = made(torch.tensor([[7]]), torch.zeros(1, wide))
+    assert not torch.isfinite(kept[0, plain.target.vocab_size :]).any()
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+HOSTILE: list[tuple[str, Any]] = [
+    ("json_schema", nested(70)),
+    ("json_schema", "{not json"),
+    ("json_schema", {"type": "no such type"}),
+    ("json_schema", 5),
+    ("json_schema", {"$ref": "https://example.com/schema.json"}),
+    ("json_schema", {"enum": ["x" * 70_000]}),
+    ("regex", "(unclosed"),
+    ("regex", ""),
+    ("regex", "a" * 70_000),
+    ("grammar", "start: nothing"),
+    ("grammar", "this is no grammar"),
+    ("xml", "<a/>"),
+    ("json_schema", {"$ref": "#"}),
+    ("json_schema", "[" * 60_000),
+    ("json_schema", '{"const": NaN}'),
+    ("json_schema", {"const": "\ud800"}),
+    ("json_schema", {"type": "integer", "multipleOf": 999_983}),
+    ("json_schema", {"type": "integer", "minimum": 10**300}),
+    ("json_schema", {"allOf": [{"oneOf": [{"const": i} for i in range(4)]} for _ in range(12)]}),
+    ("regex", ".*" * 20_000),
+    ("regex", "(" * 30_000 + ")" * 30_000),
+    ("regex", "(?=x)y"),
+    ("regex", "\ud800"),
+    ("grammar", "start: a\na: b\nb: a"),
+    ("grammar", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+]
+
+
+def test_a_grammar_that_ended_the_trial_leaves_it_working(plain: Llm) -> None:
+    with pytest.raises(ValueError, match="too much time or memory"):
+        constraint(plain, "regex", ".*" * 19_000)
+    assert TRIAL._process is None  # it was ended, and the next grammar gets another one
+    made = constraint(plain, "regex", "[0-9]{3}")
+    assert made.fits([], spelled(plain, "123")) > 0
+
+
+ENDLESS = ["a{1000000000}", "(ab){1000000000}"]
+
+
+@pytest.mark.parametrize("drafter", [None, "known,inner=ngram"])
+@pytest.mark.parametrize("spec", ENDLESS)
+def test_a_grammar_that_cannot_be_followed_is_an_error_and_no_end(plain: Llm, spec: str, drafter: str | None) -> None:
+    """llguidance stops at its limits as it does at the end of a text: half an output must not pass for a whole one."""
+    llm = plain if drafter is None else speculative(plain, drafter)
+    with pytest.raises(ValueError, match="cannot be followed"):
+        llm.generate(PROMPT, constraint=constraint(plain, "regex", spec), max_new_tokens=64, seed=1)
+
+
+def spelled(llm: Llm, text: str) -> list[int]:
+    return list(llm.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[misc]
+
+
+def test_how_many_drafts_fit(plain: Llm) -> None:
+    made = constraint(plain, "regex", "abc (yes|no)")
+    good, bad = spelled(plain, "abc yes"), spelled(plain, "abc maybe")
+    end = plain.tokenizer.eos_token_id  # type: ignore[union-attr]
+    assert made.fits([], [*good, end]) == len(good) + 1
+    assert 0 < made.fits([], bad) < len(bad)
+    assert made.fits(bad, good) == 0
+    assert made.fits(good, [end]) == 1
+
+
+class Guessing(Drafter):
+    """The same tree in every round: one branch that may fit, with a probe, and one that never does."""
+
+    name = "guessing"
+    max_nodes = 8
+
+    def __init__(self, good: list[int], bad: list[int]) -> None:
+        self.good, self.bad, self.seen = good, bad, []
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        a, b = self.good[:2], self.bad[:2]
+        return TokenTree([context.root, *a, *b, 5, 6], [-1, 0, 1, 0, 3, 1, 3], probes=[False] * 5 + [True] * 2)
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        self.seen.append(list(tree.tokens[1:]))
+
+
+def test_guesses_that_the_grammar_refuses_are_cut(plain: Llm) -> None:
+    good, bad = spelled(plain, "hello, world"), spelled(plain, "[1, 2]")
+    made = constraint(plain, "regex", "(hello, world|hello, moon|x)")
+    inner = Guessing(good, bad)
+    known = KnownDrafter(inner)
+    made.starts_at(1)
+    sampler = Sampler(SamplingParams(processors=(made.processor,)), 1)
+    context = Context(0, [7], 1, sampler, Rng(0), forced=made.forced)
+    tree = known.propose(context, Budget(max_depth=2, max_nodes=8))
+    assert list(tree.tokens[1:]) == [*good[:2], 5] and list(tree.probes) == [False, False, False, True]
+    free = Context(1, [7], 1, Sampler(SamplingParams(), 1), Rng(0))
+    assert len(known.propose(free, Budget(max_depth=2, max_nodes=8))) == 7
+
+
+@pytest.mark.parametrize(("kind", "spec"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_grammars_are_answered(plain: Llm, kind: str, spec: Any) -> None:
+    """Either refused with one line, or compiled; never longer than a request may take to find out."""
+    answer: list[Any] = []
+
+    def attempt() -> None:
+        try:
+            answer.append(constraint(plain, kind, spec))
+        except ValueError as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(20)  # a watchdog, not a measurement
+    assert answer, "the grammar is still being compiled"
+    assert isinstance(answer[0], ValueError) and "\n" not in str(answer[0]) and len(str(answer[0])) < 600
+
+
+def test_a_grammar_with_very_many_states_costs_its_own_request_at_most(plain: Llm) -> None:
+    """It compiles, since its states are made when they are reached; what a step may cost is bounded."""
+    made = constraint(plain, "regex", "(a{1,5000}){1,5000}")
+    finished: list[Any] = []
+
+    def attempt() -> None:
+        try:
+            finished.append(plain.generate(PROMPT, constraint=made, max_new_tokens=12, temperature=1.0, seed=1))
+        except ValueError as error:
+            finished.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert finished
+    assert isinstance(finished[0], ValueError) or set(finished[0].text) <= {"a"}

@@ -1,0 +1,106 @@
+"""Finite languages from schemas, expressions and grammars: all strings as the tokenizer spells them, or one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+import foretoken as ft
+from foretoken.core.constraints import FiniteLanguage
+from foretoken.llm import Llm
+
+pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
+
+from foretoken.server.grammar import compile_constraint, compile_language
+
+NAMES = ["get_weather", "get_time", "get", "search", "search_web", "naïve", "a b"]
+RECORD = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["c", "f"]}, "days": {"type": "integer", "minimum": 0, "maximum": 11}},
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+}
+FINITE: list[tuple[str, Any, Sequence[str]]] = [
+    ("choice", NAMES, NAMES),
+    ("choice", ["yes"], ["yes"]),
+    ("json_schema", {"enum": ["a", "bb", 3, None, True]}, ['"a"', '"bb"', "3", "null", "true"]),
+    ("json_schema", {"const": {"x": [1, "é"]}}, [json.dumps({"x": [1, "é"]}, ensure_ascii=False)]),
+    ("json_schema", RECORD, [json.dumps({"unit": u, "days": d}) for u, d in product("cf", range(12))]),
+    ("regex", "(ab|cd)?[0-3]{2}", [f"{a}{b}{c}" for a, b, c in product(["", "ab", "cd"], range(4), range(4))]),
+    ("grammar", 'start: ("yes" | "no") " sir"?', ["yes", "no", "yes sir", "no sir"]),
+]
+BAD: list[tuple[str, Any, str]] = [
+    ("regex", "[0-9]{5}", "not finite, or too large"),  # 10^5 strings
+    ("choice", [f"word {i}" for i in range(100_000)], "characters, and 65536 are allowed"),
+    ("choice", [f"{i}" for i in range(3000)], "not finite, or too large"),
+    ("regex", "a*", "not finite, or too large"),
+    ("regex", "a*b", "not finite, or too large"),
+    ("regex", "a{5000}", "not finite, or too large"),
+    ("json_object", None, "not finite, or too large"),
+    ("json_schema", {"type": "string"}, "not finite, or too large"),
+    ("grammar", 'start: "(" start ")" | "x"', "not finite, or too large"),
+    ("regex", r"[^\s\S]", "no text fits it"),
+    ("json_schema", {"enum": []}, "cannot be compiled"),
+    ("choice", [], "at least one text"),
+    ("choice", ["a", 5], "a list of texts"),
+    ("choice", ["a", "<|endoftext|>"], "it is the special token 0"),
+    ("grammar", 'start: "a" <[5]>', "takes texts only"),
+    ("regex", "(unclosed", "cannot be compiled"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Llm:
+    return ft.load("builtin", None, dtype="float32", prefix_cache=False)
+
+
+def language(llm: Llm, kind: str, spec: Any) -> FiniteLanguage:
+    return compile_language(kind, spec, llm.tokenizer, llm.target.vocab_size)
+
+
+@pytest.mark.parametrize(("kind", "spec", "strings"), FINITE)
+def test_all_strings_are_found(llm: Llm, kind: str, spec: Any, strings: Sequence[str]) -> None:
+    found = language(llm, kind, spec)
+    tokenizer: Any = llm.tokenizer
+    assert sorted(tokenizer.decode(one) for one in found.strings) == sorted(strings)
+    assert all(tokenizer(tokenizer.decode(one), add_special_tokens=False)["input_ids"] == one for one in found.strings)
+    assert found.ends == {0}
+    rule = compile_constraint(kind, spec, llm.tokenizer, llm.target.vocab_size)
+    assert all(rule.fits([], one) == len(one) and rule.may_end(one) for one in found.strings)
+
+
+@pytest.mark.parametrize(("kind", "spec", "words"), BAD, ids=range(len(BAD)))
+def test_what_is_no_finite_language_is_refused_in_one_line(llm: Llm, kind: str, spec: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        language(llm, kind, spec)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_listing_ends_in_time(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.server.grammar.language.WALK_S", 0.0)
+    with pytest.raises(ValueError, match="too large"):
+        language(llm, "regex", "[0-9]{2}")
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "model,k=3", "known,inner=ngram"])
+def test_outputs_are_strings_whatever_drafts(llm: Llm, drafter: str | None) -> None:
+    other = llm if drafter is None else ft.load("builtin", drafter, dtype="float32", prefix_cache=False)
+    names = language(llm, "choice", NAMES)
+    pattern = language(llm, "regex", "[0-9]{2}")  # 111 nodes: in pieces
+    asked: list[dict[str, Any]] = [
+        {"temperature": t, "seed": seed, "constraint": rule}
+        for rule in (names, pattern)
+        for t, seed in ((0.0, None), (1.5, 1), (1.5, 2))
+    ]
+    for options in asked:
+        wanted = llm.generate("The tool is ", max_new_tokens=8, logprobs=1, **options)
+        found = other.generate("The tool is ", max_new_tokens=8, logprobs=1, **options)
+        assert found.token_ids == wanted.token_ids and found.finish_reason == "eos"
+        assert found.text in NAMES or re.fullmatch("[0-9]{2}", found.text)
+        assert found.logprobs is not None and len(found.logprobs) == len(found.token_ids)
+        assert found.stats.num_drafts == 1

@@ -1,0 +1,122 @@
+"""The speculators layout of a multi-token prediction module: round trips, and what cannot be imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_nets import same_drafter
+
+import foretoken as ft
+from foretoken.loading import load_model
+from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
+from foretoken.methods.drafters.nets.store import save_drafter
+from foretoken.models.forward.parts import TargetParts
+from foretoken.training.formats import export_drafter, import_drafter
+from native_checkpoints import add_tensors, published, random_module, save_family, save_target
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def save_trained(folder: Path, target: Path, **config: Any) -> Path:
+    """A random module in a folder of ours, as training leaves it."""
+    parts = TargetParts(load_model(target, dtype="float32"))
+    shape = MtpConfig(**asdict(LayerConfig.of_target(parts.config)), **config)
+    net = module_for(shape, parts.network)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    save_drafter(folder, "mtp", asdict(shape), net, parts.fingerprint())
+    return folder
+
+
+@pytest.mark.parametrize(("family", "experts"), [("glm4_moe", True), ("glm4_moe", False), ("qwen3_5_text", False)])
+def test_round_trip(family: str, experts: bool, tmp_path: Path) -> None:
+    save_target(tmp_path / "target", family)
+    ours = save_trained(tmp_path / "ours", tmp_path / "target", layer="target", feed="post_norm", experts=experts)
+    report = export_drafter(f"mtp:{ours}", tmp_path / "out", target=tmp_path / "target", engine="vllm")
+    assert (report["format"], report["warnings"]) == ("speculators", [])
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["speculators_model_type"] == "mtp" and config["transformer_layer_config"]["model_type"] == family
+    names = set(load_file(tmp_path / "out/model.safetensors"))
+    assert {f"mtp_layers.0.{name}.weight" for name in ("input_proj", "token_layernorm", "final_layernorm")} < names
+    back = import_drafter(tmp_path / "out", tmp_path / "back", target=tmp_path / "target")
+    assert back["drafter"] == f"mtp:{tmp_path / 'back'}"
+    assert same_drafter(ours, tmp_path / "back")
+
+
+def test_the_targets_own_head_is_exported_and_drafts_the_same(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    network, _ = save_family(target, "glm4_moe")
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(target / "model.safetensors").items()}
+    save_file(half, target / "model.safetensors", {"format": "pt"})
+    assert network is not None
+    export_drafter("mtp", tmp_path / "out", target=target)
+    spec = import_drafter(tmp_path / "out", tmp_path / "back", target=target)["drafter"]
+    own, imported = (
+        ft.load(target, s, controller="constant", dtype="float32").generate(PROMPT, max_new_tokens=24)
+        for s in ("mtp", spec)
+    )
+    assert own.token_ids == imported.token_ids
+    assert own.stats.num_accepted_tokens_per_pos == imported.stats.num_accepted_tokens_per_pos
+    assert own.stats.num_draft_tokens == imported.stats.num_draft_tokens
+
+
+def refused(source: Path, target: Path, out: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        import_drafter(source, out, target=target)
+    assert "\n" not in str(caught.value) and not out.exists()
+
+
+def changed(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
+    """``None`` for a tensor takes it out."""
+    file = folder / "model.safetensors"
+    found = {**load_file(file), **tensors}
+    save_file({name: tensor for name, tensor in found.items() if tensor is not None}, file, {"format": "pt"})
+    told = {**json.loads((folder / "config.json").read_text()), **(config or {})}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        ({"mtp_layers.0.input_proj.weight": None}, {}, "lacks the tensor eh_proj.weight"),
+        ({"mtp_layers.0.self_attn.q_proj.weight": None}, {}, "lacks the tensor layer.self_attn.q_proj.weight"),
+        ({"mtp_layers.0.input_proj.weight": torch.ones(32, 32)}, {}, r"is \[32, 32\] and must be \[32, 64\]"),
+        ({"mtp_layers.1.input_proj.weight": torch.ones(32, 64)}, {}, "several prediction modules"),
+        ({"other.weight": torch.ones(1)}, {}, "a tensor other.weight that our network has no place for"),
+        ({}, {"transformer_layer_config": None}, "config.json lacks transformer_layer_config"),
+        ({}, {"transformer_layer_config": {"hidden_size": 64}}, "is for a hidden size of 64, the target's is 32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tensors: Any, config: Any, message: str, tmp_path: Path) -> None:
+    save_family(tmp_path / "target", "glm4_moe")
+    export_drafter("mtp", tmp_path / "out", target=tmp_path / "target")
+    changed(tmp_path / "out", tensors, config)
+    refused(tmp_path / "out", tmp_path / "target", tmp_path / "back", message)
+
+
+def test_embedding_and_projection_of_the_target_are_left_out(tmp_path: Path) -> None:
+    save_family(tmp_path / "target", "glm4_moe")
+    export_drafter("mtp", tmp_path / "out", target=tmp_path / "target")
+    changed(tmp_path / "out", {"embed_tokens.weight": torch.ones(61, 32), "lm_head.weight": torch.ones(61, 32)})
+    assert import_drafter(tmp_path / "out", tmp_path / "back", target=tmp_path / "target")["method"] == "mtp"
+
+
+def test_what_this_layout_cannot_hold(tmp_path: Path) -> None:
+    network = save_target(tmp_path / "target", "glm4_moe")
+    ours = save_trained(tmp_path / "ours", tmp_path / "target")
+    with pytest.raises(ValueError, match="this layout holds layer=target and feed=post_norm"):
+        export_drafter(f"mtp:{ours}", tmp_path / "out", target=tmp_path / "target")
+    for number in range(2):
+        add_tensors(tmp_path / "target", published("glm4_moe", number, 2, random_module(network, number).state_dict()))
+    with pytest.raises(ValueError, match="has 2 prediction modules, and this layout holds one"):
+        export_drafter("mtp", tmp_path / "out", target=tmp_path / "target")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,91 @@
+"""PARD's folders: told by the mask token, copied whole, checked by what they accept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_nets import VOCAB, drafts, save_target
+
+import foretoken
+from engine.tiny_tokenizer import tokenizer
+from foretoken.lab.acceptance import AcceptanceCheck
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.pard import PardDrafter
+from foretoken.training.formats import export_drafter, import_drafter
+
+
+def with_mask(folder: Path, source: Path, **told: Any) -> Path:
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **told}))
+    return folder
+
+
+@pytest.fixture
+def pard(tmp_path: Path, target: Path) -> Path:
+    wide = save_target(tmp_path / "wide", vocab_size=VOCAB + 8)
+    return with_mask(tmp_path / "pard", wide, pard_token=VOCAB + 7)
+
+
+def test_a_model_with_a_mask_drafts_in_parallel(pard: Path, target: Path) -> None:
+    llm = foretoken.load(target, drafter=f"model:{pard},k=3")
+    assert isinstance(llm.drafter, PardDrafter)
+    assert (llm.drafter.max_depth, llm.drafter.mask) == (3, VOCAB + 7)
+    assert isinstance(foretoken.load(target, drafter=f"model:{pard},parallel=false").drafter, ModelDrafter)
+    assert drafts(target, f"model:{pard},k=3") == drafts(target, f"pard:{pard},k=3")
+
+
+def test_a_tree_of_levels_is_refused(pard: Path, target: Path) -> None:
+    with pytest.raises(ValueError, match="guesses all places in one pass: give parallel=false with tree="):
+        foretoken.load(target, drafter=f"model:{pard},tree=2x2")
+    assert isinstance(foretoken.load(target, drafter=f"model:{pard},tree=2x2,parallel=false").drafter, ModelDrafter)
+
+
+def test_there_and_back(pard: Path, target: Path, tmp_path: Path) -> None:
+    report = export_drafter(f"pard:{pard}", tmp_path / "theirs", target=target, engine="vllm")
+    assert report["method"] == "pard"
+    assert report["ready"] == (
+        f'--speculative-config \'{{"method": "draft_model", "model": "{tmp_path / "theirs"}", '
+        '"num_speculative_tokens": 8, "parallel_drafting": true}\''
+    )
+    read = import_drafter(tmp_path / "theirs", tmp_path / "back", target)
+    assert (read["method"], read["drafter"]) == ("pard", f"pard:{tmp_path / 'back'}")
+    assert drafts(target, f"pard:{pard},k=4") == drafts(target, f"{read['drafter']},k=4")
+
+
+def test_pard_2_is_said_to_go_without_the_targets_states(pard: Path, target: Path, tmp_path: Path) -> None:
+    theirs = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_scale=0.02)
+    (theirs / "warp_model.bin").write_bytes(b"pickle")
+    report = import_drafter(theirs, tmp_path / "back", target)
+    assert any("warp_model.bin) is pickled, and is left out" in warning for warning in report["warnings"])
+    assert "warp_model.bin" not in report["files"]
+
+
+def test_what_is_refused(pard: Path, target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a draft model without a pard_token: export it as model:"):
+        export_drafter(f"pard:{target}", tmp_path / "out", target=target)
+    for mask in (VOCAB + 8, -1, "7", True):
+        bad = with_mask(tmp_path / f"bad{mask}", pard, pard_token=mask)
+        with pytest.raises(ValueError, match=rf"pard_token must be one of the model's {VOCAB + 8} tokens"):
+            import_drafter(bad, tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="its configuration has no pard_token; give mask=ID"):
+        foretoken.load(target, drafter=f"pard:{target}")
+
+
+def test_its_acceptance_is_checked(tmp_path: Path) -> None:
+    """A draft model that is the target itself but for its masks: the next token is always right, the rest are not."""
+    size = len(tokenizer())
+    target = save_target(tmp_path / "target", vocab_size=size)
+    tokenizer().save_pretrained(target)
+    pard = with_mask(tmp_path / "pard", target, pard_token=0)
+    report = import_drafter(pard, tmp_path / "out", target, check=AcceptanceCheck(2.0))
+    by_position = report["acceptance"]["by_position"]
+    assert len(by_position) == 8 and by_position[0] > 0.95 and by_position[1] < 0.9
+    with pytest.raises(ValueError, match=r"6 are expected, .*: likely causes are another target"):
+        import_drafter(pard, tmp_path / "again", target, check=AcceptanceCheck(6.0))
+    assert not (tmp_path / "again").exists()
