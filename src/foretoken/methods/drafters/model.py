@@ -146,16 +146,13 @@ class ModelDrafter(Drafter):
         **options: Any,
     ) -> Drafter:
         """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE][,window=N[,sink=M]]``: load the
-        draft model and check that it fits the target.
-
-        One that was taught to fill masks (its configuration has a ``pard_token``) guesses all places in one pass, see
-        :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``.  With a ``window`` the draft model reads only
-        so many tokens before the new ones, and the first ``sink`` ones.
+        draft model and check that it fits the target.  With a ``window`` it reads only so many tokens before the new
+        ones, and the first ``sink`` ones.  One that was taught to fill masks (its configuration has a ``pard_token``)
+        guesses all places in one pass, see :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``.
 
         Raises:
             ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
-            CapabilityError: a draft vocabulary for a model that hands out no hidden states, or a window for one that
-                reads the whole text.
+            CapabilityError: a draft vocabulary or a window for a model that can have none.
         """
         draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         if parallel and mask_token(draft) is not None:

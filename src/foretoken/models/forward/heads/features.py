@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.cache.masks import LayerMask, RowPlan
 from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.cache.window import Cut
+from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.clock import now
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.lean import HeadRun, LeanHead
@@ -143,10 +143,11 @@ class FeatureModel(TreeRunner):
         """What runs the network."""
         return self.forwards.name if self.native is None else self.native.name
 
-    def _cut(self, starts: Sequence[int]) -> Cut | None:
+    @property
+    def _reach(self) -> Window:
         """A network that was trained with a window of its own keeps that."""
         trained = any(mask.kind != "full" for mask in self.forwards.layer_masks.values())
-        return None if trained else super()._cut(starts)
+        return WHOLE_TEXT if trained else self.window
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
