@@ -369,13 +369,13 @@ class TreeRunner(ModuleModel):
         used = max(starts) + width
         cache.plan(low, high, starts, width, used)
         ids, positions = inputs_of(rows, low, feeds, width, self.context_length - 1, self.device)
-        dtype = self.forwards.run_dtype
-        masks = additive_masks(rows, self.forwards.layer_masks, width, used, dtype, self.device)
-        masks = self._reach.applied(cache, masks, self.forwards.skips_masked, dtype)
+        masks = additive_masks(rows, self.forwards.layer_masks, width, used, self.forwards.run_dtype, self.device)
+        masks = self._reach.applied(cache, masks, self.forwards)
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
         spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
-        states = padded_states(inputs, feeds, low, ids, dtype) if inputs else None
-        lengths = self.rotary and self.rotary.lengths(positions, [text.regime for text in cache.texts[low:high]])
+        states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
+        regimes = [text.regime for text in cache.texts[low:high]]
+        lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
         return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
 
     @property

@@ -18,6 +18,7 @@ from foretoken.models.cache.masks import unseen
 
 if TYPE_CHECKING:
     from foretoken.models.cache.rectangle import TreeCache
+    from foretoken.models.network.call import Forward
 
 USUAL = 4096
 """Places that drafters read which were trained without a window: what most of them were trained on."""
@@ -51,16 +52,13 @@ class Window:
         firsts = [max(start - self.size, 0) for start in starts]
         return Cut(firsts, max(min(firsts), self.sink), self.sink)
 
-    def applied(
-        self, cache: TreeCache, masks: dict[str, Tensor | None], skips_masked: bool, dtype: torch.dtype
-    ) -> dict[str, Tensor | None]:
+    def applied(self, cache: TreeCache, masks: dict[str, Tensor | None], forwards: Forward) -> dict[str, Tensor | None]:
         """Let the call that a cache is planned for read the window.
 
         Args:
             cache: hands out what is read, unless attention skips what is masked.
             masks: additive, by layer type.
-            skips_masked: whether attention spends no time on slots that a mask hides.
-            dtype: of the masks.
+            forwards: what runs the call.
 
         Returns:
             The masks of what the cache hands out.
@@ -68,8 +66,9 @@ class Window:
         cut = self.cut(cache.planned.starts)
         if cut is None:
             return masks
-        if skips_masked:
-            return {name: cut.hidden(mask, cache.planned.used, dtype) for name, mask in masks.items()}
+        if forwards.skips_masked:
+            used, dtype = cache.planned.used, forwards.run_dtype
+            return {name: cut.hidden(mask, used, dtype) for name, mask in masks.items()}
         cache.reads = cut
         return {name: cut.mask(mask) for name, mask in masks.items()}
 
