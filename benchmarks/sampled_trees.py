@@ -5,6 +5,7 @@ what comes first in a race on private noise) and ``traversal`` (siblings drawn w
 timed in the same turns.  Acceptance does not depend on the machine; seconds do, so that both are shown by kind of text.
 
     python benchmarks/sampled_trees.py [--drafters eagle,eagle3] [--prompts 6] [--new-tokens 64] [--json FILE]
+    python benchmarks/sampled_trees.py --target smollm2 --drafters eagle:FOLDER,eagle3:FOLDER --temperatures 1
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class Arm:
         }
 
 
-def arms_of(spec: str, target: Any, tokenizer: Any, nodes: int) -> list[Arm]:
-    """The arms of a drafter; ``nodes`` 0: as many as pay here."""
-    name, sized = spec.partition(",")[0], f"nodes={nodes}" * bool(nodes)
+def arms_of(spec: str, target: Any, source: str, tokenizer: Any, nodes: int) -> list[Arm]:
+    """The arms of a drafter for a target that was loaded from ``source``; ``nodes`` 0: as many as pay here."""
+    name, sized = spec.partition(",")[0].partition(":")[0], f"nodes={nodes}" * bool(nodes)
     ways = {"coupled": ("", "coupled"), "traversal": ("draw=without_replacement", "traversal")}
     if name not in WITHOUT_CHAIN:
         ways = {"chain": ("draw=iid", "block"), **ways}
@@ -79,8 +80,8 @@ def arms_of(spec: str, target: Any, tokenizer: Any, nodes: int) -> list[Arm]:
         if name == "mtp" and way == "coupled":
             wide = "width=4"
         whole = ",".join(filter(None, [spec, options, sized, wide]))
-        drafter = build_drafter(whole, target, target_source="builtin", tokenizer=tokenizer)
-        arms.append(Arm(f"{spec} {way}", assemble(target, drafter, rule, "constant", tokenizer)))
+        drafter = build_drafter(whole, target, target_source=source, tokenizer=tokenizer)
+        arms.append(Arm(f"{name} {way}", assemble(target, drafter, rule, "constant", tokenizer)))
     return arms
 
 
@@ -96,24 +97,25 @@ def serve_all(arms: Sequence[Arm], prompts: int, batch: int, options: dict[str, 
 def main() -> None:
     """Print a table per temperature; with ``--json`` write all rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="builtin")
     parser.add_argument("--drafters", default=",".join(DRAFTERS))
     parser.add_argument("--prompts", type=int, default=6, help="of each kind")
     parser.add_argument("--batch", type=int, default=1, help="prompts that are served together")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--nodes", type=int, default=0, help="of every tree; 0: as many as pay here")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", help="of the target's weights; as they are stored by default")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.6, 1.0])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.prompts < 1 or args.new_tokens < 2:
         parser.error("--prompts must be at least 1 and --new-tokens at least 2")
-    target, tokenizer = load_model("builtin", dtype=args.dtype), load_tokenizer("builtin")
+    target, tokenizer = load_model(args.target, dtype=args.dtype), load_tokenizer(args.target)
     rows = []
     for temperature in args.temperatures:
         options = {"max_new_tokens": args.new_tokens, "temperature": temperature, "ignore_eos": True}
         for name in args.drafters.split(","):
             plain = Arm("plain", assemble(target, None, "auto", "auto", tokenizer))
-            arms = [plain, *arms_of(name, target, tokenizer, args.nodes)]
+            arms = [plain, *arms_of(name, target, args.target, tokenizer, args.nodes)]
             for arm in arms:  # first calls are slower
                 arm.llm.generate(CODE[0], max_new_tokens=8, temperature=temperature)
             serve_all(arms, args.prompts, args.batch, options)
