@@ -156,7 +156,10 @@ def r4_disconnect() -> dict[str, Any]:
                 began = time.perf_counter()
             client.close()
             while True:
-                state = watcher.get("/v1/spec").json()["state"]
+                told = watcher.get("/v1/spec")
+                if told.status_code != 200:
+                    raise SystemExit(f"/v1/spec answered {told.status_code}: {told.text[:300]}")
+                state = told.json()["state"]
                 if not state["running"] and not state["kv_bytes"]:
                     break
                 time.sleep(0.01)  # who asks without a pause takes a core from the rounds that are waited for
