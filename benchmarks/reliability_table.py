@@ -1,4 +1,4 @@
-"""R1 to R15 of ``docs/serve.md``, one command for each, and one table of what they found.
+"""R1 to R15 of ``docs/reliability.md``, one command for each, and one table of what they found.
 
     python benchmarks/reliability_table.py [R4 R8 ...] [--target MODEL] [--minutes 20] [--environments FOLDER]
 

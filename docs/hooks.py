@@ -13,6 +13,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 import made_parts
 import reference_pages
 
+# Old addresses of pages that are part of another page now; a page at the old address leads to the new one.
+MOVED = {
+    "add_a_method": "howto/write_a_drafter.html#add-it-to-the-library",
+    "explain/engine": "engine.html",
+    "howto/read_a_report": "bench.html#report",
+    "howto/serve": "serve.html",
+    "howto/train_a_drafter": "training.html",
+    "report": "bench.html#report",
+    "structures": "engine.html#packages",
+}
+REDIRECT = '<!doctype html><meta charset="utf-8"><title>Moved</title><meta http-equiv="refresh" content="0; url={0}">'
+
 
 def on_config(config: Any) -> Any:
     """List every method under the gallery, in the registry's order."""
@@ -52,3 +64,12 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
         return html
     html = re.sub(r":(?:class|func|meth|mod|data|attr):(?=<code>)", "", html)
     return re.sub(r"<code>~[\w.]*\.(\w+)</code>", r"<code>\1</code>", html)
+
+
+def on_post_build(config: Any) -> None:
+    """Keep old addresses working."""
+    for old, new in MOVED.items():
+        place = Path(config.site_dir) / f"{old}.html"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        address = "../" * old.count("/") + new
+        place.write_text(f'{REDIRECT.format(address)}<a href="{address}">{address}</a>', encoding="utf-8")

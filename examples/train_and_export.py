@@ -1,7 +1,7 @@
 """Train a head, measure it, export it, and get the line with which vLLM uses it.
 
 Four steps on a page of text show the way in a minute and teach the head nothing: take megabytes and thousands of
-steps (docs/howto/train_a_drafter.md).  For your own model name it with ``--target`` in each command.
+steps (docs/training.md).  For your own model name it with ``--target`` in each command.
 """
 
 import tempfile

@@ -92,7 +92,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "server/test_lifecycle.py::test_what_takes_longer_than_the_drain_ends_with_an_error": [],
     "server/cluster/test_scale_ray.py": [],
     "server/test_speculative.py::test_whoever_drafts_the_answer_is_plain_decodings": [parameter("method")],
-    "test_examples.py::test_add_a_method_page_runs": [],
+    "test_examples.py::test_the_first_drafter_of_the_page_runs_alone": [],
     "test_examples.py::test_example_runs": [],
     "methods/drafters/test_shared_vocab.py::test_networks_of_other_tokenizers": [once],
     "test_zoo.py::test_trained_drafters_guess_for_the_built_in_target": [once],

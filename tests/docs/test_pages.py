@@ -125,6 +125,29 @@ def test_the_reference_has_every_command_and_name(site: Path) -> None:
     assert "foretoken batch [OPTIONS] [MODEL] IN OUT" in cli
 
 
+def test_old_addresses_lead_to_pages(site: Path) -> None:
+    import hooks
+
+    for old, new in hooks.MOVED.items():
+        text = (site / f"{old}.html").read_text(encoding="utf-8")
+        link = re.search(r'<a href="([^"]+)">', text)
+        assert link and f"url={link[1]}" in text, old
+        path, _, anchor = link[1].partition("#")
+        target = ((site / old).parent / path).resolve()
+        assert target == (site / new.partition("#")[0]).resolve() and target.exists(), old
+        assert not anchor or f'id="{anchor}"' in target.read_text(encoding="utf-8"), new
+
+
+def test_formulas_are_set_by_what_the_site_ships(site: Path) -> None:
+    for page in ("engine.html", "bench.html", "training.html", "distillation.html"):
+        text = (site / page).read_text(encoding="utf-8")
+        assert 'class="arithmatex"' in text, page
+        assert text.index('src="assets/math.js"') < text.index('src="assets/mathjax/tex-svg.js"'), page
+    assert "MathJax" in (site / "assets" / "math.js").read_text(encoding="utf-8")
+    assert (site / "assets" / "mathjax" / "tex-svg.js").stat().st_size > 1_000_000
+    assert "Apache License" in (site / "assets" / "mathjax" / "LICENSE").read_text(encoding="utf-8")
+
+
 def test_the_gallery_is_current() -> None:
     import make_gallery
 
