@@ -35,7 +35,7 @@ def test_what_is_there_is_measured(tmp_path: Path) -> None:
         if name == "--drafter":
             check_arm(arm)
     assert "builtin-here.json is there: kept" in said.stdout
-    assert said.stdout.count("not measured") == 3
+    assert said.stdout.count("not measured") == 5
 
 
 def test_it_says_how_it_is_called(tmp_path: Path) -> None:

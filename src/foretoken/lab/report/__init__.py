@@ -1,8 +1,26 @@
-"""The report of a benchmark: one HTML file that needs nothing else, and pictures for papers."""
+"""The report of a benchmark: one HTML file that needs nothing else, and pictures for papers.
+
+Nothing is imported until it is used: ``show`` is below this package, and draws without it.
+"""
 
 from __future__ import annotations
 
-from foretoken.lab.report.page import write_report
-from foretoken.lab.report.plots import write_plots
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretoken.lab.report.page import write_report as write_report
+    from foretoken.lab.report.plots import write_plots as write_plots
 
 __all__ = ["write_plots", "write_report"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "write_report":
+        from foretoken.lab.report.page import write_report
+
+        return write_report
+    if name == "write_plots":
+        from foretoken.lab.report.plots import write_plots
+
+        return write_plots
+    raise AttributeError(f"module 'foretoken.lab.report' has no attribute {name!r}")
