@@ -320,7 +320,7 @@ def load(
     """
     if generation_config not in ("auto", None):
         raise ValueError(f"generation_config must be 'auto' or None, not {generation_config!r}")
-    tuned = {} if profile is None else read_profile(profile)
+    tuned = {} if profile is None else read_profile(profile, runs_code=not _is_auto(drafter))
     if tuned:
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier

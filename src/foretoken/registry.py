@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Literal
 
 from foretoken.core.names import unknown
+from foretoken.core.outside import check_code, class_in_file, installed, installed_class, is_code
 from foretoken.core.specs import Spec as Spec
 from foretoken.core.specs import convert_options as convert_options
 from foretoken.core.specs import options_of as options_of
@@ -66,6 +67,19 @@ class Row:
         """The row as ``foretoken methods --json`` prints it."""
         keys = ("name", "role", "paper", "lossless", "needs_training", "needs", "kind", "example", "summary")
         return {key: getattr(self, key) for key in keys}
+
+
+@dataclass(frozen=True)
+class OutsideRow(Row):
+    """A drafter that is none of ours: its name is ``file.py:Class``, or an entry point's."""
+
+    def load(self) -> type[Any]:
+        """Import and return the class, if it is a drafter.
+
+        Raises:
+            ValueError: it is none, or cannot be imported; says the class, the rule and the line.
+        """
+        return class_in_file(self.name) if is_code(self.name) else installed_class(self.name)
 
 
 def _drafter(name: str, cls: str, paper: str, summary: str, **more: Any) -> Row:
@@ -289,7 +303,17 @@ def rows(role: Role | None = None) -> list[Row]:
 
 def methods() -> list[dict[str, Any]]:
     """The catalogue: one row per drafter, verifier, tree and controller."""
-    return [row.public() for row in rows()]
+    return [row.public() for row in (*ROWS, *installed_rows())]
+
+
+def installed_rows() -> list[Row]:
+    """The drafters that installed packages offer as entry points; a name of ours stays ours."""
+    ours = {row.name for row in rows("drafter")}
+    return [
+        OutsideRow(name, "drafter", point.value, "", f"Of the installed package {point.dist.name}.", example=name)
+        for name, point in installed().items()
+        if name not in ours
+    ]
 
 
 @cache
@@ -298,11 +322,19 @@ def find(role: Role, name: str) -> Row:
 
     Raises:
         UnknownName: unknown name; the message says which are near and lists the valid ones.
+        ValueError: a file of a drafter ``file.py:Class`` that is not there.
     """
     for row in rows(role):
         if row.name == name:
             return row
-    names = [row.name for row in rows(role)]
+    if role == "drafter" and is_code(name):
+        check_code(name)
+        return OutsideRow(name, role, name, "", "", example=name)
+    others = installed_rows() if role == "drafter" else []
+    for row in others:
+        if row.name == name:
+            return row
+    names = [row.name for row in (*rows(role), *others)]
     catalogue = f"`foretoken methods --role {role}` lists all"
     raise unknown(f"unknown {role} {name!r}", name, names, catalogue=catalogue, examples=EXAMPLES.get(role, ()))
 

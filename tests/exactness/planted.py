@@ -297,7 +297,9 @@ class Cell:
     def engine(self, batch: int) -> Engine:
         right, draft = models(self.closeness)
         target = self.target(right.table, right.vocab_size)
-        return engine(target, self.drafter(draft), self.verifier(), self.controller(), max_batch=batch)
+        built = engine(target, self.drafter(draft), self.verifier(), self.controller(), max_batch=batch)
+        built._has_outside = False  # a lie about q is to be seen in what is written, not where it is proposed
+        return built
 
     def difference(self, right: Reference) -> float:
         """The total variation that the exact cell finds, the largest of all sampling modes."""

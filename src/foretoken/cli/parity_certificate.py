@@ -11,6 +11,7 @@ import typer
 from foretoken.cli.options import Common
 from foretoken.cli.output import json_only, print_json, screen
 from foretoken.cli.parity_report import print_report, run_on
+from foretoken.core.outside import refuse_code
 
 if TYPE_CHECKING:
     from foretoken.lab.parity.report import Report, Settings
@@ -81,6 +82,8 @@ def verify_certificate(
     certificate = read_certificate(file)
     named = common.target if common.target != Common.target else certificate.model["source"]
     source, specs = model or named, drafters or certificate.specs
+    for spec in certificate.specs if not drafters else ():
+        refuse_code(spec, f"the certificate {file}")
     check_weights(certificate, file, source, specs)
     options: dict[str, Any] = {**certificate.model["options"], "target": source}
     settings = certificate.run_settings(source)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.core.names import unknown
+from foretoken.core.outside import is_code
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,25 @@ def parse_spec(text: str) -> Spec:
     """Split a spec string into name, path and options.
 
     Commas inside parentheses do not split, so an option may hold specs: ``cascade:./d,inner=(ngram,n=3,k=6)``.  A
-    value that is wrapped in parentheses loses the outer pair.
+    value that is wrapped in parentheses loses the outer pair.  A name may be a class in a file, ``file.py:Class``.
 
     Raises:
         ValueError: an option without ``=``, an empty name, or parentheses that do not close.
     """
     head, *rest = _split(text, ",")
-    name, _, path = head.partition(":")
+    name, _, path = (part.strip() for part in head.partition(":"))
+    if is_code(name):
+        cls, _, path = (part.strip() for part in path.partition(":"))
+        name = f"{name}:{cls}"
     options = {}
     for item in rest:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{item!r} in {text!r} is not key=value; a spec is name[:path][,key=value...]")
         options[key.strip()] = _unwrap(value.strip())
-    if not name.strip():
+    if not name:
         raise ValueError(f"{text!r} names no method; a spec is name[:path][,key=value...]")
-    return Spec(name.strip(), path.strip() or None, options)
+    return Spec(name, path or None, options)
 
 
 def split_specs(text: str) -> list[str]:

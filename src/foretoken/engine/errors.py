@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from foretoken.core import NonFiniteLogitsError
 from foretoken.core.constraints import CannotGoOn
+from foretoken.core.outside import is_outside
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.outside import DrafterError
 
 
 class QueueFull(RuntimeError):
@@ -56,6 +64,33 @@ def is_full_memory(error: Exception) -> bool:
     """Whether an error says that there is no memory left."""
     # PyTorch's allocator for the CPU raises a plain RuntimeError.
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def blamed(error: Exception) -> Exception:
+    """The error, or one that names the drafter from outside whose code raised it, and the line."""
+    if isinstance(error, DrafterError | NonFiniteLogitsError | CannotGoOn) or is_full_memory(error):
+        return error
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for place in range(len(frames) - 1, -1, -1):
+        frame = frames[place][0]
+        cls = _drafter_of(frame.f_locals)
+        if cls is None or frame.f_globals.get("__name__", "").partition(".")[0] == "foretoken":
+            continue
+        file = frame.f_code.co_filename
+        line = [number for below, number in frames[place:] if below.f_code.co_filename == file][-1]
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        where = f"{Path(file).name}, line {line}"
+        told = DrafterError(f"{cls.__name__}.{frame.f_code.co_name} ({where}) raised {said}")
+        told.__cause__ = error
+        return told
+    return error
+
+
+def _drafter_of(names: dict[str, Any]) -> type[Drafter] | None:
+    """The class whose method a frame with these names runs, if it is a drafter's from outside."""
+    owner = names.get("self", names.get("cls"))
+    cls = owner if isinstance(owner, type) else type(owner)
+    return cls if issubclass(cls, Drafter) and is_outside(cls) else None
 
 
 def failure_of(error: Exception) -> RequestFailed:

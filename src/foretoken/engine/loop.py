@@ -29,6 +29,7 @@ from foretoken.engine.requests import CHANGED, Requests, Turn
 from foretoken.engine.trace import trace
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.outside import check_proposal, has_outside
 from foretoken.methods.drafters.texts import ALL, BESIDE, DraftTexts
 from foretoken.methods.trees.operations import truncate
 from foretoken.methods.verifiers.base import Verifier
@@ -89,6 +90,7 @@ class Engine(Requests):
         self.rounds, self._bookkeeping_s = 0, 0.0
         self.times = RoundTimes(0.0, 0.0, 0.0, 0.0)
         self._members = [] if drafter is None else [member.name for member in drafter.limits.members]
+        self._has_outside = has_outside(drafter)
         self._automatic: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
         if drafter is not None:
             self._check_target(drafter)
@@ -220,6 +222,7 @@ class Engine(Requests):
         if chosen:
             proposed = self.drafter.propose_batch([turn.run.context for turn in chosen], budgets)
             for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
+                check_proposal(tree, turn.run.context, self.drafter, self.target.vocab_size, self._has_outside)
                 turn.tree = truncate(tree, budget.deepest)
 
     def _begin_reading(self, runs: Sequence[Running]) -> None:
@@ -286,8 +289,6 @@ class Engine(Requests):
         return budget if budget.otherwise is None else replace(budget, otherwise=self._fit(run, budget.otherwise))
 
     def _feed(self, run: Running, tree: TokenTree) -> Feed:
-        if tree.tokens[0] != run.context.root:
-            raise ValueError(f"the drafter's tree starts with token {tree.tokens[0]}, not with the last committed one")
         return Feed(run.text, tree.tokens, tree.parents)
 
     def _verifier_for(self, turn: Turn) -> Verifier:

@@ -21,7 +21,7 @@ from foretoken.core import NonFiniteLogitsError, Scores, TokenTree, Verdict
 from foretoken.engine.admission import KvBudget, check
 from foretoken.engine.conditional import check_language
 from foretoken.engine.ends import ends_of
-from foretoken.engine.errors import is_full_memory
+from foretoken.engine.errors import blamed, is_full_memory
 from foretoken.engine.joining import check_rules, join, stopper_of
 from foretoken.engine.leaving import Texts
 from foretoken.engine.reading import ALL, ReadingTime, open_text, read, shares
@@ -212,12 +212,12 @@ class Requests(ABC):
         """End a request before its time; the caller of :meth:`step` is told."""
         if type(error) is NonFiniteLogitsError:
             error = NonFiniteLogitsError(self._why_not_finite)
-        run.finish_reason, run.error = reason, error
+        run.finish_reason, run.error = reason, None if error is None else blamed(error)
         if run in self.running:
             try:
                 self._leave(run)
             except Exception as later:  # it ends in any case: with what came first
-                run.error = later if error is None else error
+                run.error = run.error or blamed(later)
                 run.finish_reason = "error"
         if run in self.waiting:
             self._leave_queue(run)

@@ -12,18 +12,21 @@ from torch import Tensor, nn
 from foretoken.core import with_article
 from foretoken.core.io.drafter_folders import IMPORTED
 from foretoken.core.io.named_models import named_model
+from foretoken.core.outside import is_outside, line_of
+from foretoken.engine.errors import blamed
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
-from foretoken.methods.drafters.base import BuildContext, Drafter, Verify
+from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, Verify
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.nested import works_nested
+from foretoken.methods.drafters.outside import DrafterError
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
-from foretoken.registry import convert_options, find, parse_spec, rows, split_specs
+from foretoken.registry import OutsideRow, convert_options, find, parse_spec, rows, split_specs
 
 Part = str | Drafter | LanguageModel | nn.Module
 """What a drafter can be given as."""
@@ -62,9 +65,28 @@ class LoadingContext(BuildContext):
         if spec == "none":
             return None
         cls, path, options = _read_spec("drafter", spec)
-        builder = getattr(cls, "build", None)
-        built: Drafter = cls(**options) if builder is None else builder(path, self, **options)
+        built = self._made(cls, path, options) if is_outside(cls) else _make(cls, path, self, options)
         built.spec, built.target_bytes = spec, self.target.weight_bytes
+        return built
+
+    def _made(self, cls: type[Drafter], path: str | None, options: dict[str, Any]) -> Drafter:
+        """A drafter that is none of ours, if it can be made and says what it is."""
+        place = f"{cls.__name__} ({line_of(cls)})"
+        try:
+            built = _make(cls, path, self, options)
+        except Exception as error:
+            told = blamed(error)
+            if told is error:
+                raise DrafterError(f"{place} cannot be made: {error}") from error
+            raise told from error
+        if not isinstance(built, Drafter):
+            raise DrafterError(f"{place}.build returned {type(built).__name__}, not a drafter")
+        if not isinstance(built.traits, Traits):
+            raise DrafterError(f"{place} has traits of type {type(built.traits).__name__}: write Traits(...)")
+        for name in ("max_depth", "max_nodes"):
+            size = getattr(built, name)
+            if not isinstance(size, int) or size < 1:
+                raise DrafterError(f"{place} has {name} = {size!r}: it must be a whole number of at least 1")
         return built
 
     def members(self, specs: str | None, most: int | None = None) -> list[Drafter]:
@@ -101,7 +123,9 @@ class LoadingContext(BuildContext):
         name = parse_spec(spec).name
         able = [row.name for row in rows("drafter") if works_nested(row.load())]
         context = self if for_target else LoadingContext(self.target, "", self.tokenizer, self.device)
-        built = None if name == "none" or find("drafter", name).name not in able else context.drafter(spec)
+        row = None if name == "none" else find("drafter", name)
+        can = row is not None and (row.name in able or (isinstance(row, OutsideRow) and works_nested(row.load())))
+        built = context.drafter(spec) if can else None
         if built is None:
             raise ValueError(f"{outer} cannot use {name!r} inside: choose one of {', '.join(able)}")
         return built
@@ -122,6 +146,13 @@ class LoadingContext(BuildContext):
     def native_head(self) -> Sequence[dict[str, Tensor]]:
         """Read from the files that the target was loaded from."""
         return read_head(getattr(self.target, "model", None))
+
+
+def _make(cls: type[Drafter], path: str | None, context: BuildContext, options: dict[str, Any]) -> Drafter:
+    """An object of a drafter's class, by its ``build`` where it has one."""
+    builder = getattr(cls, "build", None)
+    built: Drafter = cls(**options) if builder is None else builder(path, context, **options)
+    return built
 
 
 def check_specs(*, allow_lossy: bool, **specs: Any) -> None:

@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.costs import RoundCosts
+from foretoken.core.outside import refuse_code
 
 
-def read_profile(file: str | Path) -> dict[str, Any]:
+def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]:
     """What a profile says: specs for ``drafter``, ``verifier`` and ``controller``, and what was measured.
 
     A profile is a JSON object; a drafter of ``null`` is plain decoding.  ``costs`` become :class:`RoundCosts`;
     ``target`` and ``machine`` say where they were measured (:mod:`foretoken.loading.measured.profile` compares them
     with what is there); other keys are left alone.
+
+    Args:
+        file: the profile.
+        runs_code: whether it may name a drafter in a file of code, which then is not taken from it.
 
     Raises:
         ValueError: no such file, no JSON object, a newer format, or a part of the wrong shape.
@@ -32,6 +37,8 @@ def read_profile(file: str | Path) -> dict[str, Any]:
     for key, spec in specs.items():
         if not isinstance(spec, str) and not (key == "drafter" and spec is None):
             raise ValueError(f"{key} in the profile {file} must be a spec string, not {json.dumps(spec)}")
+        if not runs_code:
+            refuse_code(spec, f"the profile {file}")
     if not specs and "costs" not in found:
         raise ValueError(f"the profile {file} has no drafter, verifier, controller or costs: run foretoken tune")
     return {**specs, **_measured_parts(found, file)}

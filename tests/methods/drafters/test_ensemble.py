@@ -13,7 +13,7 @@ from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdic
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
-from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
 from foretoken.methods.drafters.lookahead import LookaheadDrafter
@@ -141,6 +141,7 @@ class Watcher(Drafter):
     """Checks that the rounds it is shown spell the text, and that every distribution is the target's at its place."""
 
     name = "watcher"
+    traits = Traits(draws_trees=True)
 
     def __init__(self, target: MarkovTable, inner: Callable[[Context, Budget], TokenTree]) -> None:
         self.target, self.inner = target, inner

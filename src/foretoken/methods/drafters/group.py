@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
+from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import Drafter, Traits
+from foretoken.methods.drafters.outside import check_proposal
 from foretoken.methods.trees.operations import truncate
 
 
@@ -105,6 +107,8 @@ def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget])
     if chosen:
         proposed = member.propose_batch([contexts[i] for i in chosen], [budgets[i] for i in chosen])
         for i, tree in zip(chosen, proposed, strict=True):
+            if is_outside(type(member)):
+                check_proposal(tree, contexts[i], member, None, thorough=True)
             trees[i] = truncate(tree, budgets[i].max_depth)
     return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 

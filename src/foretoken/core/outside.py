@@ -1,0 +1,148 @@
+"""Drafters from outside the package: a class in a file, ``file.py:Class``, or an entry point of another package."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ENTRY_POINTS = "foretoken.drafters"
+"""The group of entry points under which a package offers drafters: ``name = "package.module:Class"``."""
+PYTHON = ".py"
+BASE = ("foretoken.methods.drafters.base", "Drafter")
+"""Module and name of the class that drafters derive from; it is not imported here, because that takes seconds."""
+
+
+def is_code(name: str) -> bool:
+    """Whether the name in a spec is a class in a file: ``file.py:Class``."""
+    return name.partition(":")[0].endswith(PYTHON)
+
+
+def refuse_code(spec: Any, place: str) -> None:
+    """Refuse a spec that came with data and names a file of code: data must not run code.
+
+    Raises:
+        ValueError: it does, or a spec within it does.
+    """
+    if isinstance(spec, str) and re.search(r"\.py\s*:", spec):
+        raise ValueError(f"{place} names code ({spec}), which is only run when you name it: give --drafter {spec}")
+
+
+def check_code(name: str) -> None:
+    """Whether ``file.py:Class`` can be meant, before anything is imported.
+
+    Raises:
+        ValueError: there is no such file, or no class is named.
+    """
+    file, _, cls = name.partition(":")
+    if not Path(file).expanduser().is_file():
+        raise ValueError(f"there is no file {file} with a drafter: a drafter from outside is file.py:Class")
+    if not cls.isidentifier():
+        raise ValueError(f"{name!r} names no class: a drafter from outside is file.py:Class")
+
+
+@cache
+def class_in_file(name: str) -> type[Any]:
+    """The drafter ``file.py:Class``; the file is run once.
+
+    Raises:
+        ValueError: there is no such file or class, the file raises, or the class is no drafter.
+    """
+    check_code(name)
+    place, _, cls = name.partition(":")
+    module = _run(Path(place).expanduser().resolve())
+    found = vars(module).get(cls)
+    if found is None:
+        own = {key: value for key, value in vars(module).items() if _is_drafter(value)}
+        known = [key for key, value in own.items() if value.__module__ == module.__name__]
+        raise ValueError(f"{place} has no class {cls}: it has {', '.join(known) or 'no drafter'}")
+    return checked(found, name)
+
+
+@cache
+def _run(file: Path) -> Any:
+    """The module of a file."""
+    name = f"drafters_of_{file.stem}_{abs(hash(file)):x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} cannot be read as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and type hints look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            lines.append(error.lineno)
+        place = f"{file.name}, line {lines[-1]}" if lines else file.name
+        message = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(f"{place}: {type(error).__name__}: {message}") from error
+    return module
+
+
+@cache
+def installed() -> dict[str, Any]:
+    """The entry points of installed packages by the name of the drafter."""
+    from importlib.metadata import entry_points
+
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+@cache
+def installed_class(name: str) -> type[Any]:
+    """The class behind an entry point.
+
+    Raises:
+        ValueError: it cannot be imported, or is no drafter.
+    """
+    point = installed()[name]
+    try:
+        found = point.load()
+    except Exception as error:
+        raise ValueError(
+            f"drafter {name!r}, {point.value} of the package {point.dist.name}, cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return checked(found, point.value)
+
+
+def checked(found: Any, name: str) -> type[Any]:
+    """What was named, if it is a drafter that can be made.
+
+    Raises:
+        ValueError: it is none; says the class, the rule and the line.
+    """
+    place = f"{name} ({line_of(found)})" if inspect.isclass(found) else name
+    if not _is_drafter(found):
+        what = "is a class, but no drafter" if inspect.isclass(found) else f"is {type(found).__name__}, no drafter"
+        raise ValueError(f"{place} {what}: derive a class from foretoken.Drafter")
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ValueError(f"{place} has no method {missing[0]}, which every drafter needs")
+    if not isinstance(getattr(found, "name", None), str):
+        raise ValueError(f'{place} has no name: write name = "..." in the class')
+    cls: type[Any] = found
+    return cls
+
+
+def line_of(thing: Any) -> str:
+    """``"period.py, line 12"`` of a class or a function."""
+    try:
+        file, (_, line) = inspect.getsourcefile(thing), inspect.getsourcelines(thing)
+    except (OSError, TypeError):
+        return "line not known"
+    return f"{Path(file or '?').name}, line {line}"
+
+
+def is_outside(cls: type[Any]) -> bool:
+    """Whether a class is none of ours."""
+    return cls.__module__.partition(".")[0] != "foretoken"
+
+
+def _is_drafter(found: Any) -> bool:
+    return inspect.isclass(found) and any((base.__module__, base.__name__) == BASE for base in found.__mro__)

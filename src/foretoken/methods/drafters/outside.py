@@ -1,0 +1,89 @@
+"""The rules that every proposal keeps, and who broke one: drafters from outside are named by class, rule and line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from foretoken.core import Context, Kind, TokenTree
+from foretoken.core.outside import is_outside, line_of
+from foretoken.methods.drafters.base import Drafter
+
+TOLERANCE = 1e-3
+"""How far from one the probabilities of a draft distribution may add up."""
+
+
+class DrafterError(ValueError):
+    """A drafter that is none of ours has raised, or broken a rule of the protocol."""
+
+
+def has_outside(drafter: Drafter | None) -> bool:
+    """Whether a drafter, or a member of a group, is none of ours."""
+    members: Sequence[Drafter] = getattr(drafter, "drafters", ())
+    return drafter is not None and (is_outside(type(drafter)) or any(map(has_outside, members)))
+
+
+def check_proposal(tree: Any, context: Context, drafter: Drafter, vocab_size: int | None, thorough: bool) -> None:
+    """Refuse what no drafter may propose before a model sees it: on some devices a wrong id ends the process.
+
+    Args:
+        tree: what was proposed.
+        context: the request that it was proposed for.
+        drafter: who proposed it.
+        vocab_size: how many tokens there are; ``None`` where whoever asked does not know.
+        thorough: also look whether the tokens can have been drawn as the tree says, which reads ``q``.
+
+    Raises:
+        DrafterError: it is no tree, does not begin at the last committed token, has a token that there is not, is of a
+            kind that ``traits`` do not say, or its ``q`` holds no distributions or not those that it was drawn from.
+    """
+    if not isinstance(tree, TokenTree):
+        raise _broken(drafter, f"returned {type(tree).__name__}, not a TokenTree")
+    if tree.tokens[0] != context.root:
+        raise _broken(drafter, f"returned a tree that starts with token {tree.tokens[0]}, not with context.root")
+    if min(tree.tokens) < 0 or (vocab_size is not None and max(tree.tokens) >= vocab_size):
+        wrong = next(n for n, token in enumerate(tree.tokens) if not 0 <= token < (vocab_size or token + 1))
+        known = "ids begin at 0" if vocab_size is None else f"ids go from 0 to {vocab_size - 1}"
+        raise _broken(_author(drafter, tree, wrong), f"proposed token {tree.tokens[wrong]}: {known}")
+    if thorough and len(tree) > 1:
+        _check_kind(tree, drafter)
+        _check_distributions(tree, drafter)
+
+
+def _check_kind(tree: TokenTree, drafter: Drafter) -> None:
+    promised = drafter.traits.proposals
+    kinds = {kind for kind, _ in promised} | {Kind.POINT}  # a greedy request always gets point masses
+    if tree.kind not in kinds or not (tree.is_chain or any(branches for _, branches in promised)):
+        sort = f"a {'chain' if tree.is_chain else 'tree'} of kind {tree.kind.name}"
+        raise _broken(_author(drafter, tree, -1), f"proposed {sort}, which its traits do not say")
+
+
+def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
+    q, rows = tree.q, tree.q_rows
+    drawn = [node for node, row in enumerate(rows) if row >= 0]
+    if q is None or not drawn:
+        return
+    author = _author(drafter, tree, drawn[0])
+    if q.dim() != 2 or len(rows) != len(tree) or max(rows) >= len(q) or max(tree.tokens) >= q.shape[1]:
+        raise _broken(author, f"gave q of shape {list(q.shape)} and q_rows that do not fit a tree of {len(tree)} nodes")
+    if bool((q < 0).any()) or bool(((q.sum(-1) - 1).abs() > TOLERANCE).any()):
+        raise _broken(author, "gave q with rows that are no distributions: none below zero, and a sum of one")
+    chances = q[torch.tensor([rows[n] for n in drawn]), torch.tensor([tree.tokens[n] for n in drawn])]
+    if bool((chances <= 0).any()):
+        raise _broken(author, "proposed a token without probability in q: it was not drawn from q")
+
+
+def _author(drafter: Drafter, tree: TokenTree, node: int) -> Drafter:
+    """Who of a group guessed a node."""
+    members: Sequence[Drafter] = getattr(drafter, "drafters", ())
+    index = tree.drafters[node] if tree.drafters else -1
+    return members[index] if 0 <= index < len(members) else drafter
+
+
+def _broken(drafter: Drafter, rule: str) -> DrafterError:
+    """The error for what ``propose`` returned."""
+    cls = type(drafter)
+    method = "propose" if cls.propose_batch is Drafter.propose_batch else "propose_batch"
+    return DrafterError(f"{cls.__name__}.{method} ({line_of(getattr(cls, method))}) {rule}")

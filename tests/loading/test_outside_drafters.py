@@ -1,0 +1,351 @@
+"""Drafters from outside: ``file.py:Class`` and entry points, wherever a spec is; what one does wrong is said by class,
+rule and line, and harms no other request."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foretoken as ft
+from foretoken import registry
+from foretoken.cli.main import main
+from foretoken.core import outside
+from foretoken.core.sampling import SamplingParams
+from foretoken.core.specs import Spec, parse_spec
+from foretoken.engine.request import Request, Running
+from foretoken.llm import assemble
+from foretoken.loading import build_drafter
+from foretoken.methods.drafters.outside import DrafterError
+from toys import engine, tables
+
+HEAD = """
+import torch
+from foretoken import Budget, Context, Drafter, Kind, TokenTree, Traits
+
+
+"""
+PERIOD = (
+    HEAD
+    + '''class Period(Drafter):
+    """The text repeats."""
+
+    name = "period"
+
+    def __init__(self, period: int = 2, k: int = 4) -> None:
+        self.period, self.max_depth = period, k
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        copied = context.tokens[-self.period:][:budget.max_depth]
+        return TokenTree.chain(context.root, copied)
+'''
+)
+PROMPT = "def fib(n):"
+BAD = 3
+"""The first token of the prompt for which a drafter is bad."""
+
+
+def served(drafter: Any, requests: Sequence[Request]) -> list[Running]:
+    """Requests that run together, in their order, however they ended."""
+    target, _ = tables()
+    running = engine(target, drafter)
+    ids = [running.add(request) for request in requests]
+    done: dict[int, Running] = {}
+    while running.busy:
+        done |= {run.id: run for run, emission in running.step() if emission.finish_reason is not None}
+    return [done[one] for one in ids]
+
+
+def written(folder: Path, body: str, name: str = "mine.py") -> str:
+    """The path of a file with that code."""
+    (folder / name).write_text(body, encoding="utf-8")
+    return str(folder / name)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("mine.py:Period", Spec("mine.py:Period", None, {})),
+        (" ./a/mine.py : Period , k = 3", Spec("./a/mine.py:Period", None, {"k": "3"})),
+        ("mine.py:Head:./folder,k=3", Spec("mine.py:Head", "./folder", {"k": "3"})),
+        ("mine.py", Spec("mine.py:", None, {})),
+        ("model:./mine.py", Spec("model", "./mine.py", {})),
+    ],
+)
+def test_a_class_in_a_file_is_a_name(text: str, spec: Spec) -> None:
+    assert parse_spec(text) == spec
+
+
+def test_it_drafts_alone_and_in_groups(tmp_path: Path) -> None:
+    spec = f"{written(tmp_path, PERIOD)}:Period,period=3"
+    target, _ = tables()
+    drafter = build_drafter(spec, target)
+    assert drafter is not None and (drafter.name, drafter.spec, drafter.max_depth) == ("period", spec, 4)
+    for chosen in (spec, f"router,drafters=({spec}|ngram,n=2)", f"ensemble,drafters=({spec}|ngram,n=2)"):
+        llm = assemble(target, build_drafter(chosen, target), "auto", "constant,k=3", None)
+        for temperature in (0.0, 1.0):
+            found = llm.generate([1, 2, 3], max_new_tokens=30, temperature=temperature, seed=1)
+            plain = llm.plain.generate([1, 2, 3], max_new_tokens=30, temperature=temperature, seed=1)
+            assert found.token_ids == plain.token_ids and found.stats.num_draft_tokens > 0
+
+
+def test_a_build_method_gets_path_and_context(tmp_path: Path) -> None:
+    body = (
+        PERIOD
+        + """
+    @classmethod
+    def build(cls, path, context, k: int = 2):
+        made = cls(int(open(path).read()), k)
+        made.inner = context.drafter("ngram")
+        return made
+"""
+    )
+    (tmp_path / "period.txt").write_text("5")
+    target, _ = tables()
+    drafter: Any = build_drafter(f"{written(tmp_path, body)}:Period:{tmp_path / 'period.txt'},k=7", target)
+    assert (drafter.period, drafter.max_depth, drafter.inner.name) == (5, 7, "ngram")
+
+
+def test_dataclasses_and_imports_of_the_file_work(tmp_path: Path) -> None:
+    body = "from __future__ import annotations\nfrom dataclasses import dataclass\n" + PERIOD.replace(
+        "class Period", "@dataclass\nclass Seen:\n    count: int = 0\n\n\nclass Period"
+    )
+    row = registry.find("drafter", f"{written(tmp_path, body)}:Period")
+    assert set(registry.convert_options("drafter", row.name, row.load(), {"k": "3"})) == {"k"}
+    assert row.load() is row.load()
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Installs a package with entry points; what was found before is forgotten."""
+    known = (outside.installed, outside.installed_class, registry.find)
+
+    def install(entries: str) -> None:
+        place = tmp_path / "theirs-1.0.dist-info"
+        place.mkdir()
+        (place / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+        (place / "entry_points.txt").write_text(f"[foretoken.drafters]\n{entries}\n")
+        written(tmp_path, PERIOD, "theirs_period.py")
+        for each in known:
+            each.cache_clear()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield install
+    sys.modules.pop("theirs_period", None)
+    for each in known:
+        each.cache_clear()
+
+
+def test_an_entry_point_is_a_drafter_by_its_name(
+    package: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    package("theirs = theirs_period:Period\nngram = theirs_period:Period\nbroken = theirs_period:Nothing")
+    llm = ft.load("builtin", drafter="theirs,period=3")
+    assert llm.drafter is not None and llm.drafter.spec == "theirs,period=3"
+    assert build_drafter("ngram", llm.target).__class__.__module__.startswith("foretoken.")  # ours stays ours
+    assert main(["methods", "--json"]) == 0
+    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)["methods"] if row["role"] == "drafter"}
+    assert listed["theirs"]["summary"] == "Of the installed package theirs." and listed["ngram"]["paper"]
+    with pytest.raises(ValueError, match=r"drafter 'broken', theirs_period:Nothing of the package theirs, cannot"):
+        build_drafter("broken", llm.target)
+    with pytest.raises(ValueError, match="did you mean theirs"):
+        build_drafter("their", llm.target)
+
+
+# -- what is no drafter ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "cls", "words"),
+    [
+        (PERIOD, "Perod", r"mine\.py has no class Perod: it has Period"),
+        ("x = 3\n", "Period", r"mine\.py has no class Period: it has no drafter"),
+        (PERIOD, "", "names no class: a drafter from outside is file.py:Class"),
+        ("x = 3\n", "x", r"mine\.py:x is int, no drafter: derive a class from foretoken\.Drafter"),
+        ("\nclass Period:\n    pass\n", "Period", r"Period \(mine\.py, line 2\) is a class, but no drafter: derive"),
+        (HEAD + "class P(Drafter):\n    name = 'p'\n", "P", r"P \(mine\.py, line 6\) has no method propose"),
+        (PERIOD.replace('name = "period"', ""), "Period", r'Period \(mine\.py, line 6\) has no name: write name = "'),
+        ("def f(:\n", "P", r"mine\.py, line 1: SyntaxError: "),
+        ("\nimport nothing_of_this_name\n", "P", r"mine\.py, line 2: ModuleNotFoundError: No module named"),
+        ("\n\n1 / 0\n", "P", r"mine\.py, line 3: ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)\n", "P", r"mine\.py, line 1: SystemExit: 3"),
+        (PERIOD.replace("= 2, k", ", k").replace("k: int = 4", "k: int"), "Period", r"Period .*cannot be made: "),
+        (PERIOD.replace("period, k\n", "period, k\n        1 / 0\n"), "Period", r"__init__ \(mine\.py, line 13\)"),
+        (PERIOD + "        return 3\n\n    traits = 3\n", "Period", r"Period .*has traits of type int"),
+        (PERIOD.replace("period, k\n", "period, 0\n"), "Period", r"Period .*has max_depth = 0: it must be"),
+        (PERIOD + "\n    @classmethod\n    def build(cls, path, context):\n        return 3\n", "Period", "ed int"),
+    ],
+)  # fmt: skip
+def test_what_is_no_drafter_is_said_in_one_line(tmp_path: Path, body: str, cls: str, words: str) -> None:
+    target, _ = tables()
+    with pytest.raises(ValueError, match=words) as caught:
+        build_drafter(f"{written(tmp_path, body)}:{cls}", target)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_are_those_of_the_constructor(tmp_path: Path) -> None:
+    spec = f"{written(tmp_path, PERIOD)}:Period"
+    target, _ = tables()
+    with pytest.raises(ValueError, match=r"unknown option 'perod' of drafter '.*': did you mean period\?"):
+        build_drafter(f"{spec},perod=3", target)
+    with pytest.raises(ValueError, match=r"takes no path"):
+        build_drafter(f"{spec}:./folder", target)
+
+
+# -- what breaks the protocol ----------------------------------------------------------------------------------------
+
+
+def bad(proposal: str, traits: str = "") -> str:
+    """A drafter that is good but for one request."""
+    return (
+        HEAD
+        + f'''class Bad(Drafter):
+    """One request has bad luck."""
+
+    name = "bad"
+    {traits}
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        if context.tokens[0] == {BAD} and len(context.tokens) > 8:
+            {proposal}
+        return TokenTree.chain(context.root, context.tokens[-2:][:budget.max_depth])
+'''
+    )
+
+
+LINE = r"\(mine\.py, line \d+\)"
+IID = "traits = Traits(kind=Kind.IID)"
+BROKEN = [
+    ("raise KeyError('lost')", "", rf"Bad\.propose {LINE} raised KeyError: 'lost'"),
+    ("return self.helper()", "def helper(self):\n        return {}['lost']", rf"Bad\.helper {LINE} raised KeyError"),
+    ("return None", "", rf"Bad\.propose {LINE} returned NoneType, not a TokenTree"),
+    ("return [1, 2]", "", rf"Bad\.propose {LINE} returned list, not a TokenTree"),
+    ("return TokenTree.chain(context.root, [99])", "", rf"Bad\.propose {LINE} proposed token 99: ids"),
+    ("return TokenTree.chain(context.root, [-1])", "", rf"Bad\.propose {LINE} proposed token -1: ids"),
+    ("return TokenTree.chain((context.root + 1) % 4, [1])", "", rf"Bad\.propose {LINE} returned a tree that starts"),
+    ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.25))", "", "of kind IID, which its traits do not"),
+    ("return TokenTree((context.root, 1, 2), (-1, 0, 0))", "", "a tree of kind POINT, which its traits do not"),
+    ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.5))", IID, "gave q with rows that are no"),
+    ("return TokenTree.chain(context.root, [1], torch.full((1, 1), 1.0))", IID, "that do not fit a tree of 2 nodes"),
+    (
+        "return TokenTree.chain(context.root, [1], torch.tensor([[0.5, 0.0, 0.5, 0.0]]))",
+        IID,
+        "proposed a token without probability in q: it was not drawn from q",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("proposal", "traits", "words"), BROKEN)
+@pytest.mark.parametrize("group", ["{}", "router,drafters=({}|ngram,n=2)", "ensemble,drafters=({}|suffix,share=false)"])
+def test_a_broken_rule_ends_its_request_and_no_other(
+    tmp_path: Path, proposal: str, traits: str, words: str, group: str
+) -> None:
+    target, _ = tables()
+    drafter = build_drafter(group.format(f"{written(tmp_path, bad(proposal, traits))}:Bad"), target)
+    asked = [Request([first, 1, 2], SamplingParams(temperature=1.0), 20, seed=first) for first in range(4)]
+    runs = served(drafter, asked)
+    alone = [served(None, [request])[0].output for request in asked]
+    for first, (run, right) in enumerate(zip(runs, alone, strict=True)):
+        if first != BAD:
+            assert (run.output, run.finish_reason) == (right, "length")
+            continue
+        assert run.finish_reason == "error" and isinstance(run.error, DrafterError)
+        (said,) = str(run.error).splitlines()
+        assert re.search(words, said), said
+
+
+@pytest.mark.parametrize("hook", ["start", "observe", "finish", "at_least", "predicted_from"])
+def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: str) -> None:
+    body = (
+        PERIOD
+        + f"""
+    def {hook}(self, context, *more):
+        if context.tokens[0] == {BAD}:
+            raise KeyError("lost")
+        return super().{hook}(context, *more)
+"""
+    )
+    target, _ = tables()
+    drafter = build_drafter(f"{written(tmp_path, body)}:Period", target)
+    asked = [Request([first, 1, 2], SamplingParams(temperature=1.0), 12, seed=first) for first in range(4)]
+    runs = served(drafter, asked)
+    assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
+    assert isinstance(runs[BAD].error, DrafterError)
+    assert re.search(rf"Period\.{hook} {LINE} raised KeyError: 'lost'", str(runs[BAD].error))
+
+
+def test_errors_of_ours_keep_their_class(tmp_path: Path) -> None:
+    """A drafter from outside whose memory is full is no drafter that broke a rule."""
+    body = bad("raise MemoryError('full')")
+    target, _ = tables()
+    drafter = build_drafter(f"{written(tmp_path, body)}:Bad", target)
+    (run,) = served(drafter, [Request([BAD, 1, 2], max_new_tokens=12)])
+    assert isinstance(run.error, MemoryError)
+
+
+# -- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_commands_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = f"{written(tmp_path, PERIOD)}:Period"
+    assert main(["generate", PROMPT, "--drafter", spec, "--max-new-tokens", "8", "--compare", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["identical"] is True
+    assert main(["show", PROMPT, "--drafter", spec, "--max-new-tokens", "8"]) == 0
+    bench = ["bench", "--drafter", spec, "--max-new-tokens", "8", "--max-prompts", "1", "--repeat", "1"]
+    assert main([*bench, "--out", str(tmp_path / "run.jsonl")]) == 0
+    arms = {json.loads(line).get("arm") for line in (tmp_path / "run.jsonl").read_text().splitlines()}
+    assert spec in arms
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "show", "parity", "bench", "batch"])
+def test_a_file_that_is_not_there_is_said_before_anything_is_loaded(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    more = {"batch": [str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")], "generate": [PROMPT], "show": [PROMPT]}
+    assert main([command, *more.get(command, []), "--drafter", "nowhere.py:Period"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said == "error: there is no file nowhere.py with a drafter: a drafter from outside is file.py:Class"
+
+
+def test_a_bad_drafter_is_one_line_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = f"{written(tmp_path, bad('raise KeyError(1)').replace('== 3 and', '!= -1 and'))}:Bad"
+    assert main(["generate", PROMPT, "--drafter", spec, "--controller", "constant,k=2"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith("error: Bad.propose (mine.py, line ") and said[-1].endswith("raised KeyError: 1")
+    assert "Traceback" not in "".join(said)
+
+
+# -- data that names code --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["{}:Period", "router,drafters=(ngram|{}:Period)"])
+def test_a_profile_runs_no_code_unless_it_is_named_besides(tmp_path: Path, drafter: str) -> None:
+    file = written(tmp_path, "raise SystemExit('run')\n")
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"drafter": drafter.format(file), "controller": "constant,k=2"}))
+    with pytest.raises(ValueError, match=r"the profile .* names code .*, which is only run when you name it"):
+        ft.load("builtin", profile=profile)
+    good = written(tmp_path, PERIOD, "good.py")
+    assert ft.load("builtin", drafter=f"{good}:Period", profile=profile).drafter is not None
+
+
+def test_a_certificate_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = f"{written(tmp_path, PERIOD)}:Period"
+    file = tmp_path / "certificate.json"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(PROMPT)
+    quick = ["--max-new-tokens", "6", "--samples", "0", "--prompts", str(prompts)]
+    assert main(["parity", "--drafter", spec, "--certificate", str(file), *quick]) == 0
+    capsys.readouterr()
+    assert main(["parity", "--verify", str(file)]) == 2
+    assert "names code" in capsys.readouterr().err
+    assert main(["parity", "--verify", str(file), "--drafter", spec]) == 0
