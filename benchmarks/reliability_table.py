@@ -77,7 +77,7 @@ def rows(args: argparse.Namespace) -> dict[str, Row]:
         "R8": Row(f"mixed load for {args.minutes:g} minutes", soak, _soak),
         "R9": measured("R9", "/health beside 16 requests", target, _health),
         "R10": Row("through HTTP and plainly", lossless, _lossless),
-        "R11": Row("a replica is killed", (str(HERE / "scale.py"),), json.dumps, "" if has_ray else "no Ray here"),
+        "R11": Row("a replica is killed", (str(HERE / "scale.py"),), _replicas, "" if has_ray else "no Ray here"),
         "R12": Row("clients", clients, json.dumps, "" if folder else "give --environments"),
         "R13": tests("no unpickling, no asserts", "tests/test_supply_chain.py", "tests/server/test_without_asserts.py"),
         "R14": measured("R14", "starts that must fail", target, _starts),
@@ -151,9 +151,21 @@ def run(row: Row, log: Path | None) -> tuple[bool, str]:
     if row.figure is None:
         return done.returncode == 0, lines[-1].strip(" =")
     try:
-        return done.returncode == 0, row.figure(json.loads(lines[-1]))
+        return done.returncode == 0, row.figure(json.loads(_last_object(lines)))
     except (ValueError, KeyError, TypeError):
         return False, (done.stderr.strip().splitlines() or lines)[-1][:200]
+
+
+def _last_object(lines: list[str]) -> str:
+    """The last JSON object of an output, in one line or in several."""
+    first = max((number for number, line in enumerate(lines) if line.startswith("{")), default=len(lines) - 1)
+    return "\n".join(lines[first:])
+
+
+def _replicas(found: Found) -> str:
+    """What R11 found."""
+    kill = found["kill"]
+    return f"{kill['failed']} of {kill['calls']} calls failed, two replicas again after {kill['two_again_s']:.1f} s"
 
 
 def main() -> None:
