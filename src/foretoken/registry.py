@@ -200,7 +200,7 @@ ROWS: tuple[Row, ...] = (
              kind="iid, without_replacement or point", needs="layer windows; hidden states; trained adapter",
              needs_training=True),
     _drafter("jump", "JumpDrafter", "economize 0.3.2 (jump drafting)",
-             "A trained predictor jumps into the middle of the target, and a layer there drafts on the target's own keys.",
+             "A trained predictor jumps into the middle of the target, where a layer or two draft on its own keys.",
              kind="iid, without_replacement or point", needs="layer windows; hidden states; trained predictor",
              needs_training=True),
     _drafter("pass_tokens", "PassTokensDrafter", "PaSS, arXiv 2311.13581",

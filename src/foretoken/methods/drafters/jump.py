@@ -15,8 +15,7 @@ from torch import Tensor
 
 from foretoken.core import Context
 from foretoken.methods.drafters.base import BuildContext
-from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.features import load_net
+from foretoken.methods.drafters.features import load_frequent, load_net
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
@@ -69,13 +68,14 @@ class JumpDrafter(OwnLayersDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> JumpDrafter:
-        """From a spec ``jump:FOLDER``; ``vocab=N|FILE`` are the tokens that can be guessed, all by default.
+        """From a spec ``jump:FOLDER``; ``vocab=N|FILE`` are the tokens that can be guessed; by default those that
+        it was trained to guess.
 
         Raises:
             ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
         """
         net, parts = load_net(context, cls.name, path, JumpConfig, JumpNet)
-        head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
+        head = load_frequent(context, cls.name, path, parts, vocab)
         return cls(context.target, net, head=head, **options)
 
     def finish(self, context: Context) -> None:
