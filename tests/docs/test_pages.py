@@ -15,6 +15,7 @@ import typer.main
 from pages import DOCS, PAGES, ROOT, anchors, blocks, commands, links
 
 from foretoken.cli.main import app
+from foretoken.cli.model_argument import ModelGroup
 from foretoken.registry import Row, rows
 
 GENERATED = {DOCS / "reference" / "api.md", DOCS / "reference" / "cli.md", DOCS / "cards" / "index.html"}
@@ -64,7 +65,8 @@ def check_command(arguments: list[str]) -> None:
     while hasattr(command, "commands") and arguments and arguments[0] in command.commands:
         name, command = arguments[0], command.commands[arguments[0]]
         arguments = arguments[1:]
-    if hasattr(command, "commands") and arguments and not arguments[0].startswith("-"):
+    takes_model = isinstance(command, ModelGroup)  # ``tune MODEL`` beside ``tune tree``
+    if hasattr(command, "commands") and not takes_model and arguments and not arguments[0].startswith("-"):
         raise ValueError(f"No such command: {arguments[0]}")
     command.make_context(name, list(arguments))
 

@@ -18,6 +18,7 @@ import torch
 from trained import taught, trained
 
 from foretoken.core.costs import TargetCost
+from foretoken.loading.draft_models import windowed
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.bpd import BpdDrafter
 from foretoken.methods.drafters.cascade import CascadeDrafter
@@ -74,6 +75,7 @@ from foretoken.methods.trees.cost_aware import CostAware
 from foretoken.methods.trees.operations import first_nodes, from_paths
 from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.models.base import LanguageModel
+from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.heads.mtp import NativeModule
@@ -103,6 +105,11 @@ def few_tokens(model: LanguageModel, quantised: bool = False, first: int = 1) ->
     return DraftHead(TargetParts(model), torch.arange(first, model.vocab_size, 2), quantised=quantised)
 
 
+def near_sighted(draft: LanguageModel) -> LanguageModel:
+    """A draft model that reads three tokens back, and the first one."""
+    return windowed(draft, Window(3, 1))
+
+
 def guessing_few(drafter: Any, model: LanguageModel) -> Drafter:
     """A drafter with the network ``model`` that guesses every second token only."""
     drafter.head = few_tokens(model)
@@ -110,13 +117,15 @@ def guessing_few(drafter: Any, model: LanguageModel) -> Drafter:
     return made
 
 
-def medusa(target: LanguageModel, nodes: int, random: bool, own: bool = False, few: bool = False) -> MedusaDrafter:
+def medusa(
+    target: LanguageModel, nodes: int, random: bool, own: bool = False, few: bool = False, draw: str = "coupled"
+) -> MedusaDrafter:
     """Heads with random weights, or fresh ones, which say what the target says of the token before; ``own``: each with
     a projection of its own; ``few``: that guess every second token."""
     parts = TargetParts(target)
     net = MedusaHeads(MedusaConfig(parts.hidden_size, parts.vocab_size, 3, own_projection=own))
     frequent = range(1, parts.vocab_size, 2) if few else ()
-    return MedusaDrafter(random_weights(net) if random else net, parts, nodes, frequent=frequent)
+    return MedusaDrafter(random_weights(net) if random else net, parts, nodes, frequent=frequent, draw=draw)
 
 
 def bpd(target: LanguageModel, random: bool, norm: str = "rms") -> BpdDrafter:
@@ -143,13 +152,19 @@ def jump(target: LanguageModel, few: bool = False, state: int = 2, **options: An
 
 
 def hydra(
-    target: LanguageModel, nodes: int, random: bool, prefix: bool = False, frequent: Sequence[int] = ()
+    target: LanguageModel,
+    nodes: int,
+    random: bool,
+    prefix: bool = False,
+    frequent: Sequence[int] = (),
+    draw: str = "coupled",
 ) -> HydraDrafter:
     """Dependent heads with random weights, or fresh ones, which say what the target says of the token before."""
     parts = TargetParts(target)
     layer = dataclasses.asdict(LayerConfig.of_target(parts.config))
     net = HydraHeads(HydraConfig(parts.hidden_size, parts.vocab_size, 3, prefix=prefix, layer=layer))
-    return HydraDrafter(random_weights(net) if random else net, parts, nodes, frequent=frequent, target=target)
+    weights = random_weights(net) if random else net
+    return HydraDrafter(weights, parts, nodes, frequent=frequent, draw=draw, target=target)
 
 
 SEQUOIA = "sequoia,nodes=6,depth=3,acceptance=0.5 0.25 0.2"
@@ -218,15 +233,18 @@ BLOCKS: dict[Any, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "drawn": ({}, {}),
         "points": ({"causal": "1", "reach": "0,3"}, {"draw": "greedy"}),
         "chain": ({"from_anchor": True, "sinks": True, "own_mask": True}, {"width": 1, "depth": 2}),
+        "wor-tree": ({}, {"draw": "without_replacement", "tree": "2x2x1"}),
     },
     Dflash2Drafter: {
         "drawn": ({"group": 4, "top": 3}, {}),
         "points": ({"group": 8, "conv": 3, "draft_vocab": 3}, {"draw": "greedy"}),
+        "wor-tree": ({"group": 4, "top": 3}, {"draw": "without_replacement", "tree": "3x2x1"}),
     },
     DsparkDrafter: {
         "drawn": ({"top": 3}, {}),
         "gated": ({"head": "gated", "confidence": "state"}, {"draw": "greedy", "stop": 0.2}),
         "rnn": ({"head": "rnn", "from_anchor": False}, {"stop": 0.1, "depth": 2}),
+        "wor-tree": ({"top": 3, "confidence": "state"}, {"draw": "without_replacement", "tree": "2x2x1", "stop": 0.2}),
     },
 }
 """By drafter, shapes of networks and options."""
@@ -287,6 +305,7 @@ CASES: dict[str, list[Case]] = {
         Case("wor-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="without_replacement")),
         Case("greedy-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="greedy")),
         Case("itself", lambda target, draft: ModelDrafter(target, k=3)),
+        Case("window", lambda target, draft: ModelDrafter(near_sighted(draft), k=3), network=True),
         *(
             Case(f"few-{label}", lambda target, draft, o=options: guessing_few(ModelDrafter(draft, **o), draft), True)  # type: ignore[misc]
             for label, options in {
@@ -310,6 +329,10 @@ CASES: dict[str, list[Case]] = {
         Case("points", lambda target, draft: PardDrafter(draft, k=3, mask=0, nodes=5, draw="greedy")),
         Case("chain", lambda target, draft: PardDrafter(draft, k=2, mask=2, width=1)),
         Case("few", lambda target, draft: guessing_few(PardDrafter(draft, k=3, mask=1, nodes=5), draft), network=True),
+        Case(
+            "wor-tree", lambda target, draft: PardDrafter(draft, k=3, mask=3, draw="without_replacement", tree="2x2x1")
+        ),
+        Case("window", lambda target, draft: PardDrafter(near_sighted(draft), k=3, mask=3, nodes=5), network=True),
         Case("trained", lambda target, draft: taught(target, draft), network=True),
     ],
     "online": [
@@ -531,12 +554,25 @@ CASES: dict[str, list[Case]] = {
         Case("fresh", lambda target, draft: medusa(target, 4, random=False), network=True),
         Case("few", lambda target, draft: medusa(target, 6, random=True, few=True), network=True),
         Case("few-own", lambda target, draft: medusa(target, 6, random=True, own=True, few=True), network=True),
+        *(
+            Case(
+                label,
+                lambda target, draft, o=options: medusa(target, 6, draw="without_replacement", **o),  # type: ignore[misc]
+                network=True,
+            )
+            for label, options in {
+                "wor-tree": {"random": True},
+                "wor-tree-fresh": {"random": False},
+                "wor-tree-few": {"random": True, "few": True},
+            }.items()
+        ),
     ],
     "hydra": [
         Case("random", lambda target, draft: hydra(target, 6, random=True), network=True),
         Case("fresh", lambda target, draft: hydra(target, 4, random=False), network=True),
         Case("prefix", lambda target, draft: hydra(target, 6, random=True, prefix=True), network=True),
         Case("few", lambda target, draft: hydra(target, 6, random=True, frequent=(3, 1)), network=True),
+        Case("wor-tree", lambda target, draft: hydra(target, 6, random=True, draw="without_replacement"), network=True),
     ],
     "bpd": [
         Case("random", lambda target, draft: bpd(target, random=True, norm="layer"), network=True),
@@ -577,11 +613,30 @@ CASES: dict[str, list[Case]] = {
             lambda target, draft: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target, few=True),
             network=True,
         ),
+        *(
+            Case(
+                label,
+                lambda target, draft, o=options: feature_drafter(  # type: ignore[misc]
+                    EagleDrafter, EagleNet, EagleConfig, target, draw="without_replacement", **o
+                ),
+                network=True,
+            )
+            for label, options in {
+                "wor-tree": {"tree": "2x2x1"},
+                "wor-tree-sequoia": {"tree": SEQUOIA},
+                "wor-tree-few": {"tree": "3x1x1", "few": True},
+            }.items()
+        ),
     ],
     "eagle3": [
         Case("own-head", lambda target, draft: eagle3(target, share_head=False), network=True),
         Case("target-head", lambda target, draft: eagle3(target, share_head=True), network=True),
         Case("points", lambda target, draft: eagle3(target, share_head=True, draw="greedy"), network=True),
+        Case(
+            "wor-tree",
+            lambda target, draft: eagle3(target, share_head=True, draw="without_replacement", tree="2x2x1"),
+            network=True,
+        ),
     ],
     "peagle": [
         Case("drawn", lambda target, draft: peagle(target, {}), network=True),
@@ -595,12 +650,24 @@ CASES: dict[str, list[Case]] = {
             lambda target, draft: peagle(target, {"draft_vocab": 0, "own_embedding": True}, width=1, k=4),
             network=True,
         ),
+        Case(
+            "wor-tree",
+            lambda target, draft: peagle(target, {"num_layers": 1}, draw="without_replacement", tree="2x2x1"),
+            network=True,
+        ),
     ],
     "mtp": [
         Case("drawn", lambda target, draft: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target), network=True),
         Case(
             "points",
             lambda target, draft: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target, draw="greedy"),
+            network=True,
+        ),
+        Case(
+            "wor-tree",
+            lambda target, draft: feature_drafter(
+                MtpDrafter, MtpNet, MtpConfig, target, draw="without_replacement", tree="2x2"
+            ),
             network=True,
         ),
         Case("native", lambda target, draft: native_mtp(target), network=True),

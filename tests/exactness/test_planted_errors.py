@@ -112,3 +112,27 @@ def planted_draws(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             if getattr(module, name, None) is right_one:
                 monkeypatch.setattr(module, name, wrong)
     return called
+
+
+@pytest.mark.slow
+def test_subtrees_that_share_their_draws_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traversal comes back from a rejected subtree to the next: tokens drawn once for both are no fresh draws there."""
+    import foretoken.methods.drafters.drawn_tree as drawn_tree
+
+    pair = next(pair for pair in PROPOSING if pair.drafter == "medusa" and pair.case.label == "wor-tree-fresh")
+    target, draft = toy_models(pair.case)
+    assert largest(pair, target, draft) < TINY
+    known: dict[Any, list[int]] = {}
+    alive: list[Any] = []  # so that no two contexts have one id
+    right_one = drawn_tree.draw_without_replacement
+
+    def shared(distribution: Tensor, count: int, context: Any) -> list[int]:
+        key = (id(context), len(context.tokens), tuple(distribution.tolist()), count)
+        if key not in known:
+            alive.append(context)
+            known[key] = right_one(distribution, count, context)
+        return known[key]
+
+    monkeypatch.setattr(drawn_tree, "draw_without_replacement", shared)
+    monkeypatch.setattr(drawn_tree, "draw_iid", shared)
+    assert largest(pair, target, draft) > CAUGHT

@@ -1,15 +1,19 @@
 """How many tokens a round a drafter gives on ordinary text, against the figure that is expected of it.
 
 A drafter that reads other layers than it was trained on loads, and its text is right: only its drafts are not.  What it
-accepts is therefore compared with what its card or its user says, and the layers beside its own are tried.
+accepts is therefore compared with what its card or its user says, and the layers beside its own are tried.  One whose
+layers should read a window, and read the whole text, guesses right in short texts only: the same places are tried
+behind texts of several lengths.
 """
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,11 +28,18 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.methods.drafters.nets.store import CONFIG, WEIGHTS
 from foretoken.models.base import LanguageModel
+from foretoken.options import encode
 
 PROMPTS, NEW_TOKENS = 8, 64
 """Prompts that are answered, and how far."""
 ENOUGH = 0.8
 """Share of the expected figure that is enough: text of another kind is accepted a little less."""
+LENGTHS = (256, 2048, 8192)
+"""Tokens of text that drafts are tried behind, the first as what the others are compared with."""
+LONG_TEXTS = 2
+"""Texts of each length."""
+COLLAPSED = 0.5
+"""Share of the drafts accepted in short texts below which those of long ones count as broken."""
 CLEARLY_MORE = 1.1
 """How many times the tokens a round other layers must give to be named."""
 DEPTHS = {"dflash": "taps", "dflash2": "taps", "dspark": "taps", "eagle3": "layers", "peagle": "layers"}
@@ -85,30 +96,44 @@ class AcceptanceCheck:
         self.expect = expect
 
     def __call__(self, new: NewDrafter) -> dict[str, Any]:
-        """``acceptance`` (as :class:`Acceptance`, with what was ``expected``) and ``warnings``.
+        """``acceptance`` (as :class:`Acceptance`, with what was ``expected``, and tokens a round ``by_length`` of the
+        text) and ``warnings``.
 
         Raises:
-            ValueError: the target has no tokenizer, or less than .8 of what was expected is accepted; says which layers
-                accept more, or what else may be wrong.
+            ValueError: the target has no tokenizer, less than .8 of what was expected is accepted, or drafts fail in
+                long texts where a figure was expected; says which layers accept more, or what else may be wrong.
         """
         if new.tokenizer is None:
             raise ValueError(f"{new.target} has no tokenizer, and acceptance is measured on text: leave the check out")
         prompts = ordinary_prompts(new.tokenizer, new.model.context_length)
         expected = stated(new.source) if self.expect is None else self.expect
         own = _measured(new, new.folder, prompts)
-        report = {"acceptance": {**asdict(own), "expected": expected}, "warnings": []}
-        if expected is not None and own.tokens_a_round >= ENOUGH * expected:
-            return report
-        better = _better_layers(new, own, prompts)
-        if expected is not None:
-            raise ValueError(_too_little(new, own, expected, better))
-        return {**report, "warnings": [better] if better else []}
+        better = ""
+        if expected is None or own.tokens_a_round < ENOUGH * expected:
+            better = _better_layers(new, own, prompts)
+            if expected is not None:
+                raise ValueError(_too_little(new, own, expected, better))
+        by_length = _by_length(new)
+        fault = _fault_of_lengths(by_length)
+        if fault and expected is not None:
+            raise ValueError(f"{new.source} {fault}")
+        warnings = [better] * bool(better) + [f"it {fault}"] * bool(fault)
+        return {
+            "acceptance": {**asdict(own), "expected": expected, "by_length": by_length},
+            "warnings": warnings,
+        }
 
 
 def ordinary_prompts(tokenizer: Any, context: int) -> list[list[int]]:
     """Ids of a few built-in prompts of the kind that a model is for, cut where its context is short."""
     most = max(1, context // 2)
     return [prompt.encode(tokenizer)[-most:] for prompt in prompts_of_kind(tokenizer)[:PROMPTS]]
+
+
+def long_text(tokenizer: Any) -> list[int]:
+    """Ids of a long ordinary text that every machine has: a module of Python's standard library."""
+    ids: list[int] = encode(inspect.getsource(argparse), tokenizer)
+    return ids
 
 
 def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> Acceptance:
@@ -158,6 +183,34 @@ def _measured(new: NewDrafter, folder: Path, prompts: Sequence[Sequence[int]]) -
     if drafter is None:
         raise ValueError(f"{spec} drafts nothing")
     return measure_acceptance(new.model, drafter, prompts)
+
+
+def _by_length(new: NewDrafter) -> dict[int, float]:
+    """Tokens a round by the length of the text before, all at the same places; nothing where no two lengths fit."""
+    text, room = long_text(new.tokenizer), new.model.context_length - NEW_TOKENS
+    lengths = [length for length in LENGTHS if length <= min(room, len(text))]
+    if len(lengths) < 2:
+        return {}
+    ends = [len(text) - i * (len(text) - lengths[-1]) // max(LONG_TEXTS - 1, 1) for i in range(LONG_TEXTS)]
+    return {
+        length: _measured(new, new.folder, [text[end - length : end] for end in ends]).tokens_a_round
+        for length in lengths
+    }
+
+
+def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
+    """What long texts say against a drafter, in words; empty: nothing."""
+    if not by_length:
+        return ""
+    short, *longer = by_length.items()
+    wrong = [(length, tokens) for length, tokens in longer if tokens - 1 < COLLAPSED * (short[1] - 1)]
+    if not wrong:
+        return ""
+    (length, tokens), *_ = wrong
+    return (
+        f"gives {tokens:.2f} tokens a round behind {length} tokens of text and {short[1]:.2f} behind {short[0]}: "
+        "layers that were trained with a window must have it in config.json, and for others give window=N"
+    )
 
 
 def _better_layers(new: NewDrafter, own: Acceptance, prompts: Sequence[Sequence[int]]) -> str:

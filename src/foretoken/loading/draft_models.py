@@ -13,8 +13,10 @@ from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.models import AUTO, load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models import wrap
-from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.cache.window import Window
 from foretoken.models.forward.graphed import follow
+from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import pays_packed
 from foretoken.models.linear.product_costs import step_s
 from foretoken.models.linear.quantised_linear import KINDS
@@ -110,6 +112,19 @@ def build_foreign_draft_model(
             f"drafter {name!r} needs the draft model's tokenizer, and {path} has none: copy tokenizer.json into it"
         )
     return draft, own
+
+
+def windowed(draft: LanguageModel, window: Window) -> LanguageModel:
+    """A draft model that reads a window of the text, the model itself where that is all of it.
+
+    Raises:
+        CapabilityError: the model reads the whole text.
+    """
+    if not window.size:
+        return draft
+    if not isinstance(draft, HuggingFaceModel):
+        raise CapabilityError(f"{type(draft).__name__} reads the whole text: leave window out")
+    return draft.windowed(window)
 
 
 def _load_draft_model(

@@ -13,7 +13,7 @@ from foretoken.core import with_article
 from foretoken.core.io.drafter_folders import IMPORTED
 from foretoken.core.io.named_models import named_model
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
-from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model
+from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
 from foretoken.methods.drafters.base import BuildContext, Drafter, Verify
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
@@ -22,6 +22,7 @@ from foretoken.methods.drafters.nested import works_nested
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.models.base import LanguageModel
+from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.registry import convert_options, find, parse_spec, rows, split_specs
 
 Part = str | Drafter | LanguageModel | nn.Module
@@ -38,15 +39,23 @@ class LoadingContext(BuildContext):
         """By the kind of the tree and of the request."""
         return inner_rule
 
-    def draft_model(self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto") -> LanguageModel:
+    def draft_model(
+        self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto", window: Window = WHOLE_TEXT
+    ) -> LanguageModel:
         """From a folder or hub id, or the built-in one."""
-        return build_draft_model(
+        found = build_draft_model(
             path, self.target, self.source, self.tokenizer, self.device, name, packed=packed, quantize=quantize
         )
+        return windowed(found, window)
 
-    def foreign_draft_model(self, name: str, path: str | None, *, quantize: str = "auto") -> tuple[LanguageModel, Any]:
+    def foreign_draft_model(
+        self, name: str, path: str | None, *, quantize: str = "auto", window: Window = WHOLE_TEXT
+    ) -> tuple[LanguageModel, Any]:
         """From a folder or hub id, or the built-in one."""
-        return build_foreign_draft_model(name, path, self.target, self.source, self.tokenizer, self.device, quantize)
+        found, own = build_foreign_draft_model(
+            name, path, self.target, self.source, self.tokenizer, self.device, quantize
+        )
+        return windowed(found, window), own
 
     def drafter(self, spec: str) -> Drafter | None:
         """By its row in the registry."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.window import Window
 from foretoken.models.checks.fast_paths import Probe
 from foretoken.models.forward.network import Network
 from foretoken.models.linear.packing import Packing
@@ -161,4 +162,10 @@ class HuggingFaceModel(TreeRunner):
         other = copy.copy(self)
         other.forwards = copy.copy(self.forwards)
         other.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
+        return other
+
+    def windowed(self, window: Window) -> HuggingFaceModel:
+        """A :meth:`sibling` that reads texts through a window; it runs no graphs, whose shapes are fixed."""
+        other = self.sibling()
+        other.window, other.graphs_off = window, "it reads a window of the text"
         return other

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from foretoken.models.base import Feed, Rows, SequenceState, Snapshot
 from foretoken.models.cache.bands import Bands, in_bands, picked
-from foretoken.models.cache.masks import RowPlan, additive_mask
+from foretoken.models.cache.masks import RowPlan, additive_masks
 from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.clock import now
 from foretoken.models.module import ModuleModel
 from foretoken.models.network.call import Call, Forward, inputs_of, padded_states
@@ -38,10 +39,12 @@ class TreeRunner(ModuleModel):
         num_layer_runs: layers that were run so far, parts of a layer included.
         graphs: what runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if anything does.
         graphs_off: why nothing does; empty where it does.
+        window: what new rows read of long texts; everything by default.
     """
 
     graphs: Any = None
     graphs_off: str = "not asked for"
+    window: Window = WHOLE_TEXT
 
     def __init__(self, forwards: Forward, cache: TreeCache) -> None:
         self.forwards = forwards
@@ -367,15 +370,14 @@ class TreeRunner(ModuleModel):
         by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
         low, high = min(by_row), max(by_row) + 1
         width = max(place.new for place in places)
-        rows = [by_row[r] if r in by_row else self._idle(cache.texts[r]) for r in range(low, high)]
+        # A row between the fed ones takes no part: its padding is written behind its own scratch.
+        rows = [by_row[r] if r in by_row else self._row_plan(cache.texts[r], 0) for r in range(low, high)]
         starts = [row.committed + len(row.parents) - row.new for row in rows]
         used = max(starts) + width
         cache.plan(low, high, starts, width, used)
         ids, positions = inputs_of(rows, low, feeds, width, self.context_length - 1, self.device)
-        masks: dict[str, Tensor | None] = {
-            name: additive_mask(rows, layer, width, used, self.forwards.run_dtype, self.device)
-            for name, layer in self.forwards.layer_masks.items()
-        }
+        masks = additive_masks(rows, self.forwards.layer_masks, width, used, self.forwards.run_dtype, self.device)
+        masks = self._reach.applied(cache, masks, self.forwards)
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
         spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
         states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
@@ -383,9 +385,13 @@ class TreeRunner(ModuleModel):
         lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
         return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
 
+    @property
+    def _reach(self) -> Window:
+        """The window that calls apply."""
+        return self.window
+
     def _append(self, feed: Feed) -> RowPlan:
-        sequence, count = feed.sequence, len(feed.tokens)
-        old = len(sequence.scratch_tokens)
+        sequence, count, old = feed.sequence, len(feed.tokens), len(feed.sequence.scratch_tokens)
         parents = range(old - 1, old - 1 + count) if feed.parents is None else feed.parents
         sequence.append(feed.tokens, parents)
         return self._row_plan(sequence, count, feed.after)
@@ -394,10 +400,6 @@ class TreeRunner(ModuleModel):
         """Where the last ``new`` scratch nodes of a sequence are."""
         visible = -1 if after is None else after
         return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, new, visible)
-
-    def _idle(self, sequence: SequenceState) -> RowPlan:
-        """A row between the fed ones that takes no part: its padding is written behind its own scratch."""
-        return self._row_plan(sequence, 0)
 
     def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
         """Nodes by row, where leaving out the padding saves more than it costs."""

@@ -305,7 +305,7 @@ def test_bad_shapes(changes: dict[str, Any], words: str) -> None:
         ({"depth": 4}, "depth from 1 to 3, which its block guesses"),
         ({"nodes": 0}, "nodes >= 1"),
         ({"width": 0}, "width >= 1"),
-        ({"draw": "often"}, "draw=greedy or draw=iid"),
+        ({"draw": "often"}, "draw=iid, without_replacement or greedy"),
     ],
 )
 def test_bad_options(options: dict[str, Any], words: str) -> None:

@@ -168,8 +168,10 @@ def test_what_is_no_mask() -> None:
         PardDrafter(draft, mask=32)
     with pytest.raises(ValueError, match="k >= 1"):
         PardDrafter(draft, k=0, mask=1)
-    with pytest.raises(ValueError, match="draw=greedy or draw=iid"):
-        PardDrafter(draft, mask=1, draw="without_replacement")
+    with pytest.raises(ValueError, match="draw=iid, without_replacement or greedy, not 'any'"):
+        PardDrafter(draft, mask=1, draw="any")
+    with pytest.raises(ValueError, match="pard draws a tree with draw=without_replacement only"):
+        PardDrafter(draft, mask=1, tree="2x1")
     draft.model.config.pard_token = 3
     assert mask_token(draft) == 3 and PardDrafter(draft).mask == 3
     draft.model.config.pard_token = 32

@@ -228,7 +228,7 @@ def test_bad_settings(settings: dict[str, str], words: str) -> None:
 
 def test_bad_options_and_short_texts() -> None:
     target = target_model()
-    for options, words in (({"k": 65}, "k from 1 to 64"), ({"nodes": 0}, "nodes >= 1"), ({"draw": "x"}, "draw=greedy")):
+    for options, words in (({"k": 65}, "k from 1 to 64"), ({"nodes": 0}, "nodes >= 1"), ({"draw": "x"}, "draw=iid")):
         with pytest.raises(ValueError, match=words):
             new_drafter(target, **options)
     recipe = toy_recipe()

@@ -11,15 +11,21 @@ import torch
 from block_toys import PROMPT, drafter_of, random_net, started
 from block_toys import target as block_target
 from test_features import network, new_drafter
+from test_hydra import heads
+from test_kangaroo import net_for
 from torch import Tensor
 
 from foretoken.core import Budget
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
+from foretoken.loading import build_drafter, load_model
 from foretoken.methods.drafters.dflash import DflashDrafter
 from foretoken.methods.drafters.dspark import DsparkDrafter
 from foretoken.methods.drafters.eagle import EagleDrafter
 from foretoken.methods.drafters.eagle3 import Eagle3Drafter
+from foretoken.methods.drafters.hydra import HydraDrafter
+from foretoken.methods.drafters.kangaroo import KangarooDrafter
+from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.mtp import MtpDrafter
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
@@ -31,7 +37,8 @@ from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.parts import TargetParts
-from toys import engine, outputs
+from foretoken.models.huggingface import HuggingFaceModel
+from toys import engine, llama, llamas, outputs
 
 LONG = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7]
 Make = Callable[..., Any]
@@ -134,7 +141,7 @@ def test_company_changes_no_draft(name: str) -> None:
 def test_short_texts_are_read_whole(name: str) -> None:
     target = block_target()
     whole, usual, near = (MAKE[name](target, **options) for options in ({"window": 0}, {}, {"window": 2 * len(LONG)}))
-    assert usual.model.forwards.window == Window(USUAL) and USUAL == 4096
+    assert usual.model.window == Window(USUAL) and USUAL == 4096
     assert trees(whole, target, [LONG]) == trees(usual, target, [LONG]) == trees(near, target, [LONG])
     for wrong, words in (({"window": -1}, "at least 0"), ({"window": 0, "sink": 4}, "leave sink out")):
         with pytest.raises(ValueError, match=words):
@@ -175,3 +182,62 @@ def test_masks_against_the_definition(sink: int) -> None:
             wanted = mask[row, 0, :, slot] if read else torch.full((2,), unseen(torch.float32))
             assert torch.equal(shown[row, 0, :, column], wanted)
     assert Window(size, sink).cut([size + sink]) is None and Window().cut([1000]) is None
+
+
+def hydra(target: Any, **options: Any) -> Any:
+    parts = TargetParts(target)
+    return HydraDrafter(heads(parts, prefix=True), parts, nodes=4, target=target, **options)
+
+
+def kangaroo(target: Any, **options: Any) -> Any:
+    adapter = FeatureModel(net_for(target, 1), TargetParts(target), target)
+    return KangarooDrafter(target, adapter, k=3, eta=0.0, **options)
+
+
+def draft_model(target: Any, window: int, sink: int) -> Any:
+    model = HuggingFaceModel(llama(noise=0.3)).windowed(Window(window, sink))
+    return ModelDrafter(model, k=3, target=target)
+
+
+READERS: dict[str, tuple[Make, Callable[[Any], Any]]] = {
+    "hydra": (hydra, lambda drafter: drafter.reader.model),
+    "kangaroo": (kangaroo, lambda drafter: drafter.adapter),
+    "model": (draft_model, lambda drafter: drafter.model),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_others_that_read_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, sizes, update = block_target(), list[int](), TreeCache.update
+    make, reader = READERS[name]
+    drafter = make(target, window=5, sink=1)
+    own = reader(drafter)
+
+    def measured(self: TreeCache, *args: Any) -> tuple[Tensor, Tensor]:
+        keys, values = update(self, *args)
+        if any(self is cache for cache in own.bands.caches):
+            sizes.append(keys.shape[2] - args[0].shape[2])
+        return keys, values
+
+    requests = [Request(LONG, max_new_tokens=20), Request(PROMPT, max_new_tokens=12, seed=3)]
+    assert outputs(engine(target, drafter), requests) == outputs(engine(target, None), requests)
+    monkeypatch.setattr(TreeCache, "update", measured)
+    outputs(engine(target, drafter), requests[:1])
+    assert 5 + 1 <= max(sizes) <= 5 + 1 + 12  # what was drafted before is in slots of its own
+
+
+def test_draft_models_get_a_window_by_their_spec() -> None:
+    target = load_model("builtin")
+    drafter = build_drafter("model,k=2,window=8,sink=2", target)
+    assert isinstance(drafter, ModelDrafter) and drafter.model.window == Window(8, 2)
+    for spec in ("cascade,k=2,window=8", "model,k=2"):
+        other: Any = build_drafter(spec, target)
+        assert other.model.window == Window(8 if "window" in spec else 0)
+    with pytest.raises(ValueError, match="leave sink out"):
+        build_drafter("model,sink=2", target)
+
+
+def test_heads_that_read_no_text_take_no_window() -> None:
+    target = llamas()[0]
+    with pytest.raises(ValueError, match="leave window and sink out"):
+        HydraDrafter(heads(TargetParts(target)), TargetParts(target), window=8)

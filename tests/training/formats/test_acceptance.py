@@ -117,6 +117,33 @@ def test_a_target_without_a_tokenizer(target: Path, tmp_path: Path) -> None:
         import_drafter(tmp_path / "theirs", tmp_path / "out", target, check=AcceptanceCheck())
 
 
+def test_drafts_that_fail_in_long_texts(
+    hub: Path, telling: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three lengths at the same places; a collapse is refused where a figure is expected, else it is a warning."""
+    monkeypatch.setattr(acceptance, "LENGTHS", (16, 64, 128))
+    report = import_drafter(hub, tmp_path / "out", telling, check=AcceptanceCheck(2.0))
+    found = report["acceptance"]["by_length"]
+    assert list(found) == [16, 64, 128] and min(found.values()) > 1.5 and report["warnings"] == []
+    told, measured = list[list[int]](), acceptance.measure_acceptance
+
+    def blind_behind_64(target: Any, drafter: Any, prompts: Any) -> acceptance.Acceptance:
+        told.append([len(prompt) for prompt in prompts])
+        right = measured(target, drafter, prompts)
+        return right if len(prompts[0]) <= 64 else acceptance.Acceptance(1.2, (0.2,), 9)
+
+    monkeypatch.setattr(acceptance, "measure_acceptance", blind_behind_64)
+    with pytest.raises(
+        ValueError, match=r"gives 1\.20 tokens a round behind 128 .* behind 16: .*config\.json.*window=N"
+    ):
+        import_drafter(hub, tmp_path / "bad", telling, check=AcceptanceCheck(1.5))
+    assert told[1:] == [[16, 16], [64, 64], [128, 128]] and not (tmp_path / "bad").exists()
+    (warning,) = import_drafter(hub, tmp_path / "bad", telling, check=AcceptanceCheck())["warnings"]
+    assert warning.startswith("it gives 1.20 tokens a round behind 128")
+    monkeypatch.setattr(acceptance, "LENGTHS", (64, 1 << 20))
+    assert import_drafter(hub, tmp_path / "one", telling, check=AcceptanceCheck(1.5))["acceptance"]["by_length"] == {}
+
+
 def test_the_command(hub: Path, telling: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: Any) -> tuple[int, str, str]:
         capsys.readouterr()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 from foretoken.models.base import LanguageModel
+from foretoken.models.cache.window import WHOLE_TEXT, Window
 
 UNKNOWN_COST = 0.1
 """Cost of a draft level of a network whose size is not known, in target calls."""
@@ -194,7 +195,9 @@ class BuildContext(ABC):
         """The best lossless rule for a tree, for drafters that verify inside their own loop."""
 
     @abstractmethod
-    def draft_model(self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto") -> LanguageModel:
+    def draft_model(
+        self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto", window: Window = WHOLE_TEXT
+    ) -> LanguageModel:
         """The draft model of a spec ``name[:path]``, checked against the target.
 
         Args:
@@ -203,17 +206,22 @@ class BuildContext(ABC):
             packed: whether weights may be rearranged for speed; otherwise they stay where they can be trained.
             quantize: ``"int8"``, ``"int4"``, one of them with ``-a8`` for activations of 8 bits, ``"none"``, or
                 ``"auto"``: what is fastest on the CPU, if they may be rearranged.
+            window: what it reads of long texts.
 
         Raises:
             ValueError: no path and no built-in draft for this target, another tokenizer, or another ``quantize``.
+            CapabilityError: a window for a model that reads the whole text.
         """
 
     @abstractmethod
-    def foreign_draft_model(self, name: str, path: str | None, *, quantize: str = "auto") -> tuple[LanguageModel, Any]:
-        """A draft model and its own tokenizer, which may be another than the target's; ``quantize`` as above.
+    def foreign_draft_model(
+        self, name: str, path: str | None, *, quantize: str = "auto", window: Window = WHOLE_TEXT
+    ) -> tuple[LanguageModel, Any]:
+        """A draft model and its own tokenizer, which may be another than the target's; the rest as above.
 
         Raises:
             ValueError: no path and no built-in draft for this target, or a model without a tokenizer.
+            CapabilityError: a window for a model that reads the whole text.
         """
 
     @abstractmethod

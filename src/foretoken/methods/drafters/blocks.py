@@ -29,7 +29,7 @@ from foretoken.models.forward.parts import TargetParts
 
 
 class BlockDrafter(FeatureReader, ParallelDrafter):
-    """Trees of the lattice, or drawn chains.
+    """Trees of the lattice, or drawn chains and trees.
 
     Args:
         model: the network over the target's hidden states.
@@ -37,8 +37,12 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
             cost on this machine.
         depth: most tokens of a path; 0: all that a block guesses.
         width: candidates of every place; 1: a chain.
-        draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
-            race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
+            ``nodes`` nodes by default.
         window: places of the text that layers without a reach of their own look back; 0: all.
         sink: first places of the text that they look at as well.
 
@@ -63,16 +67,16 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         draw: str = "iid",
         window: int = USUAL,
         sink: int = 0,
+        tree: str = "",
     ) -> None:
-        self._shape(nodes, width, draw)
         self.net: BlockNet = model.model
         most = self.net.config.drafts
         if not 0 <= depth <= most:
             raise ValueError(f"{self.name} needs depth from 1 to {most}, which its block guesses, or 0, not {depth}")
+        self._shape(nodes, depth or most, width, draw, tree)
         super().__init__(model, wanted=0)
         model.window = Window(window, sink)
         self.taps = tuple(dict.fromkeys(self.net.config.tap_names))
-        self.max_depth = depth or most
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
@@ -90,7 +94,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         if "nodes" in options:
             return cls(model, **options)
         built = cls(model, nodes=MOST_NODES, **options)
-        built.costs = quick_costs(context.target)
+        built.fit(quick_costs(context.target))
         return built
 
     @classmethod

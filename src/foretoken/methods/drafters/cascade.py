@@ -24,6 +24,7 @@ from foretoken.methods.drafters.nested import Nested, works_nested
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.methods.trees.operations import truncate
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache.window import Window
 
 Rule = Callable[[TokenTree, Scores, Rng], Verdict]
 """How guesses are verified against the draft model; must keep its distribution."""
@@ -149,15 +150,17 @@ class CascadeDrafter(Drafter):
         inner: str = "ngram",
         late: str = "",
         quantize: str = "auto",
+        window: int = 0,
+        sink: int = 0,
         **options: Any,
     ) -> Self:
-        """From a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model (``quantize`` as for ``model``) and what
-        guesses for it.
+        """From a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model (``quantize``, ``window`` and ``sink`` as
+        for ``model``) and what guesses for it.
 
         Raises:
             ValueError: no path where there is no built-in draft, another tokenizer, or a wrong nested spec.
         """
-        model = context.draft_model(cls.name, path, quantize=quantize)
+        model = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         # Inner drafters speak the target's vocabulary, and no draft model is built in for a draft model.
         if late:
             options["late"] = context.nested(cls.name, late, for_target=False)

@@ -53,6 +53,7 @@ class DsparkDrafter(PairDrafter):
             head; 0 asks it nothing.
         window: as for every block drafter.
         sink: as for every block drafter.
+        tree: as for every block drafter.
 
     Raises:
         ValueError: an option outside its range, or a stop without a confidence head.
@@ -72,8 +73,9 @@ class DsparkDrafter(PairDrafter):
         stop: float = 0.0,
         window: int = USUAL,
         sink: int = 0,
+        tree: str = "",
     ) -> None:
-        super().__init__(model, nodes, depth, width, draw, window, sink)
+        super().__init__(model, nodes, depth, width, draw, window, sink, tree)
         if not 0 <= stop < 1:
             raise ValueError(f"dspark needs stop from 0 to below 1, not {stop}")
         if stop and not self.net.config.confidence:  # type: ignore[attr-defined]

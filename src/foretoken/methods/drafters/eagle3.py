@@ -40,8 +40,9 @@ class Eagle3Drafter(FeatureDrafter):
         draw: str = "iid",
         window: int = USUAL,
         sink: int = 0,
+        tree: str = "",
     ) -> None:
-        super().__init__(model, nodes, depth, width, grow, draw, window, sink)
+        super().__init__(model, nodes, depth, width, grow, draw, window, sink, tree)
         self.net: Eagle3Net = model.model
         self.taps = tuple(dict.fromkeys(self.net.config.taps))
 

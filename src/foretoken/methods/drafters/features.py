@@ -14,11 +14,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Kind, TokenTree
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
-from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.methods.drafters.base import BuildContext, Drafter, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.drawing import distribution_of, draw_iid, log_beliefs, ranked
+from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
+from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
 from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.drafters.nets.store import build_net, read_description, read_stored
@@ -50,18 +51,17 @@ class Growing:
     scratch_of: dict[int, int] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
-    distributions: list[Tensor] | None = None  # of a drawn chain
+    drawn: DrawnTree | None = None  # what is drawn instead, and is not chosen by confidence
     sharing: int = 1  # requests whose nodes are scored by the same call, as far as the tree may depend on that
 
 
 class FeatureDrafter(FeatureReader, Drafter):
-    """Point proposals, the tree that the draft's own confidence makes; or a chain that is drawn from the draft's
-    distributions.
+    """Point proposals, the tree that the draft's own confidence makes; or what is drawn from the draft's distributions.
 
     A point is accepted with chance p(x), a drawn token with sum min(p, q) on average, which is more where p and q are
-    spread alike: at high temperatures the chain wins, at low ones the tree.  With noise (:mod:`foretoken.core.noise`)
-    the
-    tree is as good at every temperature: draft and target look for the best token of one perturbed distribution.
+    spread alike: at high temperatures what is drawn wins, at low ones the tree of points.  With noise
+    (:mod:`foretoken.core.noise`) that tree is as good at every temperature: draft and target look for the best token of
+    one perturbed distribution.
 
     Args:
         model: the network over the target's features.
@@ -71,8 +71,12 @@ class FeatureDrafter(FeatureReader, Drafter):
         width: children that every expanded node gets, and with ``eagle2`` nodes that are expanded per level.
         grow: how the tree grows, the spec of a dynamic tree: ``eagle2``, ``opt_tree,threshold=0.2`` or
             ``cost_aware,node_cost=0.01,step_cost=0.1``.
-        draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
-            race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
+            ``nodes`` nodes by default.
         window: places of the text that the network looks back, if it was trained without a window; 0: all.
         sink: first places of the text that it looks at as well.
 
@@ -95,9 +99,9 @@ class FeatureDrafter(FeatureReader, Drafter):
         draw: str = "iid",
         window: int = USUAL,
         sink: int = 0,
+        tree: str = "",
     ) -> None:
-        if draw not in ("greedy", "iid"):
-            raise ValueError(f"{self.name} needs draw=greedy or draw=iid, not {draw!r}")
+        check_draw(self.name, draw)
         for key, value in (("nodes", nodes), ("depth", depth), ("width", width)):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
@@ -106,11 +110,10 @@ class FeatureDrafter(FeatureReader, Drafter):
         self.width, self.draw = width, draw
         self.growth = growth_of(grow)
         self.costs: TargetCost | None = None
+        self.places = drawn_places(draw, tree, self.name, nodes, depth)
         self.max_depth, self.max_nodes = depth, nodes
         self.vocab_size = model.vocab_size
-        points = (Kind.POINT, width > 1)  # the tree; where chains are drawn, too, ``auto`` picks the rule by the tree
-        sorts = {points, (Kind.IID, False)} if draw == "iid" else {points}
-        self.traits = Traits(Kind.IID if draw == "iid" else Kind.POINT, width > 1, frozenset(sorts))
+        self.traits = traits_of(draw, width > 1, self.places.branches)
 
     @property
     def head(self) -> DraftHead | None:
@@ -135,6 +138,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             return cls(model, **options)
         built = cls(model, nodes=MOST_NODES, **options)
         built.costs = quick_costs(target)
+        built.places = paying_places(built.places, built.costs)
         return built
 
     # -- a request's life --------------------------------------------------------------------------------------------
@@ -170,10 +174,10 @@ class FeatureDrafter(FeatureReader, Drafter):
         return found
 
     def _begin(self, context: Context, budget: Budget, batch: int) -> Growing:
-        fixed = context.maker.fixed
-        drawn = None if fixed or self.draw != "iid" else list[Tensor]()
-        seen, sharing = Candidates([context.root]), batch if fixed else 1
-        return Growing(context, budget, context.state[self], seen, distributions=drawn, sharing=sharing)
+        draws = self.draw != "greedy" and not context.maker.fixed
+        drawn = DrawnTree(context, self.places, budget, self.max_nodes) if draws else None
+        seen, sharing = Candidates([context.root]), batch if context.maker.fixed else 1
+        return Growing(context, budget, context.state[self], seen, drawn=drawn, sharing=sharing)
 
     def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Rows, Tensor]]:
         """Per request what is said at its root and the output state [1, D] there, once its text has been read."""
@@ -190,18 +194,16 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def _feed(self, tree: Growing) -> Feed:
         """The frontier, each node below its parent's scratch node (the children of the root hang from the text)."""
-        first = len(tree.sequence.scratch_tokens)
-        parents = [tree.scratch_of.get(tree.seen.parents[node], -1) for node in tree.frontier]
+        first, made = len(tree.sequence.scratch_tokens), tree.drawn or tree.seen
+        parents = [tree.scratch_of.get(made.parents[node], -1) for node in tree.frontier]
         for i, node in enumerate(tree.frontier):
             tree.scratch_of[node] = first + i
-        return Feed(
-            tree.sequence, [tree.seen.tokens[n] for n in tree.frontier], parents, states=torch.stack(tree.states)
-        )
+        return Feed(tree.sequence, [made.tokens[n] for n in tree.frontier], parents, states=torch.stack(tree.states))
 
     def _expand(self, tree: Growing, nodes: Sequence[int], row: Rows, outputs: Tensor) -> None:
         """Give every node its best children; some of these are expanded next."""
-        if tree.distributions is not None:
-            self._draw(tree, nodes[0], self.widened(self._logits(row)[:1])[0], outputs)
+        if tree.drawn is not None:
+            self._draw(tree, tree.drawn, nodes, self.widened(self._logits(row)), outputs)
             return
         seen, first = tree.seen, len(tree.seen)
         sure: Tensor | None = None
@@ -257,22 +259,14 @@ class FeatureDrafter(FeatureReader, Drafter):
         own = tree.seen.scores[node] - tree.seen.scores[tree.seen.parents[node]]
         return tree.budget.stops_after(sure.exp(), math.exp(own))
 
-    def _draw(self, tree: Growing, node: int, logits: Tensor, outputs: Tensor) -> None:
-        """Draw the chain's next token by the request's own pipeline from logits [V], and keep the distribution it is
-        from."""
-        context, seen = tree.context, tree.seen
+    def _draw(self, tree: Growing, drawn: DrawnTree, nodes: Sequence[int], logits: Tensor, outputs: Tensor) -> None:
+        """Draw the children of all nodes by the request's own pipeline from logits [n, V]."""
         tree.frontier, tree.states = [], []
-        prefix = () if context.maker.context_free else (*context.tokens, *seen.tokens[1:])
-        distribution = distribution_of(context.maker, logits, prefix)
-        if distribution is None:
-            return  # a small draft vocabulary may hold nothing of what the request allows
-        (token,) = draw_iid(distribution, 1, context)
-        tree.distributions = [*(tree.distributions or ()), distribution]
-        chance = float(distribution[token]) if asks_for_confidence(tree.budget) else 1.0
-        seen.add(node, [token], [0.0])
-        goes_on = len(tree.distributions) < self._most(tree) and not tree.budget.stops_after(distribution, chance)
-        if goes_on:
-            tree.frontier, tree.states = [len(seen) - 1], [outputs[0]]
+        for node, row, output in zip(nodes, logits, outputs, strict=True):
+            # A small draft vocabulary may hold nothing of what the request allows.
+            children = drawn.draw(node, distribution_of(tree.context.maker, row, drawn.prefix(node)))
+            tree.frontier += children
+            tree.states += [output] * len(children)
 
     def mapped(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""
@@ -293,11 +287,8 @@ class FeatureDrafter(FeatureReader, Drafter):
         return kept[: paying_count(tree.seen.values(kept), self.costs, tree.sharing)]
 
     def _finished(self, tree: Growing) -> TokenTree:
-        """What is kept of all candidates, or the whole drawn chain."""
-        if tree.distributions is not None:
-            drafts = tree.seen.tokens[1:]
-            return TokenTree.chain(tree.context.root, drafts, torch.stack(tree.distributions) if drafts else None)
-        return tree.seen.tree(self._kept(tree))
+        """What is kept of all candidates, or all that was drawn."""
+        return tree.seen.tree(self._kept(tree)) if tree.drawn is None else tree.drawn.finished()
 
 
 def growth_of(spec: str) -> Growth:

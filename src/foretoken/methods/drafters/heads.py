@@ -16,10 +16,12 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.drawing import largest, raced_ahead
+from foretoken.methods.drafters.drawing import distribution_of, largest, raced_ahead
+from foretoken.methods.drafters.drawn_tree import DrawnTree, traits_of
 from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.drafters.nets.store import build_net, read_description
 from foretoken.methods.trees.cost_aware import paying_count
+from foretoken.methods.trees.counts import Ranks
 from foretoken.methods.trees.medusa_tree import TYPICAL
 from foretoken.methods.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
 from foretoken.models.base import LanguageModel
@@ -30,12 +32,13 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.packing import weight_bytes
 from foretoken.models.native.library import NotCoveredError
 
+HEAD_DRAWS = ("coupled", "without_replacement")
 MOST_NODES = 64
 """Nodes of a tree where the machine scores them for nothing: Medusa's."""
 
 
 class HeadsDrafter(Drafter):
-    """Point proposals: the candidates of a tree of ranks.
+    """The candidates of a tree of ranks: points, or siblings that are drawn.
 
     Args:
         heads: the trained heads, one entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each; they
@@ -46,6 +49,9 @@ class HeadsDrafter(Drafter):
         accuracies: [K][R] measured chance that the head's candidate of this rank is right.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
         frequent: the tokens that can be guessed; all by default.
+        draw: ``"coupled"``: requests that sample get the tokens that come first in a race, on noise of their own where
+            they have no seed; ``"without_replacement"``: those without a seed get siblings that are drawn from the
+            heads' distributions.
 
     Attributes:
         costs: what a call of the target costs by its nodes; with it a batch keeps as many nodes of the tree as pay, by
@@ -68,7 +74,10 @@ class HeadsDrafter(Drafter):
         accuracies: Sequence[Sequence[float]] | None = None,
         tree: str = "",
         frequent: Sequence[int] = (),
+        draw: str = "coupled",
     ) -> None:
+        if draw not in HEAD_DRAWS:
+            raise ValueError(f"{self.name} needs draw={' or '.join(HEAD_DRAWS)}, not {draw!r}")
         if nodes < 1:
             raise ValueError(f"{self.name} needs nodes >= 1, not {nodes}")
         self.heads, self.parts = heads.to(parts.device).eval(), parts
@@ -76,7 +85,7 @@ class HeadsDrafter(Drafter):
         self.reduced = [] if ids is None else _rows(heads.projections, parts, ids)
         self.head = self.reduced[0] if self.reduced else DraftHead(parts, ids)
         self._native, self.native_off = self._run_natively()
-        count = len(heads.blocks)
+        count, self.draw = len(heads.blocks), draw
         self._take(
             read_tree(tree, self.name, count) if tree else medusa_choices((accuracies or TYPICAL)[:count], nodes)
         )
@@ -86,9 +95,17 @@ class HeadsDrafter(Drafter):
         self.parents = choice_parents(self.choices)
         self.max_depth = max(map(len, self.choices))
         self.max_nodes = len(self.choices)
-        self.traits = replace(self.traits, draws_trees=len(set(self.parents)) < len(self.parents))
+        self.traits = replace(type(self).traits, draws_trees=len(set(self.parents)) < len(self.parents))
+        if self.draws:
+            self.places = Ranks(self.choices)
+            self.traits = traits_of(self.draw, self.traits.draws_trees, self.places.branches)
         self.values: list[float] = []
         self.costs: TargetCost | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether requests that sample without noise get siblings that are drawn."""
+        return self.draw != "coupled"
 
     def reshaped(self, choices: Sequence[Choice]) -> Self:
         """The same heads that fill another tree."""
@@ -179,12 +196,22 @@ class HeadsDrafter(Drafter):
         ready = [i for i, is_level in zip(ready, self.level([contexts[i] for i in ready]), strict=True) if is_level]
         if ready:
             self.renew()
-            chosen = [contexts[i] for i in ready]
-            filled = self.fill(
-                self.read_states(chosen), chosen, [shapes[i] for i in ready], [budgets[i] for i in ready]
-            )
-            for i, tokens in zip(ready, filled, strict=True):
-                trees[i] = self._tree(contexts[i].root, tokens)
+            states = self.read_states([contexts[i] for i in ready])
+            drawn = [self.draws and not contexts[i].maker.fixed for i in ready]
+            rows = [row for row, is_drawn in enumerate(drawn) if not is_drawn]
+            if rows:
+                named = [ready[row] for row in rows]
+                chosen, given = [contexts[i] for i in named], [budgets[i] for i in named]
+                filled = self.fill(states[rows], chosen, [shapes[i] for i in named], given)
+                for i, tokens in zip(named, filled, strict=True):
+                    trees[i] = self._tree(contexts[i].root, tokens)
+            rows = [row for row, is_drawn in enumerate(drawn) if is_drawn]
+            if rows:
+                named = [ready[row] for row in rows]
+                growing = [DrawnTree(contexts[i], self.places, budgets[i], len(shapes[i])) for i in named]
+                self.draw_all(states[rows], growing)
+                for i, tree in zip(named, growing, strict=True):
+                    trees[i] = tree.finished()
         return trees
 
     def level(self, contexts: Sequence[Context]) -> list[bool]:
@@ -207,6 +234,16 @@ class HeadsDrafter(Drafter):
             shapes: per request the nodes of the shape (choice i is node i + 1), parents first.
             budgets: per request, with its stop rule.
         """
+
+    @abstractmethod
+    def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
+        """Draw whole trees, each from what the heads read [n, D] of its request."""
+
+    def distributions(self, tree: DrawnTree, nodes: Sequence[int], logits: Tensor) -> list[Tensor | None]:
+        """What the children of nodes are drawn from by the request's own pipeline, of logits [n, V_d]."""
+        maker = tree.context.maker
+        rows = zip(nodes, self.head.widened(logits), strict=True)
+        return [distribution_of(maker, row, tree.prefix(node)) for node, row in rows]
 
     def best(
         self,
@@ -238,6 +275,10 @@ class HeadsDrafter(Drafter):
             logits = self.rows(head, inputs)
         raced, of = raced_ahead(logits, contexts, ahead, self.head)
         return largest(raced, count, of), raced
+
+    def scored(self, head: int, inputs: Tensor) -> Tensor:
+        """[rows, V_d] logits of what the heads read; the arguments are those of :meth:`best`."""
+        return self._native[head](inputs, 0).whole() if self._native else self.rows(head, inputs)
 
     @abstractmethod
     def rows(self, head: int, inputs: Tensor) -> Tensor:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.methods.drafters.drawn_tree import DrawnTree
 from foretoken.methods.drafters.heads import HeadsDrafter, ends_after
 from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
 from foretoken.methods.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
+from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.forward.heads.blocks import NativeBlocks
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.parts import TargetParts
@@ -47,10 +49,13 @@ class HydraDrafter(HeadsDrafter):
         accuracies: [K][R] measured chance that the head's candidate of this rank is right, below a right path.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
         frequent: the tokens that can be guessed; all by default.
-        target: the model that is drafted for; needed by a prefix layer, which reads the whole text.
+        window: places of the text that a prefix layer looks back; 0: all.
+        sink: first places of the text that it looks at as well.
+        draw: as for ``medusa``.
+        target: the model that is drafted for; needed by a prefix layer, which reads the text.
 
     Raises:
-        ValueError: an option outside its range, or a prefix layer without a target.
+        ValueError: an option outside its range, a prefix layer without a target, or a window without such a layer.
     """
 
     name = "hydra"
@@ -65,15 +70,22 @@ class HydraDrafter(HeadsDrafter):
         accuracies: Sequence[Sequence[float]] | None = None,
         tree: str = "",
         frequent: Sequence[int] = (),
+        window: int = USUAL,
+        sink: int = 0,
+        draw: str = "coupled",
         *,
         target: LanguageModel | None = None,
     ) -> None:
-        super().__init__(heads, parts, nodes, accuracies, tree, frequent)
+        super().__init__(heads, parts, nodes, accuracies, tree, frequent, draw)
         self.reader: FeatureReader | None = None
         if heads.prefix is not None:
             if target is None:
                 raise ValueError("hydra with a prefix layer needs the target: give target=...")
-            self.reader = FeatureReader(FeatureModel(heads.prefix, parts, target), wanted=0)
+            model = FeatureModel(heads.prefix, parts, target)
+            model.window = Window(window, sink)
+            self.reader = FeatureReader(model, wanted=0)
+        elif (window, sink) != (USUAL, 0):
+            raise ValueError("these hydra heads read no text but its end: leave window and sink out")
 
     @classmethod
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
@@ -140,6 +152,29 @@ class HydraDrafter(HeadsDrafter):
                         if ends_after(tree.budget, raced, row, rank):
                             tree.ended.add(node)
         return [{node: token for node, token in tree.tokens.items() if node} for tree in trees]
+
+    def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
+        """Level by level: one head for all parents of all requests."""
+        inputs, frontiers = states, [[0] for _ in trees]
+        above = [{-1: i} for i in range(len(trees))]  # per tree the row of each node's input
+        for level in range(self.max_depth):
+            if not any(frontiers):
+                break
+            rows, tokens, row_of = list[int](), list[int](), [dict[int, int]() for _ in trees]
+            for tree, frontier, known, places in zip(trees, frontiers, above, row_of, strict=True):
+                for node in frontier:
+                    rows.append(known[tree.parents[node]])
+                    places[node] = len(tokens)
+                    tokens.append(tree.tokens[node])
+            inputs = torch.cat([inputs[rows], self.parts.embedding(tokens).float()], -1)
+            logits = self.scored(level, inputs)
+            for i, (tree, frontier, places) in enumerate(zip(trees, frontiers, row_of, strict=True)):
+                if frontier:
+                    found = self.distributions(tree, frontier, logits[[places[node] for node in frontier]])
+                    frontiers[i] = [
+                        child for node, one in zip(frontier, found, strict=True) for child in tree.draw(node, one)
+                    ]
+            above = row_of
 
     def natives(self) -> list[NativeBlocks]:
         """Head by head: what one reads begins with what the one before has guessed."""

@@ -21,6 +21,7 @@ from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_o
 from foretoken.methods.drafters.reading import Unread
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.network.layers import LayerPlan
@@ -46,6 +47,8 @@ class KangarooDrafter(OwnLayersDrafter):
         eta: nothing is drafted below a token whose draft probability is under this (the token itself stays in the
             draft); 0.4 by default, and 0 for trees, where siblings are unlikely by design.  A controller's threshold
             counts when it is higher.
+        window: places of the text that the adapter looks back; 0: all.
+        sink: first places of the text that it looks at as well.
 
     Raises:
         ValueError: an option outside its range, or an adapter for a layer that the target does not have.
@@ -62,6 +65,8 @@ class KangarooDrafter(OwnLayersDrafter):
         tree: str = "",
         draw: str = "",
         eta: float | None = None,
+        window: int = USUAL,
+        sink: int = 0,
     ) -> None:
         layers, layer = num_layers_of(target), adapter.model.config.layer
         if not 1 <= layer < layers:
@@ -69,6 +74,7 @@ class KangarooDrafter(OwnLayersDrafter):
         if eta is not None and not 0 <= eta <= 1:
             raise ValueError(f"kangaroo needs eta in [0, 1], not {eta}")
         super().__init__(target, LayerPlan(stop=layer), k, tree, draw)
+        adapter.window = Window(window, sink)
         self.adapter, self.layer = adapter, layer
         self.eta = (0.0 if self.traits.draws_trees else ETA) if eta is None else eta
         self.taps = (f"layer:{layer}",)

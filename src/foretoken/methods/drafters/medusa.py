@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context
+from foretoken.methods.drafters.drawn_tree import DrawnTree
 from foretoken.methods.drafters.heads import HeadsDrafter, ends_after
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.models.forward.heads.blocks import NativeBlocks
@@ -45,6 +46,20 @@ class MedusaDrafter(HeadsDrafter):
                     open_nodes.add(node)
             filled.append(found)
         return filled
+
+    def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
+        """Every place of a level is drawn from the same distribution, unless the request's depends on the path."""
+        logits = self.scored(0, states).unflatten(0, (-1, len(states)))  # [K, n, V_d]
+        for i, tree in enumerate(trees):
+            of_level: dict[int, Tensor | None] = {}
+            frontier = [0]
+            for level in range(len(logits)):
+                following: list[int] = []
+                for node in frontier:
+                    if level not in of_level or not tree.context.maker.context_free:
+                        of_level[level] = self.distributions(tree, [node], logits[level, i : i + 1])[0]
+                    following += tree.draw(node, of_level[level])
+                frontier = following
 
     def natives(self) -> list[NativeBlocks]:
         """All heads at once."""

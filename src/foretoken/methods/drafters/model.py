@@ -44,6 +44,7 @@ from foretoken.methods.trees.counts import Levels, Places, Ranks
 from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.shapes import Choice
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import Fingerprint, TargetParts
 
@@ -140,19 +141,22 @@ class ModelDrafter(Drafter):
         quantize: str = "auto",
         vocab: str = "",
         parallel: bool = True,
+        window: int = 0,
+        sink: int = 0,
         **options: Any,
     ) -> Drafter:
-        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE]``: load the draft model and check
-        that it fits the target.  One that was taught to fill masks (its configuration has a ``pard_token``) guesses all
-        places in one pass, see :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``.
+        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE][,window=N[,sink=M]]``: load the
+        draft model and check that it fits the target.  With a ``window`` it reads only so many tokens before the new
+        ones, and the first ``sink`` ones.  One that was taught to fill masks (its configuration has a ``pard_token``)
+        guesses all places in one pass, see :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``.
 
         Raises:
             ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
-            CapabilityError: a draft vocabulary for a model that hands out no hidden states.
+            CapabilityError: a draft vocabulary or a window for a model that can have none.
         """
-        draft = context.draft_model(cls.name, path, quantize=quantize)
+        draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         if parallel and mask_token(draft) is not None:
-            if options.pop("tree", ""):
+            if options.get("tree") and options.get("draw") != "without_replacement":
                 raise ValueError("this draft model guesses all places in one pass: give parallel=false with tree=")
             return PardDrafter.over(draft, context, vocab, **options)
         built = cls(draft, target=context.target, **options)

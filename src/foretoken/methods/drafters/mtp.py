@@ -40,10 +40,13 @@ class MtpDrafter(FeatureDrafter):
         draw: str = "iid",
         window: int = USUAL,
         sink: int = 0,
+        tree: str = "",
     ) -> None:
         if width > 1 and isinstance(model, StackedModel):
             raise ValueError(f"the target has {model.count} prediction modules, which draft a chain: leave width out")
-        super().__init__(model, nodes, depth, width, grow, draw, window, sink)
+        super().__init__(model, nodes, depth, width, grow, draw, window, sink, tree)
+        if self.places.branches and isinstance(model, StackedModel):
+            raise ValueError(f"the target has {model.count} prediction modules, which draft a chain: give draw=iid")
 
     @classmethod
     def free_for(cls, context: BuildContext) -> bool:

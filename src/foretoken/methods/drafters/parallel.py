@@ -1,25 +1,27 @@
 """Drafters whose network says in one pass what may stand at each of the next places.
 
 A request whose tokens are fixed, a greedy one or one with noise, gets the likeliest prefixes of the lattice of
-candidates; one that samples gets a chain whose tokens are drawn from the distributions that it carries.
+candidates; one that samples gets a chain or a tree whose tokens are drawn from the distributions that it carries.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Kind, TokenTree
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
-from foretoken.methods.drafters.base import Drafter, Traits
-from foretoken.methods.drafters.drawing import distribution_of, draw_iid, log_beliefs, ranked
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
+from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
 from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.cost_aware import paying_count
+from foretoken.methods.trees.counts import Places
 from foretoken.methods.trees.lattice import Place, lattice
 
 
@@ -103,42 +105,47 @@ class Guesses:
 
 
 class ParallelDrafter(Drafter):
-    """Trees of the lattice, or drawn chains.
+    """Trees of the lattice, or drawn chains and trees.
 
     Attributes:
         width: candidates of every place; 1: a chain.
-        draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
-            race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        places: the shape of what is drawn.
         costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
             chances that the draft gives them.
     """
 
     width: int
     draw: str
+    places: Places
     costs: TargetCost | None = None
 
-    def _shape(self, nodes: int, width: int, draw: str, rewinds: bool = False) -> None:
+    def _shape(self, nodes: int, depth: int, width: int, draw: str, tree: str, rewinds: bool = False) -> None:
         """Take the options that say what is drafted.
 
         Raises:
             ValueError: an option outside its range.
         """
-        if draw not in ("greedy", "iid"):
-            raise ValueError(f"{self.name} needs draw=greedy or draw=iid, not {draw!r}")
+        check_draw(self.name, draw)
         for key, value in (("nodes", nodes), ("width", width)):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
-        self.width, self.draw, self.max_nodes = width, draw, nodes
-        points = (Kind.POINT, width > 1)
-        sorts = {points, (Kind.IID, False)} if draw == "iid" else {points}
-        kind = Kind.IID if draw == "iid" else Kind.POINT
-        self.traits = Traits(kind, width > 1, frozenset(sorts), rewinds=rewinds)
+        self.width, self.draw, self.max_depth, self.max_nodes = width, draw, depth, nodes
+        self.places = drawn_places(draw, tree, self.name, nodes, depth)
+        self.traits = replace(traits_of(draw, width > 1, self.places.branches), rewinds=rewinds)
+
+    def fit(self, costs: TargetCost) -> None:
+        """Keep as many nodes of every tree as pay by what the target's calls cost."""
+        self.costs, self.places = costs, paying_places(self.places, costs)
 
     def _races(self, context: Context) -> bool:
         return context.maker.noise is not None and self.draw != "greedy"
 
     def drafted(self, guess: Guesses, budget: Budget, depth: int, sharing: int) -> TokenTree:
-        """The tree, or the drawn chain, of one request.
+        """The tree of one request, or its drawn chain or tree.
 
         Args:
             guess: what the network says of its places.
@@ -146,8 +153,8 @@ class ParallelDrafter(Drafter):
             depth: most tokens of a path.
             sharing: requests whose nodes the target scores by the same call, as far as the tree may depend on that.
         """
-        if self.draw == "iid" and not guess.context.maker.fixed:
-            return self._chain(guess, budget, depth)
+        if self.draw != "greedy" and not guess.context.maker.fixed:
+            return self._drawn(guess, budget, depth)
 
         def place(path: Sequence[int], state: Any) -> Place:
             return guess.place(path, state, self.width, budget)
@@ -158,18 +165,14 @@ class ParallelDrafter(Drafter):
             kept = kept[: paying_count(seen.values(kept), self.costs, sharing)]
         return seen.tree(kept)
 
-    def _chain(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
-        """Tokens that are drawn one after the other, each from its recorded distribution."""
-        drafts, distributions, state = list[int](), list[Tensor](), None
-        confident = asks_for_confidence(budget)
-        while len(drafts) < min(depth, self.max_nodes):
-            row, state = guess.row(drafts, state)
-            distribution = None if row.ends else guess.distribution(drafts, row)
-            if distribution is None:
-                break  # a small draft vocabulary may hold nothing of what the request allows
-            drafts += draw_iid(distribution, 1, guess.context)
-            distributions.append(distribution)
-            # A stop may only suppress what comes after the token: the token itself stays in the draft.
-            if confident and budget.stops_after(distribution, float(distribution[drafts[-1]])):
-                break
-        return TokenTree.chain(guess.context.root, drafts, torch.stack(distributions) if drafts else None)
+    def _drawn(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
+        """Tokens that are drawn behind each other, each from its recorded distribution."""
+        drawn = DrawnTree(guess.context, self.places, replace(budget, max_depth=depth), self.max_nodes)
+        behind: dict[int, Any] = {}  # by node what the places of its children are asked with
+
+        def after(node: int) -> Tensor | None:
+            path = drawn.path(node)
+            row, behind[node] = guess.row(path, behind[drawn.parents[node]] if node else None)
+            return None if row.ends else guess.distribution(path, row)
+
+        return drawn.grow(after)

@@ -19,6 +19,7 @@ from foretoken.methods.drafters.narrowed import described, light_head, projected
 from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.cache.window import Window
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 
@@ -54,7 +55,7 @@ class ModelIds:
 
 
 class PardDrafter(ParallelDrafter):
-    """Trees of the likeliest prefixes, or drawn chains, of guesses that do not see each other.
+    """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
 
     Args:
         model: the draft model.
@@ -64,8 +65,12 @@ class PardDrafter(ParallelDrafter):
         nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
             cost on this machine.
         width: candidates of every place; 1: a chain.
-        draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
-            race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
+            ``nodes`` nodes by default.
         target: the model that is drafted for; its vocabulary may be padded to another width than the draft model's.
 
     Raises:
@@ -83,13 +88,14 @@ class PardDrafter(ParallelDrafter):
         nodes: int = 16,
         width: int = 8,
         draw: str = "iid",
+        tree: str = "",
         target: LanguageModel | None = None,
     ) -> None:
         if k < 1:
             raise ValueError(f"{self.name} needs k >= 1, not {k}")
-        self._shape(nodes, width, draw, rewinds=True)
+        self._shape(nodes, k, width, draw, tree, rewinds=True)
         check_growth(model, branches=False)
-        self.model, self.max_depth = model, k
+        self.model = model
         self.mask = _mask_of(model, mask)
         self.target_bytes = 0 if target is None else target.weight_bytes
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
@@ -106,16 +112,26 @@ class PardDrafter(ParallelDrafter):
 
     @classmethod
     def build(
-        cls, path: str | None, context: BuildContext, *, quantize: str = "auto", vocab: str = "", **options: Any
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        quantize: str = "auto",
+        vocab: str = "",
+        window: int = 0,
+        sink: int = 0,
+        **options: Any,
     ) -> Self:
-        """From a spec ``pard[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE]``: load the draft model and check
-        that it fits the target.
+        """From a spec ``pard[:PATH]``: load the draft model and check that it fits the target.  ``quantize``,
+        ``vocab``, ``window`` and ``sink`` are those of ``model``.
 
         Raises:
             ValueError: another tokenizer, no mask token, an option outside its choices, or no such draft vocabulary.
-            CapabilityError: a draft vocabulary for a model that hands out no hidden states.
+            CapabilityError: a draft vocabulary for a model that hands out no hidden states, or a window for one that
+                reads the whole text.
         """
-        return cls.over(context.draft_model(cls.name, path, quantize=quantize), context, vocab, **options)
+        draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
+        return cls.over(draft, context, vocab, **options)
 
     @classmethod
     def over(cls, draft: LanguageModel, context: BuildContext, vocab: str = "", **options: Any) -> Self:
@@ -123,7 +139,7 @@ class PardDrafter(ParallelDrafter):
         built = cls(draft, target=context.target, **{"nodes": MOST_NODES, **options})
         built.head = reduced_head(vocab, draft, context) or light_head(draft)
         if "nodes" not in options:
-            built.costs = quick_costs(context.target)
+            built.fit(quick_costs(context.target))
         return built
 
     def cost_beside(self, target_bytes: int) -> float:

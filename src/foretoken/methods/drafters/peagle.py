@@ -29,7 +29,7 @@ from foretoken.models.forward.parts import TargetParts
 
 
 class PeagleDrafter(FeatureReader, ParallelDrafter):
-    """Trees of the likeliest prefixes, or drawn chains, of guesses that do not see each other.
+    """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
 
     Args:
         model: the network over the target's hidden states.
@@ -37,8 +37,12 @@ class PeagleDrafter(FeatureReader, ParallelDrafter):
         nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
             cost on this machine.
         width: candidates of every place; 1: a chain.
-        draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
-            race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
+            ``nodes`` nodes by default.
         window: places of the text that the network looks back; 0: all.
         sink: first places of the text that it looks at as well.
 
@@ -58,15 +62,15 @@ class PeagleDrafter(FeatureReader, ParallelDrafter):
         draw: str = "iid",
         window: int = USUAL,
         sink: int = 0,
+        tree: str = "",
     ) -> None:
         if not 0 <= k <= DEEPEST:
             raise ValueError(f"{self.name} needs k from 1 to {DEEPEST}, or 0 for what was trained, not {k}")
-        self._shape(nodes, width, draw)
+        self.net: PeagleNet = model.model
+        self._shape(nodes, k or self.net.config.places, width, draw, tree)
         super().__init__(model)
         model.window = Window(window, sink)
-        self.net: PeagleNet = model.model
         self.taps = tuple(dict.fromkeys(self.net.config.taps))
-        self.max_depth = k or self.net.config.places
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
@@ -80,7 +84,7 @@ class PeagleDrafter(FeatureReader, ParallelDrafter):
         ids = chosen_ids(vocab, context, parts.vocab_size, net.vocabulary.tolist()) if vocab else None
         built = cls(_model(net, parts, context.target, ids), **{"nodes": MOST_NODES, **options})
         if "nodes" not in options:
-            built.costs = quick_costs(context.target)
+            built.fit(quick_costs(context.target))
         return built
 
     @classmethod

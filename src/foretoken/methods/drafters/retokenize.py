@@ -26,6 +26,7 @@ from foretoken.methods.drafters.vocabulary import (
     whole_characters,
 )
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
+from foretoken.models.cache.window import Window
 
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 """Bytes that no character begins with."""
@@ -91,10 +92,17 @@ class RetokenizeDrafter(Drafter):
 
     @classmethod
     def build(
-        cls, path: str | None, context: BuildContext, *, quantize: str = "auto", **options: Any
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        quantize: str = "auto",
+        window: int = 0,
+        sink: int = 0,
+        **options: Any,
     ) -> RetokenizeDrafter:
-        """From a spec ``retokenize[:PATH][,quantize=auto|none|int8|int4]``: load the draft model and its tokenizer."""
-        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize)
+        """From a spec ``retokenize[:PATH]`` (options as for ``model``): load the draft model and its tokenizer."""
+        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         mine = Vocabulary.of(own, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)

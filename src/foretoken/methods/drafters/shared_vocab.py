@@ -19,6 +19,7 @@ from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.vocabulary import Vocabulary, character_decoder, common_tokens
 from foretoken.models.base import LanguageModel
+from foretoken.models.cache.window import Window
 
 
 @dataclass
@@ -83,10 +84,17 @@ class SharedVocabDrafter(ModelDrafter):
 
     @classmethod
     def build(
-        cls, path: str | None, context: BuildContext, *, quantize: str = "auto", **options: Any
+        cls,
+        path: str | None,
+        context: BuildContext,
+        *,
+        quantize: str = "auto",
+        window: int = 0,
+        sink: int = 0,
+        **options: Any,
     ) -> SharedVocabDrafter:
-        """From a spec ``shared_vocab[:PATH][,quantize=...]``: load the draft model and its tokenizer."""
-        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize)
+        """From a spec ``shared_vocab[:PATH]`` (options as for ``model``): load the draft model and its tokenizer."""
+        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         mine = Vocabulary.of(own, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)

@@ -130,6 +130,11 @@ def by_value(choices: Iterable[Choice], acceptance: Sequence[float]) -> list[Cho
     return ordered
 
 
+def values_of_ranks(choices: Iterable[Choice], acceptance: Sequence[float]) -> list[float]:
+    """Chance of every node that it and all before it are accepted; ranks beyond the vector count as its last one."""
+    return [math.prod(acceptance[min(rank, len(acceptance) - 1)] for rank in choice) for choice in choices]
+
+
 def best_shape(trees: BestTrees, cost: Callable[[int], float], step_cost: float) -> tuple[int, int, float]:
     """The size and depth of most tokens per time: the maximum of Best / (v(nodes + 1) + step_cost * depth).
 

@@ -7,7 +7,7 @@ that every Transformers attention reads the same way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -124,6 +124,18 @@ def additive_mask(
         allowed[i, 0, row.new :, : max(row.committed, 1)] = True
     mask = torch.full(allowed.shape, unseen(dtype), dtype=dtype)
     return mask.masked_fill_(torch.from_numpy(allowed), 0.0).to(device)
+
+
+def additive_masks(
+    rows: Sequence[RowPlan],
+    layers: Mapping[str, LayerMask],
+    width: int,
+    used: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor | None]:
+    """:func:`additive_mask` of every layer type."""
+    return {name: additive_mask(rows, layer, width, used, dtype, device) for name, layer in layers.items()}
 
 
 def _chains(first: Sequence[int], width: int, used: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -133,6 +133,11 @@ class TreeCache(Cache):
             self._slots = torch.tensor([range(start, start + count) for start in self._starts], device=device)
 
     @property
+    def num_read(self) -> int:
+        """Slots that :meth:`update` hands out."""
+        return self._used if self.reads is None else self.reads.sink + self._used - self.reads.low
+
+    @property
     def planned(self) -> Planned:
         """What :meth:`plan` was told."""
         return Planned(self._low, self._starts, self._used)

@@ -117,6 +117,11 @@ class LeanForward:
         parts = [self.head, *(p for layer in self.layers for p in layer.projections)]
         return None if all(part.alone for part in parts) else "a matrix product"
 
+    @property
+    def skips_masked(self) -> bool:
+        """Whether attention spends no time on slots that a mask hides."""
+        return all(layer.native for layer in self.layers)
+
     def run(self, call: Call) -> Outputs:
         """Logits [n, V] per feed and taps, in which padding that was left out is zero."""
         return self.run_all([call])[0]

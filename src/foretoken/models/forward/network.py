@@ -166,6 +166,11 @@ class Network:
         """Rows of padding from which on they are left out; ``None``: never."""
         return None if self.fast is None else self.fast.spared
 
+    @property
+    def skips_masked(self) -> bool:
+        """Whether attention spends no time on slots that a mask hides."""
+        return self.fast is not None and self.fast.skips_masked
+
     # -- tokens behind the vocabulary, weights beside its own --------------------------------------------------------
 
     def add_rows(self, rows: Tensor) -> int:

@@ -49,5 +49,5 @@ def _at_least_zero(network: Network, mask: Tensor | None, call: Call) -> Tensor:
     """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
     if mask is not None:
         return mask
-    used = call.cache.get_mask_sizes(0)[0]
-    return torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=network.dtype, device=network.device)
+    size = len(call.ids), 1, call.ids.shape[1], call.cache.num_read
+    return torch.zeros(size, dtype=network.dtype, device=network.device)

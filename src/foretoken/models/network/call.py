@@ -74,6 +74,7 @@ class Forward(Protocol):
         layer_masks: the masks that its layers read, by layer type.
         rotary: rotary embeddings that change with the length of the text, if any do.
         spared: rows of padding from which on it leaves them out; ``None``: it never does.
+        skips_masked: whether attention spends no time on slots that a mask hides.
     """
 
     model: Any
@@ -96,6 +97,9 @@ class Forward(Protocol):
 
     @property
     def spared(self) -> int | None: ...
+
+    @property
+    def skips_masked(self) -> bool: ...
 
     def check(self, plan: LayerPlan) -> None:
         """Refuse a part of the layers that it cannot run: ``ValueError``, or a ``CapabilityError``."""

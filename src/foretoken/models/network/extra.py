@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.models.base import CapabilityError
-from foretoken.models.cache.masks import RowPlan, additive_mask
+from foretoken.models.cache.masks import RowPlan, additive_masks
 from foretoken.models.cache.rectangle import growing_cache
 from foretoken.models.network.alone import only_here, switched_attention
 from foretoken.models.network.taps import recording
@@ -109,10 +109,7 @@ def _with_groups(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
 def run_nodes(network: Network, ids: Tensor, plans: Sequence[RowPlan], cache: Any) -> None:
     """One public forward of nodes [b, n] over a growing cache; what it makes of them is recorded by the caller."""
     width, used = ids.shape[1], len(plans[0].parents)
-    masks: Any = {
-        name: additive_mask(plans, layer, width, used, network.dtype, network.device)
-        for name, layer in network.layer_masks.items()
-    }
+    masks: Any = additive_masks(plans, network.layer_masks, width, used, network.dtype, network.device)
     network.model(
         input_ids=ids,
         position_ids=torch.tensor([list(plan.depths)[used - width :] for plan in plans], device=ids.device),

@@ -30,7 +30,7 @@ class BlockForward(HeadForward):
 
     def run(self, call: Call) -> Outputs:
         """No logits; the states [b, width, D] of blocks."""
-        cut = self._cut(call)
+        cut = call.cache.reads
         nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]
         if call.states is not None:
             for layer in range(self.num_layers):

@@ -96,13 +96,13 @@ class NativeBlocks:
 
         Args:
             inputs: [n, in].
-            top: how many of the best tokens are told.
+            top: how many of the best tokens are told; 0: none.
         """
         x = inputs.to(torch.bfloat16).contiguous()
         rows = self.heads * len(x)
         states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)
         scale = self.head.scale
-        best = None if scale is None else BestTokens(rows, min(top, self.num_tokens), scale)
+        best = BestTokens(rows, min(top, self.num_tokens), scale) if top and scale is not None else None
         asked = forward.Best() if best is None else best.asked
         call = native.BlocksCall(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), asked)
         native.run(self._blocks, call, torch.get_num_threads())

@@ -7,7 +7,6 @@ feature.  Run this way they have the library's cache, masks, ragged batches and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.cache.masks import LayerMask, RowPlan
 from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.cache.window import Cut, Window
+from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.clock import now
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.lean import HeadRun, LeanHead
@@ -41,7 +40,6 @@ class HeadForward:
         project: logits [m, V_d] of states [m, D]; over the target's vocabulary by default.
 
     Attributes:
-        window: what is read of long texts, for a network without a window of its own; everything by default.
         depth: how many layers keep keys and values.
     """
 
@@ -49,6 +47,7 @@ class HeadForward:
     rotary: ChangingRotary | None = None
     num_layers = depth = 1
     spared: int | None = SPARED
+    skips_masked = False
     dtype = torch.float32
 
     def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
@@ -59,7 +58,6 @@ class HeadForward:
         self.vocab_size, self.context_length = target.vocab_size, target.context_length
         self.eos_token_ids = target.eos_token_ids
         self.layer_masks: Mapping[str, LayerMask] = {"": getattr(net, "mask", LayerMask())}
-        self.window = Window()
         self.head = LeanHead.of(self.model)
         self.name = "public" if self.head is None else "lean"
 
@@ -82,9 +80,6 @@ class HeadForward:
 
     def run(self, call: Call) -> Outputs:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
-        cut = self._cut(call)
-        if cut is not None:
-            call = replace(call, masks={name: cut.mask(mask) for name, mask in call.masks.items()})
         if self.head is None:
             return self._run_module(call)
         run = HeadRun(self.head, call)
@@ -97,12 +92,6 @@ class HeadForward:
         else:
             logits = kept.new_zeros(0, self.vocab_size)
         return [logits[start:end] for start, end in spans], {"state": places.padded(output)}
-
-    def _cut(self, call: Call) -> Cut | None:
-        """What is read by a call, which the cache then hands out; ``None``: everything, or by a mask of its own."""
-        trained = any(mask.kind != "full" for mask in self.layer_masks.values())
-        call.cache.reads = None if trained else self.window.cut(call.cache.planned.starts)
-        return call.cache.reads
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Float32 [.., D] of ids."""
@@ -155,13 +144,10 @@ class FeatureModel(TreeRunner):
         return self.forwards.name if self.native is None else self.native.name
 
     @property
-    def window(self) -> Window:
-        """What is read of long texts."""
-        return self.forwards.window
-
-    @window.setter
-    def window(self, window: Window) -> None:
-        self.forwards.window = window
+    def _reach(self) -> Window:
+        """A network that was trained with a window of its own keeps that."""
+        trained = any(mask.kind != "full" for mask in self.forwards.layer_masks.values())
+        return WHOLE_TEXT if trained else self.window
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:

@@ -63,7 +63,6 @@ class StackedForward(HeadForward):
         given: Any = call.states
         inputs = given.unflatten(-1, (self.depth, -1))  # [b, width, M, D]
         outputs: list[Tensor] = []
-        cut = self._cut(call)
         for index, module in enumerate(self.model.steps):
             if index < min(step, self.depth - 1):
                 outputs.append(inputs[:, :, index])  # its step is over
@@ -74,7 +73,6 @@ class StackedForward(HeadForward):
             elif index and not step:  # within a feed the place before is the row before
                 features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
             keep, mask = self._keep_of(call.cache, index), self._mask(call, index)
-            mask = mask if cut is None else cut.mask(mask)
             outputs.append(module(embeddings, features, call.positions, mask, keep))
         output = torch.cat(outputs, -1)
         kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
@@ -93,10 +91,12 @@ class StackedForward(HeadForward):
         mask = call.masks[""]
         if not index:
             return mask
-        used = call.cache.get_mask_sizes(0)[0]
+        slots = torch.arange(call.cache.planned.used, device=self.device)
+        if call.cache.reads is not None:
+            slots = call.cache.reads.slots(slots[None, None, :, None])[0, 0, :, 0]
         if mask is None:
-            mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=self.dtype, device=self.device)
-        void = torch.arange(used, device=self.device) < index
+            mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], len(slots)), dtype=self.dtype, device=self.device)
+        void = slots < index
         late = call.positions[:, None, :, None] >= index
         return mask.masked_fill(void & late, unseen(self.dtype))
 

@@ -1,0 +1,142 @@
+"""Trees whose siblings are drawn without replacement, for requests that sample without noise.
+
+How many children a place gets is decided before any of them is drawn: by a static tree of ranks, and by stop rules that
+look at the tokens above.  What hangs below a node is drawn for that node alone, never shared with another one:
+traversal verification comes back from one subtree to the next, and its exactness rests on what it has not seen yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, Kind, TokenTree
+from foretoken.core.costs import TargetCost
+from foretoken.methods.drafters.base import Traits
+from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement
+from foretoken.methods.drafters.growing import asks_for_confidence
+from foretoken.methods.trees.cost_aware import paying_count
+from foretoken.methods.trees.counts import Counts, Levels, Places, Ranks
+from foretoken.methods.trees.places import places_of
+from foretoken.methods.trees.sequoia import TYPICAL, Sequoia, values_of_ranks
+from foretoken.methods.trees.shapes import Choice
+
+DRAWS = ("iid", "without_replacement", "greedy")
+"""How requests that sample without noise get their drafts: a drawn chain, a drawn tree, or the likeliest tokens."""
+
+
+def check_draw(name: str, draw: str) -> None:
+    """Raises:
+    ValueError: none of :data:`DRAWS`.
+    """
+    if draw not in DRAWS:
+        raise ValueError(f"{name} needs draw={', '.join(DRAWS[:-1])} or {DRAWS[-1]}, not {draw!r}")
+
+
+def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> Places:
+    """The shape of what is drawn: a chain, or a tree of distinct siblings, Sequoia's where none is asked for.
+
+    Raises:
+        ValueError: a tree for what is not drawn as one, or no static tree.
+    """
+    if draw != "without_replacement":
+        if tree:
+            raise ValueError(f"{name} draws a tree with draw=without_replacement only: give that beside tree={tree}")
+        return Levels((1,) * depth)
+    return places_of(tree, name) if tree else Ranks(Sequoia(nodes, depth).choices())
+
+
+def paying_places(places: Places, costs: TargetCost) -> Places:
+    """As much of a tree as pays on this machine, by typical chances of its ranks; a shape by levels stays whole.
+
+    One request counts, since a text that is drawn must not depend on who shares the call.
+    """
+    if not isinstance(places, Ranks) or not places.branches:
+        return places
+    return Ranks(places.choices[: paying_count(values_of_ranks(places.choices, TYPICAL), costs, 1)])
+
+
+def traits_of(draw: str, points_branch: bool, drawn_branch: bool) -> Traits:
+    """Of a drafter that makes point proposals, and for requests that sample without noise what ``draw`` says."""
+    points = (Kind.POINT, points_branch)
+    if draw == "greedy":
+        return Traits(*points, frozenset({points}))
+    drawn = (Kind.WITHOUT_REPLACEMENT if drawn_branch else Kind.IID, drawn_branch)
+    return Traits(drawn[0], points_branch or drawn_branch, frozenset({points, drawn}))
+
+
+class DrawnTree:
+    """A drawn tree, or chain, under construction; node 0 is the root.
+
+    Args:
+        context: the request.
+        places: the shape.
+        budget: of this round.
+        most: nodes that the drafter makes at most.
+    """
+
+    def __init__(self, context: Context, places: Places, budget: Budget, most: int) -> None:
+        self.context, self.budget = context, budget
+        self.most = min(most, budget.max_nodes)
+        self.counts: Counts = places.within(budget.max_depth, self.most)
+        self.branches = places.branches
+        self.tokens, self.parents, self.q_rows = [context.root], [-1], [-1]
+        self.places: list[Choice] = [()]
+        self.distributions: list[Tensor] = []
+
+    def width(self, node: int) -> int:
+        """How many children a node gets."""
+        return max(0, min(self.counts(self.places[node]), self.most - (len(self.tokens) - 1)))
+
+    def path(self, node: int) -> list[int]:
+        """Draft tokens from below the root to ``node``."""
+        tokens: list[int] = []
+        while node:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def prefix(self, node: int) -> Sequence[int]:
+        """The text and the path, where a distribution depends on them."""
+        return () if self.context.maker.context_free else (*self.context.tokens, *self.path(node))
+
+    def draw(self, node: int, distribution: Tensor | None) -> list[int]:
+        """Draw the children of a node from ``distribution`` [V] (``None``: the request allows nothing); those that get
+        children themselves."""
+        width = self.width(node)
+        if distribution is None or not width:
+            return []
+        alone = width == 1
+        tokens = (draw_iid if alone else draw_without_replacement)(distribution, width, self.context)
+        self.distributions.append(distribution)
+        first = len(self.tokens)
+        for rank, token in enumerate(tokens):
+            self.tokens.append(token)
+            self.parents.append(node)
+            self.q_rows.append(len(self.distributions) - 1)
+            self.places.append((*self.places[node], rank))
+        # A stop may only suppress what comes after a token: the token itself stays in the draft.
+        children = range(first, len(self.tokens))
+        return [child for child in children if not self._ends(child, distribution) and self.width(child)]
+
+    def _ends(self, node: int, distribution: Tensor) -> bool:
+        confident = asks_for_confidence(self.budget)
+        return confident and self.budget.stops_after(distribution, float(distribution[self.tokens[node]]))
+
+    def grow(self, distribution_after: Callable[[int], Tensor | None]) -> TokenTree:
+        """The whole tree, level by level, by the distribution [V] behind every node."""
+        frontier = [0] if self.width(0) else []
+        while frontier:
+            frontier = [child for node in frontier for child in self.draw(node, distribution_after(node))]
+        return self.finished()
+
+    def finished(self) -> TokenTree:
+        """What was drawn, with what it was drawn from."""
+        if len(self.tokens) == 1:
+            return TokenTree.root_only(self.context.root)
+        kind = Kind.WITHOUT_REPLACEMENT if self.branches else Kind.IID
+        return TokenTree(
+            tuple(self.tokens), tuple(self.parents), kind, torch.stack(self.distributions), tuple(self.q_rows)
+        )
