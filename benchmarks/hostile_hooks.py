@@ -21,12 +21,14 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         return
     if isinstance(body.get("model"), str) and sum(body["model"].encode(errors="replace")) % 10:
         body["model"] = os.environ["HOSTILE_MODEL"]
-    limits = [name for name in ("max_tokens", "max_completion_tokens") if name in body]
+    limits = [name for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if name in body]
     for name in limits:
         if isinstance(body[name], int) and 900 > body[name] > TOKENS:
             body[name] = TOKENS
     if not limits and ("prompt" in body or "messages" in body) and "model" in body:
         body["max_tokens"] = TOKENS
+    if not limits and "input" in body and "model" in body:  # ``/v1/responses``
+        body["max_output_tokens"] = TOKENS
 
 
 @schemathesis.hook
