@@ -127,11 +127,16 @@ def test_subtrees_that_share_their_draws_are_seen(monkeypatch: pytest.MonkeyPatc
     right_one = drawn_tree.draw_without_replacement
 
     def shared(distribution: Tensor, count: int, context: Any) -> list[int]:
-        key = (id(context), len(context.tokens), tuple(distribution.tolist()), count)
-        if key not in known:
+        key = (id(context), len(context.tokens))
+        drawn = known.get(key)
+        if drawn is None:  # the root's own children
             alive.append(context)
-            known[key] = right_one(distribution, count, context)
-        return known[key]
+            known[key] = []
+        elif len(drawn) >= count:
+            return drawn[:count]
+        fresh = right_one(distribution, count, context)
+        known[key] = [] if drawn is None else fresh
+        return fresh
 
     monkeypatch.setattr(drawn_tree, "draw_without_replacement", shared)
     monkeypatch.setattr(drawn_tree, "draw_iid", shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,10 +44,12 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, vocab_size: in
         raise _broken(drafter, f"returned {type(tree).__name__}, not a TokenTree")
     if tree.tokens[0] != context.root:
         raise _broken(drafter, f"returned a tree that starts with token {tree.tokens[0]}, not with context.root")
-    if min(tree.tokens) < 0 or (vocab_size is not None and max(tree.tokens) >= vocab_size):
-        wrong = next(n for n, token in enumerate(tree.tokens) if not 0 <= token < (vocab_size or token + 1))
-        known = "ids begin at 0" if vocab_size is None else f"ids go from 0 to {vocab_size - 1}"
-        raise _broken(_author(drafter, tree, wrong), f"proposed token {tree.tokens[wrong]}: {known}")
+    most = sys.maxsize if vocab_size is None else vocab_size
+    for node, token in enumerate(tree.tokens):
+        is_probe = bool(tree.probes) and tree.probes[node]  # an input that the target was given beside its vocabulary
+        if not (0 <= token < most or is_probe):
+            known = "ids begin at 0" if vocab_size is None else f"ids go from 0 to {vocab_size - 1}"
+            raise _broken(_author(drafter, tree, node), f"proposed token {token}: {known}")
     if thorough and len(tree) > 1:
         _check_kind(tree, drafter)
         _check_distributions(tree, drafter)
