@@ -223,6 +223,8 @@ def bad(proposal: str, traits: str = "") -> str:
 
 LINE = r"\(mine\.py, line \d+\)"
 IID = "traits = Traits(kind=Kind.IID)"
+TREES = "traits = Traits(draws_trees=True)"
+PROBE = "return TokenTree((context.root, 1, {}), (-1, 0, 0), probes=(False, False, True))"
 BROKEN = [
     ("raise KeyError('lost')", "", rf"Bad\.propose {LINE} raised KeyError: 'lost'"),
     ("return self.helper()", "def helper(self):\n        return {}['lost']", rf"Bad\.helper {LINE} raised KeyError"),
@@ -231,6 +233,8 @@ BROKEN = [
     ("return TokenTree.chain(context.root, [99])", "", rf"Bad\.propose {LINE} proposed token 99: ids"),
     ("return TokenTree.chain(context.root, [-1])", "", rf"Bad\.propose {LINE} proposed token -1: ids"),
     ("return TokenTree.chain((context.root + 1) % 4, [1])", "", rf"Bad\.propose {LINE} returned a tree that starts"),
+    (PROBE.format(99), TREES, rf"Bad\.propose {LINE} proposed token 99: ids"),
+    (PROBE.format(-1), TREES, rf"Bad\.propose {LINE} proposed token -1: ids"),
     ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.25))", "", "of kind IID, which its traits do not"),
     ("return TokenTree((context.root, 1, 2), (-1, 0, 0))", "", "a tree of kind POINT, which its traits do not"),
     ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.5))", IID, "gave q with rows that are no"),
@@ -298,7 +302,8 @@ def test_commands_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     spec = f"{written(tmp_path, PERIOD)}:Period"
     assert main(["generate", PROMPT, "--drafter", spec, "--max-new-tokens", "8", "--compare", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["identical"] is True
-    assert main(["show", PROMPT, "--drafter", spec, "--max-new-tokens", "8"]) == 0
+    page = str(tmp_path / "show.html")
+    assert main(["show", PROMPT, "--drafter", spec, "--max-new-tokens", "8", "--out", page]) == 0
     bench = ["bench", "--drafter", spec, "--max-new-tokens", "8", "--max-prompts", "1", "--repeat", "1"]
     assert main([*bench, "--out", str(tmp_path / "run.jsonl")]) == 0
     arms = {json.loads(line).get("arm") for line in (tmp_path / "run.jsonl").read_text().splitlines()}

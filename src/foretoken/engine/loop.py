@@ -222,7 +222,7 @@ class Engine(Requests):
         if chosen:
             proposed = self.drafter.propose_batch([turn.run.context for turn in chosen], budgets)
             for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
-                check_proposal(tree, turn.run.context, self.drafter, self.target.vocab_size, self._has_outside)
+                check_proposal(tree, turn.run.context, self.drafter, self.target, self._has_outside)
                 turn.tree = truncate(tree, budget.deepest)
 
     def _begin_reading(self, runs: Sequence[Running]) -> None:

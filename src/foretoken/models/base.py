@@ -223,6 +223,11 @@ class LanguageModel(ABC):
     capabilities: Capabilities
 
     @property
+    def num_ids(self) -> int:
+        """How many ids it can be fed: its vocabulary, and the rows that were added behind it."""
+        return self.vocab_size
+
+    @property
     def trouble(self) -> str | None:
         """Why it cannot run anything any more; ``None`` as long as it can."""
         return None

@@ -62,6 +62,7 @@ def test_every_owner_has_ids_of_its_own_and_changes_show() -> None:
     one, two = torch.zeros(2, 16, dtype=torch.float64), torch.ones(3, 16, dtype=torch.float64)
     assert model.forwards.extra_rows is None
     assert (model.extra_embeddings(one), model.extra_embeddings(two)) == (32, 34)
+    assert model.num_ids == 34 + len(two) and model.vocab_size == 32
     assert (model.extra_embeddings(two), model.extra_embeddings(one.clone())) == (34, 37)  # known; equal, but another's
     before = tree_logits(model, [3], [1, 35], [-1, 0])
     assert torch.equal(tree_logits(model, [3], [1, 36], [-1, 0]), before)

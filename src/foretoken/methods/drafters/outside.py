@@ -11,6 +11,7 @@ import torch
 from foretoken.core import Context, Kind, TokenTree
 from foretoken.core.outside import is_outside, line_of
 from foretoken.methods.drafters.base import Drafter
+from foretoken.models.base import LanguageModel
 
 TOLERANCE = 1e-3
 """How far from one the probabilities of a draft distribution may add up."""
@@ -26,14 +27,14 @@ def has_outside(drafter: Drafter | None) -> bool:
     return drafter is not None and (is_outside(type(drafter)) or any(map(has_outside, members)))
 
 
-def check_proposal(tree: Any, context: Context, drafter: Drafter, vocab_size: int | None, thorough: bool) -> None:
+def check_proposal(tree: Any, context: Context, drafter: Drafter, target: LanguageModel | None, thorough: bool) -> None:
     """Refuse what no drafter may propose before a model sees it: on some devices a wrong id ends the process.
 
     Args:
         tree: what was proposed.
         context: the request that it was proposed for.
         drafter: who proposed it.
-        vocab_size: how many tokens there are; ``None`` where whoever asked does not know.
+        target: whose ids they must be; ``None`` where whoever asked does not know it.
         thorough: also look whether the tokens can have been drawn as the tree says, which reads ``q``.
 
     Raises:
@@ -44,11 +45,11 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, vocab_size: in
         raise _broken(drafter, f"returned {type(tree).__name__}, not a TokenTree")
     if tree.tokens[0] != context.root:
         raise _broken(drafter, f"returned a tree that starts with token {tree.tokens[0]}, not with context.root")
-    most = sys.maxsize if vocab_size is None else vocab_size
     for node, token in enumerate(tree.tokens):
-        is_probe = bool(tree.probes) and tree.probes[node]  # an input that the target was given beside its vocabulary
-        if not (0 <= token < most or is_probe):
-            known = "ids begin at 0" if vocab_size is None else f"ids go from 0 to {vocab_size - 1}"
+        is_probe = bool(tree.probes) and tree.probes[node]  # it may be a row that was added behind the vocabulary
+        most = sys.maxsize if target is None else target.num_ids if is_probe else target.vocab_size
+        if not 0 <= token < most:
+            known = "ids begin at 0" if target is None else f"ids go from 0 to {most - 1}"
             raise _broken(_author(drafter, tree, node), f"proposed token {token}: {known}")
     if thorough and len(tree) > 1:
         _check_kind(tree, drafter)
