@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_conversation import llm
 from tiny_tokenizer import chat_tokenizer
 from transformers import BatchEncoding
 
+from core.test_conversation import llm
 from foretoken.core.prompts import encode
 
 IDS = [5, 6, 7]
