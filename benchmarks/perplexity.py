@@ -63,8 +63,8 @@ def main() -> None:
         for number, window in enumerate(windows):
             logs = window_log_probs(model, window)
             if len(judge) == number:
-                judge.append(logs.to(torch.bfloat16) if len(windows) * logs.numel() > 2**30 else logs)
-            right, width = judge[number].float(), min(judge[number].shape[1], logs.shape[1])
+                judge.append(logs)
+            right, width = judge[number], min(judge[number].shape[1], logs.shape[1])
             wanted = torch.tensor(window[len(window) // 2 + 1 :])
             loss -= float(logs.gather(1, wanted[:, None]).sum())
             apart += float((right[:, :width].exp() * (right[:, :width] - logs[:, :width])).sum())

@@ -33,7 +33,6 @@ from foretoken.methods.drafters.swift import SwiftDrafter
 from foretoken.methods.drafters.tenants import Tenants
 from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.models.base import LanguageModel
-from foretoken.models.cache.window import Window
 from toys import engine, llamas, serve
 
 ROOM = 2**24
@@ -176,15 +175,12 @@ def traced(busy: Engine, prompt: list[int]) -> tuple[Running, list[list[int]]]:
 
 def second_turn(keeping: Engine, cold: Engine, first: list[int], more: list[int]) -> None:
     """Where a beginning was taken over, by the target and by its drafter, drafts and text are those of an engine that
-    read all of it.  Only the text is, where the draft model has a window shorter than the text: that goes back from a
-    call's first row, so that drafts depend on what was read together."""
-    window = getattr(getattr(keeping.drafter, "model", None), "window", Window()).size
-    in_pieces = 0 < window < len(first)
+    read all of it."""
     (run, mine), (_, wanted) = traced(keeping, first), traced(cold, first)
     assert mine == wanted
     prompt = [*first, *run.output, *more]
     (second, mine), (fresh, wanted) = traced(keeping, prompt), traced(cold, prompt)
-    assert second.output == fresh.output and (in_pieces or mine == wanted)
+    assert second.output == fresh.output and mine == wanted
     assert computed(second) == (len(more) + 1, len(prompt)) and computed(fresh) == (len(prompt), len(prompt))
     reads, anew = (run.stats.num_draft_prompt_tokens_computed for run in (second, fresh))
     if keeping.drafter is not None and not keeping.drafter.traits.shares_state:  # else its weights may have changed

@@ -66,8 +66,28 @@ def test_only_the_window_is_read(forward: str, sink: int, nodes: Feed, monkeypat
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_a_window_as_long_as_the_text_changes_nothing(forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = model(forward, monkeypatch)
-    assert torch.equal(scored(whole.windowed(Window(len(TEXT)))), scored(whole))
+    wanted = scored(whole)
+    assert torch.equal(scored(whole.windowed(Window(len(TEXT) + 1))), wanted)
     assert whole.window == Window()  # the model itself stays as it is
+    near = scored(whole.windowed(Window(len(TEXT))))  # the second level's rows are one place further on
+    assert torch.equal(near[0], wanted[0]) and not torch.equal(near[1:], wanted[1:])
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_a_row_does_not_depend_on_what_is_read_together(forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    near = model(forward, monkeypatch).windowed(Window(5, 1))
+
+    def behind(pieces: list[int]) -> Tensor:
+        sequence, text = near.open(), list(TEXT)
+        for size in pieces:
+            near.prefill(sequence, [text.pop(0) for _ in range(size)])
+        found: Tensor = near.forward([Feed(sequence, [5])])[0].logits
+        near.release(sequence)
+        return found
+
+    wanted = behind([1] * len(TEXT))
+    for pieces in ([len(TEXT)], [7, 17], [20, 1, 3]):
+        torch.testing.assert_close(behind(pieces), wanted, atol=2e-2 if forward == "native" else 1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)

@@ -369,8 +369,12 @@ class TreeRunner(ModuleModel):
         used = max(starts) + width
         cache.plan(low, high, starts, width, used)
         ids, positions = inputs_of(rows, low, feeds, width, self.context_length - 1, self.device)
-        masks = additive_masks(rows, self.forwards.layer_masks, width, used, self.forwards.run_dtype, self.device)
-        masks = self._reach.applied(cache, masks, self.forwards)
+        cut, layers = self._reach.cut(rows), self.forwards.layer_masks
+        if cut is not None:
+            layers = {name: self._reach.within(layer) for name, layer in layers.items()}
+        masks = additive_masks(rows, layers, width, used, self.forwards.run_dtype, self.device)
+        if cut is not None and not self.forwards.skips_masked:
+            cache.reads, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
         spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
         states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None

@@ -33,10 +33,14 @@ class LayerMask:
     Attributes:
         kind: ``"full"``, ``"sliding"`` (``position - key < size``) or ``"chunked"`` (same block of ``size`` positions).
         size: window or chunk in tokens; 0 for full.
+        back: places before its own that a node looks at, besides; 0: no such limit.
+        sink: first places of the text that it looks at all the same.
     """
 
     kind: str = "full"
     size: int = 0
+    back: int = 0
+    sink: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,16 @@ class RowPlan:
         return self.seen if self.base < 0 else self.base
 
     @property
+    def first_new(self) -> int:
+        """The first position of a new node; that behind the visible tokens where there is none."""
+        return self.first_position + min(self.depths[len(self.depths) - self.new :], default=0)
+
+    @property
+    def last_new(self) -> int:
+        """The last one."""
+        return self.first_position + max(self.depths[len(self.depths) - self.new :], default=0)
+
+    @property
     def is_chain(self) -> bool:
         """Whether the whole scratch is one chain."""
         return list(self.parents) == list(range(-1, len(self.parents) - 1))
@@ -94,15 +108,17 @@ def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
         allowed[:, c : c + m] = np.tri(row.new, m, old, dtype=np.bool_)
     else:
         allowed[:, c : c + m] = ancestor_matrix(row.parents)[old:]
-    if layer.kind != "full":
+    if layer.kind != "full" or layer.back:
         depths = np.asarray(row.depths)
-        query = row.first_position + depths[old:]
+        query = (row.first_position + depths[old:])[:, None]
         keys = np.arange(used)
         keys[c : c + m] = row.first_position + depths
         if layer.kind == "sliding":
-            allowed &= query[:, None] - keys[None, :] < layer.size
-        else:
-            allowed &= query[:, None] // layer.size == keys[None, :] // layer.size
+            allowed &= query - keys < layer.size
+        elif layer.kind == "chunked":
+            allowed &= query // layer.size == keys // layer.size
+        if layer.back:
+            allowed &= (query - keys <= layer.back) | (keys < layer.sink)
     return allowed
 
 
@@ -114,7 +130,7 @@ def additive_mask(
     ``None`` when nothing is masked (one row, one node).  Padding nodes see the committed prefix at least, or slot 0, so
     that no row is ever fully masked.
     """
-    if layer.kind == "full" and all(row.visible < 0 and row.is_chain for row in rows):
+    if layer.kind == "full" and not layer.back and all(row.visible < 0 and row.is_chain for row in rows):
         first = [row.committed + len(row.parents) - row.new for row in rows]  # the slot of the first new node
         return None if width == len(rows) == 1 and used == first[0] + 1 else _chains(first, width, used, dtype, device)
     allowed = np.zeros((len(rows), 1, width, used), dtype=np.bool_)

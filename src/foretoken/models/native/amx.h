@@ -68,10 +68,6 @@ inline void add_fours() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(A), "i"(B));
 }
 
-inline void prefetch(const char *from, long bytes) {
-    for (long line = 0; line < bytes; line += 64) _mm_prefetch(from + AHEAD + line, _MM_HINT_T0);
-}
-
 }  // namespace amx
 
 #endif

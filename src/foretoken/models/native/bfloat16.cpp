@@ -53,7 +53,7 @@ void tile(const bfloat16 *x, long stride, long rows, long in, const bfloat16 *we
     if (TWO) amx::clear<amx::SECOND_RIGHT>();
     long k = 0;
     for (; k + STEP <= in; k += STEP, weight += STEP * WIDTH) {
-        amx::prefetch((const char *)weight, 2 * STEP * WIDTH);
+        fetch_ahead(weight, 2 * STEP * WIDTH, amx::AHEAD);
         step<TWO>(x + k, second + k, 2 * stride, weight, amx::LINE);
     }
     if (k < in) {

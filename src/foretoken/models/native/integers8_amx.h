@@ -50,7 +50,7 @@ template <int BITS, long SIZE, bool TWO>
 void add_groups(const std::int8_t *place, long stride, const std::uint8_t *w, long count, Sums &sums) {
     constexpr long BYTES = SIZE * WIDTH * BITS / 8;
     for (long k = 0; k < count; k++) {
-        amx::prefetch((const char *)w + k * BYTES, BYTES);
+        fetch_ahead((const char *)w + k * BYTES, BYTES, amx::AHEAD);
         if (BITS == 4) unpack<SIZE>(w + k * BYTES, sums.unpacked[k]);
     }
     for (long k = 0; k < count; k++, place += SIZE) {

@@ -10,8 +10,8 @@ constexpr long WIDTH = 32;    // outputs that are stored together: two registers
 constexpr long AHEAD = 3072;  // bytes: not every CPU looks for weights so far ahead, and none behind a tile of several rows
 
 // Asks for `bytes` of weights ahead of their turn.
-inline void fetch_ahead(const void *weight, long bytes) {
-    UNROLL for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)weight + AHEAD + line);
+inline void fetch_ahead(const void *weight, long bytes, long ahead = AHEAD) {
+    UNROLL for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)weight + ahead + line);
 }
 
 // Weights in 8 and 4 bits multiply activations of 15 bits, those of the last kind activations of 8.

@@ -40,7 +40,7 @@ class BlockForward(HeadForward):
         config = self.model.config
         kinds = list(zip(config.reaches, config.causals, strict=True))
         made = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
-        masks = [made[kind] if kind[0] or cut is None else cut.mask(made[kind]) for kind in kinds]
+        masks = [made[kind] if kind[0] or cut is None else cut.hidden(made[kind]) for kind in kinds]
 
         def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             call.cache.reads = None if config.reaches[layer] else cut

@@ -23,7 +23,7 @@ from foretoken.models.base import Feed, Rows
 from foretoken.models.cache.bands import in_bands
 from foretoken.models.cache.masks import LayerMask, RowPlan, row_allowed
 from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.cache.window import Cut, Window
+from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.pieces import HeadParts
 from foretoken.models.forward.native_parts import BestTokens, Description
@@ -231,10 +231,11 @@ class NativeHead:
         cache.flush()
         cache.reserve(rows[-1] + 1, used)
         keys, values = self._buffers(cache)
-        cut = window.cut([starts[row - low] for row in rows]) if layer.kind == "full" else None
+        if layer.kind == "full" and window.cut(places) is not None:
+            layer = window.within(layer)
         mask = None
-        if cut is not None or len(rows) > 1 or not places[0].is_chain or places[0].new > 1 or layer.kind != "full":
-            mask = _mask(rows, places, layer, cut, max(widths), used)
+        if len(rows) > 1 or not places[0].is_chain or places[0].new > 1 or layer != LayerMask():
+            mask = _mask(rows, places, layer, max(widths), used)
         arrays = [native.pointers(keys), native.pointers(values), native.numbers(starts), native.numbers(widths)]
         masks = (ctypes.c_void_p * 1)(None if mask is None else mask.data_ptr())
         held += [mask, masks, arrays, keys, values]
@@ -305,16 +306,11 @@ class NativeHead:
         return [found[i] for i in range(len(order))]
 
 
-def _mask(
-    rows: Sequence[int], places: Sequence[RowPlan], layer: LayerMask, cut: Cut | None, width: int, used: int
-) -> Tensor:
+def _mask(rows: Sequence[int], places: Sequence[RowPlan], layer: LayerMask, width: int, used: int) -> Tensor:
     """[texts, width, used], zero where a node sees a slot."""
     seen = np.zeros((rows[-1] + 1 - rows[0], width, used), np.bool_)
-    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-        mine = seen[row - rows[0]]
-        mine[: place.new] = row_allowed(place, layer, used)
-        if cut is not None and cut.firsts[i] > cut.sink:
-            mine[:, cut.sink : cut.firsts[i]] = False
+    for row, place in zip(rows, places, strict=True):
+        seen[row - rows[0], : place.new] = row_allowed(place, layer, used)
     return torch.from_numpy(np.where(seen, np.int16(0), np.int16(UNSEEN)))
 
 
