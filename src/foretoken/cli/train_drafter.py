@@ -198,14 +198,16 @@ def _answers(
 
 def needs(recipe: Recipe, config: TrainConfig) -> str:
     """One line: how many parameters are trained, and what memory that takes at least."""
+    from foretoken.models.linear.packing import num_parameters, weight_bytes
+
     trained = [p for p in recipe.net.parameters() if p.requires_grad]
     if recipe.trains_target:
         trained += list(recipe.parts.network.parameters())
-    count, frozen = sum(p.numel() for p in trained), sum(p.numel() for p in recipe.parts.network.parameters())
+    count, frozen = sum(p.numel() for p in trained), num_parameters(recipe.parts.network)
     # Weights, gradients and optimizer states, all float32: Muon keeps one number per weight, AdamW two.
     numbers = sum(p.numel() * (3 if p.ndim == 2 and config.optimizer == "muon" else 4) for p in trained)
     states = 4 * numbers / 2**20
-    target = sum(p.nbytes for p in recipe.parts.network.parameters()) / 2**20
+    target = weight_bytes(recipe.parts.network) / 2**20
     logits = 3 * 4 * PLACES * config.batch_size * recipe.parts.vocab_size / 2**20
     kind = "trained" if recipe.trains_target else "frozen"
     return (
