@@ -47,13 +47,11 @@ class TreeRunner(ModuleModel):
     window: Window = WHOLE_TEXT
 
     def __init__(self, forwards: Forward, cache: TreeCache) -> None:
-        self.forwards = forwards
-        self.capabilities, self.vocab_size = forwards.capabilities, forwards.vocab_size
+        self.forwards, self.capabilities, self.vocab_size = forwards, forwards.capabilities, forwards.vocab_size
         self.context_length, self.context_why = forwards.context_length, forwards.context_why
         self.eos_token_ids, self.num_layers = forwards.eos_token_ids, forwards.num_layers
-        self.num_layer_runs = 0.0
+        self.num_layer_runs, self.cache = 0.0, cache
         self._checked_plans: set[LayerPlan] = set()
-        self.cache = cache
 
     @property
     def model(self) -> Any:
@@ -369,9 +367,7 @@ class TreeRunner(ModuleModel):
         used = max(starts) + width
         cache.plan(low, high, starts, width, used)
         ids, positions = inputs_of(rows, low, feeds, width, self.context_length - 1, self.device)
-        cut, layers = self._reach.cut(rows), self.forwards.layer_masks
-        if cut is not None:
-            layers = {name: self._reach.within(layer) for name, layer in layers.items()}
+        cut, layers = self._reach.applied(rows, self.forwards.layer_masks)
         masks = additive_masks(rows, layers, width, used, self.forwards.run_dtype, self.device)
         if cut is not None and not self.forwards.skips_masked:
             cache.reads, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
@@ -395,8 +391,8 @@ class TreeRunner(ModuleModel):
 
     def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
         """Where the last ``new`` scratch nodes of a sequence are."""
-        visible = -1 if after is None else after
-        return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, new, visible)
+        committed, after = len(sequence.tokens), -1 if after is None else after
+        return RowPlan(committed, sequence.scratch_parents, sequence.scratch_depths, new, after)
 
     def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
         """Nodes by row, where leaving out the padding saves more than it costs."""

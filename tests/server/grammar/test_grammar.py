@@ -17,7 +17,7 @@ jsonschema = pytest.importorskip("jsonschema")
 
 from foretoken.core import Budget, Context, Rng, Scores, TokenTree, Verdict  # noqa: E402
 from foretoken.core.sampling import Sampler, SamplingParams  # noqa: E402
-from foretoken.methods.drafters.base import Drafter  # noqa: E402
+from foretoken.methods.drafters.base import Drafter, Traits  # noqa: E402
 from foretoken.methods.drafters.known import KnownDrafter  # noqa: E402
 from foretoken.server.grammar import compile_constraint  # noqa: E402
 from foretoken.server.grammar.compiling import TRIAL  # noqa: E402
@@ -234,6 +234,7 @@ class Guessing(Drafter):
 
     name = "guessing"
     max_nodes = 8
+    traits = Traits(draws_trees=True)
 
     def __init__(self, good: list[int], bad: list[int]) -> None:
         self.good, self.bad, self.seen = good, bad, []

@@ -7,7 +7,7 @@ with a window of its own reads what both allow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,6 +51,13 @@ class Window:
         """What a layer may look at through the window, row by row: what a row says must not depend on the rows that
         are read together with it."""
         return replace(layer, back=self.size, sink=self.sink)
+
+    def applied(
+        self, rows: Sequence[RowPlan], layers: Mapping[str, LayerMask]
+    ) -> tuple[Cut | None, Mapping[str, LayerMask]]:
+        """What is read by a call of these texts, and what its layers may look at, by their type."""
+        cut = self.cut(rows)
+        return cut, layers if cut is None else {name: self.within(layer) for name, layer in layers.items()}
 
 
 WHOLE_TEXT = Window()
