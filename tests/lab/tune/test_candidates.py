@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken.core.costs import RoundCosts, TargetCost
-from foretoken.lab.tune.candidates import Scouted, best_candidate, cost_of
+from foretoken.lab.tune.candidates import Scouted, best_candidate, cost_of, why_not
 from foretoken.lab.tune.choices import (
     default_specs,
     further,
@@ -16,9 +16,9 @@ from foretoken.lab.tune.choices import (
     sizes,
     with_option,
 )
+from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
 from foretoken.lab.tune.race import Round, Standing
-from foretoken.lab.tune.reasons import why_not
-from foretoken.lab.tune.tuned_trees import can_fill, measured_shape, sequoia_spec
+from foretoken.lab.workload import Subject, Workload
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.models.huggingface import HuggingFaceModel
@@ -163,22 +163,22 @@ def test_lengths_and_sizes() -> None:
 
 def test_likely_winners_come_first() -> None:
     offers = ("medusa:./head", "model:./draft")
-    first = likely(HuggingFaceModel(llama()), "./target", offers)
+    first = likely(Subject(HuggingFaceModel(llama()), "./target"), offers)
     assert first == ["ngram", "suffix,share=false", "quantized,bits=4", *offers]
     rest = further("./target", first)
     assert "recycling" in rest and not {"ngram", "suffix", "model,k=4"} & set(rest)
-    assert likely(HuggingFaceModel(llama()), "builtin")[3] == "model"
+    assert likely(Subject(HuggingFaceModel(llama())))[3] == "model"
 
 
 def test_the_tree_for_what_is_accepted() -> None:
     """The draft model always ranks the target's token second: a tree that never branches would be worth nothing."""
     target, draft = fixed_tables([0.1, 0.2, 0.4, 0.1, 0.05, 0.05, 0.04, 0.03, 0.03], [0.5, 0.1, 0.3] + [0.1 / 6] * 6)
-    shape = measured_shape(target, ModelDrafter(draft), [[1, 2]], 20)
+    shape = measured_shape(Workload(Subject(target), [[1, 2]], 20), ModelDrafter(draft))
     assert (
         shape["acceptance"] == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0] and min(shape["level_s"], shape["node_s"]) >= 0
     )
     with pytest.raises(ValueError, match="no siblings"):
-        measured_shape(target, NgramDrafter(), [[1, 2]], 20)
+        measured_shape(Workload(Subject(target), [[1, 2]], 20), NgramDrafter())
     spec = sequoia_spec("model,k=8", {**shape, "level_s": 0.1, "node_s": 0.0}, TargetCost({1: 1.0, 2: 1.0}))
     assert spec is not None and "tree=(sequoia,nodes=16,depth=8,acceptance=0 1 0 0 0 0 0 0)" in spec
 

@@ -11,10 +11,10 @@ import pytest
 
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.lab.tune import search
-from foretoken.lab.tune.arms import Arm
-from foretoken.lab.tune.race import BLOCK, Round, Standing, heat, steady_s, tokens_per_s
+from foretoken.lab.tune.race import BLOCK, EngineRacer, Round, Standing, heat, steady_s, tokens_per_s
 from foretoken.lab.tune.search import LATE, Search, tune
 from foretoken.lab.tune.tuned import Job, Way
+from foretoken.lab.workload import Subject, Workload
 from foretoken.loading import load_model
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.huggingface import HuggingFaceModel
@@ -94,7 +94,7 @@ class FakeJob(Job):
         built.spec = spec
         return built
 
-    def arm(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> Any:
+    def racer(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> Any:
         if drafter is None:
             return FakeArm(self.world, "plain", controller)
         if controller == "auto":
@@ -115,7 +115,7 @@ GOOD = {"ngram": (0.5, 0.0001), "suffix": (0.8, 0.0001), "quantized": (0.9, 0.04
 
 def job(world: World, **more: Any) -> FakeJob:
     more.setdefault("minutes", 1.0)
-    return FakeJob(TARGET, PROMPTS, 48, source="./x", world=world, clock=world.clock, **more)
+    return FakeJob(Workload(Subject(TARGET, "./x"), PROMPTS, 48), world=world, clock=world.clock, **more)
 
 
 # -- races -----------------------------------------------------------------------------------------------------------
@@ -337,8 +337,9 @@ def test_drafters_that_do_not_fit() -> None:
 def test_a_real_arm_writes_what_plain_decoding_writes_and_ends_at_the_models_end() -> None:
     target = load_model("builtin")
     prompt = [40, 41, 42, 43, 40, 41, 42, 43, 40, 41]
-    first = Arm(target, None, "constant", 24)
-    plain, drafted = heat([first, Arm(target, _ngram(), "constant,k=4", 24)], prompt, lambda: 0.0, 1.0)
+    work = Workload(Subject(target), [], 24)
+    first = EngineRacer(work, None)
+    plain, drafted = heat([first, EngineRacer(work, _ngram(), "constant,k=4")], prompt, lambda: 0.0, 1.0)
     assert sum(one.written for one in plain) == sum(one.written for one in drafted) == 24
     assert all(one.depth == 0 for one in plain) and any(one.depth for one in drafted)
     assert [one.room for one in plain] == list(range(24, 0, -1))
@@ -346,7 +347,7 @@ def test_a_real_arm_writes_what_plain_decoding_writes_and_ends_at_the_models_end
     words = [first._engine.step()[0][1].token_ids[0] for _ in range(6)]
     first.cancel()
     target.eos_token_ids = frozenset({words[5]})
-    ended = heat([Arm(target, None, "constant", 24)], prompt, lambda: 0.0, 1.0)[0]
+    ended = heat([EngineRacer(work, None)], prompt, lambda: 0.0, 1.0)[0]
     assert len(ended) == words.index(words[5]) + 1
 
 

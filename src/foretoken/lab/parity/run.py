@@ -26,7 +26,6 @@ from foretoken.lab.parity.checks import (
     transformers_output,
 )
 from foretoken.lab.parity.distribution import check_sampled
-from foretoken.lab.parity.prompts import read_prompts as read_prompts
 from foretoken.lab.parity.report import MODES, PLAIN, Check, Report
 from foretoken.lab.parity.report import Settings as Settings
 from foretoken.lab.prompts import BenchPrompt

@@ -15,12 +15,12 @@ from itertools import cycle, islice
 from statistics import median
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate
+from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, why_not
 from foretoken.lab.tune.choices import copies_text, further, generous, likely, router_spec, sizes
+from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
 from foretoken.lab.tune.race import FEWEST, Racer, Round, Standing, heat, steady_s, tokens_per_s
-from foretoken.lab.tune.reasons import why_not
 from foretoken.lab.tune.tuned import Job, Outcome, Row, Way
-from foretoken.lab.tune.tuned_trees import can_fill, measured_shape, sequoia_spec
+from foretoken.lab.workload import REFUSALS
 from foretoken.loading.measured.profile import measured_target
 from foretoken.methods.drafters.base import Drafter
 from foretoken.registry import parse_spec
@@ -43,8 +43,6 @@ PAYS = 1.02
 """Speed-up below which plain decoding is chosen."""
 ADAPTS = 0.97
 """Share of the fastest way's speed at which ``auto`` is chosen instead: it adapts to other text."""
-REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
-"""What says that a drafter does not fit; anything else is a bug of ours."""
 GROUPS = ("router", "ensemble")
 """Drafters that are made of others."""
 LATE = "out of time: give more --minutes"
@@ -101,7 +99,7 @@ class Search:
         self._baseline()
         searched_s = self.job.clock()
         left_s = self._end_s - searched_s
-        first = list(self.job.drafters) or likely(self.job.target, self.job.source, self.job.offers)
+        first = list(self.job.drafters) or likely(self.job.work.subject, self.job.offers)
         share_s = SCOUTING * left_s / len(first)
         for spec in first:
             self._scout(spec, share_s, searched_s + LATEST * left_s)
@@ -109,7 +107,7 @@ class Search:
             latest_s = searched_s + FURTHER * left_s
             for spec in self._shapes(share_s, latest_s):
                 self._scout(spec, share_s, latest_s)
-            for spec in [] if self.job.drafters else further(self.job.source, first):
+            for spec in [] if self.job.drafters else further(self.job.work.subject.source, first):
                 self._scout(spec, share_s, latest_s)
             self._final()
 
@@ -118,7 +116,7 @@ class Search:
     def _baseline(self) -> None:
         """Plain decoding, and v(n), as far as there is time for them."""
         self._say("plain decoding")
-        self._plain = self.job.arm(None, "constant")
+        self._plain = self.job.racer(None, "constant")
         if self.job.clock() >= self._end_s:
             return
         self._token_s = median([one.total_s for one in self._first_rounds()] or [0.0])
@@ -126,7 +124,7 @@ class Search:
         for counts in COUNTS:
             if sum(1 + n / 16 for n in counts) * (REPEATS + 1) * self._token_s < CURVE * left_s:
                 self._say("target calls")
-                self._curve = measured_target(self.job.target, counts, REPEATS)
+                self._curve = measured_target(self.job.work.target, counts, REPEATS)
                 break
         else:
             self._curve = TargetCost({1: self._token_s, 2: self._token_s})
@@ -135,7 +133,7 @@ class Search:
     def _first_rounds(self) -> list[Round]:
         """Some rounds of plain decoding behind each answer's first two; several answers where they are short."""
         rounds: list[Round] = []
-        for prompt in self.job.prompts:
+        for prompt in self.job.work.prompts:
             rounds += _warmed(self._plain, prompt, 2 * FEWEST)[2:]
             if len(rounds) >= FEWEST or self.job.clock() >= self._end_s:
                 break
@@ -169,12 +167,12 @@ class Search:
     def _tried(self, spec: str, share_s: float) -> Scouted:
         drafter = self._drafter(spec)
         depth = drafter.max_depth
-        arm = self.job.arm(drafter, f"constant,k={depth}")
+        arm = self.job.racer(drafter, f"constant,k={depth}")
         standing = Standing()
-        prompts = list(islice(cycle(enumerate(self.job.prompts)), SCOUTS))
+        prompts = list(islice(cycle(enumerate(self.job.work.prompts)), SCOUTS))
         until = min(self.job.clock() + share_s, self._end_s)
         _warmed(arm, prompts[0][1])
-        for place, prompt in prompts[: len(self.job.prompts)]:
+        for place, prompt in prompts[: len(self.job.work.prompts)]:
             own, plain = self._heat([arm], place, prompt, until, SCOUTED)
             standing.add(own, plain)
         if not standing.is_known and not self.scouted:  # there is no answer yet: a few tokens in up to half of the rest
@@ -182,7 +180,7 @@ class Search:
             standing.add(*self._heat([arm], *prompts[0], until, FEWEST))
         if standing.is_known and not standing.is_possible:  # a pause at a bad moment: once more
             standing, until = Standing(), min(self.job.clock() + share_s, self._end_s)
-            for place, prompt in prompts[: len(self.job.prompts)]:
+            for place, prompt in prompts[: len(self.job.work.prompts)]:
                 standing.add(*self._heat([arm], place, prompt, until, SCOUTED))
         return Scouted(spec, depth, drafter.traits.draws_trees, copies_text(drafter), standing)
 
@@ -205,9 +203,8 @@ class Search:
             elif can_fill(one.spec) and self.job.clock() + _shape_s(one) + share_s < latest_s:
                 self._say(f"{one.spec}: which choice is accepted")
                 try:
-                    shape = measured_shape(
-                        self.job.target, self._drafter(one.spec), self.job.prompts[:1], SCOUTED, self.job.temperature
-                    )
+                    brief = replace(self.job.work, prompts=self.job.work.prompts[:1], new_tokens=SCOUTED)
+                    shape = measured_shape(brief, self._drafter(one.spec))
                 except REFUSALS:  # it cannot grow trees, or not for this target
                     continue
                 spec = sequoia_spec(one.spec, shape, self._curve)
@@ -217,7 +214,7 @@ class Search:
 
     def _final(self) -> None:
         """The best ways against each other: after every rung half of them go on."""
-        prompts = list(enumerate(self.job.prompts))
+        prompts = list(enumerate(self.job.work.prompts))
         prompts = prompts[SCOUTS:] + prompts[:SCOUTS]  # first those that nothing was tried on
         racing = self._ways()
         arms: dict[Way, Racer] = {}
@@ -242,12 +239,12 @@ class Search:
     def _enter(self, way: Way, arms: dict[Way, Racer]) -> None:
         """Build an arm and warm it up; what cannot be built takes no part."""
         try:
-            arms[way] = self.job.arm(self._drafter(way.drafter), way.controller, self.costs)
+            arms[way] = self.job.racer(self._drafter(way.drafter), way.controller, self.costs)
         except REFUSALS as error:
             self.skipped[way.drafter] = " ".join(str(error).split()) or type(error).__name__
             return
         if way.controller != "auto":  # which would learn from it
-            _warmed(arms[way], self.job.prompts[0])
+            _warmed(arms[way], self.job.work.prompts[0])
 
     def _ways(self) -> list[Way]:
         """The best configurations, and ``auto`` with the best drafters."""
