@@ -16,7 +16,8 @@ from foretoken.cli.output import json_only, print_json, progress_bar, screen
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from foretoken.lab.bench.fitting import Fit, Subject
+    from foretoken.lab.bench.fitting import Fit
+    from foretoken.lab.workload import Subject
 
 
 @with_common(
@@ -84,7 +85,7 @@ def _listing(common: Common, folders: Sequence[Path]) -> _Listing:
 
 
 def _subject(common: Common) -> Subject:
-    from foretoken.lab.bench.fitting import Subject
+    from foretoken.lab.workload import Subject
     from foretoken.loading import load_tokenizer
 
     return Subject(

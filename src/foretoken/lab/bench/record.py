@@ -8,7 +8,7 @@ from typing import Any
 
 from foretoken.core import RoundTimes, TokenTree, Verdict
 from foretoken.engine.request import Running
-from foretoken.loading.measured.costs import DraftRound
+from foretoken.lab.bench.costs import DraftRound
 
 TRACED_ROUNDS = 48
 """Rounds of a trace; a long run's later rounds are left out."""

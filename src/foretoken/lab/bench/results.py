@@ -12,8 +12,8 @@ import numpy as np
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.engine.stats import SpecStats
+from foretoken.lab.bench.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 from foretoken.lab.bench.specs import PLAIN
-from foretoken.loading.measured.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 
 RESAMPLES = 1000
 """Bootstrap samples of a confidence interval."""

@@ -18,7 +18,7 @@ from foretoken.lab.bench.specs import PLAIN
 from foretoken.lab.bench.summary import BenchResult, Tally, dtype_of, machine
 from foretoken.lab.interleave import interleave, median_run
 from foretoken.lab.prompts import BenchPrompt
-from foretoken.loading.measured.costs import measure_target
+from foretoken.models.call_costs import measure_target
 
 WARM_UP = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
 """Decoded by every arm before anything is timed; no prompt of ours, so that nothing is learned from it."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from foretoken.core.costs import speedup
 from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
 from foretoken.lab.plan.roofline import Roofline
@@ -209,7 +210,7 @@ def _tree(
         table.append(trial_acceptance(rate, widths[depth]) if positions is None else positions)
     tokens = tree_expected_tokens(parents, positional_success(parents, table))
     depth = len(widths)
-    speedups = {batch: tokens / given.cost(depth, len(parents), batch) for batch in batches}
+    speedups = {batch: speedup(tokens, given.cost(depth, len(parents), batch), 1.0) for batch in batches}
     return TreeRow("x".join(map(str, widths)), len(parents) - 1, depth, tokens, speedups)
 
 

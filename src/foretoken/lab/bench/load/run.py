@@ -1,0 +1,295 @@
+"""A load test from settings to lines: cells, then a summary."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from foretoken.core.io.files import write_text
+from foretoken.lab.bench.load import figures
+from foretoken.lab.bench.load.client import find_server, headers_of
+from foretoken.lab.bench.load.drive import Pass, Tell, drive
+from foretoken.lab.bench.load.sample import Sample
+from foretoken.lab.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Ask, LoadSettings, Server, ServerArm
+from foretoken.lab.prompts import BenchPrompt
+from foretoken.loading.measured.cpu import cpu_info
+
+LATE_S = 0.05
+"""Requests that are sent so much later than planned are told of."""
+MOST_ASKED, TOP = 32, 20
+"""Differing answers that a server is asked about, and how many of its likeliest tokens it is asked for."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """A server as the command line names it."""
+
+    name: str
+    url: str
+    key: str = ""
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load test found.
+
+    Attributes:
+        cells: one per level and arm.
+        summary: all the rest.
+        interrupted: whether it was stopped early.
+    """
+
+    cells: Sequence[dict[str, Any]]
+    summary: dict[str, Any]
+    interrupted: bool
+
+    @property
+    def lines(self) -> list[str]:
+        """As JSON lines."""
+        return [json.dumps(one, ensure_ascii=False) for one in (*self.cells, self.summary)]
+
+    def write(self, file: Path) -> None:
+        """Write the lines, whole or not at all."""
+        write_text(file, "".join(line + "\n" for line in self.lines))
+
+
+def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], models: Sequence[str]) -> list[Address]:
+    """Servers of ``URL`` or ``NAME=URL``.
+
+    Raises:
+        ValueError: no address, two of one name, or as many keys or models as fit nothing.
+    """
+    if compare and len(given) > 1:
+        raise ValueError("--compare compares one server with itself: give one URL")
+    found = []
+    for place, text in enumerate(given):
+        named = re.match(r"([\w.-]+)=(https?://.*)", text)
+        name, url = named.groups() if named else ("", text)
+        url = url.rstrip("/").removesuffix("/v1")
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{text!r} is no server: give http://HOST:PORT, or NAME=http://HOST:PORT")
+        alone = SERVER if len(given) == 1 else url.split("://", 1)[1]
+        key = _of(keys, place, len(given), "--api-key") or ""
+        found.append(Address(name or alone, url, key, _of(models, place, len(given), "--model")))
+    twice = [name for name, count in Counter(one.name for one in found).items() if count > 1]
+    if twice:
+        raise ValueError(f"two servers are called {twice[0]}: give NAME=URL")
+    return found
+
+
+def _of(given: Sequence[str], place: int, count: int, option: str) -> str | None:
+    """The value of a server: each its own, or one for all."""
+    if len(given) not in (0, 1, count):
+        raise ValueError(f"{option} was given {len(given)} times for {count} servers: give it once, or once for each")
+    return given[place if len(given) == count else 0] if given else None
+
+
+def run_load(
+    addresses: Sequence[Address],
+    prompts: Mapping[str, Sequence[BenchPrompt]],
+    settings: LoadSettings,
+    compare: bool = False,
+    tell: Tell = lambda done, total, text: None,
+) -> LoadResult:
+    """Measure; Ctrl-C ends it early with what there is.
+
+    Args:
+        addresses: the servers; the first is what others are compared with.
+        prompts: by category.
+        settings: what to do.
+        compare: plain decoding against speculation on the one server.
+        tell: is told how far it is.
+
+    Raises:
+        ValueError: a server is not there, or refuses what it is asked.
+    """
+
+    async def after(http: httpx.AsyncClient, arms: Sequence[ServerArm], passes: list[Pass]) -> None:
+        asks = settings.asks(prompts, settings.requests)
+        first, second = ([one for one in passes if one.arm is arm] for arm in arms)
+        for level in settings.levels:
+            both = ([one for one in mine if one.level is level] for mine in (first, second))
+            await find_gaps(http, settings, asks, *both)
+
+    work = drive(settings, _finder(addresses, compare), prompts, tell, after if compare else None)
+    arms, passes, interrupted = asyncio.run(work)
+    return LoadResult(
+        figures.cells(arms, passes, settings),
+        summary(arms, passes, settings, prompts, interrupted),
+        interrupted,
+    )
+
+
+def _finder(
+    addresses: Sequence[Address], compare: bool
+) -> Callable[[httpx.AsyncClient], Awaitable[Sequence[ServerArm]]]:
+    async def find(http: httpx.AsyncClient) -> Sequence[ServerArm]:
+        servers = [await find_server(http, one.name, one.url, one.key, one.model) for one in addresses]
+        if not compare:
+            return [ServerArm(server.name, server) for server in servers]
+        ids = {"return_token_ids": True}
+        plain = {"speculative": {"enabled": False}}
+        return [ServerArm(PLAIN, servers[0], {**ids, **plain}), ServerArm(SPECULATIVE, servers[0], ids)]
+
+    return find
+
+
+def summary(
+    arms: Sequence[ServerArm],
+    passes: Sequence[Pass],
+    settings: LoadSettings,
+    prompts: Mapping[str, Sequence[BenchPrompt]],
+    interrupted: bool,
+) -> dict[str, Any]:
+    """The last line of a run."""
+    groups = figures.grouped(passes)
+    shown = [level for level in settings.levels if any((level, arm.name) in groups for arm in arms)]
+    config = asdict(settings)
+    config["levels"] = [level.label for level in settings.levels]
+    config["prompts"] = {category: len(group) for category, group in prompts.items()}
+    return {
+        "summary": True,
+        "kind": "load",
+        "target": arms[0].server.model,
+        "servers": {arm.name: {"url": arm.server.url, "model": arm.server.model, **arm.server.about} for arm in arms},
+        "client": client_facts(),
+        "arms": [arm.name for arm in arms],
+        "settings": config,
+        "cells": sum((level, arm.name) in groups for level in settings.levels for arm in arms),
+        "interrupted": interrupted,
+        "equality": _equality(arms, groups, settings),
+        "categories": {
+            arm.name: figures.by_category([one for one in passes if one.arm.name == arm.name]) for arm in arms
+        },
+        "curves": [_curves(groups[level, arm.name]) for level in shown for arm in arms if (level, arm.name) in groups],
+        "notes": notes(passes, settings, prompts),
+    }
+
+
+def client_facts() -> dict[str, Any]:
+    """The machine that sent the requests; a server on it shares its cores."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "cpu": cpu_info()[1] or platform.processor() or platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "load": load,
+        "python": platform.python_version(),
+        "httpx": httpx.__version__,
+    }
+
+
+def _equality(
+    arms: Sequence[ServerArm], groups: Mapping[Any, list[Pass]], settings: LoadSettings
+) -> list[dict[str, Any]]:
+    """Texts against the first arm's, where the same request must have the same answer."""
+    if not settings.fixed:
+        return []
+    return [
+        {"arm": arm.name, "load": level.shape, "level": level.value, **figures.equality(mine, theirs)}
+        for level in settings.levels
+        for arm in arms[1:]
+        if (mine := groups.get((level, arm.name))) and (theirs := groups.get((level, arms[0].name)))
+    ]
+
+
+def _curves(passes: Sequence[Pass]) -> dict[str, Any]:
+    good = [sample for one in passes for sample in one.samples if sample.ok]
+    return {
+        "arm": passes[0].arm.name,
+        "load": passes[0].level.shape,
+        "level": passes[0].level.value,
+        "percentiles": list(figures.CURVE),
+        "ttft_ms": figures.curve(sample.ttft_s for sample in good),
+        "tpot_ms": figures.curve(sample.tpot_s for sample in good),
+        "e2e_ms": figures.curve(sample.e2e_s for sample in good),
+    }
+
+
+def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, Sequence[Any]]) -> list[str]:
+    """What a reader must know about this run."""
+    found = []
+    samples = [sample for one in passes for sample in one.samples]
+    good = [sample for sample in samples if sample.ok]
+    distinct = len({(sample.number % len(prompts), _row(sample.number, prompts)) for sample in samples})
+    if samples and distinct < settings.requests:
+        found.append(
+            f"There are {distinct} prompts for {settings.requests} requests: a server that keeps prompts reads the "
+            "repeated ones faster."
+        )
+    if not settings.fixed:
+        found.append("Texts were not compared: at a temperature above 0 that needs --seed.")
+    if uncounted := sum(not sample.counted for sample in good):
+        found.append(f"{uncounted} answers came without usage: their tokens are counted as chunks of the stream.")
+    if undone := sum(not sample.done for sample in good):
+        found.append(f"{undone} streams ended without [DONE], but with a finish_reason: they count as complete.")
+    late = max((one.lag_s for one in passes), default=0.0)
+    if late > LATE_S:
+        found.append(f"The client was late by up to {1000 * late:.0f} ms: it is too slow for this rate.")
+    if len({sample.tokens for sample in good}) > 1:
+        found.append("Answers had different lengths; --ignore-eos makes them equal where the server knows it.")
+    details = {sample.error: sample.detail for sample in samples if sample.error}
+    found += [f"An error of kind {kind}: {detail}" for kind, detail in details.items()]
+    return found
+
+
+def _row(number: int, prompts: Mapping[str, Sequence[Any]]) -> int:
+    groups = list(prompts.values())
+    return number // len(groups) % len(groups[number % len(groups)])
+
+
+# -- does rounding explain why two greedy answers differ? ------------------------------------------------------------
+
+
+async def find_gaps(
+    http: httpx.AsyncClient,
+    settings: LoadSettings,
+    asks: Sequence[Ask],
+    baseline: Sequence[Pass],
+    others: Sequence[Pass],
+) -> None:
+    """Set :attr:`Sample.gap` of greedy answers that differ from the baseline's, where tokens are known."""
+    if settings.temperature or settings.chat:
+        return
+    first = {(one.number, sample.number): sample for one in baseline for sample in one.samples if sample.ok}
+    asked = 0
+    for one in others:
+        for sample in one.samples:
+            other = first.get((one.number, sample.number))
+            if other is None or not sample.ok or not sample.token_ids or sample.token_ids == other.token_ids:
+                continue
+            if asked < MOST_ASKED:
+                asked += 1
+                sample.gap = await _gap(http, one.arm.server, asks[sample.number].prompt.text, other, sample)
+
+
+async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, one: Sample, other: Sample) -> float | None:
+    """How far the less likely of the two tokens is from the most likely one; ``None`` where the server does not say."""
+    pairs = list(zip(one.token_ids, other.token_ids, strict=False))
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if place is None:  # one of them is longer
+        return None
+    try:
+        answer = await http.post(
+            f"{server.url}/tokenize", json={"model": server.model, "prompt": prompt}, headers=headers_of(server)
+        )
+        prefix = [*answer.json()["tokens"], *one.token_ids[:place]]
+        body = {
+            "model": server.model, "prompt": prefix, "max_tokens": 1, "temperature": 0, "logprobs": TOP,
+            "return_tokens_as_token_ids": True, "speculative": {"enabled": False},
+        }  # fmt: skip
+        answer = await http.post(f"{server.url}/v1/completions", json=body, headers=headers_of(server))
+        top = answer.json()["choices"][0]["logprobs"]["top_logprobs"][0]
+        return max(top.values()) - min(top[f"token_id:{token}"] for token in pairs[place])
+    except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError):
+        return None
