@@ -47,7 +47,10 @@ def layer_skip_command(
     Every trial decodes the prompts speculatively and measures tokens per second.  Ctrl-C keeps the best set so far.
     """
     with json_only(as_json):
+        from foretoken.methods.drafters.own_layers import num_layers_of
+
         work = workload_of(common, prompts, new_tokens, max_prompts)
+        num_layers_of(work.target)
         outcome = _search(work, k, out, trials, resume)
         if not as_json:
             _print(outcome, work, out)
@@ -59,19 +62,16 @@ def workload_of(common: Common, prompts: Path | None, new_tokens: int, most: int
     """What trials decode: prompts of a file, or our own.
 
     Raises:
-        ValueError: no prompt that fits, a target without layers of its own or without a tokenizer, or a bad option.
+        ValueError: no prompt that fits, a target without a tokenizer, or a bad option.
     """
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.prompts import read_prompts
     from foretoken.lab.workload import Subject, Workload, fitting_prompts
     from foretoken.loading import load_tokenizer
-    from foretoken.methods.drafters.own_layers import num_layers_of
 
     SamplingParams(common.temperature)
     texts = read_prompts(prompts)
-    target = common.load_target()
-    num_layers_of(target)
-    subject = Subject(target, common.target, load_tokenizer(common.target))
+    subject = Subject(common.load_target(), common.target, load_tokenizer(common.target))
     ids = fitting_prompts(subject, texts, new_tokens, most)
     return Workload(subject, ids, new_tokens, common.temperature, common.seed or 0)
 

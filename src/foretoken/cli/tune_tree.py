@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.tune import workload_of
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.tree import TunedTree
@@ -66,21 +66,11 @@ def _tuned(
     max_nodes: int,
     max_depth: int,
 ) -> TunedTree:
-    from foretoken.core.sampling import SamplingParams
-    from foretoken.lab.prompts import read_prompts
     from foretoken.lab.tune import positional, tree
-    from foretoken.lab.workload import Subject, Workload, fitting_prompts
-    from foretoken.loading import load_tokenizer
     from foretoken.methods.drafters.heads import HeadsDrafter
 
-    SamplingParams(common.temperature)
-    texts = read_prompts(prompts)
-    target = common.load_target()
-    subject = Subject(target, common.target)
-    filler, chosen = _checked(spec, subject.drafter(spec), shape, common.temperature)
-    subject = replace(subject, tokenizer=load_tokenizer(common.target))
-    ids = fitting_prompts(subject, texts, new_tokens, most)
-    work = Workload(subject, ids, new_tokens, common.temperature)
+    work = workload_of(common, prompts, new_tokens, most)
+    filler, chosen = _checked(spec, work.subject.drafter(spec), shape, common.temperature)
     sizes = [size for size in tree.SIZES if size <= max_nodes]
     with screen(stderr=True).status("starting") as status:
         if isinstance(filler, HeadsDrafter):

@@ -163,21 +163,32 @@ def offered(path: Path) -> str | None:
         return None
     if (path / CONFIG).exists():
         try:
-            method = str(json.loads((path / CONFIG).read_text(encoding="utf-8"))["method"])
-            return f"{find('drafter', method).name}:{path}"
-        except (OSError, ValueError, KeyError, TypeError):
+            return f"{find('drafter', _method_of(path)).name}:{path}"
+        except ValueError:
             return None
     if path.is_dir():
         return f"model:{path}" if _is_something(path) and _foreign(path) is None else None
     return f"model:{path}" if path.suffix == ".gguf" else f"retrieval:{path}" if _begins_with_magic(path) else None
 
 
+def _method_of(folder: Path) -> str:
+    """What a folder that ``foretoken train`` or ``import`` wrote says that it is.
+
+    Raises:
+        ValueError: it says nothing.
+    """
+    try:
+        return str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["method"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{folder / CONFIG} is damaged: copy the folder again") from None
+
+
 def _trained(folder: Path, subject: Subject) -> Fit:
     """A drafter that ``foretoken train`` or ``import`` wrote; it says itself what it is."""
     try:
-        method = str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["method"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return Fit("", str(folder), False, f"{folder / CONFIG} is damaged: copy the folder again")
+        method = _method_of(folder)
+    except ValueError as error:
+        return Fit("", str(folder), False, str(error))
     try:
         row = find("drafter", method)
     except ValueError:

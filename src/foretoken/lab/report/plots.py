@@ -1,4 +1,4 @@
-"""The report's charts as PNG files for papers, drawn with matplotlib from the same data."""
+"""Charts as PNG files for papers, drawn with matplotlib from the same data as in the page."""
 
 from __future__ import annotations
 
@@ -42,17 +42,12 @@ def write_plots(run_file: Path, folder: Path, pdf: bool = False) -> list[Path]:
         ValueError: the run cannot be read, the folder cannot be written, or matplotlib is missing.
     """
     run = read_run(Path(run_file))
-    try:
-        from matplotlib import rc_context
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'foretoken[bench]'") from None
     folder = Path(folder)
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with rc_context(STYLE):
-            for name, charts in plots_of(run).items():
-                written += [_write(charts, folder / f"{name}{end}") for end in (".png", ".pdf")[: 1 + pdf]]
+        for name, charts in plots_of(run).items():
+            written += [write_charts(charts, folder / f"{name}{end}") for end in (".png", ".pdf")[: 1 + pdf]]
     except OSError as error:
         raise ValueError(f"plots cannot be written to {folder}: {error.strerror}") from None
     return written
@@ -76,6 +71,21 @@ def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
     found |= {name: [chart] for name, chart in single.items() if chart is not None}
     found |= {"".join(c if c.isalnum() else "_" for c in chart.title.lower()): [chart] for chart in figures.sweeps(run)}
     return {name: charts for name, charts in found.items() if charts}
+
+
+def write_charts(charts: Sequence[Chart], file: Path) -> Path:
+    """Draw charts beside and below each other into a PNG or PDF file, whole or not at all.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install 'foretoken[bench]'") from None
+    with rc_context(STYLE):
+        return _write(charts, file)
 
 
 def _write(charts: Sequence[Chart], file: Path) -> Path:
