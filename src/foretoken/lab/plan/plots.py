@@ -8,13 +8,13 @@ from pathlib import Path
 
 from foretoken.lab.plan.assumptions import Assumptions
 from foretoken.lab.plan.planner import Plan
-from foretoken.lab.report.charts import NEUTRAL, Guide, Lines, Series
+from foretoken.lab.report.charts import Guide, Lines, Series
 from foretoken.lab.report.plots import write_charts
 
 SHIFTS = (0.0, 0.1, 0.2, -0.1, -0.2)
 """Acceptances drawn: the plan's and these differences from it."""
 BATCHES = tuple(2**i for i in range(9))
-COSTS = 120
+COSTS = 33
 """Draft costs at which a line is worked out."""
 SPEEDUP = "speed-up over plain decoding"
 
@@ -26,7 +26,7 @@ def plot(plan: Plan, file: Path) -> None:
         ValueError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    write_charts([_against_k(plan), _against_c(plan), _against_batch(plan)], file)
+    write_charts([_against_k(plan), _against_c(plan), _against_batch(plan)], file, most_columns=3)
 
 
 def _against_k(plan: Plan) -> Lines:
@@ -59,7 +59,7 @@ def _against_c(plan: Plan) -> Lines:
     same = [(case.c, case.speedup(kept, batch)) for case in cases]
     return Lines(
         "What a slower drafter costs" + _at(batch), "c, cost of a draft step / cost of a target step", SPEEDUP,
-        [Series("best k at each c", best, NEUTRAL), Series(f"k = {kept} kept", same, NEUTRAL)],
+        [Series("best k at each c", best, 1), Series(f"k = {kept} kept", same, 0)],
         [_plain(0.0, last)], [(given.c, f"c = {given.c:.2g}", 0)],
     )  # fmt: skip
 

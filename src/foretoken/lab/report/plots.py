@@ -73,7 +73,7 @@ def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
     return {name: charts for name, charts in found.items() if charts}
 
 
-def write_charts(charts: Sequence[Chart], file: Path) -> Path:
+def write_charts(charts: Sequence[Chart], file: Path, most_columns: int = 2) -> Path:
     """Draw charts beside and below each other into a PNG or PDF file, whole or not at all.
 
     Raises:
@@ -85,13 +85,12 @@ def write_charts(charts: Sequence[Chart], file: Path) -> Path:
     except ImportError:
         raise ValueError("plots need matplotlib: pip install 'foretoken[bench]'") from None
     with rc_context(STYLE):
-        return _write(charts, file)
+        return _write(charts, file, min(most_columns, len(charts)))
 
 
-def _write(charts: Sequence[Chart], file: Path) -> Path:
+def _write(charts: Sequence[Chart], file: Path, columns: int) -> Path:
     from matplotlib.figure import Figure
 
-    columns = min(2, len(charts))
     rows = -(-len(charts) // columns)
     height = max(map(_height, charts))
     picture = Figure((columns * COLUMN * (1.0 if columns > 1 else 1.35), rows * height), layout="constrained")
