@@ -216,7 +216,7 @@ def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: 
 
 
 @dataclass(frozen=True)
-class Line:
+class TreeLine:
     """One node on a line of its own.
 
     Attributes:
@@ -232,7 +232,7 @@ class Line:
     why: str
 
 
-def lines_of(one: Round) -> list[Line]:
+def lines_of(one: Round) -> list[TreeLine]:
     """The tree of a round, the root first, every child below its parent; what was accepted comes first.
 
     Probes are left out, and so is what was never tried below a node that was not accepted.
@@ -247,18 +247,18 @@ def lines_of(one: Round) -> list[Line]:
     for below in children.values():
         below.sort(key=lambda n: n.status != "accepted")
     root = one.nodes[0]
-    return [Line("", visible(root.text), "root", ""), *_below(0, "", children)]
+    return [TreeLine("", visible(root.text), "root", ""), *_below(0, "", children)]
 
 
-def _below(index: int, indent: str, children: dict[int, list[Node]]) -> Sequence[Line]:
-    found: list[Line] = []
+def _below(index: int, indent: str, children: dict[int, list[Node]]) -> Sequence[TreeLine]:
+    found: list[TreeLine] = []
     below = children.get(index, [])
     for place, node in enumerate(below):
         is_last = place == len(below) - 1
         own = node.index < 0
         kind = node.why.split(":")[0] if own else node.status
         why = node.why if node.status == "rejected" else ""
-        found.append(Line(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, why))
+        found.append(TreeLine(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, why))
         if not own:
             found += _below(node.index, indent + ("   " if is_last else "│  "), children)
     return found

@@ -16,7 +16,7 @@ from foretoken.cli.options import Common, Json, given_options, with_common
 from foretoken.cli.output import check_out, json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.lab.tune.tuned import Job, Outcome, Row
+    from foretoken.lab.tune.tuned import Job, Outcome, TunedRow
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that SIGTERM has ended."""
@@ -206,7 +206,7 @@ class _Bar:
         """What comes next."""
         self._progress.update(self._task, description=text, completed=share, refresh=True)
 
-    def row(self, row: Row) -> None:
+    def row(self, row: TunedRow) -> None:
         """What a drafter did."""
         text = f"{row.speedup:5.2f}x  {row.tokens_per_round:4.2f} tokens a round  {row.way.drafter}"
         self._console.print(text, style="dim", soft_wrap=True)
@@ -251,6 +251,6 @@ def _print(outcome: Outcome, out: Path, model: str) -> None:
     console.print(f"foretoken generate {model} --profile {out}", soft_wrap=True)
 
 
-def _line(row: Row) -> str:
+def _line(row: TunedRow) -> str:
     figures = f"{row.speedup:8.2f}x {row.tokens_per_round:13.2f} {row.tokens:7}"
     return f"{figures}  {row.way.drafter} with {row.way.controller}{': ' * bool(row.why)}{row.why}"

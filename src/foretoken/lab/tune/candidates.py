@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.lab.tune.race import Round, Standing
+from foretoken.lab.tune.race import RaceRound, Standing
 
 NEAR = 0.995
 """Share of the best predicted speed at which a length counts as the best."""
@@ -74,7 +74,7 @@ class Candidate:
         return f"constant,k={self.depth}"
 
 
-def cost_of(rounds: Sequence[Round], depth: int, copies: bool) -> DrafterCost:
+def cost_of(rounds: Sequence[RaceRound], depth: int, copies: bool) -> DrafterCost:
     """What drafts of ``depth`` cost and promise, from the rounds that had room for them.
 
     A drafter with a network costs a step per level; one that copies text looks up once, whatever the length.
@@ -139,6 +139,6 @@ def why_not(candidate: Candidate, target: TargetCost, rest_s: float) -> str:
     return f"target calls grow with the draft: {nodes} nodes cost {target.relative(nodes):.2f} times one"
 
 
-def _roomy(rounds: Sequence[Round], depth: int) -> list[Round]:
+def _roomy(rounds: Sequence[RaceRound], depth: int) -> list[RaceRound]:
     """The rounds in which the answer had room for a whole draft; all, where there are none."""
     return [one for one in rounds if one.room > depth] or list(rounds)

@@ -31,7 +31,7 @@ FEWEST = 8
 """Tokens that an arm must have written before its speed says anything."""
 
 
-class Round(NamedTuple):
+class RaceRound(NamedTuple):
     """One round of one arm.
 
     Attributes:
@@ -60,7 +60,7 @@ class Racer(Protocol):
     def begin(self, prompt: Sequence[int]) -> None:
         """Take the next prompt."""
 
-    def advance(self) -> Round | None:
+    def advance(self) -> RaceRound | None:
         """Run one round; ``None`` when the answer has ended."""
 
     def cancel(self) -> None:
@@ -91,7 +91,7 @@ class EngineRacer:
             self._engine.controller.start_from(costs)
         self._options: dict[str, Any] = {"max_new_tokens": work.new_tokens, "temperature": work.temperature}
         self._new_tokens, self._room = work.new_tokens, work.new_tokens
-        self._seed, self._seen = work.seed, Round(0, 1, 0, 0, 0.0, 0.0)
+        self._seed, self._seen = work.seed, RaceRound(0, 1, 0, 0, 0.0, 0.0)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Take the next prompt."""
@@ -99,7 +99,7 @@ class EngineRacer:
             self._engine.add(self._llm.request(list(prompt), **self._options))
         self._seed, self._room = self._seed + 1, self._new_tokens
 
-    def advance(self) -> Round | None:
+    def advance(self) -> RaceRound | None:
         """Run one round; ``None`` when the answer has ended.
 
         Raises:
@@ -122,18 +122,18 @@ class EngineRacer:
         self, runs: Sequence[Running], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
     ) -> None:
         for tree, verdict in zip(trees, verdicts, strict=True):
-            self._seen = Round(0, len(tree), max(tree.depths), len(verdict.path), times.draft_s, times.total_s)
+            self._seen = RaceRound(0, len(tree), max(tree.depths), len(verdict.path), times.draft_s, times.total_s)
 
 
 def heat(
     racers: Sequence[Racer], prompt: Sequence[int], clock: Callable[[], float], until: float, most: int = 1 << 20
-) -> list[list[Round]]:
+) -> list[list[RaceRound]]:
     """Let all arms decode a prompt in turns; the rounds of each.
 
     They write to the end of their answers, ``most`` tokens, or until the clock says ``until``, and have then come about
     as far in the text as each other.
     """
-    laps: list[list[Round]] = [[] for _ in racers]
+    laps: list[list[RaceRound]] = [[] for _ in racers]
     written = [0] * len(racers)
     try:
         for racer in racers:
@@ -164,12 +164,12 @@ class Standing:
         texts: how many there were, ``differing`` those that were not the same as far as both went.
     """
 
-    own: list[Round] = field(default_factory=list)
-    plain: list[Round] = field(default_factory=list)
+    own: list[RaceRound] = field(default_factory=list)
+    plain: list[RaceRound] = field(default_factory=list)
     texts: int = 0
     differing: int = 0
 
-    def add(self, own: Sequence[Round], plain: Sequence[Round]) -> None:
+    def add(self, own: Sequence[RaceRound], plain: Sequence[RaceRound]) -> None:
         """One prompt more."""
         self.own += own
         self.plain += plain
@@ -203,13 +203,13 @@ class Standing:
         return self.measured <= TOLERANCE * self.tokens_per_round
 
 
-def tokens_per_s(rounds: Sequence[Round]) -> float:
+def tokens_per_s(rounds: Sequence[RaceRound]) -> float:
     """New tokens per second, without the pauses of the machine; 0 where there was no round."""
     seconds = sum(steady_s(rounds))
     return sum(one.written for one in rounds) / seconds if seconds > 0 else 0.0
 
 
-def steady_s(rounds: Sequence[Round]) -> list[float]:
+def steady_s(rounds: Sequence[RaceRound]) -> list[float]:
     """Seconds of rounds, none of which counts more than :data:`PAUSE` medians of those with as many nodes."""
     alike: dict[int, list[float]] = defaultdict(list)
     for one in rounds:

@@ -18,8 +18,8 @@ from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, why_not
 from foretoken.lab.tune.choices import copies_text, further, generous, likely, router_spec, sizes
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
-from foretoken.lab.tune.race import FEWEST, Racer, Round, Standing, heat, steady_s, tokens_per_s
-from foretoken.lab.tune.tuned import Job, Outcome, Row, Way
+from foretoken.lab.tune.race import FEWEST, Racer, RaceRound, Standing, heat, steady_s, tokens_per_s
+from foretoken.lab.tune.tuned import Job, Outcome, TunedRow, Way
 from foretoken.lab.workload import REFUSALS
 from foretoken.loading.measured.profile import measured_target
 from foretoken.methods.drafters.base import Drafter
@@ -51,7 +51,9 @@ Tell = Callable[[str, float], None]
 """Told what comes next, and the share of the time that is over."""
 
 
-def tune(job: Job, tell: Tell = lambda text, share: None, on_row: Callable[[Row], None] = lambda row: None) -> Outcome:
+def tune(
+    job: Job, tell: Tell = lambda text, share: None, on_row: Callable[[TunedRow], None] = lambda row: None
+) -> Outcome:
     """Find what pays; an interrupt ends the search early, with the answer so far.
 
     Args:
@@ -80,14 +82,14 @@ def tune(job: Job, tell: Tell = lambda text, share: None, on_row: Callable[[Row]
 class Search:
     """One search; :meth:`outcome` is the answer at any moment at which something was measured."""
 
-    def __init__(self, job: Job, tell: Tell, on_row: Callable[[Row], None]) -> None:
+    def __init__(self, job: Job, tell: Tell, on_row: Callable[[TunedRow], None]) -> None:
         self.job, self._tell, self._on_row = job, tell, on_row
         self.scouted: dict[str, Scouted] = {}
         self.finals: dict[Way, Standing] = {}
         self.skipped: dict[str, str] = {}
         self.interrupted = False
         self._curve, self._rest_s, self._token_s = TargetCost({1: 1.0, 2: 1.0}), 0.0, 0.0
-        self._plain_rounds: list[Round] = []
+        self._plain_rounds: list[RaceRound] = []
         self._decoded: set[int] = set()
         self._built: dict[str, Drafter] = {}
         self._started_s = job.clock()
@@ -130,9 +132,9 @@ class Search:
             self._curve = TargetCost({1: self._token_s, 2: self._token_s})
         self._rest_s = max(0.0, self._token_s - self._curve.of(1))
 
-    def _first_rounds(self) -> list[Round]:
+    def _first_rounds(self) -> list[RaceRound]:
         """Some rounds of plain decoding behind each answer's first two; several answers where they are short."""
-        rounds: list[Round] = []
+        rounds: list[RaceRound] = []
         for prompt in self.job.work.prompts:
             rounds += _warmed(self._plain, prompt, 2 * FEWEST)[2:]
             if len(rounds) >= FEWEST or self.job.clock() >= self._end_s:
@@ -186,7 +188,7 @@ class Search:
 
     def _heat(
         self, arms: Sequence[Racer], place: int, prompt: Sequence[int], until: float, most: int = 1 << 20
-    ) -> list[list[Round]]:
+    ) -> list[list[RaceRound]]:
         """The rounds of some arms on a prompt, and last those of plain decoding beside them."""
         *laps, plain = heat([*arms, self._plain], prompt, self.job.clock, until, most)
         self._plain_rounds += plain
@@ -322,19 +324,19 @@ class Search:
             "or more"
         )
 
-    def _scouted_row(self, one: Scouted) -> Row:
+    def _scouted_row(self, one: Scouted) -> TunedRow:
         way = Way(one.spec, f"constant,k={one.depth}")
         return self._row(way, one.standing, False, best_candidate(one, self._curve, self._rest_s))
 
-    def _final_row(self, way: Way, standing: Standing) -> Row:
+    def _final_row(self, way: Way, standing: Standing) -> TunedRow:
         one = self.scouted.get(way.drafter)
         candidate = None if one is None else best_candidate(one, self._curve, self._rest_s)
         return self._row(way, standing, True, candidate)
 
-    def _row(self, way: Way, standing: Standing, compared: bool, candidate: Candidate | None) -> Row:
+    def _row(self, way: Way, standing: Standing, compared: bool, candidate: Candidate | None) -> TunedRow:
         written = sum(one.written for one in standing.own)
         texts = (standing.texts, standing.differing)
-        row = Row(way, standing.speedup, standing.tokens_per_round, written, compared, "", *texts)
+        row = TunedRow(way, standing.speedup, standing.tokens_per_round, written, compared, "", *texts)
         if row.speedup > 1 or candidate is None:
             return row
         return replace(row, why=why_not(candidate, self._curve, self._rest_s))
@@ -359,7 +361,7 @@ class Search:
         gc.collect()  # a model and its lean forward hold each other
 
 
-def _warmed(arm: Racer, prompt: Sequence[int], count: int = 2) -> list[Round]:
+def _warmed(arm: Racer, prompt: Sequence[int], count: int = 2) -> list[RaceRound]:
     """A few rounds, which are not counted: what is done once is no cost."""
     arm.begin(prompt)
     try:
@@ -380,7 +382,7 @@ def _contradiction(standing: Standing) -> str:
     )
 
 
-def _chosen(rows: Sequence[Row]) -> Way | None:
+def _chosen(rows: Sequence[TunedRow]) -> Way | None:
     """The fastest way, or ``auto`` where it is about as fast; ``None`` where plain decoding is faster."""
     best = max(rows, key=lambda row: row.speedup)
     if best.speedup < PAYS:

@@ -65,7 +65,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class TunedRow:
     """What one way did.
 
     Attributes:
@@ -110,7 +110,7 @@ class Outcome:
 
     job: Job
     costs: RoundCosts
-    rows: Sequence[Row]
+    rows: Sequence[TunedRow]
     chosen: Way | None
     skipped: dict[str, str] = field(default_factory=dict)
     plain_tokens_per_s: float = 0.0
