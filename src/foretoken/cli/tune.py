@@ -66,12 +66,11 @@ def workload_of(common: Common, prompts: Path | None, new_tokens: int, most: int
     """
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.prompts import read_prompts
-    from foretoken.lab.workload import Subject, Workload, fitting_prompts
-    from foretoken.loading import load_tokenizer
+    from foretoken.lab.workload import Workload, fitting_prompts
 
     SamplingParams(common.temperature)
     texts = read_prompts(prompts)
-    subject = Subject(common.load_target(), common.target, load_tokenizer(common.target))
+    subject = common.subject()
     ids = fitting_prompts(subject, texts, new_tokens, most)
     return Workload(subject, ids, new_tokens, common.temperature, common.seed or 0)
 

@@ -124,8 +124,7 @@ def _job(
     from foretoken.lab.prompts import load_prompts, prompts_of_kind
     from foretoken.lab.tune.choices import parse_names
     from foretoken.lab.tune.tuned import Job
-    from foretoken.lab.workload import Subject, Workload, fitting_prompts
-    from foretoken.loading import load_tokenizer
+    from foretoken.lab.workload import Workload, fitting_prompts
     from foretoken.loading.measured.busy import settle_threads
 
     common.check()
@@ -133,11 +132,10 @@ def _job(
     chosen = parse_names(names) if names else []
     loaded = None if prompts is None else load_prompts(prompts)
     offers = _offers(common, folders)
-    target = common.load_target()
+    subject = common.subject()
+    target = subject.target
     if (told := settle_threads(target)) is not None:
         print(f"warning: {told}", file=sys.stderr)
-    device = None if common.device == "auto" else common.device
-    subject = Subject(target, common.target, load_tokenizer(common.target), device=device)
     ids = fitting_prompts(subject, loaded or prompts_of_kind(subject.tokenizer), new_tokens, most)
     target.eos_token_ids |= frozenset(end for end in turn_ends(subject.tokenizer) if end < target.vocab_size)
     work = Workload(subject, ids, new_tokens, common.temperature, common.seed or 0)

@@ -74,7 +74,7 @@ class Speed:
     @classmethod
     def over(cls, stats: Sequence[SpecStats]) -> Speed:
         """Of one run per prompt: the median speed, the acceptance of all prompts together."""
-        total = merged(stats)
+        total = SpecStats.summed(stats)
         return cls(median(one.tokens_per_s for one in stats), total.acceptance_rate, total.mean_acceptance_length)
 
 
@@ -107,14 +107,6 @@ class Workload:
         options = Options(max_new_tokens=self.new_tokens, temperature=self.temperature, ignore_eos=True)
         with unseeded_from(self.seed):
             return Speed.over([llm.generate(list(prompt), **options).stats for prompt in self.prompts])
-
-
-def merged(stats: Sequence[SpecStats]) -> SpecStats:
-    """Counts and times of several requests together."""
-    total = SpecStats()
-    for one in stats:
-        total.merge(one)
-    return total
 
 
 def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens: int, most: int) -> list[list[int]]:

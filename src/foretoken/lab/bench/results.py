@@ -251,21 +251,19 @@ def round_costs(results: Sequence[UnitResult], arms: Sequence[str], target: Targ
 
 
 def _stats(results: Sequence[UnitResult]) -> SpecStats:
-    total = SpecStats()
-    for r in results:
-        total.merge(
-            SpecStats(
-                num_drafts=r.drafts or 0,
-                num_draft_tokens=r.drafted,
-                num_accepted_tokens=r.accepted,
-                num_accepted_tokens_per_pos=list(r.per_pos),
-                num_new_tokens=r.decoded,
-                draft_s=r.draft_s or 0.0,
-                target_s=r.target_s or 0.0,
-                verify_s=r.verify_s or 0.0,
-            )
+    return SpecStats.summed(
+        SpecStats(
+            num_drafts=r.drafts or 0,
+            num_draft_tokens=r.drafted,
+            num_accepted_tokens=r.accepted,
+            num_accepted_tokens_per_pos=list(r.per_pos),
+            num_new_tokens=r.decoded,
+            draft_s=r.draft_s or 0.0,
+            target_s=r.target_s or 0.0,
+            verify_s=r.verify_s or 0.0,
         )
-    return total
+        for r in results
+    )
 
 
 def positions(results: Sequence[UnitResult]) -> list[float]:

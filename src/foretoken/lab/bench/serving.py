@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from foretoken.engine.stats import SpecStats
 from foretoken.lab.bench.arms import Arm, Shared, Unit
 from foretoken.lab.bench.record import RoundRecorder
 from foretoken.lab.bench.results import Setting, UnitResult
@@ -85,14 +86,7 @@ class OwnArm:
         """Serve the unit's prompts as one batch."""
         self.recorder.start(tracing)
         runs, spent = self._serve(unit, setting[0])
-        prefill_s = sum(run.stats.prefill_s for run in runs)
-        outputs = [list(run.output) for run in runs]
-        per_pos: list[int] = []
-        for run in runs:
-            counts = run.stats.num_accepted_tokens_per_pos
-            per_pos.extend([0] * (len(counts) - len(per_pos)))
-            for i, count in enumerate(counts):
-                per_pos[i] += count
+        total, outputs = SpecStats.summed(run.stats for run in runs), [list(run.output) for run in runs]
         recorder = self.recorder
         return UnitResult(
             arm=self.name,
@@ -102,13 +96,13 @@ class OwnArm:
             unit=unit.number,
             prompts=list(unit.prompts),
             outputs=outputs,
-            seconds=max(spent - prefill_s, 1e-9),
+            seconds=max(spent - total.prefill_s, 1e-9),
             decoded=sum(map(len, outputs)),
-            prefill_s=prefill_s,
-            drafts=sum(run.stats.num_drafts for run in runs),
-            drafted=sum(run.stats.num_draft_tokens for run in runs),
-            accepted=sum(run.stats.num_accepted_tokens for run in runs),
-            per_pos=per_pos,
+            prefill_s=total.prefill_s,
+            drafts=total.num_drafts,
+            drafted=total.num_draft_tokens,
+            accepted=total.num_accepted_tokens,
+            per_pos=total.num_accepted_tokens_per_pos,
             draft_s=recorder.draft_s,
             target_s=recorder.target_s,
             verify_s=recorder.verify_s,
