@@ -44,7 +44,7 @@ class Subject:
     device: Any = None
     allow_lossy: bool = False
 
-    def drafter(self, spec: str) -> Drafter | None:
+    def drafter(self, spec: str | None) -> Drafter | None:
         """The drafter of a spec; ``None`` for plain decoding.
 
         Raises:
