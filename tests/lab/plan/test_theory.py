@@ -150,8 +150,8 @@ def test_the_speed_up_is_theorem_3_8(alpha: float, c: float) -> None:
     for k in range(1, 12):
         closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1))
         assert Assumptions(alpha, c).speedup(k) == pytest.approx(closed)
-        dear = Assumptions(alpha, c, 0.2, lambda nodes, batch=1: 1.5 if nodes > 1 else 1.0)
-        assert dear.speedup(k) == pytest.approx(closed * (k * c + 1) / (k * c + 1.7))
+        expensive = Assumptions(alpha, c, 0.2, lambda nodes, batch=1: 1.5 if nodes > 1 else 1.0)
+        assert expensive.speedup(k) == pytest.approx(closed * (k * c + 1) / (k * c + 1.7))
     assert Assumptions(alpha, c).speedup(1) == pytest.approx((1 + alpha) / (1 + c))  # corollary 3.9
     assert Assumptions(alpha, c, 3.0).speedup(0) == 1.0
 
