@@ -57,6 +57,22 @@ def test_the_nodes_are_spread_over_a_batch() -> None:
     assert target.opened == 0
 
 
+def test_trees_are_scored_in_their_shape() -> None:
+    class Shaped(Clocked):
+        parents: list[Sequence[int] | None]
+
+        def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+            self.parents += [feed.parents for feed in feeds]
+            return super().forward(feeds, taps)
+
+    target = Shaped()
+    target.parents = []
+    cost = measure_target(target, [1, 2], counts=(1, 4), repeats=1, shapes=[[-1, 0, 0, 1]])
+    _, *calls = target.parents  # the first one is the prefill
+    assert calls == [None, [-1, 0, 0, 1]] * 2
+    assert cost.seconds == pytest.approx({1: 0.003, 4: 0.006})
+
+
 def test_counts_past_the_context_are_left_out() -> None:
     cost = measure_target(Clocked(context_length=12), list(range(4)) * 5, counts=(1, 6, 7), repeats=1)
     assert list(cost.seconds) == [1, 6]  # half of the context is text
