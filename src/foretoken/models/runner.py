@@ -250,9 +250,12 @@ class TreeRunner(ModuleModel):
     def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
         """Append provisional nodes, run by a part of the network; remember where nodes can go on from.
 
+        A window that begins above the first layer goes on from the ``states`` [n, D] of its feeds, which are guesses:
+        nothing of such nodes is kept, and the layers outside the window have no keys and values of them.
+
         Raises:
-            ValueError: a plan that does not fit the model or the nodes that are there, an unknown tap, or two feeds
-                for one sequence.
+            ValueError: a plan that does not fit the model or the nodes that are there, no states for a window above
+                the first layer, an unknown tap, or two feeds for one sequence.
             CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
@@ -261,15 +264,19 @@ class TreeRunner(ModuleModel):
             self.forwards.check(plan)
             self._checked_plans.add(plan)
         end = plan.end(self.num_layers)
+        inputs = [feed.states for feed in feeds if feed.states is not None] if plan.start else []
+        if plan.start and len(inputs) < len(feeds):
+            raise ValueError(f"layers from {plan.start} on need the states that they go on from")
         # Behind the last layer there is nothing to go on with: such nodes are stated anew, like those that skipped.
-        reached = 0 if plan.skip_attention or plan.skip_mlp or end == self.num_layers else end
+        skips = plan.start or plan.skip_attention or plan.skip_mlp
+        reached = 0 if skips or end == self.num_layers else end
         for feed in feeds:
             sequence = feed.sequence
             if sequence.scratch_tokens and (not sequence.provisional or sequence.exit_layer != reached):
                 raise ValueError("the scratch nodes were run by other layers: commit or drop them first")
             sequence.provisional, sequence.exit_layer = True, reached
         exit_tap = f"layer:{reached}"
-        results = self._whole(feeds, (*taps, exit_tap) if reached and exit_tap not in taps else taps, plan)
+        results = self._whole(feeds, (*taps, exit_tap) if reached and exit_tap not in taps else taps, plan, inputs)
         if reached:
             for feed, rows in zip(feeds, results, strict=True):
                 feed.sequence.exit_states.extend(rows.taps[exit_tap])
