@@ -19,6 +19,7 @@ from foretoken.methods.drafters.jump import JumpDrafter
 from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models.base import CapabilityError, Feed
+from foretoken.models.forward.heads import draft_head
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
@@ -127,8 +128,11 @@ def test_a_predictor_without_fault_drafts_what_the_target_writes(temperature: fl
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("shape", [{}, {"inner": 5}, {"readout": False}], ids=str)
-def test_the_distribution_is_the_one_that_was_drawn_from(window: tuple[int, int, int], shape: dict[str, Any]) -> None:
+def test_the_distribution_is_the_one_that_was_drawn_from(
+    window: tuple[int, int, int], shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every stored row, computed by the recipe's own rollout: what is trained is what drafts."""
+    monkeypatch.setattr(draft_head, "pays_packed", lambda weight: False)  # bfloat16 is not what is looked at
     target = model()
     net = net_for(target, window, **shape)
     parts = TargetParts(target)
@@ -150,7 +154,7 @@ def test_the_distribution_is_the_one_that_was_drawn_from(window: tuple[int, int,
                 states = recipe.rollout(batch, torch.tensor([[root]]))[-1][1]
                 logits = recipe.draft_logits(states[0])
             wanted = context.maker.distribution(logits[0], text)
-            assert torch.allclose(tree.q[tree.q_rows[node]], wanted.to(tree.q), atol=1e-4)
+            assert torch.allclose(tree.q[tree.q_rows[node]], wanted.to(tree.q), atol=1e-5)
         target.release(context.sequence)
 
 
@@ -183,7 +187,7 @@ def test_the_verification_rewrites_what_was_drafted() -> None:
 def test_families_write_what_they_write_alone(name: str, window: tuple[int, int, int]) -> None:
     network = new_model(name, num_hidden_layers=LAYERS).double()
     requests = [Request(p, SamplingParams(), 14, seed=i, ignore_eos=True) for i, p in enumerate(PROMPTS)]
-    plain = outputs(serve(engine(HuggingFaceModel(network), max_batch=3), requests))
+    plain = outputs(engine(HuggingFaceModel(network), max_batch=3), requests)
     target = HuggingFaceModel(network)
     runs = serve(engine(target, drafter_for(target, net_for(target, window), tree="2x1x1"), max_batch=3), requests)
     assert outputs(runs) == plain and sum(run.stats.num_draft_tokens for run in runs) > 0
