@@ -20,7 +20,7 @@ from foretoken.models.network.call import Call, Forward, inputs_of, padded_state
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.network.taps import check_taps
-from foretoken.models.provisional import comes_before, keep_common, without_first
+from foretoken.models.provisional import comes_before, keep_common, layer_reached, window_inputs, without_first
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -250,12 +250,11 @@ class TreeRunner(ModuleModel):
     def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
         """Append provisional nodes, run by a part of the network; remember where nodes can go on from.
 
-        A window that begins above the first layer goes on from the ``states`` [n, D] of its feeds, which are guesses:
-        nothing of such nodes is kept, and the layers outside the window have no keys and values of them.
+        Above the first layer nodes go on from the ``states`` [n, D] of their feeds; nothing is kept of such nodes.
 
         Raises:
-            ValueError: a plan that does not fit the model or the nodes that are there, no states for a window above
-                the first layer, an unknown tap, or two feeds for one sequence.
+            ValueError: a plan that does not fit the model, the nodes that are there or the states that are handed in,
+                an unknown tap, or two feeds for one sequence.
             CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
@@ -263,15 +262,8 @@ class TreeRunner(ModuleModel):
         if plan not in self._checked_plans:  # a draft runs the same plan at every step
             self.forwards.check(plan)
             self._checked_plans.add(plan)
-        end = plan.end(self.num_layers)
-        inputs = [feed.states for feed in feeds if feed.states is not None] if plan.start else []
-        if plan.start and len(inputs) < len(feeds):
-            raise ValueError(f"layers from {plan.start} on need the states that they go on from")
-        # Behind the last layer there is nothing to go on with: such nodes are stated anew, like those that skipped.
-        skips = plan.start or plan.skip_attention or plan.skip_mlp
-        reached = 0 if skips or end == self.num_layers else end
-        for feed in feeds:
-            sequence = feed.sequence
+        inputs, reached = window_inputs(feeds, plan), layer_reached(plan, self.num_layers)
+        for sequence in (feed.sequence for feed in feeds):
             if sequence.scratch_tokens and (not sequence.provisional or sequence.exit_layer != reached):
                 raise ValueError("the scratch nodes were run by other layers: commit or drop them first")
             sequence.provisional, sequence.exit_layer = True, reached

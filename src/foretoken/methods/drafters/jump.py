@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Context
-from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.base import BuildContext, share_of_bytes
 from foretoken.methods.drafters.features import load_frequent, load_net
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
@@ -77,6 +77,11 @@ class JumpDrafter(OwnLayersDrafter):
         net, parts = load_net(context, cls.name, path, JumpConfig, JumpNet)
         head = load_frequent(context, cls.name, path, parts, vocab)
         return cls(context.target, net, head=head, **options)
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The share of the layers that runs, with the predictor's weights."""
+        own = sum(weight.numel() * weight.element_size() for weight in self.net.parameters())
+        return super().cost_beside(target_bytes) + (share_of_bytes(own, target_bytes) if target_bytes else 0.0)
 
     def finish(self, context: Context) -> None:
         """Forget the states of the last draft; the target's sequence belongs to the engine."""

@@ -31,7 +31,7 @@ class Windows:
         tokens: texts [b, n].
         columns: places [b, R]: chain j sees the text before this column, and begins with the token in it.
         plan: the layers that draft.
-        cache: keys and values of the text in the layers below ``plan.stop``.
+        cache: keys and values of the text in the layers of the window.
     """
 
     def __init__(self, model: HuggingFaceModel, tokens: Tensor, columns: Tensor, plan: LayerPlan, cache: Any) -> None:
@@ -67,8 +67,11 @@ def _chains(length: int, columns: Sequence[int], steps: int) -> RowPlan:
 
 
 @contextmanager
-def windows(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, plan: LayerPlan) -> Iterator[Windows]:
-    """Read texts [b, n] without gradient up to the window's last layer, and draft below ``columns`` [b, R] inside.
+def windows(
+    model: HuggingFaceModel, tokens: Tensor, states: Tensor, columns: Tensor, plan: LayerPlan
+) -> Iterator[Windows]:
+    """Let the window read texts [b, n], from their states [b, n, D] at ``plan.start`` and without gradient, and draft
+    below ``columns`` [b, R] inside the block.
 
     A float32 target runs under the caller's autocast, another one as it is.
     """
@@ -77,6 +80,6 @@ def windows(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, plan: Laye
     text = RowPlan(0, range(-1, n - 1), range(n), n)
     as_is = nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
     with as_is, switched_attention(model.forwards):
-        with torch.no_grad(), running(model.model, LayerPlan(stop=plan.stop)):
+        with torch.no_grad(), running(model.model, plan, states.to(model.dtype)):
             run_nodes(model.forwards, tokens, [text] * len(tokens), cache)
         yield Windows(model, tokens, columns, plan, cache)

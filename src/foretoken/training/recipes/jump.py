@@ -134,9 +134,9 @@ class JumpRecipe(Recipe):
         """By step the states [b, R, D] that are predicted at layer ``start``, and those behind layer ``stop``, of the
         tokens at ``columns`` [b, R] and behind them."""
         config, ends, read = self.config, f"layer:{self.config.stop}", f"layer:{self.config.state}"
-        state = at_rows(batch.taps[read].float(), columns - 1)
-        found = []
-        with windows(self.model, batch.tokens[:, :-1], columns, LayerPlan(start=config.start, stop=config.stop)) as run:
+        state, true = at_rows(batch.taps[read].float(), columns - 1), batch.taps[f"layer:{config.start}"]
+        plan, found = LayerPlan(start=config.start, stop=config.stop), []
+        with windows(self.model, batch.tokens[:, :-1], true, columns, plan) as run:
             for step in range(config.steps):
                 embedded = self.parts.embedding(batch.tokens.gather(1, columns + step))
                 predicted = self.net(embedded, state)

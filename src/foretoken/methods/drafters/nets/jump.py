@@ -26,7 +26,9 @@ class JumpConfig:
         start: m: layers that a draft leaves out at the bottom; their output is predicted.
         stop: r: the layer behind which a draft is read out.
         state: u: the layer whose state of the token before is read, from ``start`` to ``stop``.
-        inner: width of a gated branch beside the linear one; 0: none.
+        width: how many numbers the linear maps go through, the predictor's (half of them from the state, half from the
+            embedding) and the readout's; 0: as many as a state has.
+        inner: width of a gated branch beside the predictor's linear one; 0: none.
         readout: whether a linear map stands between layer ``stop`` and the final norm.
 
     Raises:
@@ -37,6 +39,7 @@ class JumpConfig:
     start: int
     stop: int
     state: int
+    width: int = 0
     inner: int = 0
     readout: bool = True
 
@@ -47,6 +50,8 @@ class JumpConfig:
             raise ValueError(f"jump needs 1 <= start < stop, not start={self.start} and stop={self.stop}")
         if not self.start <= self.state <= self.stop:
             raise ValueError(f"jump needs state from start={self.start} to stop={self.stop}, not {self.state}")
+        if self.width < 0 or self.width % 2:
+            raise ValueError(f"jump needs an even width from 0 on, not {self.width}")
         if self.inner < 0:
             raise ValueError(f"jump needs inner >= 0, not {self.inner}")
 
@@ -72,18 +77,20 @@ class JumpNet(nn.Module):
         super().__init__()
         self.config = config
         size = config.hidden_size
-        self.state_proj = nn.Linear(size, size // 2, bias=False)
-        self.embed_proj = nn.Linear(size, size // 2, bias=False)
-        self.skip = nn.Linear(size, size, bias=False)
-        nn.init.normal_(self.skip.weight, std=SMALL / size**0.5)
-        self.gate_proj = nn.Linear(size, config.inner, bias=False) if config.inner else None
-        self.up_proj = nn.Linear(size, config.inner, bias=False) if config.inner else None
+        width = config.width or size
+        self.state_proj = nn.Linear(size, width // 2, bias=False)
+        self.embed_proj = nn.Linear(size, width // 2, bias=False)
+        self.skip = nn.Linear(width, size, bias=False)
+        nn.init.normal_(self.skip.weight, std=SMALL / width**0.5)
+        self.gate_proj = nn.Linear(width, config.inner, bias=False) if config.inner else None
+        self.up_proj = nn.Linear(width, config.inner, bias=False) if config.inner else None
         self.down_proj = nn.Linear(config.inner, size, bias=False) if config.inner else None
         if self.down_proj is not None:
             nn.init.normal_(self.down_proj.weight, std=SMALL / config.inner**0.5)
         self.gain = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size))
-        self.readout = nn.Linear(size, size, bias=False) if config.readout else None
+        self.narrow = nn.Linear(size, width, bias=False) if config.readout and width != size else None
+        self.readout = nn.Linear(width, size, bias=False) if config.readout else None
         if self.readout is not None:
             nn.init.zeros_(self.readout.weight)
 
@@ -106,7 +113,7 @@ class JumpNet(nn.Module):
         if self.readout is None:
             return states
         wide = states.float()
-        found: Tensor = wide + self.readout(wide)
+        found: Tensor = wide + self.readout(wide if self.narrow is None else self.narrow(wide))
         return found
 
 
