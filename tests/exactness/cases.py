@@ -145,9 +145,9 @@ def kangaroo(target: LanguageModel, few: bool = False, **options: Any) -> Kangar
     return made
 
 
-def jump(target: LanguageModel, few: bool = False, state: int = 2, **options: Any) -> JumpDrafter:
+def jump(target: LanguageModel, few: bool = False, state: int = 2, width: int = 0, **options: Any) -> JumpDrafter:
     """A random predictor of what is behind the target's first layer; the second one drafts."""
-    net = random_weights(JumpNet(JumpConfig(TargetParts(target).hidden_size, 1, 2, state, inner=6)))
+    net = random_weights(JumpNet(JumpConfig(TargetParts(target).hidden_size, 1, 2, state, width, inner=6)))
     return JumpDrafter(target, net, head=few_tokens(target, first=0) if few else None, **options)
 
 
@@ -688,7 +688,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "jump": [
         Case("chain", lambda target, draft: jump(target, k=3), network=True),
-        Case("own-state", lambda target, draft: jump(target, state=1, k=3), network=True),
+        Case("own-state", lambda target, draft: jump(target, state=1, width=4, k=3), network=True),
         Case("wor-tree", lambda target, draft: jump(target, tree="2x2x1"), network=True),
         Case("few", lambda target, draft: jump(target, few=True, k=3), network=True),
     ],

@@ -18,6 +18,7 @@ from foretoken.loading import build_drafter
 from foretoken.methods.drafters.jump import JumpDrafter
 from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.methods.drafters.nets.store import save_drafter
+from foretoken.models import runner
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.forward.heads import draft_head
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -34,6 +35,7 @@ LAYERS = 5
 PROMPTS = [prompt_of(9), prompt_of(1, seed=1), prompt_of(17, seed=2), prompt_of(4, seed=3)]
 WINDOWS = [(2, 3, 3), (2, 4, 3), (2, 4, 2), (3, 5, 5), (1, 5, 1)]
 """(start, stop, state)"""
+SHAPES: list[dict[str, Any]] = [{}, {"inner": 5}, {"readout": False}, {"width": 6}, {"width": 4, "inner": 3}]
 
 
 def model(name: str = "llama", lean: bool = True) -> HuggingFaceModel:
@@ -104,8 +106,9 @@ def test_a_window_on_true_states_is_the_whole_network(lean: bool) -> None:
     parts = target.forward_part(feeds, LayerPlan(start=2), ("layer:4",))
     for row, part in zip(whole, parts, strict=True):
         assert torch.allclose(row.logits, part.logits, atol=1e-10)
-    with pytest.raises(ValueError, match="layers from 2 on need the states"):
-        target.forward_part([replace(feeds[0], states=None)], LayerPlan(start=2))
+    for states in (None, whole[0].taps["layer:2"][:1]):
+        with pytest.raises(ValueError, match="layers from 2 on need the states that they go on from, one per token"):
+            target.forward_part([replace(feeds[0], states=states)], LayerPlan(start=2))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -126,8 +129,7 @@ def test_a_predictor_without_fault_drafts_what_the_target_writes(temperature: fl
     assert run.stats.num_draft_tokens == run.stats.num_accepted_tokens >= 12
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("shape", [{}, {"inner": 5}, {"readout": False}], ids=str)
+@pytest.mark.parametrize(("window", "shape"), zip(WINDOWS, SHAPES, strict=True), ids=str)
 def test_the_distribution_is_the_one_that_was_drawn_from(
     window: tuple[int, int, int], shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +192,16 @@ def test_families_write_what_they_write_alone(name: str, window: tuple[int, int,
     plain = outputs(engine(HuggingFaceModel(network), max_batch=3), requests)
     target = HuggingFaceModel(network)
     runs = serve(engine(target, drafter_for(target, net_for(target, window), tree="2x1x1"), max_batch=3), requests)
-    assert outputs(runs) == plain and sum(run.stats.num_draft_tokens for run in runs) > 0
+    assert [run.output for run in runs] == plain and sum(run.stats.num_draft_tokens for run in runs) > 0
+
+
+def test_going_on_from_guesses_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted mistake: the verification goes on from where the draft ended, as it does behind an early exit."""
+    monkeypatch.setattr(runner, "layer_reached", lambda plan, num_layers: plan.end(num_layers))
+    requests = [Request(p, SamplingParams(), 14, seed=i, ignore_eos=True) for i, p in enumerate(PROMPTS)]
+    target = model()
+    plain = outputs(engine(target, max_batch=2), requests)
+    assert outputs(engine(target, drafter_for(target, k=3), max_batch=2), requests) != plain
 
 
 def test_a_round_costs_one_layer_a_draft() -> None:
@@ -216,7 +227,7 @@ def recipe_for(settings: dict[str, str]) -> JumpRecipe:
     return recipe
 
 
-@pytest.mark.parametrize("settings", [{"steps": "3"}, {"steps": "2", "inner": "8", "state": "1"}], ids=str)
+@pytest.mark.parametrize("settings", [{"steps": "3"}, {"inner": "8", "state": "1"}, {"width": "4"}], ids=str)
 def test_every_weight_is_trained(settings: dict[str, str]) -> None:
     recipe = recipe_for(settings)
     tokens = torch.randint(32, (2, 13), generator=torch.Generator().manual_seed(3))
@@ -238,6 +249,7 @@ def test_layers_by_default_and_by_setting() -> None:
         ({"state": "1"}, "state from start=3 to stop=4, not 1"),
         ({"steps": "0"}, "steps >= 1"),
         ({"inner": "-1"}, "inner >= 0, not -1"),
+        ({"width": "3"}, "an even width from 0 on, not 3"),
         ({"hidden_size": "4"}, "unknown setting"),
     ):
         with pytest.raises(ValueError, match=words):
