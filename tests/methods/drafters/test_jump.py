@@ -129,7 +129,7 @@ def test_a_predictor_without_fault_drafts_what_the_target_writes(temperature: fl
     assert run.stats.num_draft_tokens == run.stats.num_accepted_tokens >= 12
 
 
-@pytest.mark.parametrize(("window", "shape"), zip(WINDOWS, SHAPES, strict=True), ids=str)
+@pytest.mark.parametrize(("window", "shape"), list(zip(WINDOWS, SHAPES, strict=True)), ids=str)
 def test_the_distribution_is_the_one_that_was_drawn_from(
     window: tuple[int, int, int], shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
