@@ -59,7 +59,7 @@ class JumpDrafter(OwnLayersDrafter):
         self.parts = TargetParts(target)
         config.check(layers, int(self.parts.embed.weight.shape[1]))
         super().__init__(target, LayerPlan(start=config.start, stop=config.stop), k, tree, draw)
-        self.net = net
+        self.net = net.to(self.parts.device)
         self.taps = (f"layer:{config.state}",)
         self.ends = f"layer:{config.stop}"
         # A target without a final norm is refused here, and not in the first round.
