@@ -43,7 +43,7 @@ PLACES = (
           ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "pass_tokens")),
     Place("Self-drafting: a cheaper form of the target", "产生草稿 · Self-Drafting（Early-Exiting、Layer-Skipping 等）",
           "The target guesses with fewer layers, fewer bits or less context.", "drafter",
-          ("early_exit", "layer_skip", "swift", "kangaroo", "quantized", "sparse_kv")),
+          ("early_exit", "layer_skip", "swift", "kangaroo", "jump", "quantized", "sparse_kv")),
     Place("Retrieval", "产生草稿 · 基于检索的方法",
           "Text that was seen before is copied; no network is run.", "drafter",
           ("ngram", "ngram_cache", "suffix", "sam", "recycling", "retrieval", "prediction", "known")),
