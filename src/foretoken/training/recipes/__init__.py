@@ -21,6 +21,7 @@ RECIPES = {
     "dflash": "DflashRecipe",
     "dflash2": "Dflash2Recipe",
     "dspark": "DsparkRecipe",
+    "uno": "UnoRecipe",
 }
 """Method -> class in the module of the same name."""
 
