@@ -108,7 +108,10 @@ def test_texts_that_are_too_short() -> None:
         recipe.loss(toy_batch(recipe, 6), torch.Generator())
 
 
-LEARNT = {"peagle": {"places": "3", "num_layers": "1", "draft_vocab": "0"}}
+LEARNT = {
+    "peagle": {"places": "3", "num_layers": "1", "draft_vocab": "0"},
+    "uno": {"places": "3", "rank": "8"},
+}
 """Settings of recipes without blocks."""
 
 # -- learning ----------------------------------------------------------------------------------------------------------
