@@ -696,7 +696,11 @@ CASES: dict[str, list[Case]] = {
     "uno": [
         Case("drawn", lambda target, draft: uno(target), network=True),
         Case("points", lambda target, draft: uno(target, draw="greedy"), network=True),
-        Case("chain", lambda target, draft: uno(target, shape={"noise": "mask", "mask_token": 2}, width=1, k=3), network=True),
+        Case(
+            "chain",
+            lambda target, draft: uno(target, shape={"noise": "mask", "mask_token": 2}, width=1, k=3),
+            network=True,
+        ),
         Case("wor-tree", lambda target, draft: uno(target, draw="without_replacement", tree="1x2x2"), network=True),
         Case("wor-default", lambda target, draft: uno(target, draw="without_replacement"), network=True),
         Case("few", lambda target, draft: uno(target, few=True), network=True),

@@ -21,7 +21,7 @@ from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.methods.drafters.router import RouterDrafter
-from foretoken.methods.drafters.uno import UnoDrafter, paying_places
+from foretoken.methods.drafters.uno import UnoDrafter, paying_rows
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
@@ -84,7 +84,8 @@ def test_without_updates_rows_say_what_the_target_says_of_noise(lean: bool) -> N
     text, noise = [3, 1, 4, 1, 5], [9, 2, 6]
     with torch.no_grad():
         wanted = llama()(input_ids=torch.tensor([[*text, *noise]])).logits[0, -4:]
-    torch.testing.assert_close(drafted_logits(target, net_for(target, size=0.0), text, noise), wanted, rtol=0, atol=1e-5)
+    found = drafted_logits(target, net_for(target, size=0.0), text, noise)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -210,7 +211,8 @@ def test_noise_that_stays_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPatc
     rightly = target.forward
 
     def kept(feeds: Any, taps: Any = ()) -> Any:
-        return rightly(feeds, taps) if feeds[0].sequence.num_slots < 11 else target.forward_part(feeds, drafter.model.plan)
+        reads = feeds[0].sequence.num_slots < 9
+        return rightly(feeds, taps) if reads else target.forward_part(feeds, drafter.model.plan)
 
     monkeypatch.setattr(target, "forward", kept)
     monkeypatch.setattr(type(target), "commit", _commit_anything)
@@ -319,7 +321,8 @@ def test_noise_is_a_function_of_the_position() -> None:
 def test_budgets_and_the_end_of_the_context() -> None:
     target = HuggingFaceModel(llama(context=12))
     drafter = drafter_for(target, width=1)
-    depths = [len(drafter.propose(context_on(target, [1, 2, 3]), budget)) - 1 for budget in (Budget(2, 9), Budget(9, 3), Budget(9, 9))]
+    budgets = (Budget(2, 9), Budget(9, 3), Budget(9, 9))
+    depths = [len(drafter.propose(context_on(target, [1, 2, 3]), budget)) - 1 for budget in budgets]
     assert depths == [2, 3, 4]
     assert len(drafter.propose(context_on(target, list(range(11))), Budget(9, 9))) - 1 == 2
     assert len(drafter.propose(context_on(target, list(range(12))), Budget(9, 9))) - 1 == 1
@@ -340,11 +343,13 @@ def test_one_forward_drafts() -> None:
 
 
 def test_how_many_places_pay() -> None:
-    flat = lambda n: 1.0  # noqa: E731
-    assert paying_places([0.9, 0.9, 0.9], 4, flat) == 4
-    assert paying_places([0.9, 0.0, 0.9], 4, flat) == 2
-    assert paying_places([0.1, 0.1, 0.1], 4, lambda n: float(n)) == 1
-    steep = paying_places([0.5, 0.4, 0.3], 4, lambda n: 1 + 0.2 * n)
+    flat = dict.fromkeys(range(9), 1.0).__getitem__
+    assert paying_rows([0.9, 0.9, 0.9], 4, flat) == 4
+    assert paying_rows([0.9, 0.0, 0.9], 4, flat) == 2
+    assert paying_rows([0.1, 0.1, 0.1], 4, lambda n: float(n)) == 1
+    costs = {2: 1.05, 3: 1.1, 4: 1.15, 5: 1.2, 1: 1.0}
+    assert paying_rows([0.6, 0.4, 0.3], 4, costs.__getitem__) == 3  # the example of the page
+    steep = paying_rows([0.5, 0.4, 0.3], 4, lambda n: 1 + 0.2 * n)
     assert 1 <= steep < 4
     target = llamas()[0]
     drafter = drafter_for(target, draw="without_replacement", nodes=12)
@@ -360,7 +365,7 @@ def test_how_many_places_pay() -> None:
 @pytest.mark.parametrize("noise", ["random", "mask"])
 def test_training_sees_what_drafting_sees(noise: str) -> None:
     target = HuggingFaceModel(llama())
-    recipe = UnoRecipe(target, TargetParts(target), {"places": "4", "rank": "2", "noise": noise})
+    recipe = UnoRecipe(target, TargetParts(target), {"places": "4", "rank": "2", "alpha": "4", "noise": noise})
     recipe.net.load_state_dict(net_for(target).state_dict())
     target.model.requires_grad_(False)
     text = torch.randint(32, (2, 14), generator=torch.Generator().manual_seed(3))
@@ -381,7 +386,7 @@ def test_the_loss_is_at_the_right_places() -> None:
     target = HuggingFaceModel(llama())
     parts = TargetParts(target)
     target.model.requires_grad_(False)
-    recipe = UnoRecipe(target, parts, {"places": "3", "rank": "2", "entropy": "0.25", "decay": "0.5"})
+    recipe = UnoRecipe(target, parts, {"places": "3", "rank": "2", "alpha": "4", "entropy": "0.25", "decay": "0.5"})
     recipe.net.load_state_dict(net_for(target).state_dict())
     tokens = torch.randint(32, (1, 9), generator=torch.Generator().manual_seed(5))
     batch = Batch(tokens, parts.features(tokens[:, :-1], ("last",)), parts)
@@ -442,7 +447,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="updates are for 32 tokens, and the target has 8"):
         UnoDrafter(other, net_for(target))
     wide = HuggingFaceModel(new_model("llama", vocab_size=32, hidden_size=64, num_hidden_layers=2))
-    with pytest.raises(ValueError, match=r"the update of self_attn.q_proj is \[16, 16\], and the target's layer \[64, 64\]"):
+    words = r"the update of self_attn.q_proj is \[16, 16\], and the target's layer \[64, 64\]"
+    with pytest.raises(ValueError, match=words):
         UnoDrafter(wide, net_for(target))
     deep = HuggingFaceModel(new_model("llama", vocab_size=32, num_hidden_layers=3))
     with pytest.raises(ValueError, match="of 2 layers, and the target has 3"):
@@ -467,7 +473,9 @@ def test_what_is_refused() -> None:
         recipe.loss(Batch(torch.zeros(1, 5, dtype=torch.long), {}, recipe.parts), torch.Generator())
 
 
-@pytest.mark.parametrize(("parts", "names"), [("attention", {"self_attn"}), ("mlp", {"mlp"}), ("all", {"self_attn", "mlp"})])
+@pytest.mark.parametrize(
+    ("parts", "names"), [("attention", {"self_attn"}), ("mlp", {"mlp"}), ("all", {"self_attn", "mlp"})]
+)
 def test_some_layers_alone_are_updated(parts: str, names: set[str]) -> None:
     target = llamas()[0]
     recipe = UnoRecipe(target, TargetParts(target), {"parts": parts, "rank": "2"})

@@ -41,7 +41,7 @@ TYPICAL = (0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2)
 """Chances that the guesses of noise rows are right, where training did not measure them."""
 
 
-def paying_places(accuracies: Sequence[float], most: int, cost: Callable[[int], float]) -> int:
+def paying_rows(accuracies: Sequence[float], most: int, cost: Callable[[int], float]) -> int:
     """How many tokens a forward should guess, for most tokens per time.
 
     Args:
@@ -139,7 +139,9 @@ class UnoDrafter(ParallelDrafter):
         device = getattr(target, "device", None)
         self.net = (net if device is None else net.to(device)).eval()
         if net.config.vocab_size != target.vocab_size:
-            raise ValueError(f"the updates are for {net.config.vocab_size} tokens, and the target has {target.vocab_size}")
+            raise ValueError(
+                f"the updates are for {net.config.vocab_size} tokens, and the target has {target.vocab_size}"
+            )
         self.model, self.head = GatedModel(target, self.net), head
         self.ids = ModelIds(target.vocab_size, target.vocab_size, head)
         self.target_bytes = target.weight_bytes
@@ -157,7 +159,7 @@ class UnoDrafter(ParallelDrafter):
         if "k" not in options:
             found = read_description(context.folder(cls.name, path), cls.name, parts.fingerprint())
             accuracies = found["measured"].get("accuracies") or TYPICAL
-            options["k"] = paying_places(accuracies, net.config.places, costs.relative)
+            options["k"] = paying_rows(accuracies, net.config.places, costs.relative)
         head = reduced_head(vocab, context.target, context)
         built = cls(context.target, net, **{"nodes": MOST_NODES, **options}, head=head)
         if "nodes" not in options:

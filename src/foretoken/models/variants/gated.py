@@ -1,7 +1,7 @@
 """A model's own network whose linear layers have a low-rank update that some rows of a forward go through.
 
-Hu et al. 2021 (arXiv 2106.09685) for the update, y = W x + scale B A x with A [r, in] and B [out, r]; the gate by rows is
-that of UNO (arXiv 2609.04010).  A row without the update is computed as without this module, to the last bit.
+The update is that of Hu et al. 2021 (arXiv 2106.09685), y = W x + scale B A x with A [r, in] and B [out, r]; the gate
+by rows is that of UNO (arXiv 2609.04010).  A row without the update is computed as without this module, to the last bit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.own_sequences import OwnSequencesModel
 
-Shape = tuple[int, int]
+Shape = Sequence[int]
+"""[out, in]."""
 Factors = tuple[Tensor, Tensor]
 """A [r, in] and B [out, r]."""
 
 
-def linear_shapes(network: nn.Module) -> dict[str, Shape]:
-    """[out, in] of the linear layers that all decoder layers have, by their names in the layer; experts have none.
+ROUTERS = ("gate", "router")
+"""Linear layers that choose experts; those and the experts see rows in an order of their own."""
+
+
+def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
+    """[out, in] of the linear layers that all decoder layers have, by their names in the layer; experts and routers
+    are not among them.
 
     Raises:
         CapabilityError: there are none.
@@ -48,11 +54,11 @@ def linear_shapes(network: nn.Module) -> dict[str, Shape]:
 def _is_linear(name: str, module: Any) -> bool:
     """Plain, laid out for the machine, or quantised by us."""
     is_one = isinstance(module, nn.Linear) or hasattr(module, "projection") or hasattr(module, "joined")
-    return is_one and "expert" not in name
+    return is_one and "expert" not in name and name.rpartition(".")[2] not in ROUTERS
 
 
-def _shape(module: Any) -> Shape:
-    return int(module.out_features), int(module.in_features)
+def _shape(module: Any) -> list[int]:
+    return [int(module.out_features), int(module.in_features)]
 
 
 class LowRankUpdates(nn.Module):
@@ -101,8 +107,8 @@ class LowRankUpdates(nn.Module):
         for name, shape in self.shapes.items():
             if name not in have:
                 raise ValueError(f"the updates are of linear layers {name}, which the target does not have")
-            if have[name] != shape:
-                raise ValueError(f"the update of {name} is {list(shape)}, and the target's layer {list(have[name])}")
+            if have[name] != list(shape):
+                raise ValueError(f"the update of {name} is {list(shape)}, and the target's layer {have[name]}")
 
 
 @contextmanager

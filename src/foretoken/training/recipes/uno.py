@@ -87,8 +87,8 @@ class UnoRecipe(Recipe):
         found = {key: getattr(config, key) for key in UnoConfig.__dataclass_fields__}
         if config.parts != "all":
             is_mlp = config.parts == "mlp"
-            kept = {name: shape for name, shape in config.shapes.items() if ("attn" in name or "attention" in name) != is_mlp}
-            found["shapes"] = kept
+            shapes = config.shapes.items()
+            found["shapes"] = {name: shape for name, shape in shapes if ("att" in name) != is_mlp}
         return found
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +31,7 @@ class UnoConfig:
 
     vocab_size: int
     num_layers: int
-    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rank: int = 16
     alpha: float = 32.0
     places: int = 4
@@ -39,7 +39,8 @@ class UnoConfig:
     mask_token: int = -1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shapes", {name: (int(o), int(i)) for name, (o, i) in self.shapes.items()})
+        # As JSON holds them, so that a stored shape is the same.
+        object.__setattr__(self, "shapes", {name: [int(out), int(width)] for name, (out, width) in self.shapes.items()})
         if self.rank < 1 or not self.alpha > 0:
             raise ValueError(f"uno needs rank >= 1 and alpha > 0, not {self.rank} and {self.alpha}")
         if self.places < 2:
@@ -50,7 +51,9 @@ class UnoConfig:
             raise ValueError(f"uno needs a mask_token, which says what stands in unknown places: noise={self.noise}")
         least, most = (2, self.vocab_size) if self.noise == "random" else (0, self.vocab_size - 1)
         if not least <= self.mask_token <= most:
-            raise ValueError(f"the mask token must be from {least} to {most} for noise={self.noise}, not {self.mask_token}")
+            raise ValueError(
+                f"the mask token must be from {least} to {most} for noise={self.noise}, not {self.mask_token}"
+            )
 
     @property
     def scale(self) -> float:
