@@ -1,7 +1,7 @@
 """A model's own network whose linear layers have a low-rank update that some rows of a forward go through.
 
 The update is that of Hu et al. 2021 (arXiv 2106.09685), y = W x + scale B A x with A [r, in] and B [out, r]; the gate
-by rows is that of UNO (arXiv 2609.04010).  A row without the update is computed as without this module, to the last bit.
+by rows is that of UNO (arXiv 2609.04010).  A row without the update has the bits that it has without this module.
 """
 
 from __future__ import annotations
