@@ -112,30 +112,37 @@ class LowRankUpdates(nn.Module):
 
 
 @contextmanager
-def updated(network: nn.Module, updates: LowRankUpdates, first: int = 0) -> Iterator[None]:
-    """Forwards inside the block go through the updates in the columns from ``first`` on of their [b, n] tokens."""
+def updated(network: nn.Module, updates: LowRankUpdates, width: int = 0) -> Iterator[None]:
+    """Forwards inside the block go through the updates.
+
+    Args:
+        network: a causal language model.
+        updates: of its linear layers.
+        width: tokens of every text, the first of which goes without; 0: none does.
+    """
     handles: list[Any] = []
     try:
         for i, layer in enumerate(decoder_layers(network)):
             for name in updates.shapes:
                 module: Any = layer.get_submodule(name)
                 a, b = updates.factors(i, name) or (None, None)
-                handles.append(module.register_forward_hook(only_here(_after(a, b, updates.scale, first))))
+                handles.append(module.register_forward_hook(only_here(_after(a, b, updates.scale, width))))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _after(a: Any, b: Any, scale: float, first: int) -> Callable[..., Tensor]:
+def _after(a: Any, b: Any, scale: float, width: int) -> Callable[..., Tensor]:
     def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         x = args[0]
-        if x.dim() != 3:
-            raise CapabilityError(f"{type(module).__name__} layers of this target do not see texts as [b, n, D]")
-        change = scale * F.linear(F.linear(x[:, first:], a.to(x.dtype)), b.to(x.dtype))
-        if not first:
+        if width:
+            x = x.reshape(-1, width, x.shape[-1])[:, 1:]
+        change = scale * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+        if not width:
             return output + change
-        return torch.cat([output[:, :first], output[:, first:] + change], 1)
+        before = output.reshape(-1, width, output.shape[-1])
+        return torch.cat([before[:, :1], before[:, 1:] + change], 1).view(output.shape)
 
     return after
 
@@ -207,7 +214,7 @@ class GatedWeights:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
         lean = self._lean_of(network)
         if lean is None:
-            with alone(network.model), updated(network.model, self.updates, first=1):
+            with alone(network.model), updated(network.model, self.updates, call.ids.shape[1]):
                 return network.run_public(call)
         self._gate.rows = _behind_the_first(call)
         return lean.run_all([call])[0]
