@@ -255,7 +255,9 @@ def uno(target: Any, few: bool = False, shape: dict[str, Any] | None = None, **o
     """Random updates of the target's layers, noise from all of its tokens."""
     told = {"places": 4, "rank": 2, "mask_token": target.vocab_size, **(shape or {})}
     net = UnoNet(UnoConfig(target.vocab_size, target.num_layers, linear_shapes(target.model), **told))
-    return UnoDrafter(target, random_weights(net, 0.3), **{"nodes": 6, **options}, head=few_tokens(target) if few else None)
+    return UnoDrafter(
+        target, random_weights(net, 0.3), **{"nodes": 6, **options}, head=few_tokens(target) if few else None
+    )
 
 
 def grown(target: LanguageModel, draft: LanguageModel, tree: str, draw: str) -> ModelDrafter:

@@ -75,7 +75,7 @@ def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows
         model, tokens, columns: as for :func:`chain_states`.
         rows: [k, D] what the extra tokens are embedded as.
     """
-    ids = (model.vocab_size + torch.arange(len(rows), device=tokens.device)).expand(*columns.shape, -1)
+    ids = (model.vocab_size + torch.arange(len(rows), device=tokens.device)).expand(len(tokens), columns.shape[1], -1)
     return chain_states(
         model, tokens, columns, ids, lambda given: embedding_rows(model.model, given, rows, model.vocab_size)
     )

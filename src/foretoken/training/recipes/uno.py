@@ -139,7 +139,7 @@ class UnoRecipe(Recipe):
                 continue
             columns = torch.arange(0, batch.length - behind, behind, device=batch.tokens.device)[None]
             ahead = columns[0][:, None] + 1 + torch.arange(behind, device=columns.device)  # [g, k - 1]
-            ids = self.config.filler(ahead)[None]
+            ids = self.config.filler(ahead).expand(len(batch.tokens), -1, -1)
             guesses = self.parts.logits(self.states(batch, columns, ids))[0].argmax(-1)
             wanted = self.parts.logits(batch.taps["last"])[0].argmax(-1)[ahead]
             counted = torch.ones(wanted.shape) if batch.learned is None else batch.learned[0][ahead + 1].float().cpu()

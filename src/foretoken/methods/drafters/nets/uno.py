@@ -11,6 +11,8 @@ from torch import Tensor
 from foretoken.models.variants.gated import LowRankUpdates
 
 NOISE = ("random", "mask")
+SCALE = 4.0
+"""What updates are multiplied with by default, whatever their rank: steps of a training move them as far."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class UnoConfig:
         num_layers: its decoder layers.
         shapes: [out, in] of the linear layers that are updated, by their names in a decoder layer.
         rank: of the updates.
-        alpha: they are multiplied with ``alpha / rank``.
+        alpha: they are multiplied with ``alpha / rank``; 0: with :data:`SCALE`.
         places: tokens that one forward guesses, the first of which the target says itself.
         noise: what stands in unknown places: ``"random"`` tokens from 1 to below ``mask_token``, or ``"mask"``, that
             token itself.
@@ -33,7 +35,7 @@ class UnoConfig:
     num_layers: int
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     rank: int = 16
-    alpha: float = 32.0
+    alpha: float = 0.0
     places: int = 4
     noise: str = "random"
     mask_token: int = -1
@@ -41,8 +43,8 @@ class UnoConfig:
     def __post_init__(self) -> None:
         # As JSON holds them, so that a stored shape is the same.
         object.__setattr__(self, "shapes", {name: [int(out), int(width)] for name, (out, width) in self.shapes.items()})
-        if self.rank < 1 or not self.alpha > 0:
-            raise ValueError(f"uno needs rank >= 1 and alpha > 0, not {self.rank} and {self.alpha}")
+        if self.rank < 1 or not self.alpha >= 0:
+            raise ValueError(f"uno needs rank >= 1 and alpha >= 0, not {self.rank} and {self.alpha}")
         if self.places < 2:
             raise ValueError(f"uno needs places >= 2, not {self.places}: the first is the target's own")
         if self.noise not in NOISE:
@@ -58,7 +60,7 @@ class UnoConfig:
     @property
     def scale(self) -> float:
         """What B A is multiplied with."""
-        return self.alpha / self.rank
+        return self.alpha / self.rank if self.alpha else SCALE
 
     def filler(self, positions: Tensor) -> Tensor:
         """Ids of what stands in unknown places at ``positions``, any shape: a function of the position alone, so that
