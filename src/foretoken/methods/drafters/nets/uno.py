@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.models.variants.gated import LowRankUpdates
 
 NOISE = ("random", "mask")
-SCALE = 4.0
+SCALE = 1.0
 """What updates are multiplied with by default, whatever their rank: steps of a training move them as far."""
 
 
