@@ -238,7 +238,9 @@ def watch(process: subprocess.Popen[bytes], soak: Soak, every_s: float) -> tuple
                 requests = sum(soak.counts.values())
                 rss = server.memory_info().rss / 2**20
                 now = {"s": time.monotonic() - began, "requests": requests, "rss_mb": rss}
-                samples.append({**now, "threads": server.num_threads(), "files": server.num_fds()})
+                told = client.get("/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+                kept = {name: counter(told, f"{name}_cache_bytes") / 2**20 for name in ("kv", "prefix")}
+                samples.append({**now, "threads": server.num_threads(), "files": server.num_fds(), **kept})
                 print(json.dumps({name: round(value, 1) for name, value in samples[-1].items()}), file=sys.stderr)
             time.sleep(0.5)
     return samples, health

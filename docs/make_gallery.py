@@ -77,10 +77,9 @@ INTRO = """# Gallery
 
 <!-- Made by docs/make_gallery.py from the registry: change that, not this. -->
 
-Every method of `foretoken methods`, in the places that surveys give them: how guesses are made, when guessing ends,
-how guesses are verified, and how trees are shaped. The Chinese names are those of the [articles](../zh/articles.md).
-Each name leads to a page with the idea, the mathematics and a worked example. The pictures are rounds of real runs of
-the built-in model, drawn as `foretoken show` draws them.
+Every method of `foretoken methods`, by how drafts are made, when drafting ends, how drafts are verified and how trees
+are shaped. The Chinese names are those of the [articles](../zh/articles.md). Pictures are rounds of the built-in model,
+drawn by `foretoken show`.
 """
 
 
