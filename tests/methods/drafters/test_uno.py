@@ -386,7 +386,7 @@ def test_the_loss_is_at_the_right_places() -> None:
     target = HuggingFaceModel(llama())
     parts = TargetParts(target)
     target.model.requires_grad_(False)
-    recipe = UnoRecipe(target, parts, {"places": "3", "rank": "2", "alpha": "4", "entropy": "0.25", "decay": "0.5"})
+    recipe = UnoRecipe(target, parts, {"places": "3", "rank": "2", "alpha": "4", "noise": "random", "entropy": "0.25", "decay": "0.5"})
     recipe.net.load_state_dict(net_for(target).state_dict())
     tokens = torch.randint(32, (1, 9), generator=torch.Generator().manual_seed(5))
     batch = Batch(tokens, parts.features(tokens[:, :-1], ("last",)), parts)
@@ -463,7 +463,8 @@ def test_what_is_refused() -> None:
         ({"parts": "head"}, "parts must be one of all, attention, mlp"),
         ({"entropy": "2"}, "entropy must be from 0 to 1"),
         ({"decay": "0"}, "decay must be above 0"),
-        ({"mask_token": "33"}, "from 2 to 32"),
+        ({"mask_token": "33"}, "from 0 to 31 for noise=mask"),
+        ({"noise": "random", "mask_token": "33"}, "from 2 to 32 for noise=random"),
         ({"shapes": "1"}, "unknown setting"),
     ):
         with pytest.raises(ValueError, match=words):

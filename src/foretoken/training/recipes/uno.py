@@ -30,11 +30,13 @@ class UnoSettings(UnoConfig):
     """The updates' shape and their loss.
 
     Attributes:
+        noise: as there; a mask is learned faster.
         parts: which linear layers are updated: ``"all"``, or those of the ``"attention"`` or of the ``"mlp"``.
         entropy: weight of the cross-entropy; the total variation distance weighs the rest of 1 (1 in the paper).
         decay: the row of noise i (from 0) weighs ``decay ** i``.
     """
 
+    noise: str = "mask"
     parts: str = "all"
     entropy: float = 0.5
     decay: float = 1.0
