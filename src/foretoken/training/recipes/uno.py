@@ -133,7 +133,8 @@ class UnoRecipe(Recipe):
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """``accuracies`` of the rows of noise: how often a guess is what the target would say."""
+        """``accuracies`` of the rows of noise: how often a guess is what the target would say, where all guesses before
+        it are."""
         behind = self.config.places - 1
         hits, seen = torch.zeros(behind), torch.zeros(behind)
         for batch in batches:
@@ -145,6 +146,8 @@ class UnoRecipe(Recipe):
             guesses = self.parts.logits(self.states(batch, columns, ids))[0].argmax(-1)
             wanted = self.parts.logits(batch.taps["last"])[0].argmax(-1)[ahead]
             counted = torch.ones(wanted.shape) if batch.learned is None else batch.learned[0][ahead + 1].float().cpu()
-            hits += ((guesses == wanted).cpu() * counted).sum(0)
-            seen += counted.sum(0)
+            right = (guesses == wanted).float().cpu().cumprod(-1)
+            before = torch.cat([torch.ones(len(right), 1), right[:, :-1]], -1)
+            hits += (right * counted).sum(0)
+            seen += (before * counted).sum(0)
         return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
