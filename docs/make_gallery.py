@@ -40,7 +40,7 @@ PLACES = (
           ("model", "pard", "online", "shared_vocab", "retokenize")),
     Place("Self-drafting: trained heads", "产生草稿 · Self-Drafting（多头、自回归头、lookahead token）",
           "Small networks on the target's hidden states guess.", "drafter",
-          ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "pass_tokens")),
+          ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "pass_tokens", "uno")),
     Place("Self-drafting: a cheaper form of the target", "产生草稿 · Self-Drafting（Early-Exiting、Layer-Skipping 等）",
           "The target guesses with fewer layers, fewer bits or less context.", "drafter",
           ("early_exit", "layer_skip", "swift", "kangaroo", "jump", "quantized", "sparse_kv")),
@@ -151,7 +151,7 @@ MOST_NODES = 12
 SPECS = {
     "eagle": "eagle,nodes=8,depth=4", "eagle3": "eagle3,nodes=8,depth=4", "medusa": "medusa,nodes=8",
     "peagle": "peagle,nodes=8", "dflash": "dflash,nodes=8", "dflash2": "dflash2,nodes=8", "dspark": "dspark,nodes=8",
-    "pard": "pard,mask=0,k=4,nodes=8",
+    "pard": "pard,mask=0,k=4,nodes=8", "uno": "uno,k=4,nodes=8",
     "hydra": "hydra,nodes=8", "lookahead": "lookahead,w=3,n=3,g=3", "recycling": "recycling,nodes=8",
     "model": "model,tree=2x2x1", "jacobi": "jacobi,m=4",
     "known": "known,inner=ngram",

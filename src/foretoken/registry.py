@@ -226,6 +226,9 @@ ROWS: tuple[Row, ...] = (
     _drafter("pass_tokens", "PassTokensDrafter", "PaSS, arXiv 2311.13581",
              "Learned look-ahead tokens behind every draft: the call that verifies a chain also guesses the next one.",
              kind="iid or point", needs="tree attention; trained token embeddings", needs_training=True),
+    _drafter("uno", "UnoDrafter", "UNO, arXiv 2609.04010",
+             "The target guesses in one forward over noise behind the text, with low-rank updates in those rows alone.",
+             kind="iid, without_replacement or point", needs="layer windows; trained updates", needs_training=True),
     _drafter("scripted", "ScriptedDrafter", "", "Proposes given tokens: for tests and demonstrations.", kind="point",
              example="scripted,tokens=32 262 13"),
     # Verifiers: lossless.

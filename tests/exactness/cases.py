@@ -51,6 +51,7 @@ from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
+from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.ngram_cache import NgramCacheDrafter
 from foretoken.methods.drafters.online import OnlineDrafter
@@ -70,6 +71,7 @@ from foretoken.methods.drafters.sparse_kv import SparseKvDrafter
 from foretoken.methods.drafters.staged import StagedDrafter
 from foretoken.methods.drafters.suffix import SuffixDrafter
 from foretoken.methods.drafters.swift import SwiftDrafter
+from foretoken.methods.drafters.uno import UnoDrafter
 from foretoken.methods.drafters.vocabulary import Vocabulary
 from foretoken.methods.trees.cost_aware import CostAware
 from foretoken.methods.trees.operations import first_nodes, from_paths
@@ -81,6 +83,7 @@ from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.heads.mtp import NativeModule
 from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.variants.gated import linear_shapes
 from foretoken.models.variants.second_weights import OwnWeightsModel, Scheme
 from foretoken.training.recipes import RECIPES
 
@@ -254,6 +257,15 @@ def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassToke
     """Random look-ahead tokens."""
     net = PassTokens(PassTokensConfig(TargetParts(target).hidden_size, learned))
     return PassTokensDrafter(random_weights(net), target, **options)
+
+
+def uno(target: Any, few: bool = False, shape: dict[str, Any] | None = None, **options: Any) -> UnoDrafter:
+    """Random updates of the target's layers, noise from all of its tokens."""
+    told = {"places": 4, "rank": 2, "mask_token": target.vocab_size, **(shape or {})}
+    net = UnoNet(UnoConfig(target.vocab_size, target.num_layers, linear_shapes(target.model), **told))
+    return UnoDrafter(
+        target, random_weights(net, 0.3), **{"nodes": 6, **options}, head=few_tokens(target) if few else None
+    )
 
 
 def grown(target: LanguageModel, draft: LanguageModel, tree: str, draw: str) -> ModelDrafter:
@@ -696,6 +708,18 @@ CASES: dict[str, list[Case]] = {
         Case("iid", lambda target, draft: pass_tokens(target, 3), network=True),
         Case("greedy", lambda target, draft: pass_tokens(target, 2, draw="greedy"), network=True),
         Case("two-groups", lambda target, draft: pass_tokens(target, 4, k=3, groups=2), network=True),
+    ],
+    "uno": [
+        Case("drawn", lambda target, draft: uno(target), network=True),
+        Case("points", lambda target, draft: uno(target, draw="greedy"), network=True),
+        Case(
+            "chain",
+            lambda target, draft: uno(target, shape={"noise": "mask", "mask_token": 2}, width=1, k=3),
+            network=True,
+        ),
+        Case("wor-tree", lambda target, draft: uno(target, draw="without_replacement", tree="1x2x2"), network=True),
+        Case("wor-default", lambda target, draft: uno(target, draw="without_replacement"), network=True),
+        Case("few", lambda target, draft: uno(target, few=True), network=True),
     ],
     "scripted": [
         Case("chain", lambda target, draft: ScriptedDrafter("1 2 0")),

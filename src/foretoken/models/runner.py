@@ -324,7 +324,7 @@ class TreeRunner(ModuleModel):
 
         ``inputs`` are, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
         """
-        if self.graphs is not None and self.graphs.owner is self and plan.is_whole and not inputs:
+        if self.graphs is not None and self.graphs.owner is self and plan == WHOLE and not inputs:
             fixed: list[Rows] | None = self.graphs.score(feeds, places, taps)
             if fixed is not None:
                 return fixed
