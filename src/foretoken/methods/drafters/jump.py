@@ -63,7 +63,8 @@ class JumpDrafter(OwnLayersDrafter):
         self.taps = (f"layer:{config.state}",)
         self.ends = f"layer:{config.stop}"
         # A target without a final norm is refused here, and not in the first round.
-        self.norm_dtype = next((weight.dtype for weight in self.parts.final_norm.parameters()), torch.float32)
+        self.norm = self.parts.final_norm
+        self.norm_dtype = next((weight.dtype for weight in self.norm.parameters()), torch.float32)
         self.head = DraftHead(self.parts) if head is None else head
 
     @classmethod
@@ -128,7 +129,7 @@ class JumpDrafter(OwnLayersDrafter):
         wide = self.net.read_out(states)
         if self.head is None:
             raise RuntimeError("jump has no vocabulary projection")
-        return self.head(self.parts.normed(wide.to(self.norm_dtype)))
+        return self.head(self.norm(wide.to(self.norm_dtype)))
 
     def _states_above(self, feed: Feed, context: Context) -> Tensor:
         """[n, D] of the nodes that a feed's nodes hang from, behind layer ``state``."""

@@ -21,7 +21,7 @@ from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
-PLACES = 64
+PLACES = 32
 """Places per text that are drafted from."""
 
 
@@ -57,7 +57,7 @@ class JumpRecipe(Recipe):
     method = "jump"
     config_class: ClassVar[type[Any]] = JumpSettings
     fixed = ("hidden_size",)
-    lr = 3e-3
+    lr = 1e-2
     net: JumpNet
     config: JumpSettings
 
