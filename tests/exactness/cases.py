@@ -32,6 +32,7 @@ from foretoken.methods.drafters.early_exit import EarlyExitDrafter
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.hydra import HydraDrafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
+from foretoken.methods.drafters.jump import JumpDrafter
 from foretoken.methods.drafters.kangaroo import KangarooDrafter
 from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
@@ -44,6 +45,7 @@ from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
+from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet
@@ -144,6 +146,12 @@ def kangaroo(target: LanguageModel, few: bool = False, **options: Any) -> Kangar
     made = KangarooDrafter(target, FeatureModel(net, parts, target, head), **options)
     made.head = head
     return made
+
+
+def jump(target: LanguageModel, few: bool = False, state: int = 2, width: int = 0, **options: Any) -> JumpDrafter:
+    """A random predictor of what is behind the target's first layer; the second one drafts."""
+    net = random_weights(JumpNet(JumpConfig(TargetParts(target).hidden_size, 1, 2, state, width, inner=6)))
+    return JumpDrafter(target, net, head=few_tokens(target, first=0) if few else None, **options)
 
 
 def hydra(
@@ -689,6 +697,12 @@ CASES: dict[str, list[Case]] = {
         Case("chain", lambda target, draft: kangaroo(target, k=3, eta=0.2), network=True),
         Case("wor-tree", lambda target, draft: kangaroo(target, tree="2x2x1"), network=True),
         Case("few", lambda target, draft: kangaroo(target, few=True, k=3, eta=0.02), network=True),
+    ],
+    "jump": [
+        Case("chain", lambda target, draft: jump(target, k=3), network=True),
+        Case("own-state", lambda target, draft: jump(target, state=1, width=4, k=3), network=True),
+        Case("wor-tree", lambda target, draft: jump(target, tree="2x2x1"), network=True),
+        Case("few", lambda target, draft: jump(target, few=True, k=3), network=True),
     ],
     "pass_tokens": [
         Case("iid", lambda target, draft: pass_tokens(target, 3), network=True),

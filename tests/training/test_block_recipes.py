@@ -110,6 +110,7 @@ def test_texts_that_are_too_short() -> None:
 
 LEARNT = {
     "peagle": {"places": "3", "num_layers": "1", "draft_vocab": "0"},
+    "jump": {},
     "uno": {"places": "3", "rank": "8", "noise": "random"},
 }
 """Settings of recipes without blocks."""

@@ -386,7 +386,9 @@ def test_the_loss_is_at_the_right_places() -> None:
     target = HuggingFaceModel(llama())
     parts = TargetParts(target)
     target.model.requires_grad_(False)
-    recipe = UnoRecipe(target, parts, {"places": "3", "rank": "2", "alpha": "4", "noise": "random", "entropy": "0.25", "decay": "0.5"})
+    recipe = UnoRecipe(
+        target, parts, {"places": "3", "rank": "2", "alpha": "4", "noise": "random", "entropy": "0.25", "decay": "0.5"}
+    )
     recipe.net.load_state_dict(net_for(target).state_dict())
     tokens = torch.randint(32, (1, 9), generator=torch.Generator().manual_seed(5))
     batch = Batch(tokens, parts.features(tokens[:, :-1], ("last",)), parts)

@@ -111,9 +111,9 @@ def chain_states(
     as_is = nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
     with as_is, switched_attention(network), recording(model.model, ("last",)) as found:
         with torch.no_grad():
-            _run(network, tokens, [text] * b, cache)
+            run_nodes(network, tokens, [text] * b, cache)
         with within(ids.flatten(1)) as known:
-            _run(network, known, plans, cache)
+            run_nodes(network, known, plans, cache)
     return found["last"].view(b, groups, k, -1)
 
 
@@ -126,7 +126,8 @@ def _with_groups(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
     return RowPlan(0, parents, depths, k * len(columns))
 
 
-def _run(network: Network, ids: Tensor, plans: Sequence[RowPlan], cache: Any) -> None:
+def run_nodes(network: Network, ids: Tensor, plans: Sequence[RowPlan], cache: Any) -> None:
+    """One public forward of nodes [b, n] over a growing cache; what it makes of them is recorded by the caller."""
     width, used = ids.shape[1], len(plans[0].parents)
     masks: Any = additive_masks(plans, network.layer_masks, width, used, network.dtype, network.device)
     network.model(

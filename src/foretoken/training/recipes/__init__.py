@@ -16,6 +16,7 @@ RECIPES = {
     "eagle3": "Eagle3Recipe",
     "peagle": "PeagleRecipe",
     "kangaroo": "KangarooRecipe",
+    "jump": "JumpRecipe",
     "early_exit": "EarlyExitRecipe",
     "bpd": "BpdRecipe",
     "dflash": "DflashRecipe",
