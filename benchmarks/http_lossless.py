@@ -58,6 +58,7 @@ DRAFTERS = [
     "mtp",
     "kangaroo",
     "pass_tokens",
+    "uno",
 ]
 """Examples of the catalogue that draft without the caller's help."""
 
