@@ -527,6 +527,14 @@ CASES: dict[str, list[Case]] = {
     "staged": [
         Case("ngram", lambda target, draft: StagedDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=3, width=2)),
         Case("model", lambda target, draft: StagedDrafter(draft, ModelDrafter(target, k=2), inner_rule, k=2, width=3)),
+        Case(
+            "tree",
+            lambda target, draft: StagedDrafter(draft, NgramDrafter(n=1, k=3), inner_rule, tree="2x2x1"),
+        ),
+        Case(
+            "sequoia",
+            lambda target, draft: StagedDrafter(draft, ModelDrafter(target, k=2), inner_rule, tree=SEQUOIA),
+        ),
     ],
     "sparse_kv": [
         Case("whole", lambda target, draft: SparseKvDrafter(target, k=3), network=True),
