@@ -165,7 +165,7 @@ ROWS: tuple[Row, ...] = (
              kind="iid, without_replacement or point", needs="tree attention; what its members need",
              example="ensemble,drafters=(model,k=4|ngram)"),
     _drafter("router", "RouterDrafter", "",
-             "Several drafters, one of which drafts in each round: the one that the controller names.",
+             "Several drafters, one of which drafts in each round: the one that the controller or a rule names.",
              kind="iid, without_replacement or point", needs="what its members need",
              example="router,drafters=(model,k=4|ngram|suffix)"),
     _drafter("cascade", "CascadeDrafter", "Chen et al. 2023, arXiv 2312.11462",

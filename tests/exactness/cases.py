@@ -499,6 +499,23 @@ CASES: dict[str, list[Case]] = {
                 ],
             ),
         ),
+        Case(
+            "expected",
+            lambda target, draft: RouterDrafter(
+                [SuffixDrafter(share=False), NgramDrafter(n=2), ModelDrafter(draft, tree="2x2")],
+                rule="expected",
+                least=1.0,
+            ),
+        ),
+        Case(
+            "match",
+            lambda target, draft: RouterDrafter(
+                [SamDrafter(), NgramDrafter(n=3), RecyclingDrafter(nodes=4, share=False)],
+                rule="match",
+                least=3,
+                bias=(0, 1, 0),
+            ),
+        ),
     ],
     "cascade": [
         Case("ngram", lambda target, draft: CascadeDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=4)),
