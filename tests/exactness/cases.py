@@ -176,13 +176,14 @@ def feature_drafter(
     return made
 
 
-def native_mtp(target: LanguageModel, count: int = 1, few: bool = False) -> MtpDrafter:
+def native_mtp(target: LanguageModel, count: int = 1, few: bool = False, **options: Any) -> MtpDrafter:
     """Random modules of the target's own layer class, as a checkpoint holds them."""
     parts = TargetParts(target)
     modules = [random_weights(NativeModule(parts.network)) for _ in range(count)]
     head = few_tokens(target) if few else None
     if count > 1:
-        return MtpDrafter(StackedModel(StackedModules(modules), parts, target, head), nodes=3, depth=3)
+        chain = {"nodes": 3, "depth": 3}
+        return MtpDrafter(StackedModel(StackedModules(modules), parts, target, head), **{**chain, **options})
     return MtpDrafter(FeatureModel(modules[0], parts, target, head), nodes=5, depth=3, width=2)
 
 
@@ -689,6 +690,13 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("native", lambda target, draft: native_mtp(target), network=True),
         Case("native-stack", lambda target, draft: native_mtp(target, count=2), network=True),
+        Case("stack-tree", lambda target, draft: native_mtp(target, count=2, nodes=5, width=2), network=True),
+        Case(
+            "stack-wor-tree",
+            lambda target, draft: native_mtp(target, count=2, draw="without_replacement", tree="2x2x1"),
+            network=True,
+        ),
+        Case("trained-stack", lambda target, draft: trained("mtp", target, modules="2"), network=True),
         Case("few-native-stack", lambda target, draft: native_mtp(target, count=2, few=True), network=True),
     ],
     **{

@@ -356,10 +356,10 @@ def test_costs_of_a_spec() -> None:
         ("router,drafters=(ngram|suffix),costs=nan|0", "costs >= 0"),
         (
             "router,explore=1",
-            "unknown option 'explore' of drafter 'router': valid ones: drafters, costs, rule, least, bias",
+            "unknown option 'explore' of drafter 'router': valid ones: rule, least, drafters, costs, bias",
         ),
         ("router,drafters=(ngram|nonsense)", "unknown drafter 'nonsense': choose one of"),
-        ("router,k=4", "unknown option 'k' of drafter 'router': valid ones: drafters, costs, rule, least, bias"),
+        ("router,k=4", "unknown option 'k' of drafter 'router': valid ones: rule, least, drafters, costs, bias"),
         ("router:./path", "takes no path"),
         ("router,rule=best", "router needs rule=cost, expected or match, not 'best'"),
         ("router,drafters=(ngram|suffix),rule=match,least=-1", "router needs least >= 0, not -1"),
