@@ -123,7 +123,7 @@ ROWS: tuple[Row, ...] = (
              "Copies what followed the most recent occurrence of the longest matching n-gram.", kind="point"),
     _drafter("jacobi", "JacobiDrafter", "Santilli et al. 2023, arXiv 2305.10427",
              "Guesses a window and makes the target's own predictions the next guesses.", kind="point",
-             example="jacobi,m=8"),
+             improves_by_training=True, example="jacobi,m=8"),
     _drafter("lookahead", "LookaheadDrafter", "Fu et al. 2024, arXiv 2402.02057",
              "Parallel Jacobi iterations in a window of probes fill a pool of n-grams, which are the guesses.",
              kind="point", needs="tree attention", example="lookahead,w=7,n=5,g=7"),

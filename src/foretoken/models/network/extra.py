@@ -19,6 +19,7 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.cache.masks import RowPlan, additive_masks
 from foretoken.models.cache.rectangle import growing_cache
 from foretoken.models.network.alone import only_here, switched_attention
+from foretoken.models.network.chains import with_chains
 from foretoken.models.network.taps import recording
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows
     """
     (b, n), (k, groups) = tokens.shape, (len(rows), columns.shape[1])
     text = RowPlan(0, range(-1, n - 1), range(n), n)
-    plans = [_with_groups(text, row, k) for row in columns.tolist()]
+    plans = [with_chains(text, row, k) for row in columns.tolist()]
     ids = (model.vocab_size + torch.arange(k, device=tokens.device)).repeat(b, groups)
     cache = growing_cache()
     network = model.forwards
@@ -95,15 +96,6 @@ def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows
         with embedding_rows(model.model, ids, rows, model.vocab_size) as known:
             _run(network, known, plans, cache)
     return found["last"].view(b, groups, k, -1)
-
-
-def _with_groups(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
-    """The text as nodes of a tree, and below the places ``columns`` chains of ``k`` new ones."""
-    parents, depths = list(text.parents), list(text.depths)
-    for column in columns:
-        parents += [column, *range(len(parents), len(parents) + k - 1)]
-        depths += range(column + 1, column + 1 + k)
-    return RowPlan(0, parents, depths, k * len(columns))
 
 
 def _run(network: Network, ids: Tensor, plans: Sequence[RowPlan], cache: Any) -> None:

@@ -21,6 +21,7 @@ RECIPES = {
     "dflash": "DflashRecipe",
     "dflash2": "Dflash2Recipe",
     "dspark": "DsparkRecipe",
+    "jacobi": "JacobiRecipe",
 }
 """Method -> class in the module of the same name."""
 
