@@ -132,18 +132,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_training_makes_blocks_converge_in_fewer_rounds(data: Path, tmp_path: Path) -> None:
     """More tokens per round than before, and the text under ``jacobi`` is the trained target's own."""
     target = tmp_path / "target"
     shape = LmConfig(
-        hidden=32, layers=3, heads=2, kv_heads=1, ffn=48, context=64, vocab=300, batch_size=2, steps=120, lr=1e-2
+        hidden=48, layers=4, heads=2, kv_heads=1, ffn=96, context=96, vocab=300, batch_size=4, steps=250, lr=1e-2
     )
     train_lm([data], target, shape)
     model: Any = load_trainable(target, None)
     recipe = JacobiRecipe(model, TargetParts(model), {"m": "6"}, seed=0)
-    config = TrainConfig(steps=60, batch_size=2, context=48, lr=3e-3, seed=0)
+    config = TrainConfig(steps=100, batch_size=4, context=64, lr=3e-3, seed=0)
     trainer = Trainer(recipe, [data], tmp_path / "out", config, AutoTokenizer.from_pretrained(target))
-    prompts = trainer.held_prompts(4, 24)
+    prompts = trainer.held_prompts(4, 32)
     found: list[float] = []
 
     def evaluate(drafter: Any, served: Any) -> dict[str, Any]:
@@ -153,8 +154,8 @@ def test_training_makes_blocks_converge_in_fewer_rounds(data: Path, tmp_path: Pa
 
     report = trainer.run(evaluate=evaluate, eval_every=1000)
     assert report["drafter"] == "jacobi,m=6"
-    assert found[-1] > 1.25 * found[0], found
-    assert report["target_loss_nats"]["after"] < report["target_loss_nats"]["before"] + 0.1
+    assert found[-1] > 1.5 * found[0], found
+    assert report["target_loss_nats"]["after"] < report["target_loss_nats"]["before"] + 0.15
     llm = ft.load(str(tmp_path / "out/target"), "jacobi,m=6", controller="constant", dtype="float32")
     spec, plain = (side.generate("one two three four", max_new_tokens=30) for side in (llm, llm.plain))
     assert spec.token_ids == plain.token_ids
