@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+from foretoken.lab.interleave import interleave
+from foretoken.lab.timing import Stopwatch
 
 
 @dataclass
@@ -37,11 +39,10 @@ def interleaved(arms: Sequence[Arm], prompts: Sequence[list[int]], repeat: int =
     for prompt in prompts:
         times: dict[str, list[float]] = {arm.name: [] for arm in arms}
         outputs: dict[str, list[int]] = {}
-        for _ in range(repeat):
-            for arm in arms:
-                began = time.perf_counter()
-                outputs[arm.name] = arm.run(prompt)
-                times[arm.name].append(time.perf_counter() - began)
+        for _, arm in interleave(arms, repeat):
+            watch = Stopwatch()
+            outputs[arm.name] = arm.run(prompt)
+            times[arm.name].append(watch.seconds)
         for arm in arms:
             arm.seconds.append(statistics.median(times[arm.name]))
             arm.outputs.append(outputs[arm.name])

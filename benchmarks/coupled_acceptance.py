@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-
-from foretoken.lab.plan.coupled import (
+from coupled_theory import (
+    acceptance_probability,
     candidates_acceptance,
     coupled_acceptance,
     coupled_lower_bound,
     recursive_rejection_acceptance,
 )
-from foretoken.lab.plan.plots import HERE, OTHER
-from foretoken.lab.plan.speedup import acceptance_probability
+from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 BINS = np.linspace(0.0, 1.0, 11)
 """Edges of the total variations whose pairs are averaged."""
-DARK, GREEN = "#444444", "#4d8a57"
+DARK, GREEN, HERE, OTHER = "#444444", "#4d8a57", "#b3442f", "#5b84b1"
 
 
 def random_pairs(pairs: int, vocabulary: int, sharpness: float, seed: int = 0) -> tuple[Array, Array]:

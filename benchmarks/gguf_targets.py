@@ -30,10 +30,10 @@ from inflated import table, tell
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
+from foretoken.lab.bench.arms import Shared
 from foretoken.lab.bench.gguf_export import KINDS, quantize_gguf, write_gguf
 from foretoken.lab.bench.inflate import load_inflated
 from foretoken.lab.bench.run import BenchSettings, run_bench
-from foretoken.lab.bench.serving import Shared
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.llm import Llm
 from foretoken.loading import load_model, load_tokenizer
@@ -90,7 +90,7 @@ def first_part(file: Path, draft: Path, prompts: dict[str, list[BenchPrompt]], o
     """Every arm of a file in one process."""
     shared = Shared(
         LlamaCppModel(file),
-        target_source=str(file),
+        source=str(file),
         tokenizer=load_tokenizer(file),
         controller="constant",
         max_new_tokens=options.new_tokens,

@@ -15,8 +15,8 @@ import json
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,19 @@ import torch
 from prompts import CODE, PROSE
 
 import foretoken as ft
-from foretoken.lab.bench.arms import Arm, ArmContext, ArmRun, make_arm
+from foretoken.lab.bench.arms import Arm, Shared, Unit
 from foretoken.lab.bench.inflate import inflation, load_inflated
+from foretoken.lab.bench.results import UnitResult, acceptance_length, rate
+from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.transformers_arms import TransformersArm
+from foretoken.lab.interleave import median_run, runs_of
+from foretoken.lab.timing import Stopwatch
 from foretoken.loading import load_tokenizer, parse_device
 from foretoken.models.forward.capture import Eager
 from foretoken.models.forward.graphed import with_graphs
 
 PLAIN = "plain, eager"
+GREEDY = (0.0, 1)
 PROMPT_TOKENS = 48
 """Every prompt is cut to this length, so that no static cache has to be compiled for again."""
 
@@ -53,37 +58,40 @@ def arms_of(size: str, options: argparse.Namespace, device: torch.device) -> tup
     eager: Any = load_inflated("builtin", size, options.dtype, device=device)
     graphed = eager.sibling()  # the same weights
     with_graphs(graphed, True, None if device.type == "cuda" else Eager())
-    shared: dict[str, Any] = {"tokenizer": load_tokenizer("builtin"), "controller": "constant", "device": device}
-    contexts = {name: ArmContext(model, **shared) for name, model in (("eager", eager), ("graphed", graphed))}
-    arms: dict[str, Arm] = {f"plain, {name}": make_arm("none", context) for name, context in contexts.items()}
-    arms["Transformers, eager"] = make_arm("transformers:plain", contexts["eager"])
-    arms["Transformers, static cache and compile"] = CompiledArm("compiled", contexts["eager"])
-    for name, context in contexts.items():
-        arms[f"{options.drafter}, {name}"] = make_arm(options.drafter, context)
+    same: dict[str, Any] = {"tokenizer": load_tokenizer("builtin"), "controller": "constant", "device": device}
+    targets = {name: Shared(model, **same) for name, model in (("eager", eager), ("graphed", graphed))}
+    arms: dict[str, Arm] = {f"plain, {name}": make_arm("none", shared) for name, shared in targets.items()}
+    arms["Transformers, eager"] = make_arm("transformers:plain", targets["eager"])
+    arms["Transformers, static cache and compile"] = CompiledArm("compiled", targets["eager"])
+    for name, shared in targets.items():
+        arms[f"{options.drafter}, {name}"] = make_arm(options.drafter, shared)
     return arms, graphed
 
 
-def timed(arms: dict[str, Arm], prompts: Sequence[list[int]], tokens: int, repeat: int) -> dict[str, list[ArmRun]]:
+def timed(arms: dict[str, Arm], prompts: Sequence[list[int]], tokens: int, repeat: int) -> dict[str, list[UnitResult]]:
     """Of every arm the median run on every prompt, arms taking turns."""
-    found: dict[str, list[ArmRun]] = {name: [] for name in arms}
+    found: dict[str, list[UnitResult]] = {name: [] for name in arms}
     for prompt in prompts:
-        runs: dict[str, list[ArmRun]] = {name: [] for name in arms}
-        for _ in range(repeat):
-            for name, arm in arms.items():
-                runs[name].append(arm.generate(prompt, tokens, 0.0, 0))
+        unit = Unit.of(prompt, tokens)
+        runs = runs_of({name: partial(arm.run, unit, GREEDY) for name, arm in arms.items()}, repeat)
         for name, each in runs.items():
-            found[name].append(sorted(each, key=lambda run: run.tokens_per_s)[repeat // 2])
+            found[name].append(median_run(each, tokens_per_s))
     return found
+
+
+def tokens_per_s(run: UnitResult) -> float:
+    """Tokens per second of one run."""
+    return rate([run])
 
 
 def warmed(arms: dict[str, Arm], prompts: Sequence[list[int]], tokens: int) -> dict[str, float]:
     """Run everything once; seconds that it took, captures and compilation included."""
     found = {}
     for name, arm in arms.items():
-        began = time.perf_counter()
+        watch = Stopwatch()
         for prompt in prompts:
-            arm.generate(prompt, tokens, 0.0, 0)
-        found[name] = time.perf_counter() - began
+            arm.run(Unit.of(prompt, tokens), GREEDY)
+        found[name] = watch.seconds
     return found
 
 
@@ -99,11 +107,11 @@ def cells(
     rows = []
     for name, mine in runs.items():
         ratios = {
-            other: statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, runs[other], strict=True))
+            other: statistics.median(rate([a]) / rate([b]) for a, b in zip(mine, runs[other], strict=True))
             for other in (PLAIN, "plain, graphed", "Transformers, static cache and compile")
         }
-        same = [a.token_ids == b.token_ids for a, b in zip(mine, runs[PLAIN], strict=True)]
-        lengths = [run.mean_acceptance_length for run in mine if run.mean_acceptance_length is not None]
+        same = [a.outputs == b.outputs for a, b in zip(mine, runs[PLAIN], strict=True)]
+        lengths = [length for run in mine if (length := acceptance_length([run])) is not None]
         rows.append(
             {
                 "kind": "cell",
@@ -112,7 +120,7 @@ def cells(
                 "dry_run": device.type != "cuda",
                 "device": device_name(device),
                 "dtype": options.dtype,
-                "tokens_per_s": round(statistics.median(run.tokens_per_s for run in mine), 2),
+                "tokens_per_s": round(statistics.median(map(tokens_per_s, mine)), 2),
                 "ratios": {other: round(ratio, 3) for other, ratio in ratios.items()},
                 "mean_acceptance_length": round(statistics.mean(lengths), 3) if lengths else None,
                 "identical": f"{sum(same)} of {len(same)}",

@@ -21,11 +21,11 @@ from common import environment
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
-from foretoken.lab.bench.arms import ArmContext, is_foreign, make_arm
+from foretoken.lab.bench.arms import Shared, Unit
 from foretoken.lab.bench.inflate import load_inflated, target_name
 from foretoken.lab.bench.run import BenchSettings, run_bench
-from foretoken.lab.bench.serving import Shared
-from foretoken.lab.bench.specs import PLAIN
+from foretoken.lab.bench.serving import make_arm
+from foretoken.lab.bench.specs import PLAIN, is_foreign
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.loading import load_model, load_tokenizer
 
@@ -66,11 +66,11 @@ COLUMNS = (
 
 def usable(engines: list[str]) -> list[str]:
     """The engines that are installed, tried on the small built-in target."""
-    context = ArmContext(load_model("builtin", dtype="float32"))
+    shared = Shared(load_model("builtin", dtype="float32"))
     found = []
     for spec in engines:
         try:
-            make_arm(spec, context).generate([1, 2, 3], 2, 0.0, 0)
+            make_arm(spec, shared).run(Unit.of([1, 2, 3], 2), (0.0, 1))
             found.append(spec)
         except ValueError as error:
             print(f"left out {spec}: {error}", file=sys.stderr)

@@ -29,7 +29,7 @@ from common import environment
 from quantized import instructions
 
 import foretoken as ft
-from foretoken.lab.bench.arms import ArmContext
+from foretoken.lab.bench.arms import Shared
 from foretoken.lab.bench.llama_cpp_arms import DraftArm, LlamaCppArm, PromptLookupArm
 from foretoken.loading.measured.machine import hardware
 
@@ -182,13 +182,13 @@ def _ours(llm: ft.Llm, temperature: float) -> Run:
 
 
 def _llama_cpp(file: str, draft: str | None, plain: ft.Llm, temperature: float) -> dict[str, Run]:
-    context = ArmContext(plain.target, file, plain.tokenizer, ignore_eos=False)
+    shared = Shared(plain.target, file, plain.tokenizer, ignore_eos=False)
     arms: dict[str, LlamaCppArm] = {
-        "llama.cpp plain": LlamaCppArm("plain", context),
-        "llama.cpp prompt lookup": PromptLookupArm("prompt lookup", context),
+        "llama.cpp plain": LlamaCppArm("plain", shared),
+        "llama.cpp prompt lookup": PromptLookupArm("prompt lookup", shared),
     }
     if draft is not None:
-        arms["llama.cpp draft"] = DraftArm("draft", context, draft=draft, k=4)
+        arms["llama.cpp draft"] = DraftArm("draft", shared, draft=draft, k=4)
 
     def runner(arm: LlamaCppArm) -> Run:
         def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:

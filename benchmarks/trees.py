@@ -22,7 +22,7 @@ from common import environment
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 from foretoken.lab.tune.positional import measured_acceptance
-from foretoken.lab.tune.tree import Workload
+from foretoken.lab.workload import Subject, Workload
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter, load_model, load_tokenizer
 from foretoken.methods.drafters.model import ModelDrafter
@@ -95,8 +95,8 @@ def compare(
 ) -> list[Row]:
     """All shapes of all sizes at one temperature."""
     half = len(prompts) // 2
-    work = Workload(target, drafter, prompts[:half], options.new_tokens, shape="sequoia", temperature=temperature)
-    acceptance = measured_acceptance(work)
+    work = Workload(Subject(target), prompts[:half], options.new_tokens, temperature)
+    acceptance = measured_acceptance(work, drafter)
     print(f"\nT={temperature:g}: accepted k-th:", " ".join(f"{p:.3f}" for p in acceptance), flush=True)
     found = []
     for nodes in options.nodes:

@@ -11,6 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from foretoken.lab.report.markup import tag
+from foretoken.lab.report.show.picture import LEAST, MARGIN, framed, reasons, text, wrapped
+from foretoken.lab.report.show.run import Round
+from foretoken.lab.report.show.tree import draw_tree
+from foretoken.lab.report.show.why import Node
 from foretoken.registry import Row, find, rows
 
 DOCS = Path(__file__).parent
@@ -35,10 +40,11 @@ PLACES = (
           ("model", "pard", "online", "shared_vocab", "retokenize")),
     Place("Self-drafting: trained heads", "产生草稿 · Self-Drafting（多头、自回归头、lookahead token）",
           "Small networks on the target's hidden states guess.", "drafter",
-          ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "pass_tokens")),
+          ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "pass_tokens",
+           "uno")),
     Place("Self-drafting: a cheaper form of the target", "产生草稿 · Self-Drafting（Early-Exiting、Layer-Skipping 等）",
           "The target guesses with fewer layers, fewer bits or less context.", "drafter",
-          ("early_exit", "layer_skip", "swift", "kangaroo", "quantized", "sparse_kv")),
+          ("early_exit", "layer_skip", "swift", "kangaroo", "jump", "quantized", "sparse_kv")),
     Place("Retrieval", "产生草稿 · 基于检索的方法",
           "Text that was seen before is copied; no network is run.", "drafter",
           ("ngram", "ngram_cache", "suffix", "sam", "recycling", "retrieval", "prediction", "known")),
@@ -77,10 +83,9 @@ INTRO = """# Gallery
 
 <!-- Made by docs/make_gallery.py from the registry: change that, not this. -->
 
-Every method of `foretoken methods`, in the places that surveys give them: how guesses are made, when guessing ends,
-how guesses are verified, and how trees are shaped. The Chinese names are those of the [articles](../zh/articles.md).
-Each name leads to a page with the idea, the mathematics and a worked example. The pictures are rounds of real runs of
-the built-in model, drawn as `foretoken show` draws them.
+Every method of `foretoken methods`, by how drafts are made, when drafting ends, how drafts are verified and how trees
+are shaped. The Chinese names are those of the [articles](../zh/articles.md). Pictures are rounds of the built-in model,
+drawn by `foretoken show`.
 """
 
 
@@ -147,7 +152,7 @@ MOST_NODES = 12
 SPECS = {
     "eagle": "eagle,nodes=8,depth=4", "eagle3": "eagle3,nodes=8,depth=4", "medusa": "medusa,nodes=8",
     "peagle": "peagle,nodes=8", "dflash": "dflash,nodes=8", "dflash2": "dflash2,nodes=8", "dspark": "dspark,nodes=8",
-    "pard": "pard,mask=0,k=4,nodes=8",
+    "pard": "pard,mask=0,k=4,nodes=8", "uno": "uno,k=4,nodes=8",
     "hydra": "hydra,nodes=8", "lookahead": "lookahead,w=3,n=3,g=3", "recycling": "recycling,nodes=8",
     "model": "model,tree=2x2x1", "jacobi": "jacobi,m=4",
     "known": "known,inner=ngram",
@@ -183,7 +188,6 @@ def make_pictures(names: Sequence[str]) -> None:
 
 def _draw(row: Row, spec: str, verifier: str, temperature: float, prompt: str) -> None:
     import foretoken as ft
-    from foretoken.lab.report.show.picture import render_tree
     from foretoken.lab.report.show.run import shown
 
     try:
@@ -199,8 +203,34 @@ def _draw(row: Row, spec: str, verifier: str, temperature: float, prompt: str) -
         print(f"{row.name}: {error}", file=sys.stderr)
         return
     run = shown(out, llm.tokenizer, "", ())
-    picture(row).write_text(render_tree(run.rounds[run.best()], f"{row.name}: {spec}", MOST_NODES), encoding="utf-8")
+    picture(row).write_text(tree_picture(run.rounds[run.best()], f"{row.name}: {spec}", MOST_NODES), encoding="utf-8")
     print(f"{row.name}: {out.stats.mean_acceptance_length:.2f} tokens a round", file=sys.stderr)
+
+
+def tree_picture(one: Round, title: str, most: int) -> str:
+    """A round alone, with a title and its reasons; nodes that were never tried are left out above ``most`` nodes."""
+    nodes = list(one.nodes)
+    dropped = 0
+    for kinds in (("probe",), ("untried",), ("rejected",)):
+        while len(nodes) > most and (spare := _spare(nodes, kinds)) is not None:
+            nodes.remove(spare)
+            dropped += 1
+    tree = draw_tree(nodes, one.next_token)
+    wide = max(LEAST, tree.width + 2 * MARGIN)
+    more = f" ({dropped} nodes are not drawn)" if dropped else ""
+    parts = [text(MARGIN, 24, title, "title")]
+    lines = wrapped(one.caption.split("; draft")[0] + more, int((wide - 2 * MARGIN) / 6.6))
+    parts += [text(MARGIN, 44 + 18 * i, line, "soft") for i, line in enumerate(lines)]
+    y = 40.0 + 18 * len(lines)
+    parts.append(tag("g", tree.markup, transform=f"translate({MARGIN:.0f},{y:.0f})"))
+    why, y = reasons(one, y + tree.height + 14)
+    return framed([*parts, *why], wide, y + 2, f"{title}; {one.caption}")
+
+
+def _spare(nodes: Sequence[Node], kinds: Sequence[str]) -> Node | None:
+    """The last leaf of such a kind."""
+    parents = {node.parent for node in nodes}
+    return next((n for n in reversed(nodes) if n.status in kinds and n.index not in parents), None)
 
 
 def main() -> None:

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from foretoken.lab.plan.assumptions import Assumptions
 from foretoken.lab.plan.planner import plan
-from foretoken.lab.plan.roofline import Roofline, ridge_tokens
-from foretoken.lab.plan.speedup import (
-    break_even_alpha,
-    expected_tokens,
-    memory_traffic_factor,
-    operations_factor,
-    optimal_k,
-    walltime_factor,
-)
+from foretoken.lab.plan.roofline import Roofline
+from foretoken.lab.plan.speedup import alpha_for_tokens, expected_tokens, round_cost
 from foretoken.lab.report.charts import Chart, Guide, Lines, Series, Stack
-from foretoken.lab.report.picture import picture
+from foretoken.lab.report.markup import Markup, tag
+from foretoken.lab.report.page import palette, resource
+from foretoken.lab.report.svg import WIDTH, parts_of
 
 FOLDER = Path(__file__).parent / "figures" / "theory"
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 H100 = {"bandwidth": 3.35e12, "flops": 989e12}
 POSITIONS = (0.6, 0.15, 0.05)
 PLAIN = "plain decoding"
+MARGIN, ROW, LETTER, KEY = 14.0, 22.0, 7.6, 30.0
+STYLE = """
+svg { font: 14px system-ui, sans-serif; } .back { fill: var(--page); stroke: var(--edge); }
+.head { font-weight: 600; font-size: 15px; }
+"""
 
 
 def expected() -> Chart:
@@ -45,20 +46,20 @@ def best_length() -> Chart:
     ks = range(17)
     lines = []
     for i, c in enumerate((0.0, 0.02, 0.05, 0.1, 0.2, 0.4)):
-        best = f"best k = {optimal_k(0.7, c)}" if c else "the longer the better"
-        lines.append(Series(f"c = {c:g} ({best})", [(k, walltime_factor(0.7, k, c)) for k in ks], i))
+        best = f"best k = {Assumptions(0.7, c).best_k(range(65))}" if c else "the longer the better"
+        lines.append(Series(f"c = {c:g} ({best})", [(k, Assumptions(0.7, c).speedup(k)) for k in ks], i))
     plain = Guide(PLAIN, [(0, 1.0), (16, 1.0)])
     return Lines("Speed-up by draft length, α = 0.7", "k, draft tokens per round", "speed-up", lines, [plain])
 
 
 def arithmetic() -> Chart:
     """What a token costs in arithmetic and in reads."""
-    ks = range(17)
+    less, more = (plan(Assumptions(alpha), range(17)).rows for alpha in (0.7, 0.9))
     lines = [
-        Series("operations per token, α = 0.7", [(k, operations_factor(0.7, k, 0.0)) for k in ks], 1),
-        Series("operations per token, α = 0.9", [(k, operations_factor(0.9, k, 0.0)) for k in ks], 4),
-        Series("reads of the target's weights, α = 0.7", [(k, memory_traffic_factor(0.7, k)) for k in ks], 0),
-        Series("reads of the target's weights, α = 0.9", [(k, memory_traffic_factor(0.9, k)) for k in ks], 2),
+        Series("operations per token, α = 0.7", [(row.k, row.operations) for row in less], 1),
+        Series("operations per token, α = 0.9", [(row.k, row.operations) for row in more], 4),
+        Series("reads of the target's weights, α = 0.7", [(row.k, row.target_reads) for row in less], 0),
+        Series("reads of the target's weights, α = 0.9", [(row.k, row.target_reads) for row in more], 2),
     ]
     plain = Guide(PLAIN, [(0, 1.0), (16, 1.0)])
     return Lines("Arithmetic for memory", "k, draft tokens per round", "times plain decoding", lines, [plain])
@@ -73,7 +74,7 @@ def roofline() -> Chart:
         Series("dense, 8 billion parameters", [(n, dense(n)) for n in sizes], 0),
         Series("64 experts, 8 active, 57 billion", [(n, experts(n)) for n in sizes], 1),
     ]
-    ridge = ridge_tokens(**H100)
+    ridge = H100["flops"] * 2 / (2 * H100["bandwidth"])  # 2 bytes a weight, 2 operations
     return Lines(
         "Cost of scoring n tokens, H100 in bfloat16 (peak figures)", "n, tokens in one call", "v(n), cost of one token",
         lines, marks=[(ridge, f"n* = {ridge:.0f}: reads take as long as arithmetic", 0)], log_x=True,
@@ -142,7 +143,7 @@ def break_even() -> Chart:
     ks = range(1, 17)
     lines = []
     for i, cost in enumerate((0.02, 0.05, 0.1, 0.2, 0.3)):
-        found = [(k, break_even_alpha(k, cost)) for k in ks]
+        found = [(k, alpha_for_tokens(round_cost(k, cost), k)) for k in ks]
         lines.append(Series(f"{cost:g}", [(k, alpha) for k, alpha in found if alpha is not None], i))
     title = "Acceptance that pays, by what a guess costs (drafting and checking)"
     return Lines(title, "k, draft tokens per round", "least α", lines, percent=True)
@@ -163,6 +164,49 @@ PLOTS: dict[str, tuple[Callable[[], Chart], str]] = {
                    "guesses need more."),
 }  # fmt: skip
 """By file name: how it is drawn, and what it shows in words."""
+
+
+def picture(chart: Chart, words: str) -> str:
+    """The SVG of a chart.
+
+    Args:
+        chart: what is drawn; its title stands above.
+        words: what somebody who cannot see it is told.
+    """
+    drawn, entries = parts_of(chart)
+    (height,) = re.findall(r'viewBox="0 0 [\d.]+ ([\d.]+)"', drawn)[:1]
+    legend, top = _legend(entries, MARGIN + 26)
+    wide, high = WIDTH + 2 * MARGIN, top + float(height) + 6
+    plot = tag("g", drawn, transform=f"translate({MARGIN:g},{top:g})")
+    back = tag("rect", x=0.5, y=0.5, width=wide - 1, height=high - 1, rx=10, class_="back")
+    head = tag("text", chart.title, x=MARGIN, y=MARGIN + 12, class_="head")
+    return tag(
+        "svg", tag("style", Markup(palette() + _rules("tree.css", 1) + _rules("report.css") + STYLE)), back, head,
+        *legend, plot, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {wide:g} {high:g}", width=f"{wide:g}",
+        height=f"{high:g}", role="img", aria_label=words,
+    ) + "\n"  # fmt: skip
+
+
+def _legend(entries: Sequence[tuple[str, Markup]], y: float) -> tuple[list[Markup], float]:
+    """The legend's parts, in as many rows as they need, and where it ends."""
+    parts, x = [], MARGIN
+    for name, symbol in entries:
+        broad = KEY + LETTER * len(name) + 14
+        if x + broad > WIDTH + MARGIN and x > MARGIN:
+            x, y = MARGIN, y + ROW
+        parts.append(tag("g", symbol, transform=f"translate({x:g},{y:g})"))
+        parts.append(tag("text", name, x=f"{x + KEY:g}", y=f"{y + 13:g}"))
+        x += broad
+    return parts, y + ROW + 4 if entries else y
+
+
+def _rules(name: str, colours: int = 0) -> str:
+    """The lines of a style sheet that charts need."""
+    lines = resource(name).splitlines()
+    if colours:  # variables only, which come first
+        end = next(i for i, line in enumerate(lines) if line.startswith(".edge"))
+        return "\n".join(lines[1:end]) + "\n"
+    return "\n".join(line for line in lines if line.startswith(("svg text", "svg .", ".p0", ".p2"))) + "\n"
 
 
 def write(names: Sequence[str] = ()) -> None:

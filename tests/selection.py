@@ -148,6 +148,8 @@ SLOW: dict[str, Sequence[Key]] = {
     "methods/drafters/test_bpd.py::test_lossy_rules_from_exact_to_everything": [once],
     "methods/drafters/test_early_exit.py::test_families_write_what_they_write_alone": [once],
     "methods/drafters/test_jacobi.py::test_sampled_distribution": [once],
+    "methods/drafters/test_jump.py::test_families_write_what_they_write_alone": [once],
+    "methods/drafters/test_jump.py::test_the_distribution_is_the_one_that_was_drawn_from": [once],
     "methods/drafters/test_kangaroo.py::test_an_adapter_that_adds_nothing_is_an_early_exit": [once],
     "methods/drafters/test_kangaroo.py::test_families_write_what_they_write_alone": [once],
     "methods/drafters/test_layer_skip.py::test_argmax_drafts_under_a_soft_distribution_are_caught": [],

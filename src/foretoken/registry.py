@@ -43,6 +43,7 @@ class Row:
         needs_training: whether weights must be trained first.
         improves_by_training: whether it runs on any target, and better on one that was trained for it.
         needs: what it needs beyond the target's logits, in words.
+        reads: what a path in its spec is: a language model, or a datastore; else what was trained for it, or nothing.
         example: for a drafter, a spec string that runs on the built-in target as shipped.
     """
 
@@ -56,6 +57,7 @@ class Row:
     needs_training: bool = False
     improves_by_training: bool = False
     needs: str = ""
+    reads: Literal["", "model", "datastore"] = ""
     example: str = ""
 
     def load(self) -> type[Any]:
@@ -105,20 +107,23 @@ ROWS: tuple[Row, ...] = (
     # Drafters without training.
     _drafter("model", "ModelDrafter", "Leviathan et al. 2023, arXiv 2211.17192; SpecInfer, arXiv 2305.09781",
              "A smaller language model of the same tokenizer drafts a chain or a tree.",
-             kind="iid, without_replacement or point", needs="draft model", example="model,k=4"),
+             kind="iid, without_replacement or point", needs="draft model", reads="model",
+             example="model,k=4"),
     _drafter("pard", "PardDrafter", "PARD, arXiv 2504.18583",
              "A draft model that was taught to fill masks guesses all places of a draft in one pass.",
-             kind="iid or point", needs="draft model with a mask token; tree attention", example="pard,mask=0,k=4"),
+             kind="iid or point", needs="draft model with a mask token; tree attention", reads="model",
+             example="pard,mask=0,k=4"),
     _drafter("online", "OnlineDrafter", "Online speculative decoding, arXiv 2310.07177",
              "A draft model that is trained while it serves, on the positions where the target rejected it.",
-             kind="iid, without_replacement or point", needs="draft model", example="online,k=4"),
+             kind="iid, without_replacement or point", needs="draft model", reads="model",
+             example="online,k=4"),
     _drafter("shared_vocab", "SharedVocabDrafter", "TLI, Timor et al. 2025, arXiv 2502.05202",
              "A draft model of another tokenizer drafts the tokens that both vocabularies have.",
              kind="iid, without_replacement or point", needs="draft model and its tokenizer",
-             example="shared_vocab,k=4"),
+             reads="model", example="shared_vocab,k=4"),
     _drafter("retokenize", "RetokenizeDrafter", "SLEM, Timor et al. 2025, arXiv 2502.05202",
              "A draft model of any tokenizer writes text, which is tokenized again for the target.", kind="point",
-             needs="draft model and its tokenizer", example="retokenize,k=4"),
+             needs="draft model and its tokenizer", reads="model", example="retokenize,k=4"),
     _drafter("ngram", "NgramDrafter", "Prompt lookup decoding, Saxena 2023",
              "Copies what followed the most recent occurrence of the longest matching n-gram.", kind="point"),
     _drafter("jacobi", "JacobiDrafter", "Santilli et al. 2023, arXiv 2305.10427",
@@ -146,7 +151,7 @@ ROWS: tuple[Row, ...] = (
              needs="constraint=... or prediction=... in generate for its own guesses", example="known,inner=ngram"),
     _drafter("retrieval", "RetrievalDrafter", "REST, arXiv 2311.08252",
              "A trie of the most frequent continuations of the context's end in a corpus.", kind="point",
-             needs="tree attention; datastore (a small one of Python sources by default)"),
+             needs="tree attention; datastore (a small one of Python sources by default)", reads="datastore"),
     _drafter("early_exit", "EarlyExitDrafter", "LayerSkip, arXiv 2404.16710",
              "The target's first layers draft; verification goes on from their keys, values and hidden states.",
              kind="iid, without_replacement or point", needs="layer windows", improves_by_training=True),
@@ -170,10 +175,11 @@ ROWS: tuple[Row, ...] = (
              example="router,drafters=(model,k=4|ngram|suffix)"),
     _drafter("cascade", "CascadeDrafter", "Chen et al. 2023, arXiv 2312.11462",
              "A draft model whose own writing is speculated by a smaller drafter, to any depth.",
-             kind="iid or point", needs="draft model", example="cascade,k=8,inner=(ngram,n=3,k=8)"),
+             kind="iid or point", needs="draft model", reads="model",
+             example="cascade,k=8,inner=(ngram,n=3,k=8)"),
     _drafter("staged", "StagedDrafter", "Spector, Re 2023, arXiv 2308.04623",
              "A cascade's chain with siblings of every token, from distributions that are known anyway.",
-             kind="without_replacement, iid or point", needs="draft model; tree attention",
+             kind="without_replacement, iid or point", needs="draft model; tree attention", reads="model",
              example="staged,k=6,width=3"),
     _drafter("sparse_kv", "SparseKvDrafter", "TriForce, arXiv 2404.11912",
              "The target drafts over a small part of its own cache: the chunks that its last query fits best.",
@@ -213,9 +219,16 @@ ROWS: tuple[Row, ...] = (
              "The target's first layers and one trained attention block draft; verification goes on from those layers.",
              kind="iid, without_replacement or point", needs="layer windows; hidden states; trained adapter",
              needs_training=True),
+    _drafter("jump", "JumpDrafter", "economize 0.3.2 (jump drafting)",
+             "A trained predictor jumps into the middle of the target, where a layer or two draft on its own keys.",
+             kind="iid, without_replacement or point", needs="layer windows; hidden states; trained predictor",
+             needs_training=True),
     _drafter("pass_tokens", "PassTokensDrafter", "PaSS, arXiv 2311.13581",
              "Learned look-ahead tokens behind every draft: the call that verifies a chain also guesses the next one.",
              kind="iid or point", needs="tree attention; trained token embeddings", needs_training=True),
+    _drafter("uno", "UnoDrafter", "UNO, arXiv 2609.04010",
+             "The target guesses in one forward over noise behind the text, with low-rank updates in those rows alone.",
+             kind="iid, without_replacement or point", needs="layer windows; trained updates", needs_training=True),
     _drafter("scripted", "ScriptedDrafter", "", "Proposes given tokens: for tests and demonstrations.", kind="point",
              example="scripted,tokens=32 262 13"),
     # Verifiers: lossless.

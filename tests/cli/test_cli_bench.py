@@ -96,7 +96,7 @@ def test_an_interrupted_run_is_resumed(
 ) -> None:
     out = tmp_path / "run.jsonl"
     arguments = ("--drafter", "ngram", "--prompts", prompts, "--out", str(out))
-    real, calls = bench_run.make_served_arm, []
+    real, calls = bench_run.make_arm, []
 
     def stopping(name: str, shared: Any) -> Any:
         arm = real(name, shared)
@@ -113,7 +113,7 @@ def test_an_interrupted_run_is_resumed(
         return arm
 
     resuming = False
-    monkeypatch.setattr(bench_run, "make_served_arm", stopping)
+    monkeypatch.setattr(bench_run, "make_arm", stopping)
     stopped = bench(run, target, *arguments)
     assert stopped.code == 130 and "--resume goes on from here" in stopped.err
     assert not out.exists()

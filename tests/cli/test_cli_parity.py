@@ -15,8 +15,9 @@ from scipy.stats import chisquare
 
 from foretoken.core import Rng, TokenTree
 from foretoken.lab.parity.difference import Difference, first_difference, next_logits, tie_tolerance
-from foretoken.lab.parity.run import Settings, read_prompts, run_parity
-from foretoken.lab.parity.statistics import chi_square_p, uniform_place, uniformity_p
+from foretoken.lab.parity.run import Settings, run_parity
+from foretoken.lab.parity.statistics import chi_square, uniform_place, uniformity, upper_tail
+from foretoken.lab.prompts import read_prompts
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.other.table import TableModel
 
@@ -229,12 +230,12 @@ def test_next_logits_release_their_sequence(target: str) -> None:
 
 def test_chi_square_is_scipys() -> None:
     counts, expected = torch.tensor([30.0, 14.0, 34.0, 45.0]), torch.tensor([25.0, 25.0, 35.0, 38.0])
-    assert chi_square_p(counts, expected) == pytest.approx(chisquare(counts, expected).pvalue, rel=1e-6)
+    assert upper_tail(*chi_square(counts, expected)) == pytest.approx(chisquare(counts, expected).pvalue, rel=1e-6)
 
 
 def test_small_cells_are_merged_and_impossible_tokens_fail() -> None:
-    assert chi_square_p(torch.tensor([1.0, 0.0, 50.0]), torch.tensor([0.5, 0.5, 50.0])) > 0.5
-    assert chi_square_p(torch.tensor([1.0, 50.0]), torch.tensor([0.0, 51.0])) == 0.0
+    assert upper_tail(*chi_square(torch.tensor([1.0, 0.0, 50.0]), torch.tensor([0.5, 0.5, 50.0]))) > 0.5
+    assert upper_tail(*chi_square(torch.tensor([1.0, 50.0]), torch.tensor([0.0, 51.0]))) == 0.0
 
 
 def test_places_of_true_draws_are_uniform_and_those_of_others_are_not() -> None:
@@ -243,9 +244,9 @@ def test_places_of_true_draws_are_uniform_and_those_of_others_are_not() -> None:
     generator, coins = torch.Generator().manual_seed(5), Rng(6)
     for drawn_from, is_right in ((distribution, True), (wrong, False)):
         tokens = torch.multinomial(drawn_from, 1000, replacement=True, generator=generator).tolist()
-        p_value = uniformity_p([uniform_place(distribution, token, coins.uniform()) for token in tokens])
+        p_value = upper_tail(*uniformity([uniform_place(distribution, token, coins.uniform()) for token in tokens]))
         assert (p_value > 1e-3) is is_right
-    assert uniformity_p([uniform_place(torch.tensor([1.0, 0.0]), 1, 0.5)] * 9) == 0.0
+    assert upper_tail(*uniformity([uniform_place(torch.tensor([1.0, 0.0]), 1, 0.5)] * 9)) == 0.0
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------

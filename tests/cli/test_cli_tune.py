@@ -12,7 +12,8 @@ from tiny_models import CONTEXT
 from transformers import BloomConfig, BloomForCausalLM
 
 from foretoken.lab.tune import layer_skip
-from foretoken.lab.tune.layer_skip import Speed, Workload, first_sets, tune
+from foretoken.lab.tune.layer_skip import first_sets, tune
+from foretoken.lab.workload import Speed, Subject, Workload
 from foretoken.methods.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.huggingface import HuggingFaceModel
 from models.checkpoints import new_model
@@ -82,17 +83,17 @@ def test_ctrl_c_keeps_the_best_so_far(
     run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, calls = tmp_path / "skips.json", []
-    original = Workload.measure
+    original = layer_skip.measured
 
-    def interrupted(self: Workload, skips: SkipSet | None) -> Speed:
+    def interrupted(work: Workload, k: int, skips: SkipSet | None) -> Speed:
         calls.append(skips)
         if len(calls) == 5:  # two warm-ups, two trials
             raise KeyboardInterrupt
-        return original(self, skips)
+        return original(work, k, skips)
 
     command = ("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
     with monkeypatch.context() as patch:
-        patch.setattr(Workload, "measure", interrupted)
+        patch.setattr(layer_skip, "measured", interrupted)
         result = run(*command)
     assert (result.code, result.out) == (130, "")
     assert str(out) in result.err and "--resume" in result.err and result.err.endswith("interrupted\n")
@@ -115,41 +116,41 @@ def test_built_in_prompts(run: Any, target: str, tmp_path: Path) -> None:
 
 def test_the_search_finds_a_planted_optimum(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a made-up clock that likes one of 4096 sets, 80 trials find it or a neighbour (80 random ones: 22 %)."""
-    workload = Workload(HuggingFaceModel(new_model("llama", num_hidden_layers=6)), [[1, 2, 3]])
+    work = Workload(Subject(HuggingFaceModel(new_model("llama", num_hidden_layers=6))), [[1, 2, 3]])
     wanted = {("attention", 2), ("attention", 4), ("attention", 5), ("mlp", 0), ("mlp", 4)}
     measured: list[SkipSet | None] = []
 
     def distance(skips: SkipSet) -> int:
         return len({(kind, layer) for kind in ("attention", "mlp") for layer in getattr(skips, kind)} ^ wanted)
 
-    def speed(self: Workload, skips: SkipSet | None) -> Speed:
+    def speed(work: Workload, k: int, skips: SkipSet | None) -> Speed:
         measured.append(skips)
         return Speed(10.0 if skips is None else 20.0 - distance(skips))
 
-    monkeypatch.setattr(Workload, "measure", speed)
+    monkeypatch.setattr(layer_skip, "measured", speed)
     seen: list[tuple[int, float]] = []
     file = tmp_path / "skips.json"
-    outcome = tune(workload, file, 80, on_trial=lambda number, last, search: seen.append((number, search.best_speed)))
+    outcome = tune(work, 8, file, 80, on_trial=lambda number, last, search: seen.append((number, search.best_speed)))
     assert measured[2:6] == first_sets(6)  # before anything random
     assert [number for number, _ in seen] == list(range(81))
     best = [speed for _, speed in seen]
     assert best == sorted(best) and best[-1] >= 19.0
     assert outcome.chosen == "best" and outcome.speedup("best") >= 1.9
-    assert load_skips(file, workload.target) == outcome.sets["best"]
+    assert load_skips(file, work.target) == outcome.sets["best"]
 
 
 def test_luck_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A set that was fast once and is slow in the last comparison is not written; ties go to the default set."""
-    workload = Workload(HuggingFaceModel(llama()), [[1, 2, 3]])
+    work = Workload(Subject(HuggingFaceModel(llama())), [[1, 2, 3]])
     lucky = SkipSet(attention=frozenset({0, 1}))
     monkeypatch.setattr(layer_skip, "first_sets", lambda layers: [SkipSet.odd(layers), lucky])
     clock = iter(range(100))
 
-    def speed(self: Workload, skips: SkipSet | None) -> Speed:
+    def speed(work: Workload, k: int, skips: SkipSet | None) -> Speed:
         return Speed(50.0 if skips == lucky and next(clock) == 0 else 10.0)
 
-    monkeypatch.setattr(Workload, "measure", speed)
-    outcome = tune(workload, tmp_path / "skips.json", 2)
+    monkeypatch.setattr(layer_skip, "measured", speed)
+    outcome = tune(work, 8, tmp_path / "skips.json", 2)
     assert outcome.sets["best"] == lucky and outcome.chosen == "default"
     assert json.loads((tmp_path / "skips.json").read_text())["attention"] == []
 

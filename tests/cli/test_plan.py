@@ -10,7 +10,7 @@ import pytest
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.lab.plan.roofline import Roofline
-from foretoken.lab.plan.speedup import expected_tokens, walltime_factor
+from foretoken.lab.plan.speedup import expected_tokens
 
 COSTS = RoundCosts(
     TargetCost({1: 0.10, 8: 0.11, 32: 0.20}),
@@ -39,7 +39,7 @@ def test_json_is_one_object_with_the_formulas(run: Any) -> None:
     assert [row["k"] for row in found["rows"]] == [0, *range(2, 10)]
     for row in found["rows"][1:]:
         assert row["tokens"] == pytest.approx(expected_tokens(0.7, row["k"]))
-        assert row["speedups"]["1"] == pytest.approx(walltime_factor(0.7, row["k"], 0.1, 1.0, 0.05))
+        assert row["speedups"]["1"] == pytest.approx(row["tokens"] / (1.05 + 0.1 * row["k"]) if row["k"] else 1.0)
     assert found["best"]["k"] == 4 and found["summary"].startswith("Draft k=4 tokens")
     assert (found["alpha"], found["c"], found["overhead"], found["drafter"], found["plot"]) == (
         0.7, 0.1, 0.05, None, None,
@@ -106,14 +106,14 @@ def test_the_best_drafter_of_a_profile(run: Any, profile: Path) -> None:
 def test_options_replace_what_a_profile_says(run: Any, profile: Path) -> None:
     found = run("plan", "--profile", str(profile), "--alpha", "0.9", "--c", "0.02", "--overhead", "0", "--v", "flat",
                 "--k", "3", "--json").json  # fmt: skip
-    assert found["rows"][1]["speedups"]["1"] == pytest.approx(walltime_factor(0.9, 3, 0.02))
+    assert found["rows"][1]["speedups"]["1"] == pytest.approx(expected_tokens(0.9, 3) / (1 + 3 * 0.02))
 
 
 def test_roofline_costs(run: Any) -> None:
     v = Roofline(8e9, 3.35e12, 989e12, experts=8, active=2, expert_parameters=0.5)
     text = "roofline,parameters=8e9,bandwidth=3.35e12,flops=989e12,experts=8,active=2,expert_parameters=0.5"
     found = run("plan", "--alpha", "0.8", "--c", "0.05", "--v", text, "--k", "3", "--json").json
-    assert found["rows"][1]["speedups"]["1"] == pytest.approx(walltime_factor(0.8, 3, 0.05, v(4)))
+    assert found["rows"][1]["speedups"]["1"] == pytest.approx(expected_tokens(0.8, 3) / (v(4) + 3 * 0.05))
 
 
 def test_a_picture(run: Any, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pages import DOCS
 
 from foretoken.lab.plan.speedup import expected_tokens
 from foretoken.lab.plan.trees import tree_expected_tokens
-from foretoken.lab.report.picture import picture
 
 each_plot = pytest.mark.parametrize("name", list(make_plots.PLOTS))
 
@@ -19,7 +18,7 @@ each_plot = pytest.mark.parametrize("name", list(make_plots.PLOTS))
 def test_a_plot_is_current_and_small(name: str) -> None:
     make, words = make_plots.PLOTS[name]
     kept = (make_plots.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
-    assert kept == picture(make(), words), "make plots draws it anew"
+    assert kept == make_plots.picture(make(), words), "make plots draws it anew"
     root = ElementTree.fromstring(kept)
     assert root.attrib["aria-label"] == words and len(kept) < 60_000
     assert "url(" not in kept and "prefers-color-scheme: dark" in kept

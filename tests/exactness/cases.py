@@ -32,6 +32,7 @@ from foretoken.methods.drafters.early_exit import EarlyExitDrafter
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.hydra import HydraDrafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
+from foretoken.methods.drafters.jump import JumpDrafter
 from foretoken.methods.drafters.kangaroo import KangarooDrafter
 from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
@@ -44,11 +45,13 @@ from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
+from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
+from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.ngram_cache import NgramCacheDrafter
 from foretoken.methods.drafters.online import OnlineDrafter
@@ -68,6 +71,7 @@ from foretoken.methods.drafters.sparse_kv import SparseKvDrafter
 from foretoken.methods.drafters.staged import StagedDrafter
 from foretoken.methods.drafters.suffix import SuffixDrafter
 from foretoken.methods.drafters.swift import SwiftDrafter
+from foretoken.methods.drafters.uno import UnoDrafter
 from foretoken.methods.drafters.vocabulary import Vocabulary
 from foretoken.methods.trees.cost_aware import CostAware
 from foretoken.methods.trees.operations import first_nodes, from_paths
@@ -79,6 +83,7 @@ from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.heads.mtp import NativeModule
 from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.variants.gated import linear_shapes
 from foretoken.models.variants.second_weights import OwnWeightsModel, Scheme
 from foretoken.training.recipes import RECIPES
 
@@ -141,6 +146,12 @@ def kangaroo(target: LanguageModel, few: bool = False, **options: Any) -> Kangar
     made = KangarooDrafter(target, FeatureModel(net, parts, target, head), **options)
     made.head = head
     return made
+
+
+def jump(target: LanguageModel, few: bool = False, state: int = 2, width: int = 0, **options: Any) -> JumpDrafter:
+    """A random predictor of what is behind the target's first layer; the second one drafts."""
+    net = random_weights(JumpNet(JumpConfig(TargetParts(target).hidden_size, 1, 2, state, width, inner=6)))
+    return JumpDrafter(target, net, head=few_tokens(target, first=0) if few else None, **options)
 
 
 def hydra(
@@ -247,6 +258,15 @@ def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassToke
     """Random look-ahead tokens."""
     net = PassTokens(PassTokensConfig(TargetParts(target).hidden_size, learned))
     return PassTokensDrafter(random_weights(net), target, **options)
+
+
+def uno(target: Any, few: bool = False, shape: dict[str, Any] | None = None, **options: Any) -> UnoDrafter:
+    """Random updates of the target's layers, noise from all of its tokens."""
+    told = {"places": 4, "rank": 2, "mask_token": target.vocab_size, **(shape or {})}
+    net = UnoNet(UnoConfig(target.vocab_size, target.num_layers, linear_shapes(target.model), **told))
+    return UnoDrafter(
+        target, random_weights(net, 0.3), **{"nodes": 6, **options}, head=few_tokens(target) if few else None
+    )
 
 
 def grown(target: LanguageModel, draft: LanguageModel, tree: str, draw: str) -> ModelDrafter:
@@ -711,10 +731,28 @@ CASES: dict[str, list[Case]] = {
         Case("wor-tree", lambda target, draft: kangaroo(target, tree="2x2x1"), network=True),
         Case("few", lambda target, draft: kangaroo(target, few=True, k=3, eta=0.02), network=True),
     ],
+    "jump": [
+        Case("chain", lambda target, draft: jump(target, k=3), network=True),
+        Case("own-state", lambda target, draft: jump(target, state=1, width=4, k=3), network=True),
+        Case("wor-tree", lambda target, draft: jump(target, tree="2x2x1"), network=True),
+        Case("few", lambda target, draft: jump(target, few=True, k=3), network=True),
+    ],
     "pass_tokens": [
         Case("iid", lambda target, draft: pass_tokens(target, 3), network=True),
         Case("greedy", lambda target, draft: pass_tokens(target, 2, draw="greedy"), network=True),
         Case("two-groups", lambda target, draft: pass_tokens(target, 4, k=3, groups=2), network=True),
+    ],
+    "uno": [
+        Case("drawn", lambda target, draft: uno(target), network=True),
+        Case("points", lambda target, draft: uno(target, draw="greedy"), network=True),
+        Case(
+            "chain",
+            lambda target, draft: uno(target, shape={"noise": "mask", "mask_token": 2}, width=1, k=3),
+            network=True,
+        ),
+        Case("wor-tree", lambda target, draft: uno(target, draw="without_replacement", tree="1x2x2"), network=True),
+        Case("wor-default", lambda target, draft: uno(target, draw="without_replacement"), network=True),
+        Case("few", lambda target, draft: uno(target, few=True), network=True),
     ],
     "scripted": [
         Case("chain", lambda target, draft: ScriptedDrafter("1 2 0")),

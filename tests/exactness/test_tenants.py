@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from cases import CASES, Case, bpd, eagle3, feature_drafter, hydra, kangaroo, medusa
+from cases import CASES, Case, bpd, eagle3, feature_drafter, hydra, jump, kangaroo, medusa
 from matrix import rows
 
 from foretoken import load
@@ -209,6 +209,7 @@ NETS: dict[str, Callable[[LanguageModel], Drafter]] = {
     "hydra": lambda target: hydra(target, 6, random=False, prefix=True),
     "bpd": lambda target: bpd(target, random=False),
     "kangaroo": lambda target: kangaroo(target),
+    "jump": lambda target: jump(target),
 }
 
 

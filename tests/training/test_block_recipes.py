@@ -108,7 +108,11 @@ def test_texts_that_are_too_short() -> None:
         recipe.loss(toy_batch(recipe, 6), torch.Generator())
 
 
-LEARNT = {"peagle": {"places": "3", "num_layers": "1", "draft_vocab": "0"}}
+LEARNT = {
+    "peagle": {"places": "3", "num_layers": "1", "draft_vocab": "0"},
+    "jump": {},
+    "uno": {"places": "3", "rank": "8", "noise": "random"},
+}
 """Settings of recipes without blocks."""
 
 # -- learning ----------------------------------------------------------------------------------------------------------

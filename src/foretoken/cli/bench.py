@@ -158,9 +158,9 @@ def _run(
     inflate: str | None,
 ) -> BenchResult:
     from foretoken.core.sampling import SamplingParams
+    from foretoken.lab.bench.arms import Shared
     from foretoken.lab.bench.partial import partial_of
     from foretoken.lab.bench.run import run_bench
-    from foretoken.lab.bench.serving import Shared
     from foretoken.loading import load_model, load_tokenizer
 
     SamplingParams(max(settings.temperatures), common.top_k, common.top_p, common.min_p)
@@ -179,9 +179,9 @@ def _run(
         load_tokenizer(common.target, common.backend),
         common.verifier,
         common.controller,
-        common.profile,
         device,
         common.allow_lossy,
+        common.profile,
         common.max_new_tokens,
         ignore_eos,
         {"top_k": common.top_k, "top_p": common.top_p, "min_p": common.min_p},

@@ -16,7 +16,7 @@ from foretoken.cli.output import json_only, print_json, progress_bar, screen
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from foretoken.lab.bench.fitting import Fit, Subject
+    from foretoken.lab.bench.fitting import Fit
 
 
 @with_common(
@@ -77,25 +77,10 @@ def _listing(common: Common, folders: Sequence[Path]) -> _Listing:
     common.check()
     for folder in folders:
         places(folder)
-    subject = _subject(common)
+    subject = common.subject()
     default = default_drafter(subject.target, common.target)
     with progress_bar() as on_progress:
         return _Listing(ordered(fits(subject, folders, on_progress)), default)
-
-
-def _subject(common: Common) -> Subject:
-    from foretoken.lab.bench.fitting import Subject
-    from foretoken.loading import load_tokenizer
-
-    return Subject(
-        common.load_target(),
-        common.target,
-        load_tokenizer(common.target),
-        common.verifier,
-        common.controller,
-        None if common.device == "auto" else common.device,
-        common.allow_lossy,
-    )
 
 
 # -- for people ------------------------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.output import has_colour
 from foretoken.engine.stopping import Detokenizer
 from foretoken.lab.report.show.texts import token_texts as token_texts
+from foretoken.lab.report.show.texts import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from foretoken.engine.request import Origin
     from foretoken.lab.report.show.run import Round
+    from foretoken.lab.report.show.why import Node
     from foretoken.llm import Llm, Output, Piece
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "", "root": ""}
@@ -197,8 +200,6 @@ def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: 
     """
     from rich.text import Text
 
-    from foretoken.lab.report.show.lines import lines_of
-
     for number, one in enumerate(rounds[first : first + TREES], first + 1):
         console.print(Text(f"round {number}: {one.caption}", "dim"), soft_wrap=True)
         for line in lines_of(one):
@@ -209,3 +210,55 @@ def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: 
     left_over = len(rounds) - first - TREES
     if left_over > 0:
         console.print(Text(f"{left_over} more rounds: {more}", "dim"), soft_wrap=True)
+
+
+# -- a tree as lines -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TreeLine:
+    """One node on a line of its own.
+
+    Attributes:
+        branch: the drawn branches before it.
+        text: the token.
+        kind: ``root``, ``accepted``, ``rejected``, ``untried``, ``probe``, or the origin of the target's own token.
+        why: the reason, where one is worth reading.
+    """
+
+    branch: str
+    text: str
+    kind: str
+    why: str
+
+
+def lines_of(one: Round) -> list[TreeLine]:
+    """The tree of a round, the root first, every child below its parent; what was accepted comes first.
+
+    Probes are left out, and so is what was never tried below a node that was not accepted.
+    """
+    last = max((n.index for n in one.nodes if n.status == "accepted"), default=0)
+    children: dict[int, list[Node]] = {n.index: [] for n in one.nodes}
+    for node in one.nodes[1:]:
+        parent = one.nodes[node.parent]
+        if node.status != "probe" and not (node.status == "untried" and parent.status in ("untried", "rejected")):
+            children[node.parent].append(node)
+    children[last].insert(0, one.next_token)
+    for below in children.values():
+        below.sort(key=lambda n: n.status != "accepted")
+    root = one.nodes[0]
+    return [TreeLine("", visible(root.text), "root", ""), *_below(0, "", children)]
+
+
+def _below(index: int, indent: str, children: dict[int, list[Node]]) -> Sequence[TreeLine]:
+    found: list[TreeLine] = []
+    below = children.get(index, [])
+    for place, node in enumerate(below):
+        is_last = place == len(below) - 1
+        own = node.index < 0
+        kind = node.why.split(":")[0] if own else node.status
+        why = node.why if node.status == "rejected" else ""
+        found.append(TreeLine(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, why))
+        if not own:
+            found += _below(node.index, indent + ("   " if is_last else "│  "), children)
+    return found

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.engine.stats import SpecStats
-    from foretoken.lab.bench.compare import Arm, Comparison
+    from foretoken.lab.bench.compare import Comparison, Runs
     from foretoken.llm import Llm, Output
 
 DEFAULT_PROMPT = "The captain looked out over the sea and said nothing for a long time."
@@ -300,7 +300,7 @@ def print_speeds(console: Console, result: Comparison) -> None:
     console.print(f"time         {time_split(stats)}", soft_wrap=True)
 
 
-def _speed(arm: Arm) -> str:
+def _speed(arm: Runs) -> str:
     spread = f"(median of {len(arm.rates)}: {min(arm.rates):.1f} to {max(arm.rates):.1f})" if len(arm.rates) > 1 else ""
     return f"{arm.tokens_per_s:8.1f} tokens/s, {arm.output.stats.num_new_tokens} tokens {spread}".rstrip()
 

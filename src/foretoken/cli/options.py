@@ -19,6 +19,7 @@ from foretoken.cli.model_argument import HELP, GroupModel, Model, existing_model
 from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
+    from foretoken.lab.workload import Subject
     from foretoken.llm import Llm
     from foretoken.models.base import LanguageModel
 
@@ -178,6 +179,25 @@ class Common:
         )
         self._tell_inflated(target)
         return target
+
+    def subject(self) -> Subject:
+        """Load the target, and name what drafters for it are made with.
+
+        Raises:
+            ValueError: a bad checkpoint, dtype, device or size.
+        """
+        from foretoken.lab.workload import Subject
+        from foretoken.loading import load_tokenizer
+
+        return Subject(
+            self.load_target(),
+            self.target,
+            load_tokenizer(self.target),
+            self.verifier,
+            self.controller,
+            None if self.device == "auto" else self.device,
+            self.allow_lossy,
+        )
 
     def _tell_inflated(self, target: LanguageModel) -> None:
         """Whatever is printed below is about an inflated target: say so first."""

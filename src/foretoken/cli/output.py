@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from foretoken.core.io.finite import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,15 +94,5 @@ def json_only(active: bool) -> Iterator[None]:
 
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on one line of stdout; what JSON cannot hold (NaN, infinity) becomes null."""
-    sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(finite(value), ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

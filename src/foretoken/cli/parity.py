@@ -135,7 +135,7 @@ def _run(
     common: Common, drafters: list[str] | None, prompts: Path | None, settings: Settings
 ) -> tuple[Report, bool, LanguageModel]:
     """The report, whether Ctrl-C cut it short, and the target."""
-    from foretoken.lab.parity.run import read_prompts
+    from foretoken.lab.prompts import read_prompts
 
     texts = read_prompts(prompts)
     target = common.load_target()

@@ -262,20 +262,18 @@ def _held_out(
     temperature: float,
 ) -> dict[str, Any]:
     from foretoken.engine.stats import SpecStats
+    from foretoken.lab.acceptance import Acceptance
     from foretoken.llm import assemble
 
     llm = assemble(model, drafter, "auto", controller, None)
-    total = SpecStats()
     room = model.context_length - max(map(len, prompts))
     asked: dict[str, Any] = {"temperature": temperature, "seed": 0, "ignore_eos": True}
-    for out in llm.generate(list(prompts), max_new_tokens=min(NEW_TOKENS, room), **asked):
-        total.merge(out.stats)
-    rounds, reached = max(1, total.num_drafts), total.num_accepted_tokens_per_pos
-    reached = [*reached, *[0] * (drafter.max_depth - len(reached))]
+    outputs = llm.generate(list(prompts), max_new_tokens=min(NEW_TOKENS, room), **asked)
+    total = SpecStats.summed(out.stats for out in outputs)
     return {
         "mean_acceptance_length": total.mean_acceptance_length,
         "acceptance_rate": total.acceptance_rate,
-        "per_position": [count / rounds for count in reached],
+        "per_position": list(Acceptance.of(total, drafter.max_depth).by_position),
     }
 
 

@@ -12,7 +12,8 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.lab.tune.layer_skip import Outcome, Search, Workload
+    from foretoken.lab.tune.layer_skip import SkipSearch, TunedSkips
+    from foretoken.lab.workload import Workload
 
 app = typer.Typer(
     cls=ModelGroup,
@@ -46,30 +47,35 @@ def layer_skip_command(
     Every trial decodes the prompts speculatively and measures tokens per second.  Ctrl-C keeps the best set so far.
     """
     with json_only(as_json):
-        workload = _workload(common, prompts, new_tokens, max_prompts, k)
-        outcome = _search(workload, out, trials, resume)
+        from foretoken.methods.drafters.own_layers import num_layers_of
+
+        work = workload_of(common, prompts, new_tokens, max_prompts)
+        num_layers_of(work.target)
+        outcome = _search(work, k, out, trials, resume)
         if not as_json:
-            _print(outcome, workload, out)
+            _print(outcome, work, out)
     if as_json:
         print_json({**outcome.public(), "out": str(out)})
 
 
-def _workload(common: Common, prompts: Path | None, new_tokens: int, most: int, k: int) -> Workload:
+def workload_of(common: Common, prompts: Path | None, new_tokens: int, most: int) -> Workload:
+    """What trials decode: prompts of a file, or our own.
+
+    Raises:
+        ValueError: no prompt that fits, a target without a tokenizer, or a bad option.
+    """
     from foretoken.core.sampling import SamplingParams
-    from foretoken.lab.parity.run import read_prompts
-    from foretoken.lab.tune.layer_skip import Workload, fitting_prompts
-    from foretoken.loading import load_tokenizer
-    from foretoken.methods.drafters.own_layers import num_layers_of
+    from foretoken.lab.prompts import read_prompts
+    from foretoken.lab.workload import Workload, fitting_prompts
 
     SamplingParams(common.temperature)
     texts = read_prompts(prompts)
-    target = common.load_target()
-    num_layers_of(target)
-    ids = fitting_prompts(texts, load_tokenizer(common.target), target, new_tokens, most)
-    return Workload(target, ids, new_tokens, k, common.temperature, common.seed or 0)
+    subject = common.subject()
+    ids = fitting_prompts(subject, texts, new_tokens, most)
+    return Workload(subject, ids, new_tokens, common.temperature, common.seed or 0)
 
 
-def _search(workload: Workload, out: Path, trials: int, resume: bool) -> Outcome:
+def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> TunedSkips:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from foretoken.lab.tune.layer_skip import tune
@@ -80,19 +86,19 @@ def _search(workload: Workload, out: Path, trials: int, resume: bool) -> Outcome
     with Progress(*columns, console=console, auto_refresh=False) as bar:
         task = bar.add_task("warming up", total=trials)
 
-        def on_trial(number: int, speed: float, search: Search) -> None:
+        def on_trial(number: int, speed: float, search: SkipSearch) -> None:
             text = f"last {speed:.1f}, best {search.best_speed:.1f} tokens/s" if number else "trying the default set"
             bar.update(task, completed=min(number, trials), description=text, refresh=True)
 
         try:
-            return tune(workload, out, trials, resume, on_trial)
+            return tune(work, k, out, trials, resume, on_trial)
         except KeyboardInterrupt:
             if out.exists():
                 console.print(f"the best set so far is in {out}; --resume goes on from here", soft_wrap=True)
             raise
 
 
-def _print(outcome: Outcome, workload: Workload, out: Path) -> None:
+def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
     from rich import box
     from rich.table import Table
 
@@ -114,7 +120,7 @@ def _print(outcome: Outcome, workload: Workload, out: Path) -> None:
             f"{speed.mean_acceptance_length:.2f}",
         )
     console.print(table)
-    counts = f"{outcome.trials} trials, {len(workload.prompts)} prompts of {workload.new_tokens} new tokens"
+    counts = f"{outcome.trials} trials, {len(work.prompts)} prompts of {work.new_tokens} new tokens"
     console.print(f"{counts}; the {outcome.chosen} set is in {out}: --drafter layer_skip:{out}", soft_wrap=True)
     if outcome.speedup(outcome.chosen) <= 1:
         console.print("plain decoding is faster than skipping layers for this target on this machine", style="yellow")

@@ -16,7 +16,7 @@ from foretoken.cli.options import Common, Json, given_options, with_common
 from foretoken.cli.output import check_out, json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.lab.tune.tuned import Job, Outcome, Row
+    from foretoken.lab.tune.tuned import Job, Outcome, TunedRow
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that SIGTERM has ended."""
@@ -124,7 +124,7 @@ def _job(
     from foretoken.lab.prompts import load_prompts, prompts_of_kind
     from foretoken.lab.tune.choices import parse_names
     from foretoken.lab.tune.tuned import Job
-    from foretoken.loading import load_tokenizer
+    from foretoken.lab.workload import Workload, fitting_prompts
     from foretoken.loading.measured.busy import settle_threads
 
     common.check()
@@ -132,29 +132,14 @@ def _job(
     chosen = parse_names(names) if names else []
     loaded = None if prompts is None else load_prompts(prompts)
     offers = _offers(common, folders)
-    target = common.load_target()
+    subject = common.subject()
+    target = subject.target
     if (told := settle_threads(target)) is not None:
         print(f"warning: {told}", file=sys.stderr)
-    tokenizer = load_tokenizer(common.target)
-    if tokenizer is None:
-        raise ValueError("the target has no tokenizer beside it: tuning needs one to read the prompts")
-    target.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < target.vocab_size)
-    ids = [prompt.encode(tokenizer) for prompt in loaded or prompts_of_kind(tokenizer)]
-    return Job(
-        target,
-        _spread(_fitting(ids, target.context_length, new_tokens), most),
-        new_tokens,
-        common.temperature,
-        common.seed or 0,
-        common.target,
-        tokenizer,
-        None if common.device == "auto" else common.device,
-        chosen,
-        offers,
-        minutes,
-        perf_counter,
-        began_s,
-    )
+    ids = fitting_prompts(subject, loaded or prompts_of_kind(subject.tokenizer), new_tokens, most)
+    target.eos_token_ids |= frozenset(end for end in turn_ends(subject.tokenizer) if end < target.vocab_size)
+    work = Workload(subject, ids, new_tokens, common.temperature, common.seed or 0)
+    return Job(work, chosen, offers, minutes, perf_counter, began_s)
 
 
 def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
@@ -179,19 +164,6 @@ def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
         specs += usable
     specs += [spec for place in inside if (spec := offered(place)) is not None]
     return list(dict.fromkeys(specs))
-
-
-def _fitting(encoded: list[list[int]], context: int, new_tokens: int) -> list[list[int]]:
-    """The prompts that leave room for what is generated."""
-    fitting = [ids for ids in encoded if 0 < len(ids) <= context - new_tokens]
-    if not fitting:
-        raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {context}")
-    return fitting
-
-
-def _spread(prompts: list[list[int]], most: int) -> list[list[int]]:
-    count = min(most, len(prompts))
-    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def _tuned(job: Job, out: Path) -> Outcome:
@@ -232,7 +204,7 @@ class _Bar:
         """What comes next."""
         self._progress.update(self._task, description=text, completed=share, refresh=True)
 
-    def row(self, row: Row) -> None:
+    def row(self, row: TunedRow) -> None:
         """What a drafter did."""
         text = f"{row.speedup:5.2f}x  {row.tokens_per_round:4.2f} tokens a round  {row.way.drafter}"
         self._console.print(text, style="dim", soft_wrap=True)
@@ -257,7 +229,7 @@ def _print(outcome: Outcome, out: Path, model: str) -> None:
             console.print(f"{'of plain':>9} {'tokens/round':>13} {'tokens':>7}  {title}", style="bold", soft_wrap=True)
         for row in rows:
             console.print(_line(row), style="bold" if row.way == outcome.chosen else None, soft_wrap=True)
-    if outcome.job.temperature == 0:
+    if outcome.job.work.temperature == 0:
         for row in [row for row in outcome.rows if row.differing]:
             text = f"{row.differing} of {row.texts} texts of {row.way.drafter} are not plain decoding's"
             console.print(f"{text}: `foretoken parity` says whether by numerical ties", style="dim", soft_wrap=True)
@@ -277,6 +249,6 @@ def _print(outcome: Outcome, out: Path, model: str) -> None:
     console.print(f"foretoken generate {model} --profile {out}", soft_wrap=True)
 
 
-def _line(row: Row) -> str:
+def _line(row: TunedRow) -> str:
     figures = f"{row.speedup:8.2f}x {row.tokens_per_round:13.2f} {row.tokens:7}"
     return f"{figures}  {row.way.drafter} with {row.way.controller}{': ' * bool(row.why)}{row.why}"

@@ -9,10 +9,13 @@ import typer
 
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.tune import workload_of
 
 if TYPE_CHECKING:
-    from foretoken.lab.tune.tree import Outcome, Workload
+    from foretoken.lab.tune.tree import TunedTree
     from foretoken.methods.drafters.base import Drafter
+    from foretoken.methods.drafters.heads import HeadsDrafter
+    from foretoken.methods.drafters.model import ModelDrafter
 
 DEFAULT = "medusa"
 
@@ -45,8 +48,7 @@ def tree_command(
 ) -> None:
     """Choose a tree from how often its places are right, and from what nodes and levels cost on this machine."""
     with json_only(as_json):
-        work = _workload(common, drafter, shape, prompts, new_tokens, max_prompts, max_nodes, max_depth)
-        outcome = _tuned(work)
+        outcome = _tuned(common, drafter, shape, prompts, new_tokens, max_prompts, max_nodes, max_depth)
         outcome.save(out)
         if not as_json:
             _print(outcome, out)
@@ -54,7 +56,7 @@ def tree_command(
         print_json({**outcome.public(), "out": str(out)})
 
 
-def _workload(
+def _tuned(
     common: Common,
     spec: str,
     shape: str,
@@ -63,25 +65,23 @@ def _workload(
     most: int,
     max_nodes: int,
     max_depth: int,
-) -> Workload:
-    from foretoken.core.sampling import SamplingParams
-    from foretoken.lab.parity.run import read_prompts
-    from foretoken.lab.tune.layer_skip import fitting_prompts
-    from foretoken.lab.tune.tree import SIZES, Workload
-    from foretoken.loading import build_drafter, load_tokenizer
+) -> TunedTree:
+    from foretoken.lab.tune import positional, tree
+    from foretoken.methods.drafters.heads import HeadsDrafter
 
-    SamplingParams(common.temperature)
-    texts = read_prompts(prompts)
-    target = common.load_target()
-    found = build_drafter(spec, target, target_source=common.target)
-    chosen = _checked_shape(spec, found, shape, common.temperature)
-    ids = fitting_prompts(texts, load_tokenizer(common.target), target, new_tokens, most)
-    sizes = [size for size in SIZES if size <= max_nodes]
-    return Workload(target, found, ids, new_tokens, sizes, chosen, common.temperature, max_depth)  # type: ignore[arg-type]
+    work = workload_of(common, prompts, new_tokens, most)
+    filler, chosen = _checked(spec, work.subject.drafter(spec), shape, common.temperature)
+    sizes = [size for size in tree.SIZES if size <= max_nodes]
+    with screen(stderr=True).status("starting") as status:
+        if isinstance(filler, HeadsDrafter):
+            return tree.tune(work, filler, sizes, status.update)
+        return positional.tune(work, filler, sizes, chosen, max_depth, status.update)
 
 
-def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: float) -> str:
-    """The shape to build for a drafter.
+def _checked(
+    spec: str, drafter: Drafter | None, shape: str, temperature: float
+) -> tuple[HeadsDrafter | ModelDrafter, str]:
+    """What fills a tree, and the shape to build for it.
 
     Raises:
         ValueError: a drafter that fills no fixed tree, or a shape or temperature that it cannot be measured for.
@@ -97,7 +97,7 @@ def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: 
         for name, cls in classes.items()
         if issubclass(cls, HeadsDrafter | ModelDrafter) and not cls.traits.runs_target
     ]
-    if drafter is None or drafter.name not in able:
+    if not isinstance(drafter, HeadsDrafter | ModelDrafter) or drafter.name not in able:
         raise ValueError(f"{spec!r} fills no tree of fixed shape: choose one of {', '.join(able)}")
     heads = isinstance(drafter, HeadsDrafter)
     known = ("medusa",) if heads else ("sequoia", "medusa")
@@ -105,19 +105,10 @@ def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: 
         raise ValueError(f"unknown shape {shape!r} for {drafter.name}: choose one of {', '.join(known)}")
     if heads and temperature:
         raise ValueError("heads are measured greedily: leave out --temperature, or tune a draft model")
-    return shape or known[0]
+    return drafter, shape or known[0]
 
 
-def _tuned(work: Workload) -> Outcome:
-    from foretoken.lab.tune import positional, tree
-    from foretoken.methods.drafters.heads import HeadsDrafter
-
-    tune = tree.tune if isinstance(work.drafter, HeadsDrafter) else positional.tune
-    with screen(stderr=True).status("starting") as status:
-        return tune(work, status.update)
-
-
-def _print(outcome: Outcome, out: Path) -> None:
+def _print(outcome: TunedTree, out: Path) -> None:
     from rich import box
     from rich.table import Table
 

@@ -14,6 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def speedup(tokens: float, round_s: float, plain_s: float) -> float:
+    """Tokens per second over those of plain decoding.
+
+    Args:
+        tokens: of a round of one request, the target's own included.
+        round_s: seconds of the round, or its cost in any unit.
+        plain_s: the same of a plain round of as many requests, which gives each of them one token.
+    """
+    return tokens * plain_s / round_s
+
+
 @dataclass(frozen=True)
 class TargetCost:
     """Seconds of one target call (medians) by the number of nodes in it, summed over the batch: v(n), not relative."""
@@ -94,7 +105,7 @@ class RoundCosts:
     def speedup(self, spec: str | None, depth: int, batch: int = 1) -> float:
         """Predicted tokens per second over those of plain decoding."""
         tokens = 1.0 if spec is None or depth == 0 else self.drafters[spec].expected_tokens(depth)
-        return tokens * self.round_s(None, 0, batch) / self.round_s(spec, depth, batch)
+        return speedup(tokens, self.round_s(spec, depth, batch), self.round_s(None, 0, batch))
 
     def as_dict(self) -> dict[str, Any]:
         """As a profile stores it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,14 @@ class SpecStats:
         self.verify_s += times.verify_s
         self.overhead_s += times.overhead_s
         self.total_s += times.total_s
+
+    @classmethod
+    def summed(cls, stats: Iterable[SpecStats]) -> SpecStats:
+        """Counts and times of several requests together."""
+        total = cls()
+        for one in stats:
+            total.merge(one)
+        return total
 
     def merge(self, other: SpecStats) -> None:
         """Add another request's counts and times; both are of one target."""

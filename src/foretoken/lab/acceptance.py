@@ -68,6 +68,13 @@ class Acceptance:
     by_position: tuple[float, ...]
     rounds: int
 
+    @classmethod
+    def of(cls, stats: SpecStats, depth: int) -> Acceptance:
+        """Of drafts of up to ``depth`` tokens."""
+        reached = [*stats.num_accepted_tokens_per_pos, *[0] * depth][:depth]
+        shares = tuple(count / max(stats.num_drafts, 1) for count in reached)
+        return cls(stats.mean_acceptance_length, shares, stats.num_drafts)
+
 
 class NewDrafter(Protocol):
     """A drafter that was read and is not in its place yet (:class:`foretoken.training.formats.transfer.Imported`)."""
@@ -157,9 +164,7 @@ def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequenc
                     total.merge(run.stats)
     finally:
         engine.close()
-    reached = [*total.num_accepted_tokens_per_pos, *[0] * drafter.max_depth][: drafter.max_depth]
-    shares = tuple(count / max(total.num_drafts, 1) for count in reached)
-    return Acceptance(total.mean_acceptance_length, shares, total.num_drafts)
+    return Acceptance.of(total, drafter.max_depth)
 
 
 def stated(folder: Path) -> float | None:

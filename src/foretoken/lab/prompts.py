@@ -22,6 +22,13 @@ BUILTIN_FILE = Path(__file__).with_name("builtin_prompts.jsonl")
 CHAT_FILE = Path(__file__).with_name("chat_prompts.jsonl")
 USUAL = ("prose", "code", "agentic", "repetitive")
 """Categories of the built-in texts that people's own are like."""
+FEW = (
+    "def fibonacci(n):\n    ",
+    "import os\n\nfor name in os.listdir('.'):\n    if name.endswith('.py'):\n        print(name)\n\nfor name in os.",
+    "It was a dark night, and the rain had not stopped since the morning. ",
+    "one two three four one two three four one two three",
+)
+"""A few short texts of our own."""
 TEXT_SUFFIXES = (".txt", ".md")
 Row = Mapping[str, Any]
 
@@ -187,6 +194,16 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
     if not prompts:
         raise ValueError(f"{file} holds no prompts: give text, one prompt a line, or JSONL rows with {KEYS}")
     return prompts
+
+
+def read_prompts(file: Path | None) -> list[BenchPrompt]:
+    """Prompts of a file (:func:`load_prompts`); else :data:`FEW` of our own, which no template is for.
+
+    Raises:
+        OSError: no such file.
+        ValueError: no prompt in it, or a broken row, with file and line.
+    """
+    return [BenchPrompt("parity", text) for text in FEW] if file is None else load_prompts(file)
 
 
 def prompts_of_kind(tokenizer: Any) -> list[BenchPrompt]:

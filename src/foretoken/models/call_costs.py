@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -92,7 +92,7 @@ def measure_target(
     counts: Sequence[int] = COUNTS,
     repeats: int = 5,
     batch: int = 1,
-    on_call: Callable[[], None] = lambda: None,
+    shapes: Iterable[Sequence[int]] = (),
 ) -> TargetCost:
     """Median seconds of target calls by node count, behind ``text_ids``; the counts take turns.
 
@@ -104,7 +104,7 @@ def measure_target(
         counts: node counts, summed over the batch; those below ``batch`` or past the context are left out.
         repeats: calls per count after one that warms up.
         batch: requests that share the nodes.
-        on_call: told after every call.
+        shapes: parents of the trees that are scored, the root's -1 first; chains where there is none of a size.
 
     Raises:
         ValueError: an empty text, no usable count, or ``repeats`` or ``batch`` below 1.
@@ -118,17 +118,17 @@ def measure_target(
     if not usable:
         raise ValueError(f"no room to measure {batch} node(s) behind {len(text)} tokens of text")
     times: dict[int, list[float]] = {count: [] for count in usable}
+    trees = {len(shape): shape for shape in shapes}
     with _prefilled(target, text, batch) as sequences:
         for turn in range(repeats + 1):
             if not rollback and len(sequences[0].tokens) >= target.context_length:
                 break
             for count in usable:
-                spent = _call_s(target, sequences, text, count)
+                spent = _call_s(target, sequences, text, count, trees.get(count))
                 for sequence in sequences:  # without rollback the one token stays
                     target.commit(sequence, [] if rollback else [0])
                 if turn:
                     times[count].append(spent)
-                on_call()
     measured = {count: max(statistics.median(found), 1e-9) for count, found in times.items() if found}
     return TargetCost(measured)
 
@@ -146,12 +146,18 @@ def _prefilled(target: LanguageModel, text: Sequence[int], batch: int) -> Iterat
             target.release(sequence)
 
 
-def _call_s(target: LanguageModel, sequences: Sequence[SequenceState], text: Sequence[int], count: int) -> float:
-    """Seconds of one call with ``count`` nodes, spread evenly over the sequences as chains."""
+def _call_s(
+    target: LanguageModel,
+    sequences: Sequence[SequenceState],
+    text: Sequence[int],
+    count: int,
+    parents: Sequence[int] | None = None,
+) -> float:
+    """Seconds of one call with ``count`` nodes, spread evenly over the sequences as chains; or a tree in each."""
     feeds = []
     for i, sequence in enumerate(sequences):
         share = count // len(sequences) + (i < count % len(sequences))
-        feeds.append(Feed(sequence, [text[j % len(text)] for j in range(share)]))
+        feeds.append(Feed(sequence, [text[j % len(text)] for j in range(share)], parents))
     device = getattr(target, "device", None)
     before, began = target.run_s, now(device)
     target.forward(feeds)

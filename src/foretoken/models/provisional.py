@@ -4,7 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from foretoken.models.base import Feed
+from foretoken.models.network.layers import LayerPlan
+
+
+def window_inputs(feeds: Sequence[Feed], plan: LayerPlan) -> list[Tensor]:
+    """Per feed the states [n, D] that a window of layers above the first one goes on from; none for other windows.
+
+    Raises:
+        ValueError: a feed without states, or with those of another number of nodes.
+    """
+    if not plan.start:
+        return []
+    found = [feed.states for feed in feeds if feed.states is not None and len(feed.states) == len(feed.tokens)]
+    if len(found) < len(feeds):
+        raise ValueError(f"layers from {plan.start} on need the states that they go on from, one per token")
+    return found
+
+
+def layer_reached(plan: LayerPlan, num_layers: int) -> int:
+    """The layer that provisional nodes can go on from; 0 for nodes that the whole network must state anew.
+
+    Those are nodes behind the last layer, where nothing is left to go on with, nodes of layers with skipped parts, and
+    nodes that came from states that were handed in: these are guesses.
+    """
+    guessed = plan.start or plan.skip_attention or plan.skip_mlp
+    return 0 if guessed or plan.end(num_layers) == num_layers else plan.end(num_layers)
 
 
 def comes_before(tap: str, layer: int) -> bool:

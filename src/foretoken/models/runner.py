@@ -20,7 +20,7 @@ from foretoken.models.network.call import Call, Forward, inputs_of, padded_state
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.network.taps import check_taps
-from foretoken.models.provisional import comes_before, keep_common, without_first
+from foretoken.models.provisional import comes_before, keep_common, layer_reached, window_inputs, without_first
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -250,9 +250,11 @@ class TreeRunner(ModuleModel):
     def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
         """Append provisional nodes, run by a part of the network; remember where nodes can go on from.
 
+        Above the first layer nodes go on from the ``states`` [n, D] of their feeds; nothing is kept of such nodes.
+
         Raises:
-            ValueError: a plan that does not fit the model or the nodes that are there, an unknown tap, or two feeds
-                for one sequence.
+            ValueError: a plan that does not fit the model, the nodes that are there or the states that are handed in,
+                an unknown tap, or two feeds for one sequence.
             CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
@@ -260,16 +262,13 @@ class TreeRunner(ModuleModel):
         if plan not in self._checked_plans:  # a draft runs the same plan at every step
             self.forwards.check(plan)
             self._checked_plans.add(plan)
-        end = plan.end(self.num_layers)
-        # Behind the last layer there is nothing to go on with: such nodes are stated anew, like those that skipped.
-        reached = 0 if plan.skip_attention or plan.skip_mlp or end == self.num_layers else end
-        for feed in feeds:
-            sequence = feed.sequence
+        inputs, reached = window_inputs(feeds, plan), layer_reached(plan, self.num_layers)
+        for sequence in (feed.sequence for feed in feeds):
             if sequence.scratch_tokens and (not sequence.provisional or sequence.exit_layer != reached):
                 raise ValueError("the scratch nodes were run by other layers: commit or drop them first")
             sequence.provisional, sequence.exit_layer = True, reached
         exit_tap = f"layer:{reached}"
-        results = self._whole(feeds, (*taps, exit_tap) if reached and exit_tap not in taps else taps, plan)
+        results = self._whole(feeds, (*taps, exit_tap) if reached and exit_tap not in taps else taps, plan, inputs)
         if reached:
             for feed, rows in zip(feeds, results, strict=True):
                 feed.sequence.exit_states.extend(rows.taps[exit_tap])
@@ -325,7 +324,7 @@ class TreeRunner(ModuleModel):
 
         ``inputs`` are, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
         """
-        if self.graphs is not None and self.graphs.owner is self and plan.is_whole and not inputs:
+        if self.graphs is not None and self.graphs.owner is self and plan == WHOLE and not inputs:
             fixed: list[Rows] | None = self.graphs.score(feeds, places, taps)
             if fixed is not None:
                 return fixed

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import builtins
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from foretoken.lab.bench.arm_context import ArmContext, ArmRun, unpacked
-from foretoken.lab.bench.arms import is_foreign, make_arm
-from foretoken.lab.bench.transformers_arms import RoundClock, run_of
+from foretoken.lab.bench.arms import Generation, Shared, Unit
+from foretoken.lab.bench.results import UnitResult, rate
+from foretoken.lab.bench.serving import make_arm
+from foretoken.lab.bench.specs import is_foreign
+from foretoken.lab.bench.transformers_arms import RoundClock, run_of, unpacked
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.layouts import usable_layouts
 from foretoken.models.linear.packing import PackedLinear, Packing, pack_linears
@@ -21,67 +24,69 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 1, 4]
 
 
 @pytest.fixture
-def context() -> ArmContext:
-    return ArmContext(HuggingFaceModel(llama()), "a toy")
+def shared() -> Shared:
+    return Shared(HuggingFaceModel(llama()), "a toy")
+
+
+def written(spec: str, shared: Shared, new_tokens: int, ids: Sequence[int] = PROMPT) -> UnitResult:
+    """What an arm writes greedily for one prompt."""
+    return make_arm(spec, shared).run(Unit.of(ids, new_tokens), (0.0, 1))
 
 
 @pytest.fixture
-def with_draft(context: ArmContext, tmp_path: Any) -> str:
+def with_draft(shared: Shared, tmp_path: Any) -> str:
     llama(noise=0.2).save_pretrained(tmp_path / "draft")
     return str(tmp_path / "draft")
 
 
 @pytest.mark.parametrize("spec", ["none", "ngram,n=2,k=4", "transformers:plain", "transformers:prompt_lookup,k=4,n=2"])
-def test_greedy_ids_are_the_same(spec: str, context: ArmContext) -> None:
-    plain = make_arm("none", context).generate(PROMPT, 20, 0.0, 0)
-    run = make_arm(spec, context).generate(PROMPT, 20, 0.0, 0)
-    assert run.token_ids == plain.token_ids
-    assert len(run.token_ids) == 20
-    assert run.seconds > 0 and run.prefill_s > 0 and run.tokens_per_s > 0
+def test_greedy_ids_are_the_same(spec: str, shared: Shared) -> None:
+    plain, run = (written(one, shared, 20) for one in ("none", spec))
+    assert run.outputs == plain.outputs
+    assert len(run.outputs[0]) == 20
+    assert run.seconds > 0 and run.prefill_s > 0 and rate([run]) > 0
 
 
 @pytest.mark.parametrize("options", ["", ",k=3", ",k=3,threshold=0.5", ",k=3,schedule=heuristic"])
-def test_assisted(options: str, context: ArmContext, with_draft: str) -> None:
-    plain = make_arm("none", context).generate(PROMPT, 16, 0.0, 0)
-    arm = make_arm(f"transformers:assisted,draft={with_draft},dtype=float64{options}", context)
-    run = arm.generate(PROMPT, 16, 0.0, 0)
-    assert run.token_ids == plain.token_ids
+def test_assisted(options: str, shared: Shared, with_draft: str) -> None:
+    run = written(f"transformers:assisted,draft={with_draft},dtype=float64{options}", shared, 16)
+    assert run.outputs == written("none", shared, 16).outputs
     assert run.mean_acceptance_length is not None and run.mean_acceptance_length >= 1.0
 
 
-def test_assisted_settings(context: ArmContext, with_draft: str) -> None:
-    fixed: Any = make_arm(f"transformers:assisted,draft={with_draft},k=3", context)
+def test_assisted_settings(shared: Shared, with_draft: str) -> None:
+    fixed: Any = make_arm(f"transformers:assisted,draft={with_draft},k=3", shared)
     settings = fixed.assistant.generation_config
     assert (settings.num_assistant_tokens, settings.assistant_confidence_threshold) == (3, 0.0)
     assert settings.num_assistant_tokens_schedule == "constant"
-    left: Any = make_arm(f"transformers:assisted,draft={with_draft}", context)
+    left: Any = make_arm(f"transformers:assisted,draft={with_draft}", shared)
     assert left.assistant.generation_config.assistant_confidence_threshold != 0.0
 
 
-def test_a_perfect_draft_is_accepted_whole(context: ArmContext, tmp_path: Any) -> None:
+def test_a_perfect_draft_is_accepted_whole(shared: Shared, tmp_path: Any) -> None:
     llama().save_pretrained(tmp_path)
-    run = make_arm(f"transformers:assisted,draft={tmp_path},k=3,dtype=float64", context).generate(PROMPT, 20, 0.0, 0)
+    run = written(f"transformers:assisted,draft={tmp_path},k=3,dtype=float64", shared, 20)
     assert run.mean_acceptance_length == 4.0
 
 
 @pytest.mark.parametrize("spec", ["none", "transformers:plain"])
-def test_a_seed_fixes_samples(spec: str, context: ArmContext) -> None:
-    arm = make_arm(spec, context)
-    one, same, other = (arm.generate(PROMPT, 16, 1.0, seed).token_ids for seed in (0, 0, 1))
+def test_a_seed_fixes_samples(spec: str, shared: Shared) -> None:
+    arm = make_arm(spec, shared)
+    one, same, other = (arm.run(Unit.of(PROMPT, 16, seed), (1.0, 1)).outputs for seed in (0, 0, 1))
     assert one == same != other
 
 
 def test_end_of_text_is_passed_over_unless_told() -> None:
     model = llama()
     target = HuggingFaceModel(model)
-    first = make_arm("none", ArmContext(target, "a toy")).generate(PROMPT, 4, 0.0, 0).token_ids
+    (first,) = written("none", Shared(target, "a toy"), 4).outputs
     model.generation_config.eos_token_id = first[1]
     try:
         ended = HuggingFaceModel(model)
         for spec in ("none", "transformers:plain"):
-            stopping = make_arm(spec, ArmContext(ended, "a toy", ignore_eos=False))
-            assert stopping.generate(PROMPT, 4, 0.0, 0).token_ids == first[: first.index(first[1]) + 1]
-            assert make_arm(spec, ArmContext(ended, "a toy")).generate(PROMPT, 4, 0.0, 0).token_ids == first
+            stopping = Shared(ended, "a toy", ignore_eos=False)
+            assert written(spec, stopping, 4).outputs == [first[: first.index(first[1]) + 1]]
+            assert written(spec, Shared(ended, "a toy"), 4).outputs == [first]
     finally:
         model.generation_config.eos_token_id = None
 
@@ -91,14 +96,13 @@ def test_rounds_are_counted_from_the_streamer() -> None:
     clock.put(torch.zeros(1, 5))  # the prompt
     clock.rounds = [(0.5, 1), (0.7, 3), (1.0, 2)]
     run = run_of([1, 2, 3, 4, 5, 6], clock)
-    assert run == ArmRun([1, 2, 3, 4, 5, 6], 0.5, 5, 0.5, 2.5)
-    assert run.tokens_per_s == 10.0
+    assert run == Generation([1, 2, 3, 4, 5, 6], 0.5, 5, 0.5, 2.5)
 
 
 def test_one_token_has_no_rate() -> None:
     clock = RoundClock()
     clock.rounds = [(0.5, 1)]
-    assert run_of([1], clock).tokens_per_s == 0.0
+    assert run_of([1], clock).num_decoded == 0
 
 
 def test_packed_weights_are_unpacked() -> None:
@@ -132,17 +136,17 @@ def test_packed_weights_are_unpacked() -> None:
         ("nothing", "unknown drafter"),
     ],
 )
-def test_bad_specs(spec: str, words: str, context: ArmContext) -> None:
+def test_bad_specs(spec: str, words: str, shared: Shared) -> None:
     with pytest.raises(ValueError, match=words):
-        make_arm(spec, context)
+        make_arm(spec, shared)
 
 
 def test_a_table_model_has_no_other_engine() -> None:
     with pytest.raises(ValueError, match="needs a Transformers target"):
-        make_arm("transformers:plain", ArmContext(TableModel.random(4)))
+        make_arm("transformers:plain", Shared(TableModel.random(4)))
 
 
-def test_without_llama_cpp(context: ArmContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def missing(name: str, *rest: Any, **more: Any) -> Any:
@@ -152,7 +156,7 @@ def test_without_llama_cpp(context: ArmContext, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match="pip install llama-cpp-python") as error:
-        make_arm("llama.cpp", context)
+        make_arm("llama.cpp", shared)
     assert "\n" not in str(error.value)
 
 
@@ -194,8 +198,8 @@ def test_llama_cpp_says_the_same(spec: str) -> None:
     pytest.importorskip("gguf")
     from foretoken.loading import load_model, load_tokenizer
 
-    context = ArmContext(load_model("builtin", dtype="float32"))
+    shared = Shared(load_model("builtin", dtype="float32"))
     ids = load_tokenizer("builtin")("def fib(n):\n    a, b = 0, 1\n")["input_ids"]
-    run = make_arm(spec, context).generate(ids, 16, 0.0, 0)
-    assert run.token_ids == make_arm("none", context).generate(ids, 16, 0.0, 0).token_ids
+    run = written(spec, shared, 16, ids)
+    assert run.outputs == written("none", shared, 16, ids).outputs
     assert run.mean_acceptance_length is not None and run.mean_acceptance_length >= 1.0

@@ -13,11 +13,12 @@ import pytest
 
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.lab.bench import run as bench_run
+from foretoken.lab.bench.arms import Shared, Unit
 from foretoken.lab.bench.card import card
 from foretoken.lab.bench.partial import Partial, partial_of
 from foretoken.lab.bench.results import UnitResult, acceptance_length, anchored, cell, dumps, positions, speedup_ci95
 from foretoken.lab.bench.run import Bench, BenchSettings, run_bench
-from foretoken.lab.bench.serving import OwnArm, Shared, Unit
+from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.specs import check_arm, split_arm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.llm import Llm
@@ -269,7 +270,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     clock = random.Random(1)
     monkeypatch.setattr(
         bench_run,
-        "make_served_arm",
+        "make_arm",
         lambda name, _: FakeArm(name, noted, lambda: clock.random() + 0.1, name == "keeps"),
     )
     return noted
@@ -292,7 +293,7 @@ def test_the_median_run_counts_but_the_first_of_what_remembers(
 ) -> None:
     script = {name: iter([9.0, 3.0, 1.0, 2.0]) for name in ("plain", "x", "keeps")}  # warm-up, then three runs
     monkeypatch.setattr(
-        bench_run, "make_served_arm",
+        bench_run, "make_arm",
         lambda name, _: FakeArm(name, [], lambda: next(script[name]), name == "keeps"),
     )  # fmt: skip
     found = run_bench(shared(table), {"a": [[1]]}, BenchSettings(("x", "keeps"), repeat=3))

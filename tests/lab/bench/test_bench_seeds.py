@@ -16,10 +16,10 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.noise import Noise
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
+from foretoken.lab.bench.arms import Shared
 from foretoken.lab.bench.card import card
 from foretoken.lab.bench.results import UnitResult, cell
 from foretoken.lab.bench.run import BenchSettings, run_bench
-from foretoken.lab.bench.serving import Shared
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.report.read import read_run
 from foretoken.lab.report.verdict import verdict

@@ -301,16 +301,16 @@ def test_nobody_at_the_address_and_a_wrong_key(scripted: Any) -> None:
 def test_a_client_that_is_late_says_so() -> None:
     from foretoken.lab.bench.load.drive import Pass
     from foretoken.lab.bench.load.run import notes
-    from foretoken.lab.bench.load.settings import Arm, Server
+    from foretoken.lab.bench.load.settings import Server, ServerArm
 
-    arm = Arm("x", Server("x", "u", "m"))
+    arm = ServerArm("x", Server("x", "u", "m"))
     late = Pass(arm, Level("rate", 1.0), 0, lag_s=0.2)
     assert any("late by up to 200 ms" in note for note in notes([late], LoadSettings([]), {"a": []}))
 
 
 def test_stopping_keeps_what_has_ended(scripted: Any) -> None:
     from foretoken.lab.bench.load.drive import Driver
-    from foretoken.lab.bench.load.settings import Arm, Server
+    from foretoken.lab.bench.load.settings import Server, ServerArm
 
     url = scripted[1]
 
@@ -324,7 +324,7 @@ def test_stopping_keeps_what_has_ended(scripted: Any) -> None:
                     driver.stop.set()
 
             driver = Driver(http, settings, prompts, tell)
-            return await driver.run([Arm("x", Server("x", url, "toy"))])
+            return await driver.run([ServerArm("x", Server("x", url, "toy"))])
 
     (found,) = asyncio.run(asyncio.wait_for(run(), 10))
     assert found.cut and len(found.samples) == 3 and all(sample.ok for sample in found.samples)

@@ -14,13 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from foretoken.core.noise import Noise
-from foretoken.lab.plan.coupled import (
-    candidates_acceptance,
-    coupled_acceptance,
-    coupled_lower_bound,
-    recursive_rejection_acceptance,
-)
-from foretoken.lab.plan.speedup import acceptance_probability
+
+THEORY = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "coupled_theory.py"))
+acceptance_probability, coupled_acceptance = THEORY["acceptance_probability"], THEORY["coupled_acceptance"]
+coupled_lower_bound, candidates_acceptance = THEORY["coupled_lower_bound"], THEORY["candidates_acceptance"]
+recursive_rejection_acceptance = THEORY["recursive_rejection_acceptance"]
 
 Array = NDArray[np.float64]
 
@@ -185,7 +183,8 @@ def test_distributions_are_checked() -> None:
             rule(P, [0.5, 0.5])
 
 
-def test_what_the_theory_page_says_of_its_picture(tmp_path: Path) -> None:
+def test_what_the_theory_page_says_of_its_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     names = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "coupled_acceptance.py"))
     p, q = names["random_pairs"](400, 32, 1.5)
     distance, found = 1.0 - acceptance_probability(p, q), names["acceptances"](p, q)
@@ -196,3 +195,45 @@ def test_what_the_theory_page_says_of_its_picture(tmp_path: Path) -> None:
     assert ((mean["coupled, 2"] > mean["recursive rejection, 2"]) == (middles < 0.5)).all()
     names["plot"](distance, found, tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- rejection ---------------------------------------------------------------------------------------------------------
+
+
+def test_acceptance_by_hand_and_from_total_variation() -> None:
+    p, q = [0.5, 0.25, 0.25], [0.25, 0.5, 0.25]
+    assert float(acceptance_probability(p, q)) == pytest.approx(0.75)
+    distributions = np.random.default_rng(0).dirichlet([0.3] * 7, size=(2, 50))
+    total_variation = 0.5 * np.abs(distributions[0] - distributions[1]).sum(-1)
+    assert acceptance_probability(*distributions) == pytest.approx(1 - total_variation)
+    tensors = (torch.tensor(one) for one in distributions)
+    assert acceptance_probability(*tensors) == pytest.approx(1 - total_variation)
+
+
+def test_acceptance_of_equal_and_of_disjoint_distributions() -> None:
+    assert acceptance_probability([0.2, 0.8], [0.2, 0.8]) == pytest.approx(1.0)
+    assert acceptance_probability([1.0, 0.0], [0.0, 1.0]) == 0.0
+
+
+def test_acceptance_is_how_often_the_test_passes() -> None:
+    random = np.random.default_rng(1)
+    p, q = random.dirichlet([0.5] * 5, size=2)
+    count = 200_000
+    x = random.choice(5, size=count, p=q)
+    passed = (random.random(count) * q[x] < p[x]).mean()
+    beta = float(acceptance_probability(p, q))
+    assert abs(passed - beta) < SIGMAS * math.sqrt(beta * (1 - beta) / count)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "words"),
+    [
+        ([0.5, 0.5], [0.5, 0.4], "q must sum to 1"),
+        ([0.5, 0.5], [1.0], "same shape"),
+        ([1.5, -0.5], [0.5, 0.5], "p must be a distribution"),
+        (0.5, 0.5, "p must be a distribution"),
+    ],
+)
+def test_no_distributions(p: object, q: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        acceptance_probability(p, q)

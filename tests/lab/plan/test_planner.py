@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.assumptions import Assumptions, Flat, Measured, shifted
 from foretoken.lab.plan.planner import plan, summary
 from foretoken.lab.plan.plots import plot
 from foretoken.lab.plan.roofline import Roofline
-from foretoken.lab.plan.trees import branching_parents, positional_success, tree_expected_tokens, tree_speedup
+from foretoken.lab.plan.speedup import expected_tokens
+from foretoken.lab.plan.trees import branching_parents, positional_success, tree_expected_tokens
 
 V = Measured(TargetCost({1: 1.0, 8: 1.1, 32: 2.0}))
 COSTS = RoundCosts(
@@ -34,15 +34,17 @@ def test_rows_are_the_formulas() -> None:
     assert [row.k for row in made.rows] == list(range(9))
     for row in made.rows[1:]:
         v = V(row.k + 1)
-        assert row.tokens == pytest.approx(theory.expected_tokens(0.7, row.k))
-        assert row.speedups[1] == pytest.approx(theory.walltime_factor(0.7, row.k, 0.1, v, 0.05))
-        assert row.operations == pytest.approx(theory.operations_factor(0.7, row.k, 0.1))
-        assert row.target_reads == pytest.approx(theory.memory_traffic_factor(0.7, row.k))
-        assert row.break_even_c == pytest.approx(theory.break_even_c(0.7, row.k, v, 0.05))
-        assert row.break_even_alpha == pytest.approx(theory.break_even_alpha(row.k, 0.1, v, 0.05))
+        tokens = sum(0.7**i for i in range(row.k + 1))
+        assert row.tokens == pytest.approx(tokens)
+        assert row.speedups[1] == pytest.approx(tokens / (v + 0.1 * row.k + 0.05))  # theorem 3.8, with v and o
+        assert row.operations == pytest.approx((row.k * 0.1 + row.k + 1) / tokens)  # theorem 3.11
+        assert row.target_reads == pytest.approx(1 / tokens)
+        assert row.break_even_c == pytest.approx((tokens - v - 0.05) / row.k)
+        assert row.break_even_alpha is not None
+        assert expected_tokens(row.break_even_alpha, row.k) == pytest.approx(v + 0.1 * row.k + 0.05)
     plain = made.rows[0]
     assert (plain.tokens, plain.speedups[1], plain.operations, plain.break_even_c) == (1.0, 1.0, 1.0, None)
-    assert made.best.k == theory.optimal_k(0.7, 0.1, 8, V, 0.05)
+    assert made.best is max(made.rows, key=lambda row: row.speedups[1])
 
 
 @pytest.mark.parametrize("spec", list(COSTS.drafters))
@@ -58,7 +60,7 @@ def test_batches_use_up_the_flat_part() -> None:
     best = list(made.best_by_batch.values())
     assert best == sorted(best, reverse=True) and best[0] > best[-1] == 0
     for row in made.rows[1:]:
-        assert row.speedups[4] == pytest.approx(tree_speedup(row.tokens, row.k, row.k, 0.1, V, batch=4))
+        assert row.speedups[4] == pytest.approx(row.tokens * V(4) / (V(4 * (row.k + 1)) + 0.1 * V(4) * row.k))
     ratio = made.row(4).speedups
     assert made.limits is not None and made.limits.batch is not None
     assert ratio[4] > 1 > ratio[16] and 4 < made.limits.batch <= 16
@@ -87,7 +89,7 @@ def test_trees_of_a_plan() -> None:
     parents = branching_parents([3, 2, 1])
     tokens = tree_expected_tokens(parents, positional_success(parents, [0.6, 0.15, 0.05]))
     assert made.trees[0].tokens == pytest.approx(tokens)
-    assert made.trees[0].speedups[1] == pytest.approx(tree_speedup(tokens, 15, 3, 0.1, V))
+    assert made.trees[0].speedups[1] == pytest.approx(tokens / (V(16) + 3 * 0.1))
     assert made.trees[1].speedups[1] == pytest.approx(made.row(4).speedups[1])
     assert (made.trees[0].shape, made.trees[0].nodes, made.trees[0].depth) == ("3x2x1", 15, 3)
     guessed = plan(given, [4], trees=[(2,)])
@@ -113,7 +115,7 @@ def test_sensitivity_is_the_plan_made_again() -> None:
     assert worse.best_k == plan(Assumptions(0.6, 0.1, v=V), range(1, 9)).best.k
     assert changes["draft step twice as slow"].best_k < 4 < changes["draft step twice as fast"].best_k
     assert changes["scoring more tokens twice as expensive"].speedup == pytest.approx(
-        theory.walltime_factor(0.7, 4, 0.1, 2 * V(5) - 1)
+        expected_tokens(0.7, 4) / (2 * V(5) - 1 + 4 * 0.1)
     )
     assert "draft step twice as slow" not in {c.what for c in plan(Assumptions(0.7), [4]).changes}
     assert all(change.best_speedup >= max(change.speedup, 1.0) for change in changes.values())

@@ -7,34 +7,23 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from foretoken.core.costs import DrafterCost
-from foretoken.lab.plan.roofline import Roofline, experts_touched, ridge_tokens
+from foretoken.lab.plan.assumptions import Assumptions
+from foretoken.lab.plan.planner import plan
+from foretoken.lab.plan.roofline import Roofline, experts_touched
 from foretoken.lab.plan.speedup import (
-    acceptance_probability,
-    acceptance_rate,
-    accepted_distribution,
     alpha_for_tokens,
-    break_even_alpha,
-    break_even_c,
     expected_tokens,
     extended,
-    memory_traffic_factor,
-    operations_factor,
-    optimal_k,
-    speedup,
-    stationary_k,
+    round_cost,
     survival,
     tokens_of_guesses,
-    walltime_factor,
 )
 from foretoken.lab.plan.trees import (
-    batch_effect,
     branching_parents,
     positional_success,
     tree_expected_tokens,
-    tree_speedup,
     trial_acceptance,
 )
 from foretoken.methods.trees.shapes import choice_parents, expected_length, medusa_choices
@@ -46,33 +35,6 @@ SIGMAS = 4.0
 
 
 # -- acceptance ------------------------------------------------------------------------------------------------------
-
-
-def test_acceptance_by_hand_and_from_total_variation() -> None:
-    p, q = [0.5, 0.25, 0.25], [0.25, 0.5, 0.25]
-    assert float(acceptance_probability(p, q)) == pytest.approx(0.75)
-    distributions = np.random.default_rng(0).dirichlet([0.3] * 7, size=(2, 50))
-    total_variation = 0.5 * np.abs(distributions[0] - distributions[1]).sum(-1)
-    assert acceptance_probability(*distributions) == pytest.approx(1 - total_variation)
-    assert acceptance_rate(*distributions) == pytest.approx(1 - total_variation.mean())
-    assert acceptance_rate(torch.tensor(distributions[0]), torch.tensor(distributions[1])) == pytest.approx(
-        acceptance_rate(*distributions)
-    )
-
-
-def test_acceptance_of_equal_and_of_disjoint_distributions() -> None:
-    assert acceptance_rate([0.2, 0.8], [0.2, 0.8]) == pytest.approx(1.0)
-    assert acceptance_rate([1.0, 0.0], [0.0, 1.0]) == 0.0
-
-
-def test_acceptance_is_how_often_the_test_passes() -> None:
-    random = np.random.default_rng(1)
-    p, q = random.dirichlet([0.5] * 5, size=2)
-    count = 200_000
-    x = random.choice(5, size=count, p=q)
-    passed = (random.random(count) * q[x] < p[x]).mean()
-    beta = float(acceptance_probability(p, q))
-    assert abs(passed - beta) < SIGMAS * math.sqrt(beta * (1 - beta) / count)
 
 
 # -- tokens per round ------------------------------------------------------------------------------------------------
@@ -147,18 +109,10 @@ def test_measured_costs_promise_the_same_tokens(measured: Sequence[float], k: in
     assert expected_tokens(measured, k) == pytest.approx(DrafterCost(0.0, 0.0, measured).expected_tokens(k))
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
-def test_distribution_of_accepted_counts(alpha: float) -> None:
-    distribution = accepted_distribution(survival(alpha, 5))
-    assert distribution == pytest.approx([alpha**n * (1 - alpha) for n in range(5)] + [alpha**5])
-    assert distribution.sum() == pytest.approx(1.0)
-    assert 1 + distribution @ np.arange(6) == pytest.approx(expected_tokens(alpha, 5))
-
-
 def test_counts_of_simulated_rounds() -> None:
     random, alpha, k, rounds = np.random.default_rng(2), 0.7, 5, 100_000
     accepted = np.cumprod(random.random((rounds, k)) < alpha, axis=1).sum(1)
-    distribution = accepted_distribution(survival(alpha, k))
+    distribution = -np.diff([1.0, *survival(alpha, k), 0.0])  # of 0 to k accepted tokens
     spread = math.sqrt(distribution @ np.arange(k + 1) ** 2 - (distribution @ np.arange(k + 1)) ** 2)
     bound = SIGMAS * spread / math.sqrt(rounds)
     assert abs(1 + accepted.mean() - expected_tokens(alpha, k)) < bound
@@ -183,21 +137,8 @@ def test_counts_of_simulated_rounds() -> None:
 )
 def test_table_1_of_leviathan(alpha: float, k: int, operations: float, faster: float) -> None:
     """Arithmetic and speed for a drafter that is free (c = c_hat = 0)."""
-    assert round(operations_factor(alpha, k, 0.0), 2) == operations
-    assert round(walltime_factor(alpha, k, 0.0), 2) == faster
-
-
-@pytest.mark.parametrize(
-    ("bandwidth", "flops", "size", "tokens"),
-    [
-        (3.35e12, 989e12, 2, 295),  # H100, bfloat16
-        (4.8e12, 989e12, 2, 206),  # H200
-        (2.039e12, 312e12, 2, 153),  # A100
-        (20e9, 100e9, 4, 10),  # two cores, float32
-    ],
-)
-def test_ridge_points(bandwidth: float, flops: float, size: float, tokens: int) -> None:
-    assert round(ridge_tokens(bandwidth, flops, size)) == tokens
+    row = plan(Assumptions(alpha), [k]).row(k)
+    assert (round(row.operations, 2), round(row.speedups[1], 2)) == (operations, faster)
 
 
 # -- factors ---------------------------------------------------------------------------------------------------------
@@ -205,27 +146,25 @@ def test_ridge_points(bandwidth: float, flops: float, size: float, tokens: int) 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("c", CS)
-def test_walltime_factor_is_theorem_3_8(alpha: float, c: float) -> None:
+def test_the_speed_up_is_theorem_3_8(alpha: float, c: float) -> None:
     for k in range(1, 12):
         closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1))
-        assert walltime_factor(alpha, k, c) == pytest.approx(closed)
-        assert walltime_factor(alpha, k, c, v=1.5, overhead=0.2) == pytest.approx(closed * (k * c + 1) / (k * c + 1.7))
-    assert walltime_factor(alpha, 1, c) == pytest.approx((1 + alpha) / (1 + c))  # corollary 3.9
-    assert walltime_factor(alpha, 0, c, overhead=3.0) == 1.0
+        assert Assumptions(alpha, c).speedup(k) == pytest.approx(closed)
+        expensive = Assumptions(alpha, c, 0.2, lambda nodes, batch=1: 1.5 if nodes > 1 else 1.0)
+        assert expensive.speedup(k) == pytest.approx(closed * (k * c + 1) / (k * c + 1.7))
+    assert Assumptions(alpha, c).speedup(1) == pytest.approx((1 + alpha) / (1 + c))  # corollary 3.9
+    assert Assumptions(alpha, c, 3.0).speedup(0) == 1.0
 
 
 def test_a_free_drafter_reaches_the_geometric_limit() -> None:
-    assert walltime_factor(0.8, 2000, 0.0) == pytest.approx(1 / (1 - 0.8))
+    assert Assumptions(0.8).speedup(2000) == pytest.approx(1 / (1 - 0.8))
 
 
-def test_operations_and_traffic() -> None:
+def test_operations_are_theorem_3_11() -> None:
     alpha, k, c_hat = 0.7, 4, 0.05
-    closed = (1 - alpha) * (k * c_hat + k + 1) / (1 - alpha ** (k + 1))  # theorem 3.11
-    assert operations_factor(alpha, k, c_hat) == pytest.approx(closed)
-    assert operations_factor(1.0, k, 0.0) == pytest.approx(1.0)
-    assert min(operations_factor(alpha, k, 0.0) for alpha in ALPHAS) > 1.0
-    assert memory_traffic_factor(alpha, k) == pytest.approx(1 / expected_tokens(alpha, k))
-    assert memory_traffic_factor(alpha, k, 0.1) == pytest.approx(1.4 / expected_tokens(alpha, k))
+    closed = (1 - alpha) * (k * c_hat + k + 1) / (1 - alpha ** (k + 1))
+    assert plan(Assumptions(alpha, c_hat=c_hat), [k]).row(k).operations == pytest.approx(closed)
+    assert plan(Assumptions(1.0), [k]).row(k).operations == pytest.approx(1.0)
 
 
 # -- the best k ------------------------------------------------------------------------------------------------------
@@ -233,62 +172,19 @@ def test_operations_and_traffic() -> None:
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("c", CS)
-def test_the_stationary_point_is_beside_the_best_k(alpha: float, c: float) -> None:
-    place, best = stationary_k(alpha, c), optimal_k(alpha, c, 512)
-    assert best in {math.floor(place), math.ceil(place)}
-    if place > 0:
-        power = alpha ** (place + 1)
-        assert -math.log(alpha) * power * (place * c + 1) == pytest.approx(c * (1 - power), rel=1e-6)
-
-        def factor(k: float) -> float:
-            return (1 - alpha ** (k + 1)) / ((1 - alpha) * (k * c + 1))
-
-        assert factor(place) >= max(factor(place - 1e-3), factor(place + 1e-3))
-
-
-def test_stationary_points_at_the_ends() -> None:
-    assert stationary_k(0.0, 0.1) == 0.0
-    assert stationary_k(0.5, 0.0) == math.inf
-    assert stationary_k(1.0, 0.5) == math.inf
-    assert stationary_k(1.0, 1.0) == 0.0
-    assert stationary_k(0.1, 0.9) == 0.0
-
-
-@pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize("c", CS)
 def test_drafting_pays_if_and_only_if_alpha_exceeds_c(alpha: float, c: float) -> None:
-    assert (optimal_k(alpha, c) > 0) == (alpha > c + 1e-12)
+    assert (Assumptions(alpha, c).best_k(range(65)) > 0) == (alpha > c + 1e-12)
 
 
-def test_optimal_k_sees_steps_in_v() -> None:
-    def stairs(nodes: int) -> float:
+def test_the_best_k_sees_steps_in_v() -> None:
+    def stairs(nodes: int, batch: int = 1) -> float:
         return 1.0 if nodes <= 4 else 3.0 if nodes <= 8 else 3.1
 
-    assert optimal_k(0.9, 0.0, 7, stairs) == 3
-    assert optimal_k(0.9, 0.0, 40, stairs) == 3
-    assert optimal_k(0.97, 0.0, 200, stairs) == 200  # behind the step it rises again
-    assert optimal_k(0.5, 0.0, 8, overhead=5.0) == 0
-    assert optimal_k([0.9, 0.8, 0.0], 0.1, 8) == 2
-
-
-@pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize("k", [1, 3, 8])
-def test_break_even_is_where_the_factor_is_one(alpha: float, k: int) -> None:
-    v, overhead = 1.02, 0.01
-    c = break_even_c(alpha, k, v, overhead)
-    if c >= 0:
-        assert walltime_factor(alpha, k, c, v, overhead) == pytest.approx(1.0)
-        assert break_even_alpha(k, c, v, overhead) == pytest.approx(alpha, abs=1e-9)
-    else:
-        assert walltime_factor(alpha, k, 0.0, v, overhead) < 1.0
-    assert break_even_c(alpha, 1) == pytest.approx(alpha)
-    assert break_even_c(alpha, k) <= alpha + 1e-12
-
-
-def test_break_even_that_is_out_of_reach() -> None:
-    assert break_even_alpha(3, 1.01) is None
-    assert break_even_alpha(3, 0.0) == 0.0
-    assert break_even_alpha(1, 0.3) == pytest.approx(0.3)
+    assert Assumptions(0.9, v=stairs).best_k(range(8)) == 3
+    assert Assumptions(0.9, v=stairs).best_k(range(41)) == 3
+    assert Assumptions(0.97, v=stairs).best_k(range(201)) == 200  # behind the step it rises again
+    assert Assumptions(0.5, overhead=5.0).best_k(range(9)) == 0
+    assert Assumptions([0.9, 0.8, 0.0], 0.1).best_k(range(9)) == 2
 
 
 # -- trees -----------------------------------------------------------------------------------------------------------
@@ -345,26 +241,12 @@ def test_a_simulated_tree() -> None:
     assert abs(np.mean(lengths) - tree_expected_tokens(parents, success)) < bound
 
 
-def test_speed_up_of_trees_and_batches() -> None:
-    def v(nodes: int) -> float:
-        return 1 + nodes / 100 - 0.01
-
-    assert tree_speedup(3.0, 15, 3, 0.1, v, 0.05) == pytest.approx(3.0 / (v(16) + 0.3 + 0.05))
-    assert tree_speedup(3.0, 15, 3, 0.1) == pytest.approx(speedup(3.0, 3, 0.1))
-    assert tree_speedup(1.0, 0, 0, 0.1, v, 5.0) == 1.0
-    assert tree_speedup(3.0, 15, 3, 0.1, v, batch=8) == pytest.approx(3.0 / (v(128) / v(8) + 0.3))
-    assert batch_effect(15, 8, v) == pytest.approx(v(128) / v(8))
-    factors = [tree_speedup(3.0, 15, 3, 0.1, v, batch=2**i) for i in range(12)]
-    assert (np.diff(factors) < 0).all() and factors[0] > 1 > factors[-1]
-    assert tree_speedup(3.0, 15, 3, 0.1, lambda n: float(n), batch=4) == pytest.approx(3.0 / (16 + 0.3))
-
-
 # -- roofline --------------------------------------------------------------------------------------------------------
 
 
 def test_a_dense_roofline_bends_at_the_ridge() -> None:
     v = Roofline(parameters=8e9, bandwidth=3.35e12, flops=989e12)
-    ridge = ridge_tokens(3.35e12, 989e12)
+    ridge = 989e12 * 2 / (2 * 3.35e12)  # operations a weight read allows: both take equally long
     assert v.seconds(1) == pytest.approx(16e9 / 3.35e12)
     assert v(int(ridge)) == 1.0
     assert v(2 * int(ridge) + 2) == pytest.approx((2 * int(ridge) + 2) / ridge)
@@ -415,20 +297,13 @@ Call = Callable[[], object]
         (lambda: expected_tokens(0.5, 1.5), "k must be a whole number"),  # type: ignore[arg-type]
         (lambda: expected_tokens([0.5, 0.6], 2), "entry 2 is 0.6"),
         (lambda: expected_tokens([1.2], 2), "entry 1 is 1.2"),
-        (lambda: accepted_distribution([-0.1]), "survival vector"),
         (lambda: survival(2.0, 3), "alpha must be in"),
-        (lambda: walltime_factor(0.5, 2, -0.1), "c must be a finite number"),
-        (lambda: walltime_factor(0.5, 2, math.inf), "c must be a finite number"),
-        (lambda: walltime_factor(0.5, 2, 0.1, v=0.0), "v must be"),
-        (lambda: walltime_factor(0.5, 2, 0.1, overhead=-1), "overhead must be"),
-        (lambda: stationary_k(0.5, -1), "c must be"),
-        (lambda: optimal_k(0.5, 0.1, -1), "k must be"),
-        (lambda: break_even_c(0.5, 0), "k >= 1"),
-        (lambda: break_even_alpha(0, 0.1), "k >= 1"),
-        (lambda: acceptance_rate([0.5, 0.5], [0.5, 0.4]), "q must sum to 1"),
-        (lambda: acceptance_rate([0.5, 0.5], [1.0]), "same shape"),
-        (lambda: acceptance_rate([1.5, -0.5], [0.5, 0.5]), "p must be a distribution"),
-        (lambda: acceptance_rate(0.5, 0.5), "p must be a distribution"),
+        (lambda: round_cost(2, -0.1), "c must be a finite number"),
+        (lambda: round_cost(2, math.inf), "c must be a finite number"),
+        (lambda: round_cost(2, 0.1, v=0.0), "v must be"),
+        (lambda: round_cost(2, 0.1, overhead=-1), "overhead must be"),
+        (lambda: expected_tokens([-0.1], 1), "survival vector"),
+        (lambda: Roofline(1e9, 0.0, 1e12), "bandwidth must be"),
         (lambda: branching_parents([]), "positive child counts"),
         (lambda: branching_parents([2, 0]), "positive child counts"),
         (lambda: tree_expected_tokens([0, 1], [1, 1]), "needs a root"),
@@ -438,10 +313,6 @@ Call = Callable[[], object]
         (lambda: tree_expected_tokens([-1, 0], [1, 1.5]), "chance of node 1"),
         (lambda: positional_success([-1, 0, 0], [0.5]), "tries 2 siblings"),
         (lambda: positional_success([-1, 0, 1], [[0.5]]), "a row per depth"),
-        (lambda: tree_speedup(2.0, -1, 1, 0.1), "nodes"),
-        (lambda: tree_speedup(2.0, 3, 1, 0.1, batch=0), "batch >= 1"),
-        (lambda: batch_effect(3, 0, lambda n: 1.0), "batch >= 1"),
-        (lambda: ridge_tokens(0.0, 1e12), "bandwidth must be"),
         (lambda: Roofline(-1, 1e12, 1e12), "parameters must be"),
         (lambda: Roofline(1e9, 1e12, 1e12, context=-1), "context must be"),
         (lambda: Roofline(1e9, 1e12, 1e12, experts=4, active=5), "active <= experts"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foretoken.core.costs import RoundCosts, TargetCost
-from foretoken.lab.tune.candidates import Scouted, best_candidate, cost_of
+from foretoken.lab.tune.candidates import Scouted, best_candidate, cost_of, why_not
 from foretoken.lab.tune.choices import (
     default_specs,
     further,
@@ -16,9 +16,9 @@ from foretoken.lab.tune.choices import (
     sizes,
     with_option,
 )
-from foretoken.lab.tune.race import Round, Standing
-from foretoken.lab.tune.reasons import why_not
-from foretoken.lab.tune.tuned_trees import can_fill, measured_shape, sequoia_spec
+from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
+from foretoken.lab.tune.race import RaceRound, Standing
+from foretoken.lab.workload import Subject, Workload
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.models.huggingface import HuggingFaceModel
@@ -29,23 +29,23 @@ V = TargetCost({1: 0.010, 2: 0.011, 256: 0.265})
 REST = 0.002
 
 
-def rounds_of(alpha: float, step_s: float, depth: int = 8, nodes: int = 0, asks: float = 1.0) -> list[Round]:
+def rounds_of(alpha: float, step_s: float, depth: int = 8, nodes: int = 0, asks: float = 1.0) -> list[RaceRound]:
     """A thousand rounds with drafts of ``depth``, each token of which is accepted with chance ``alpha``."""
     found = []
     for i in range(1000):
         if i >= 1000 * asks:
-            found.append(Round(1, 1, 0, 0, 0.0, V.of(1) + REST))
+            found.append(RaceRound(1, 1, 0, 0, 0.0, V.of(1) + REST))
             continue
         accepted = next((d for d in range(depth) if alpha ** (d + 1) <= (i + 0.5) / (1000 * asks)), depth)
         rows = 1 + (nodes or depth)
-        found.append(Round(1 + accepted, rows, depth, accepted, step_s * depth, V.of(rows) + REST + step_s * depth))
+        found.append(RaceRound(1 + accepted, rows, depth, accepted, step_s * depth, V.of(rows) + REST + step_s * depth))
     return found
 
 
-PLAIN = [Round(1, 1, 0, 0, 0.0, V.of(1) + REST)] * 100
+PLAIN = [RaceRound(1, 1, 0, 0, 0.0, V.of(1) + REST)] * 100
 
 
-def scouted(rounds: list[Round], depth: int = 8, trees: bool = False, copies: bool = False) -> Scouted:
+def scouted(rounds: list[RaceRound], depth: int = 8, trees: bool = False, copies: bool = False) -> Scouted:
     return Scouted("model,k=8", depth, trees, copies, Standing(list(rounds), list(PLAIN)))
 
 
@@ -63,7 +63,7 @@ def test_what_drafts_cost_and_promise() -> None:
 
 def test_only_rounds_with_room_count() -> None:
     """A draft that the answer's end has cut says nothing of the depths that it has not."""
-    whole, cut = Round(5, 5, 4, 4, 0.0, 0.1, 40), Round(2, 2, 1, 1, 0.0, 0.1, 2)
+    whole, cut = RaceRound(5, 5, 4, 4, 0.0, 0.1, 40), RaceRound(2, 2, 1, 1, 0.0, 0.1, 2)
     assert cost_of([whole] * 3 + [cut] * 9, 4, True).survival == [1.0] * 4
 
 
@@ -83,9 +83,9 @@ def test_the_best_depth_is_that_of_the_formula(alpha: float, step_s: float) -> N
 
 def test_a_drafter_that_ends_its_own_drafts_is_charged_for_the_levels_that_it_ran() -> None:
     """Nine of ten drafts end behind their first level, the others run eight, seven of them in vain."""
-    short = Round(1, 2, 1, 0, 0.005, V.of(2) + REST + 0.005)
+    short = RaceRound(1, 2, 1, 0, 0.005, V.of(2) + REST + 0.005)
     accepted = short._replace(written=2, accepted=1)
-    long = Round(1, 9, 8, 0, 0.040, V.of(9) + REST + 0.040)
+    long = RaceRound(1, 9, 8, 0, 0.040, V.of(9) + REST + 0.040)
     found = scouted([short, accepted] * 45 + [long] * 5 + [long._replace(written=2, accepted=1)] * 5)
     best = best_candidate(found, V, REST)
     assert best.depth == 1
@@ -121,7 +121,7 @@ def test_of_a_tree_only_the_measured_depth_is_known() -> None:
         (rounds_of(0.1, 0.03, asks=0.1), False, ("rarely guesses", "10%")),
     ],
 )
-def test_why_a_drafter_loses(rounds: list[Round], trees: bool, words: tuple[str, ...]) -> None:
+def test_why_a_drafter_loses(rounds: list[RaceRound], trees: bool, words: tuple[str, ...]) -> None:
     candidate = best_candidate(scouted(rounds, trees=trees), V, REST)
     assert candidate.predicted < 1
     for word in words:
@@ -163,22 +163,22 @@ def test_lengths_and_sizes() -> None:
 
 def test_likely_winners_come_first() -> None:
     offers = ("medusa:./head", "model:./draft")
-    first = likely(HuggingFaceModel(llama()), "./target", offers)
+    first = likely(Subject(HuggingFaceModel(llama()), "./target"), offers)
     assert first == ["ngram", "suffix,share=false", "quantized,bits=4", *offers]
     rest = further("./target", first)
     assert "recycling" in rest and not {"ngram", "suffix", "model,k=4"} & set(rest)
-    assert likely(HuggingFaceModel(llama()), "builtin")[3] == "model"
+    assert likely(Subject(HuggingFaceModel(llama())))[3] == "model"
 
 
 def test_the_tree_for_what_is_accepted() -> None:
     """The draft model always ranks the target's token second: a tree that never branches would be worth nothing."""
     target, draft = fixed_tables([0.1, 0.2, 0.4, 0.1, 0.05, 0.05, 0.04, 0.03, 0.03], [0.5, 0.1, 0.3] + [0.1 / 6] * 6)
-    shape = measured_shape(target, ModelDrafter(draft), [[1, 2]], 20)
+    shape = measured_shape(Workload(Subject(target), [[1, 2]], 20), ModelDrafter(draft))
     assert (
         shape["acceptance"] == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0] and min(shape["level_s"], shape["node_s"]) >= 0
     )
     with pytest.raises(ValueError, match="no siblings"):
-        measured_shape(target, NgramDrafter(), [[1, 2]], 20)
+        measured_shape(Workload(Subject(target), [[1, 2]], 20), NgramDrafter())
     spec = sequoia_spec("model,k=8", {**shape, "level_s": 0.1, "node_s": 0.0}, TargetCost({1: 1.0, 2: 1.0}))
     assert spec is not None and "tree=(sequoia,nodes=16,depth=8,acceptance=0 1 0 0 0 0 0 0)" in spec
 

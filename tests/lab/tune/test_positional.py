@@ -10,7 +10,7 @@ import torch
 from foretoken.core import Kind, Scores, TokenTree
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.lab.tune.positional import acceptance_chances, measured_acceptance
-from foretoken.lab.tune.tree import Workload
+from foretoken.lab.workload import Subject, Workload
 from foretoken.methods.drafters.model import ModelDrafter
 from toys import fixed_tables
 
@@ -41,18 +41,18 @@ def test_what_is_measured_is_the_mean_over_draws() -> None:
             exact[rank] += weight * chance
     assert exact[0] == pytest.approx(sum(map(min, P, Q)))  # one trial: 1 - TV
     target, draft = fixed_tables(P, Q)
-    work = Workload(target, ModelDrafter(draft), [[0, 1]] * 8, new_tokens=100, temperature=1.0)  # type: ignore[arg-type]
-    assert measured_acceptance(work, width=2) == pytest.approx(exact, abs=0.05)
+    work = Workload(Subject(target), [[0, 1]] * 8, new_tokens=100, temperature=1.0)
+    assert measured_acceptance(work, ModelDrafter(draft), width=2) == pytest.approx(exact, abs=0.05)
 
 
 def test_greedy_ranks() -> None:
     """The target always says the draft's third choice."""
     target, draft = fixed_tables(P, Q)
-    work = Workload(target, ModelDrafter(draft), [[0, 1]], new_tokens=10)
-    assert measured_acceptance(work, width=3) == (0.0, 0.0, 1.0)
+    work = Workload(Subject(target), [[0, 1]], new_tokens=10)
+    assert measured_acceptance(work, ModelDrafter(draft), width=3) == (0.0, 0.0, 1.0)
 
 
 def test_a_hopeless_draft() -> None:
     target, draft = fixed_tables([1.0, 0.0, 0.0], [0.0, 0.5, 0.5])
     with pytest.raises(ValueError, match="no draft was ever accepted"):
-        measured_acceptance(Workload(target, ModelDrafter(draft), [[1, 2]], new_tokens=5), width=2)
+        measured_acceptance(Workload(Subject(target), [[1, 2]], new_tokens=5), ModelDrafter(draft), width=2)

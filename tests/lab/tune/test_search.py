@@ -11,10 +11,10 @@ import pytest
 
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.lab.tune import search
-from foretoken.lab.tune.arms import Arm
-from foretoken.lab.tune.race import BLOCK, Round, Standing, heat, steady_s, tokens_per_s
+from foretoken.lab.tune.race import BLOCK, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s
 from foretoken.lab.tune.search import LATE, Search, tune
 from foretoken.lab.tune.tuned import Job, Way
+from foretoken.lab.workload import Subject, Workload
 from foretoken.loading import load_model
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.huggingface import HuggingFaceModel
@@ -58,7 +58,7 @@ class FakeArm:
         self.world.seen.append((self.name, self.controller, tuple(prompt)))
         self.left = 1 if tuple(prompt) in self.world.short else self.world.answer
 
-    def advance(self) -> Round | None:
+    def advance(self) -> RaceRound | None:
         if self.left <= 0:
             return None
         if self.name == self.world.stop_at:
@@ -73,7 +73,7 @@ class FakeArm:
         seconds += self.world.pause.pop(self.name, 0.0)
         self.world.now += seconds
         self.world.steps.append(self.name)
-        return Round(written, 1 + self.depth, self.depth, accepted, draft_s, seconds, room)
+        return RaceRound(written, 1 + self.depth, self.depth, accepted, draft_s, seconds, room)
 
     def cancel(self) -> None:
         self.left = 0
@@ -94,7 +94,7 @@ class FakeJob(Job):
         built.spec = spec
         return built
 
-    def arm(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> Any:
+    def racer(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> Any:
         if drafter is None:
             return FakeArm(self.world, "plain", controller)
         if controller == "auto":
@@ -115,7 +115,7 @@ GOOD = {"ngram": (0.5, 0.0001), "suffix": (0.8, 0.0001), "quantized": (0.9, 0.04
 
 def job(world: World, **more: Any) -> FakeJob:
     more.setdefault("minutes", 1.0)
-    return FakeJob(TARGET, PROMPTS, 48, source="./x", world=world, clock=world.clock, **more)
+    return FakeJob(Workload(Subject(TARGET, "./x"), PROMPTS, 48), world=world, clock=world.clock, **more)
 
 
 # -- races -----------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_machine_that_slows_down_is_no_gain() -> None:
 
 
 def test_a_pause_is_no_cost() -> None:
-    rounds = [Round(1, 1, 0, 0, 0.0, 0.01)] * 20 + [Round(1, 1, 0, 0, 0.0, 3.0)]
+    rounds = [RaceRound(1, 1, 0, 0, 0.0, 0.01)] * 20 + [RaceRound(1, 1, 0, 0, 0.0, 3.0)]
     assert max(steady_s(rounds)) == pytest.approx(0.04)
     assert tokens_per_s(rounds) == pytest.approx(21 / 0.24) and tokens_per_s([]) == 0.0
 
@@ -160,14 +160,14 @@ def test_texts_are_compared() -> None:
     """As far as both went: a text that is cut is no other text."""
     standing = Standing()
     for own, plain in (((1, 2, 3), (1, 2)), ((1, 2), (1, 2, 3)), ((1, 3), (1, 2))):
-        laps = [[Round(len(ids), 1, 0, 0, 0.0, 0.1, tokens=ids)] for ids in (own, plain)]
+        laps = [[RaceRound(len(ids), 1, 0, 0, 0.0, 0.1, tokens=ids)] for ids in (own, plain)]
         standing.add(*laps)
     assert (standing.texts, standing.differing) == (3, 1)
 
 
 def test_impossible_figures_are_seen() -> None:
     """1.00 tokens a round and 1.38 times plain decoding's speed."""
-    own, plain = [Round(1, 1, 0, 0, 0.0, 0.010)] * 20, [Round(1, 1, 0, 0, 0.0, 0.0138)] * 20
+    own, plain = [RaceRound(1, 1, 0, 0, 0.0, 0.010)] * 20, [RaceRound(1, 1, 0, 0, 0.0, 0.0138)] * 20
     assert not Standing(own, plain).is_possible and Standing(own, own).is_possible
     assert Standing([one._replace(written=2) for one in own], own).is_possible
     assert not Standing(own[:3], plain).is_known
@@ -234,7 +234,7 @@ def test_auto_is_chosen_when_it_keeps_up() -> None:
     fixed, auto = Way("ngram", "constant,k=3"), Way("ngram", "auto")
 
     def chosen(one: float, other: float) -> Way | None:
-        rows = [search.Row(way, speed, 3.0, 99, True) for way, speed in ((fixed, one), (auto, other))]
+        rows = [search.TunedRow(way, speed, 3.0, 99, True) for way, speed in ((fixed, one), (auto, other))]
         return search._chosen(rows)
 
     assert [chosen(*pair) for pair in ((1.5, 1.47), (1.5, 1.4), (1.01, 1.0))] == [auto, fixed, None]
@@ -256,7 +256,7 @@ def test_a_broken_measurement_is_made_again_and_else_told() -> None:
     outcome = tune(once)
     assert {row.way.drafter for row in outcome.rows} >= {"ngram,k=16", "suffix"}
     broken = Search(once, lambda *args: None, lambda row: None)
-    own, plain = [Round(1, 1, 0, 0, 0.0, 0.010)] * 20, [Round(1, 1, 0, 0, 0.0, 0.0138)] * 20
+    own, plain = [RaceRound(1, 1, 0, 0, 0.0, 0.010)] * 20, [RaceRound(1, 1, 0, 0, 0.0, 0.0138)] * 20
     broken._heat = lambda *args: [own, plain]  # type: ignore[method-assign, assignment]
     broken._token_s = 0.01
     broken._scout("ngram", 1.0, 1e9)
@@ -337,8 +337,9 @@ def test_drafters_that_do_not_fit() -> None:
 def test_a_real_arm_writes_what_plain_decoding_writes_and_ends_at_the_models_end() -> None:
     target = load_model("builtin")
     prompt = [40, 41, 42, 43, 40, 41, 42, 43, 40, 41]
-    first = Arm(target, None, "constant", 24)
-    plain, drafted = heat([first, Arm(target, _ngram(), "constant,k=4", 24)], prompt, lambda: 0.0, 1.0)
+    work = Workload(Subject(target), [], 24)
+    first = EngineRacer(work, None)
+    plain, drafted = heat([first, EngineRacer(work, _ngram(), "constant,k=4")], prompt, lambda: 0.0, 1.0)
     assert sum(one.written for one in plain) == sum(one.written for one in drafted) == 24
     assert all(one.depth == 0 for one in plain) and any(one.depth for one in drafted)
     assert [one.room for one in plain] == list(range(24, 0, -1))
@@ -346,7 +347,7 @@ def test_a_real_arm_writes_what_plain_decoding_writes_and_ends_at_the_models_end
     words = [first._engine.step()[0][1].token_ids[0] for _ in range(6)]
     first.cancel()
     target.eos_token_ids = frozenset({words[5]})
-    ended = heat([Arm(target, None, "constant", 24)], prompt, lambda: 0.0, 1.0)[0]
+    ended = heat([EngineRacer(work, None)], prompt, lambda: 0.0, 1.0)[0]
     assert len(ended) == words.index(words[5]) + 1
 
 

@@ -241,7 +241,7 @@ def builtin() -> LanguageModel:
     return load_model("builtin")
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "hydra", "kangaroo"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "hydra", "kangaroo", "jump"])
 def test_heads_as_shipped(method: str, builtin: LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "vocab.json"
     listed = list(range(0, 3000, 2))

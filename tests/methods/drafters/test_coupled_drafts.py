@@ -30,6 +30,7 @@ from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.methods.drafters.hydra import HydraDrafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
+from foretoken.methods.drafters.jump import JumpDrafter
 from foretoken.methods.drafters.kangaroo import KangarooDrafter
 from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
 from foretoken.methods.drafters.medusa import MedusaDrafter
@@ -40,6 +41,7 @@ from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
+from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet
@@ -324,6 +326,10 @@ def kangaroo(target: LanguageModel, **options: Any) -> KangarooDrafter:
     return KangarooDrafter(target, FeatureModel(net, TargetParts(target), target), **options)
 
 
+def jump(target: LanguageModel, **options: Any) -> JumpDrafter:
+    return JumpDrafter(target, random_net(JumpNet(JumpConfig(TargetParts(target).hidden_size, 1, 2, 2))), **options)
+
+
 OWN_LAYERS: dict[str, Callable[[LanguageModel, LanguageModel], ModelDrafter]] = {
     "early_exit": lambda target, draft: EarlyExitDrafter(target, layer=1, k=3),
     "early_exit-tree": lambda target, draft: EarlyExitDrafter(target, layer=1, tree="2x2x1"),
@@ -331,6 +337,8 @@ OWN_LAYERS: dict[str, Callable[[LanguageModel, LanguageModel], ModelDrafter]] = 
     "quantized": lambda target, draft: QuantizedDrafter(target, "8", k=3),
     "kangaroo": lambda target, draft: kangaroo(target, k=3, eta=0.0),
     "kangaroo-tree": lambda target, draft: kangaroo(target, tree="2x2x1"),
+    "jump": lambda target, draft: jump(target, k=3),
+    "jump-tree": lambda target, draft: jump(target, tree="2x2x1"),
     "online": lambda target, draft: OnlineDrafter(draft, target=target, every=1, budget=1.0, tree="2x2", thread=False),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from foretoken.core import Kind, Rng, Scores, TokenTree
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request, Running
-from foretoken.lab.plan.coupled import candidates_acceptance, coupled_acceptance, coupled_lower_bound
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.verifiers.base import Coins
 from foretoken.methods.verifiers.coupled import CoupledVerifier
 from toys import engine, fixed_tables, serve
 
+THEORY = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "coupled_theory.py"))
+candidates_acceptance, coupled_acceptance = THEORY["candidates_acceptance"], THEORY["coupled_acceptance"]
+coupled_lower_bound = THEORY["coupled_lower_bound"]
 PAGE = (Path(__file__).parents[3] / "docs" / "methods" / "coupled.md").read_text(encoding="utf-8")
 P, Q, SEED = [0.5, 0.3, 0.2], [0.2, 0.3, 0.5], 11
 PROMPT = [0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.engine.stats import SpecStats
+from foretoken.lab.acceptance import Acceptance
 from foretoken.llm import assemble
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
@@ -65,18 +66,12 @@ class Alignment:
     def lengths(self, drafter: Drafter, temperature: float) -> dict[str, Any]:
         """Mean acceptance length and the share of rounds that reach each position, through the engine."""
         llm = assemble(self.target, drafter, "auto", "constant", None)
-        total = SpecStats()
         seeds = list(range(self.seed, self.seed + len(self.prompts)))
         outputs = llm.generate(
             self.prompts.tolist(), max_new_tokens=self.new_tokens, temperature=temperature, seed=seeds, ignore_eos=True
         )
-        for out in outputs:
-            total.merge(out.stats)
-        reached = [*total.num_accepted_tokens_per_pos, *[0] * drafter.max_depth][: drafter.max_depth]
-        return {
-            "mean_acceptance_length": total.mean_acceptance_length,
-            "per_position": [count / max(1, total.num_drafts) for count in reached],
-        }
+        found = Acceptance.of(SpecStats.summed(out.stats for out in outputs), drafter.max_depth)
+        return {"mean_acceptance_length": found.tokens_a_round, "per_position": list(found.by_position)}
 
     @torch.no_grad()
     def expected(self, network: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Ways to generate that a benchmark compares: foretoken's own, Transformers' and llama.cpp's, on the same weights.
+"""The arms of a benchmark: what they are given, what they give back, and what other engines' ones have in common.
 
 Every arm tells the time of its prefill apart.  The prefill ends with the first round of an engine that makes its
 first token in the prefill (Transformers, llama.cpp), and before the first round in foretoken, which does not; the
@@ -7,99 +7,145 @@ rate counts only the tokens that came after it, so that both are tokens per seco
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-from foretoken.lab.bench.arm_context import Arm as Arm
-from foretoken.lab.bench.arm_context import ArmContext as ArmContext
-from foretoken.lab.bench.arm_context import ArmRun as ArmRun
-from foretoken.registry import convert_options, parse_spec
+from foretoken.lab.bench.results import Setting, UnitResult
+from foretoken.lab.workload import Subject
 
-if TYPE_CHECKING:
-    from foretoken.llm import Llm
-
-FOREIGN = ("transformers", "llama.cpp")
-"""Engines that are not ours; every other arm is a drafter's spec."""
-
-
-class ForetokenArm:
-    """The library itself with one drafter (``none``: plain decoding)."""
-
-    def __init__(self, name: str, llm: Llm, ignore_eos: bool = True) -> None:
-        self.name, self.llm, self.ignore_eos = name, llm, ignore_eos
-
-    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> ArmRun:
-        """One request alone; the prefill is what comes before the first round."""
-        out = self.llm.generate(
-            list(prompt_ids),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            ignore_eos=self.ignore_eos,
-        )
-        stats = out.stats
-        seconds = stats.total_s - stats.prefill_s
-        return ArmRun(out.token_ids, seconds, len(out.token_ids), stats.prefill_s, stats.mean_acceptance_length, stats)
+MAX_BATCH = 64
+"""Requests that an engine runs together."""
+NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def make_arm(spec: str, context: ArmContext) -> Arm:
-    """An arm from its spec.
+@dataclass(frozen=True)
+class Shared(Subject):
+    """What all arms of a benchmark have in common.
 
-    Args:
-        spec: ``transformers:plain``, ``transformers:assisted[,k=K]``, ``transformers:prompt_lookup[,k=K]``,
-            ``llama.cpp``, ``llama.cpp:prompt_lookup[,k=K]``, ``llama.cpp:draft[,k=K]``, or a drafter's spec
-            (``none`` is plain decoding).
-        context: the target and what belongs to it.
+    Attributes:
+        profile: a tuned profile, for the arm ``auto``; the others are what their specs say.
+        max_new_tokens: length of every output.
+        ignore_eos: go on behind an end-of-text token, so that every arm writes the same number of tokens.
+        filters: ``top_k``, ``top_p``, ``min_p``.
+        inflate: the size that the target was inflated to, if it was.
+    """
+
+    profile: Path | None = None
+    max_new_tokens: int = 128
+    ignore_eos: bool = True
+    filters: dict[str, Any] = field(default_factory=dict)
+    inflate: str | None = None
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A batch of prompts of one category.
+
+    Attributes:
+        category, number: which.
+        prompts: their numbers within the category.
+        ids: their token ids.
+        seeds: one per prompt, the same for every arm.
+        new_tokens: length of the outputs.
+    """
+
+    category: str
+    number: int
+    prompts: Sequence[int]
+    ids: Sequence[Sequence[int]]
+    seeds: Sequence[int]
+    new_tokens: int
+
+    @classmethod
+    def of(cls, ids: Sequence[int], new_tokens: int, seed: int = 0) -> Unit:
+        """A prompt alone."""
+        return cls("", 0, (0,), (ids,), (seed,), new_tokens)
+
+
+class Arm(Protocol):
+    """One way to decode.
+
+    Attributes:
+        name: as tables show it.
+        most_nodes: most nodes per request that it lets the target score; 0 where that is not known.
+        remembers: whether a later run of the same prompt may profit from an earlier one: only the first then counts.
+    """
+
+    name: str
+    most_nodes: int
+    remembers: bool
+
+    def can(self, setting: Setting) -> bool:
+        """Whether the arm can run at a temperature and batch size."""
+
+    def enter(self, setting: Setting) -> None:
+        """Get ready for a setting, with nothing learned at another one."""
+
+    def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
+        """Decode a unit."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What another engine wrote for one prompt.
+
+    Attributes:
+        token_ids: the new tokens.
+        seconds: decoding, without the prefill.
+        num_decoded: how many of the tokens were made in these seconds.
+        prefill_s: seconds before them.
+        mean_acceptance_length: tokens per target call while decoding; ``None`` where the engine does not tell.
+    """
+
+    token_ids: list[int]
+    seconds: float
+    num_decoded: int
+    prefill_s: float
+    mean_acceptance_length: float | None = None
+
+
+class ForeignArm(ABC):
+    """Another engine on the same weights; it serves one request at a time.
 
     Raises:
-        ValueError: an unknown arm, drafter or option, a target that the arm cannot run, or a missing package.
+        ValueError: a benchmark with filters, which are not compared.
     """
-    parsed = parse_spec(spec)
-    if parsed.name not in FOREIGN:
-        return _foretoken(spec, context)
-    classes = _classes(parsed.name)
-    kind = parsed.path or "plain"
-    if kind not in classes:
-        known = ", ".join(f"{parsed.name}:{name}" for name in classes)
-        raise ValueError(f"unknown arm {parsed.name}:{kind}: choose one of {known}")
-    cls: Any = classes[kind]
-    arm: Arm = cls(spec, context, **convert_options("drafter", f"{parsed.name}:{kind}", cls, parsed.options))
-    return arm
 
+    remembers = False
+    most_nodes = 0
 
-def _classes(engine: str) -> Mapping[str, Any]:
-    if engine == "transformers":
-        from foretoken.lab.bench import transformers_arms
+    def __init__(self, name: str, shared: Shared) -> None:
+        if any(shared.filters.get(key, neutral) != neutral for key, neutral in NO_FILTERS.items()):
+            raise ValueError(f"{name} compares by temperature alone: leave out --top-k, --top-p and --min-p")
+        self.name, self.shared = name, shared
 
-        return transformers_arms.ARMS
-    from foretoken.lab.bench import llama_cpp_arms
+    @abstractmethod
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> Generation:
+        """Decode one prompt; an end-of-text token does not end it unless the benchmark says so."""
 
-    return llama_cpp_arms.ARMS
+    def can(self, setting: Setting) -> bool:
+        """Batches of one."""
+        return setting[1] == 1
 
+    def enter(self, setting: Setting) -> None:  # noqa: B027
+        """It keeps nothing, and has nothing to get ready."""
 
-def is_foreign(spec: str) -> bool:
-    """Whether a spec names another engine."""
-    return spec.partition(",")[0].partition(":")[0].strip() in FOREIGN
-
-
-def _foretoken(spec: str, context: ArmContext) -> ForetokenArm:
-    from foretoken.llm import assemble
-    from foretoken.loading import build_drafter, default_drafter
-
-    chosen = default_drafter(context.target, context.target_source) if spec == "auto" else spec
-    drafter = build_drafter(
-        chosen,
-        context.target,
-        target_source=context.target_source,
-        tokenizer=context.tokenizer,
-        device=context.device,
-    )
-    llm = assemble(
-        context.target,
-        drafter,
-        context.verifier,
-        context.controller,
-        context.tokenizer,
-        allow_lossy=context.allow_lossy,
-    )
-    return ForetokenArm(spec, llm, context.ignore_eos)
+    def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
+        """Decode the unit's one prompt."""
+        written = self.generate(list(unit.ids[0]), unit.new_tokens, setting[0], unit.seeds[0])
+        return UnitResult(
+            arm=self.name,
+            temperature=setting[0],
+            batch=1,
+            category=unit.category,
+            unit=unit.number,
+            prompts=list(unit.prompts),
+            outputs=[list(written.token_ids)],
+            seconds=max(written.seconds, 1e-9),
+            decoded=written.num_decoded,
+            prefill_s=written.prefill_s,
+            mean_acceptance_length=written.mean_acceptance_length,
+        )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.lab.interleave import interleave, median_run
 from foretoken.lab.parity.difference import Difference, first_difference
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ from foretoken.options import Prompt
 
 
 @dataclass(frozen=True)
-class Arm:
+class Runs:
     """Repeated runs of one way to decode.
 
     Attributes:
@@ -29,10 +30,10 @@ class Arm:
     rates: list[float]
 
     @classmethod
-    def of(cls, outputs: list[Output]) -> Arm:
-        """The arm of several runs."""
-        ordered = sorted(outputs, key=lambda output: output.stats.tokens_per_s)
-        return cls(ordered[(len(ordered) - 1) // 2], [output.stats.tokens_per_s for output in outputs])
+    def of(cls, outputs: list[Output]) -> Runs:
+        """All of them, warm-ups excluded."""
+        median = median_run(outputs, lambda output: output.stats.tokens_per_s)
+        return cls(median, [output.stats.tokens_per_s for output in outputs])
 
     @property
     def tokens_per_s(self) -> float:
@@ -52,8 +53,8 @@ class Comparison:
         comparable: whether they were meant to: greedy outputs, and those that a seed fixes.
     """
 
-    plain: Arm
-    speculative: Arm
+    plain: Runs
+    speculative: Runs
     difference: Difference | None
     comparable: bool = True
 
@@ -101,12 +102,11 @@ def compare(
         raise ValueError(f"repeat must be at least 1, not {repeat}")
     plain = llm.plain
     outputs: dict[bool, list[Output]] = {False: [], True: []}
-    for turn in range(repeat + 1):
-        for speculative in (False, True) if turn % 2 == 0 else (True, False):
-            outputs[speculative].append((llm if speculative else plain).generate(prompt, **options))
-        if on_run is not None:
+    for turn, speculative in interleave((False, True), repeat + 1):
+        outputs[speculative].append((llm if speculative else plain).generate(prompt, **options))
+        if on_run is not None and len(outputs[not speculative]) > turn:
             on_run(turn)
-    one, other = Arm.of(outputs[False][1:]), Arm.of(outputs[True][1:])
+    one, other = Runs.of(outputs[False][1:]), Runs.of(outputs[True][1:])
     request = llm.request(prompt, **options)
     tokens = one.output.token_ids, other.output.token_ids
     return Comparison(one, other, *_difference(llm, request, *tokens))

@@ -10,59 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.drafter_folders import OURS as CONFIG
-from foretoken.llm import assemble
-from foretoken.loading import build_drafter
+from foretoken.lab.workload import REFUSALS, Subject
 from foretoken.loading.checkpoints import ADAPTER_CONFIG
 from foretoken.methods.drafters.datastore import MAGIC
-from foretoken.models.base import LanguageModel
 from foretoken.registry import Row, find, rows
 from foretoken.training.formats.catalogue import LAYOUTS
 from foretoken.training.formats.folders import Found
 
-REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
-"""What says that a drafter does not fit; anything else is a bug of ours."""
-DRAFT_MODEL = "draft model"
-"""How the registry says that a row runs a language model from a folder."""
-DATASTORE = "datastore"
-
 OnProgress = Callable[[int, int, str], None]
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What drafters are to fit.
+def refusal(subject: Subject, spec: str) -> str | None:
+    """Why a drafter cannot be used here, in one line; ``None`` if it can."""
+    try:
+        subject.llm(subject.drafter(spec))
+    except REFUSALS as error:
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
 
-    Attributes:
-        target: the target.
-        source: what it was loaded from.
-        tokenizer: its tokenizer, if any.
-        verifier, controller: what a drafter must get on with.
-        device: where draft models go.
-        allow_lossy: permit verifiers that change the target's distribution.
-    """
 
-    target: LanguageModel
-    source: Any = "builtin"
-    tokenizer: Any | None = None
-    verifier: str = "auto"
-    controller: str = "auto"
-    device: Any = None
-    allow_lossy: bool = False
-
-    def is_from(self, path: Path) -> bool:
-        """Whether the target itself was loaded from there."""
-        return isinstance(self.source, str | Path) and Path(self.source).expanduser().resolve() == path.resolve()
-
-    def refusal(self, spec: str) -> str | None:
-        """Why a drafter cannot be used here, in one line; ``None`` if it can."""
-        try:
-            built = build_drafter(
-                spec, self.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device
-            )
-            assemble(self.target, built, self.verifier, self.controller, self.tokenizer, allow_lossy=self.allow_lossy)
-        except REFUSALS as error:
-            return " ".join(str(error).split()) or type(error).__name__
-        return None
+def _is_from(subject: Subject, path: Path) -> bool:
+    """Whether the target itself was loaded from there."""
+    source = subject.source
+    return isinstance(source, str | Path) and Path(source).expanduser().resolve() == path.resolve()
 
 
 @dataclass(frozen=True)
@@ -102,7 +72,7 @@ def fits(
     Raises:
         ValueError: a folder or file that does not exist.
     """
-    found = [place for folder in folders for place in places(folder) if not subject.is_from(place)]
+    found = [place for folder in folders for place in places(folder) if not _is_from(subject, place)]
     catalogue = rows("drafter")
     total = len(catalogue) + len(found)
     fitting: list[Fit] = []
@@ -127,7 +97,7 @@ def of_target(row: Row, subject: Subject) -> Fit:
     """A row of the registry without a path: its example, or the name alone with what the target has by default."""
     spec, reason = row.name, None
     for spec in dict.fromkeys((row.example, row.name)):
-        reason = subject.refusal(spec)
+        reason = refusal(subject, spec)
         if reason is None:
             break
     return _fit(row, spec, reason)
@@ -193,21 +163,32 @@ def offered(path: Path) -> str | None:
         return None
     if (path / CONFIG).exists():
         try:
-            method = str(json.loads((path / CONFIG).read_text(encoding="utf-8"))["method"])
-            return f"{find('drafter', method).name}:{path}"
-        except (OSError, ValueError, KeyError, TypeError):
+            return f"{find('drafter', _method_of(path)).name}:{path}"
+        except ValueError:
             return None
     if path.is_dir():
         return f"model:{path}" if _is_something(path) and _foreign(path) is None else None
     return f"model:{path}" if path.suffix == ".gguf" else f"retrieval:{path}" if _begins_with_magic(path) else None
 
 
+def _method_of(folder: Path) -> str:
+    """What a folder that ``foretoken train`` or ``import`` wrote says that it is.
+
+    Raises:
+        ValueError: it says nothing.
+    """
+    try:
+        return str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["method"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{folder / CONFIG} is damaged: copy the folder again") from None
+
+
 def _trained(folder: Path, subject: Subject) -> Fit:
     """A drafter that ``foretoken train`` or ``import`` wrote; it says itself what it is."""
     try:
-        method = str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["method"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return Fit("", str(folder), False, f"{folder / CONFIG} is damaged: copy the folder again")
+        method = _method_of(folder)
+    except ValueError as error:
+        return Fit("", str(folder), False, str(error))
     try:
         row = find("drafter", method)
     except ValueError:
@@ -239,7 +220,7 @@ def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
     own tokenizer needs no translation; and of those that refuse one the first speaks for all."""
     groups: dict[str, list[Row]] = {}
     for row in rows("drafter"):
-        if row.needs.startswith(DRAFT_MODEL):
+        if row.reads == "model":
             groups.setdefault(row.needs, []).append(row)
     refused: list[Fit] = []
     for group in groups.values():
@@ -253,15 +234,15 @@ def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
 
 def _tried(row: Row, path: Path, subject: Subject) -> Fit:
     spec = f"{row.name}:{path}"
-    fit = _fit(row, spec, subject.refusal(spec))
+    fit = _fit(row, spec, refusal(subject, spec))
     gc.collect()  # a model and its lean forward hold each other: their weights are freed before the next ones are read
     return fit
 
 
 def _of_file(path: Path, subject: Subject) -> list[Fit]:
     """Every drafter that reads the file."""
-    able = [row for row in rows("drafter") if not (row.needs_training or row.needs.startswith(DRAFT_MODEL))]
+    able = [row for row in rows("drafter") if not (row.needs_training or row.reads == "model")]
     found = [_tried(row, path, subject) for row in able]
     working = [fit for fit in found if fit.works]
-    readers = [fit for fit, row in zip(found, able, strict=True) if DATASTORE in row.needs]
+    readers = [fit for fit, row in zip(found, able, strict=True) if row.reads == "datastore"]
     return working or [replace(fit, name="", spec=str(path)) for fit in readers[:1]]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from foretoken.lab.bench.arm_context import ArmContext, ArmRun
+from foretoken.lab.bench.arms import ForeignArm, Generation, Shared
 from foretoken.lab.bench.gguf_export import write_gguf
+from foretoken.lab.timing import Stopwatch
 from foretoken.loading import resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.other.llama_cpp_model import LlamaCppModel
@@ -38,20 +38,20 @@ def llama_package() -> Any:
     return llama_cpp
 
 
-def gguf_file(context: ArmContext) -> Path | None:
+def gguf_file(shared: Shared) -> Path | None:
     """The file that the target was read from, if it was one."""
-    if isinstance(context.target, LlamaCppModel):
-        return context.target.path
-    source = context.target_source
+    if isinstance(shared.target, LlamaCppModel):
+        return shared.target.path
+    source = shared.source
     return Path(source) if isinstance(source, str | Path) and is_gguf(source) else None
 
 
-class LlamaCppArm:
+class LlamaCppArm(ForeignArm):
     """Plain decoding.
 
     Args:
         name: its spec.
-        context: the target.  A GGUF file is opened as it is; weights of a Transformers model are written as GGUF into
+        shared: the target.  A GGUF file is opened as it is; weights of a Transformers model are written as GGUF into
             a temporary file, which is given back when it is loaded.
         threads: CPU threads; PyTorch's number by default.
 
@@ -59,46 +59,45 @@ class LlamaCppArm:
         ValueError: the package is missing, or an architecture that cannot be written.
     """
 
-    def __init__(self, name: str, context: ArmContext, threads: int = 0) -> None:
+    def __init__(self, name: str, shared: Shared, threads: int = 0) -> None:
+        super().__init__(name, shared)
         llama_package()
-        self.name, self.threads, self.ignore_eos = name, threads, context.ignore_eos
-        self.eos = context.target.eos_token_ids
-        network: Any = getattr(context.target, "model", None)
-        drafter = self.drafter(context)
-        file = gguf_file(context)
+        self.threads = threads
+        self.eos = shared.target.eos_token_ids
+        network: Any = getattr(shared.target, "model", None)
+        drafter = self.drafter(shared)
+        file = gguf_file(shared)
         if file is not None:
-            count = threads or getattr(context.target, "threads", 0) or torch.get_num_threads()
-            self.engine = open_file(file, min(context.target.context_length, MOST_SLOTS), count, drafter, True)
+            count = threads or getattr(shared.target, "threads", 0) or torch.get_num_threads()
+            self.engine = open_file(file, min(shared.target.context_length, MOST_SLOTS), count, drafter, True)
         elif hasattr(network, "generate"):
             self.engine = open_llama(network, threads, drafter, logits_all=True)
         else:
-            raise ValueError(
-                f"this arm needs a GGUF file or a Transformers target, not {type(context.target).__name__}"
-            )
+            raise ValueError(f"this arm needs a GGUF file or a Transformers target, not {type(shared.target).__name__}")
         self.clock = _Calls(self.engine)
 
-    def drafter(self, context: ArmContext) -> Any | None:
+    def drafter(self, shared: Shared) -> Any | None:
         """What llama.cpp asks for draft tokens."""
         return None
 
-    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> ArmRun:
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> Generation:
         """One request alone from an empty cache; the prefill ends with the first token."""
         self.engine.reset()
         self.engine.set_seed(seed)
         tokens: list[int] = []
         times: list[float] = []
         self.clock.count = 0
-        began = perf_counter()
+        watch = Stopwatch()
         options = {"temp": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
         for token in self.engine.generate(list(prompt_ids), **options):
             tokens.append(int(token))
-            times.append(perf_counter() - began)
-            if len(tokens) >= max_new_tokens or (not self.ignore_eos and token in self.eos):
+            times.append(watch.seconds)
+            if len(tokens) >= max_new_tokens or (not self.shared.ignore_eos and token in self.eos):
                 break
         rounds = self.clock.count - 1  # without the prefill
         decoded = len(tokens) - 1
         length = decoded / rounds if rounds > 0 else None
-        return ArmRun(tokens, times[-1] - times[0], decoded, times[0], length)
+        return Generation(tokens, times[-1] - times[0], decoded, times[0], length)
 
 
 class PromptLookupArm(LlamaCppArm):
@@ -106,17 +105,17 @@ class PromptLookupArm(LlamaCppArm):
 
     Args:
         name: its spec.
-        context: the target.
+        shared: the target.
         k: draft tokens per round.
         n: longest match.
         threads: CPU threads; PyTorch's number by default.
     """
 
-    def __init__(self, name: str, context: ArmContext, k: int = 10, n: int = 2, threads: int = 0) -> None:
+    def __init__(self, name: str, shared: Shared, k: int = 10, n: int = 2, threads: int = 0) -> None:
         self.k, self.n = k, n
-        super().__init__(name, context, threads)
+        super().__init__(name, shared, threads)
 
-    def drafter(self, context: ArmContext) -> Any:
+    def drafter(self, shared: Shared) -> Any:
         """The binding's class."""
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -128,7 +127,7 @@ class DraftArm(LlamaCppArm):
 
     Args:
         name: its spec.
-        context: the target.
+        shared: the target.
         draft: GGUF file, folder or hub id of the draft model; the built-in one for the built-in target.
         k: draft tokens per round.
         dtype: of the draft model.
@@ -136,13 +135,13 @@ class DraftArm(LlamaCppArm):
     """
 
     def __init__(
-        self, name: str, context: ArmContext, draft: str = "", k: int = 4, dtype: str = "bfloat16", threads: int = 0
+        self, name: str, shared: Shared, draft: str = "", k: int = 4, dtype: str = "bfloat16", threads: int = 0
     ) -> None:
         self.draft, self.k, self.dtype = draft, k, dtype
         self.threads = threads
-        super().__init__(name, context, threads)
+        super().__init__(name, shared, threads)
 
-    def drafter(self, context: ArmContext) -> Any:
+    def drafter(self, shared: Shared) -> Any:
         """A callable from the text so far to draft tokens."""
         import numpy as np
 
@@ -150,9 +149,9 @@ class DraftArm(LlamaCppArm):
 
         if self.draft and is_gguf(self.draft):
             count = self.threads or torch.get_num_threads()
-            model = open_file(resolve(self.draft), context.target.context_length, count)
+            model = open_file(resolve(self.draft), shared.target.context_length, count)
         else:
-            model = open_llama(load_draft(self.draft, context, self.dtype), self.threads)
+            model = open_llama(load_draft(self.draft, shared, self.dtype), self.threads)
 
         def propose(input_ids: Any, /, **_: Any) -> Any:
             drafted = []

@@ -8,7 +8,8 @@ from typing import Any
 
 from foretoken.core import RoundTimes, TokenTree, Verdict
 from foretoken.engine.request import Running
-from foretoken.loading.measured.costs import DraftRound
+from foretoken.lab.bench.costs import DraftRound
+from foretoken.lab.report.show.texts import token_text
 
 TRACED_ROUNDS = 48
 """Rounds of a trace; a long run's later rounds are left out."""
@@ -107,17 +108,10 @@ def _traced(bare: Bare, verdict: Verdict, draft_s: float, target_s: float, token
     origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
     return {
         "tokens": list(tree.tokens),
-        "texts": [_text(token, tokenizer) for token in tree.tokens],
+        "texts": [token_text(tokenizer, token) for token in tree.tokens],
         "parents": list(tree.parents),
         "status": status,
-        "next": {"token": verdict.next_token, "text": _text(verdict.next_token, tokenizer), "origin": origin},
+        "next": {"token": verdict.next_token, "text": token_text(tokenizer, verdict.next_token), "origin": origin},
         "draft_ms": 1000 * draft_s,
         "target_ms": 1000 * target_s,
     }
-
-
-def _text(token: int, tokenizer: Any | None) -> str:
-    """A token as text; its id where there is no tokenizer or it has no such token (a probe's own)."""
-    if tokenizer is None or token >= len(tokenizer):
-        return str(token)
-    return str(tokenizer.decode([token]))

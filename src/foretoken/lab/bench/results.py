@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.core.io.finite import finite
 from foretoken.engine.stats import SpecStats
+from foretoken.lab.bench.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 from foretoken.lab.bench.specs import PLAIN
-from foretoken.loading.measured.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 
 RESAMPLES = 1000
 """Bootstrap samples of a confidence interval."""
@@ -91,17 +91,7 @@ class UnitResult:
 
 def dumps(value: Any) -> str:
     """One line of JSON; what JSON cannot hold becomes null, and every sign is ASCII, so that no text breaks a line."""
-    return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    return json.dumps(finite(value), allow_nan=False)
 
 
 # -- numbers of a cell -----------------------------------------------------------------------------------------------
@@ -251,21 +241,19 @@ def round_costs(results: Sequence[UnitResult], arms: Sequence[str], target: Targ
 
 
 def _stats(results: Sequence[UnitResult]) -> SpecStats:
-    total = SpecStats()
-    for r in results:
-        total.merge(
-            SpecStats(
-                num_drafts=r.drafts or 0,
-                num_draft_tokens=r.drafted,
-                num_accepted_tokens=r.accepted,
-                num_accepted_tokens_per_pos=list(r.per_pos),
-                num_new_tokens=r.decoded,
-                draft_s=r.draft_s or 0.0,
-                target_s=r.target_s or 0.0,
-                verify_s=r.verify_s or 0.0,
-            )
+    return SpecStats.summed(
+        SpecStats(
+            num_drafts=r.drafts or 0,
+            num_draft_tokens=r.drafted,
+            num_accepted_tokens=r.accepted,
+            num_accepted_tokens_per_pos=list(r.per_pos),
+            num_new_tokens=r.decoded,
+            draft_s=r.draft_s or 0.0,
+            target_s=r.target_s or 0.0,
+            verify_s=r.verify_s or 0.0,
         )
-    return total
+        for r in results
+    )
 
 
 def positions(results: Sequence[UnitResult]) -> list[float]:

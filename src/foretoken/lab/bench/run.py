@@ -10,13 +10,15 @@ from typing import Any
 
 from foretoken.core.costs import TargetCost
 from foretoken.core.noise import SEEDS, check_seed
+from foretoken.lab.bench.arms import MAX_BATCH, Arm, Shared, Unit
 from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import Key, Setting, UnitResult
-from foretoken.lab.bench.serving import MAX_BATCH, ServedArm, Shared, Unit, make_served_arm
+from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.specs import PLAIN
 from foretoken.lab.bench.summary import BenchResult, Tally, dtype_of, machine
+from foretoken.lab.interleave import interleave, median_run
 from foretoken.lab.prompts import BenchPrompt
-from foretoken.loading.measured.costs import measure_target
+from foretoken.models.call_costs import measure_target
 
 WARM_UP = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
 """Decoded by every arm before anything is timed; no prompt of ours, so that nothing is learned from it."""
@@ -121,11 +123,11 @@ class Bench:
         self.num_cut += len(found) > room
         return found[-room:]
 
-    def _build(self) -> list[ServedArm]:
+    def _build(self) -> list[Arm]:
         arms = []
         for name in self.settings.names:
             self.on_progress(0, 0, f"loading {name}")
-            arms.append(make_served_arm(name, self.shared))
+            arms.append(make_arm(name, self.shared))
         return arms
 
     def units(self, batch: int) -> Iterator[Unit]:
@@ -143,7 +145,7 @@ class Bench:
         shared, settings = self.shared, self.settings
         digest = hashlib.sha256(repr(list(self.ids.items())).encode()).hexdigest()[:16]
         return {
-            "target": str(shared.target_source),
+            "target": str(shared.source),
             "dtype": dtype_of(shared),
             "inflate": shared.inflate,
             "arms": settings.names,
@@ -218,7 +220,7 @@ class Bench:
                 if partial is not None:
                     partial.add(result)
 
-    def _warm_up(self, arm: ServedArm, setting: Setting) -> None:
+    def _warm_up(self, arm: Arm, setting: Setting) -> None:
         self._tell(setting, f"warming up {arm.name}")
         arm.enter(setting)
         shared = self.shared
@@ -230,18 +232,16 @@ class Bench:
         arm.run(unit, setting, False)
 
     def _run_unit(
-        self, arms: Sequence[ServedArm], unit: Unit, setting: Setting, turn: int, traced: bool
+        self, arms: Sequence[Arm], unit: Unit, setting: Setting, turn: int, traced: bool
     ) -> Iterator[UnitResult]:
         """The arms take turns at going first, so that a change in the machine's load hits all of them."""
         runs: dict[str, list[UnitResult]] = {arm.name: [] for arm in arms}
-        for again in range(self.settings.repeat):
-            first = (turn + again) % len(arms) if arms else 0
-            for arm in (*arms[first:], *arms[:first]):
-                self._tell(setting, f"{arm.name}, {unit.category}")
-                found = runs[arm.name]
-                found.append(arm.run(unit, setting, traced and again == 0))
-                if len(found) == self.settings.repeat:
-                    yield _counted(found, arm.remembers)
+        for again, arm in interleave(arms, self.settings.repeat, turn):
+            self._tell(setting, f"{arm.name}, {unit.category}")
+            found = runs[arm.name]
+            found.append(arm.run(unit, setting, traced and again == 0))
+            if len(found) == self.settings.repeat:
+                yield _counted(found, arm.remembers)
 
     def _tell(self, setting: Setting, text: str) -> None:
         self.on_progress(len(self.results), self._total, f"T={setting[0]:g} batch {setting[1]}: {text}")
@@ -249,7 +249,7 @@ class Bench:
 
 def _counted(runs: Sequence[UnitResult], remembers: bool) -> UnitResult:
     """The run of median time; the first one of an arm that may remember it."""
-    chosen = runs[0] if remembers else sorted(runs, key=lambda r: r.seconds)[(len(runs) - 1) // 2]
+    chosen = runs[0] if remembers else median_run(runs, lambda run: run.seconds)
     chosen.trace = runs[0].trace
     return chosen
 

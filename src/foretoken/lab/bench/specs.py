@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from foretoken.core.names import UnknownName
-from foretoken.lab.bench.arms import is_foreign
 from foretoken.registry import find, parse_spec
 
 PLAIN = "plain"
 """The arm that all others are compared with; ``none`` names it too."""
+FOREIGN = ("transformers", "llama.cpp")
+"""Engines that are not ours; every other arm is a drafter's spec."""
 OTHER_ENGINES = "transformers:plain, transformers:assisted, transformers:prompt_lookup, llama.cpp"
 
 
@@ -25,6 +26,11 @@ def split_arm(spec: str) -> tuple[str, str | None]:
             return spec, None
         return head, tail
     return spec, None
+
+
+def is_foreign(spec: str) -> bool:
+    """Whether a spec names another engine."""
+    return spec.partition(",")[0].partition(":")[0].strip() in FOREIGN
 
 
 def check_arm(spec: str) -> None:

@@ -30,8 +30,8 @@ from foretoken.lab.prompts import BenchPrompt
 from foretoken.loading.measured.machine import hardware, threads, versions
 
 if TYPE_CHECKING:
+    from foretoken.lab.bench.arms import Shared
     from foretoken.lab.bench.run import Bench
-    from foretoken.lab.bench.serving import Shared
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Tally:
         splits = {name: time_split(found) for name, found in by_arm.items()}
         summary = {
             "summary": True,
-            "target": target_name(self.bench.shared.target, self.bench.shared.target_source),
+            "target": target_name(self.bench.shared.target, self.bench.shared.source),
             "machine": self.where,
             "runs_as": runs_as(self.bench.shared),
             "arms": self.bench.settings.names,

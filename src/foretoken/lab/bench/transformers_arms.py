@@ -7,12 +7,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from foretoken.lab.bench.arm_context import ArmContext, ArmRun, unpacked
+from foretoken.lab.bench.arms import ForeignArm, Generation, Shared
+from foretoken.lab.timing import Stopwatch
+from foretoken.loading import BUILTIN, load_model
+from foretoken.models.linear.packing import PackedLinear, plain_linear
 
 NO_TOKEN = -1
 """An end-of-text id that never comes (``None`` would be filled in from the model's own settings)."""
@@ -23,7 +26,7 @@ class RoundClock:
     """A streamer that notes when every round's tokens come; Transformers shows it the prompt first."""
 
     def __init__(self) -> None:
-        self.began = perf_counter()
+        self.watch = Stopwatch()
         self.rounds: list[tuple[float, int]] = []
         self._prompt_seen = False
 
@@ -32,31 +35,37 @@ class RoundClock:
         if not self._prompt_seen:
             self._prompt_seen = True
             return
-        self.rounds.append((perf_counter() - self.began, value.numel()))
+        self.rounds.append((self.watch.seconds, value.numel()))
 
     def end(self) -> None:
         """Nothing is held back."""
 
 
-class TransformersArm:
-    """Plain greedy or sampled decoding."""
+class TransformersArm(ForeignArm):
+    """Plain greedy or sampled decoding.
 
-    def __init__(self, name: str, context: ArmContext) -> None:
-        self.name = name
-        self.network = context.network
-        self.ignore_eos = context.ignore_eos
+    Raises:
+        ValueError: the target is no Transformers model.
+    """
+
+    def __init__(self, name: str, shared: Shared) -> None:
+        super().__init__(name, shared)
+        model = getattr(shared.target, "model", None)
+        if not hasattr(model, "generate"):
+            raise ValueError(f"this arm needs a Transformers target, not {type(shared.target).__name__}")
+        self.network: Any = _twin(model)
 
     def options(self) -> dict[str, Any]:
         """What this mode adds to the arguments of ``generate``."""
         return {}
 
-    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> ArmRun:
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, seed: int) -> Generation:
         """One request alone; the first round counts as prefill."""
         ids = torch.tensor([list(prompt_ids)], device=self.network.device)
         clock = RoundClock()
         with torch.random.fork_rng(), torch.inference_mode(), without_advice():
             torch.manual_seed(seed)
-            clock.began = perf_counter()
+            clock.watch = Stopwatch()
             out = self.network.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -69,7 +78,7 @@ class TransformersArm:
     def _config(self, max_new_tokens: int, temperature: float) -> Any:
         config = copy.deepcopy(self.network.generation_config)
         config.max_new_tokens, config.max_length = max_new_tokens, None
-        if self.ignore_eos:
+        if self.shared.ignore_eos:
             config.eos_token_id = NO_TOKEN
         config.do_sample = temperature > 0
         config.temperature, config.top_k, config.top_p = (temperature or 1.0), 0, 1.0
@@ -92,8 +101,8 @@ def without_advice() -> Iterator[None]:
 class PromptLookupArm(TransformersArm):
     """Prompt lookup: ``k`` tokens that followed the latest match of at most ``n`` tokens."""
 
-    def __init__(self, name: str, context: ArmContext, k: int = 10, n: int = 2) -> None:
-        super().__init__(name, context)
+    def __init__(self, name: str, shared: Shared, k: int = 10, n: int = 2) -> None:
+        super().__init__(name, shared)
         self.k, self.n = k, n
 
     def options(self) -> dict[str, Any]:
@@ -106,7 +115,7 @@ class AssistedArm(TransformersArm):
 
     Args:
         name: its spec.
-        context: the target.
+        shared: the target.
         draft: folder or hub id of the draft model; the built-in one for the built-in target.
         k: draft tokens per round; Transformers' default (20, stopping below a confidence) when it is left out.
         schedule: ``constant``, ``heuristic`` or ``heuristic_transient``.
@@ -120,17 +129,17 @@ class AssistedArm(TransformersArm):
     def __init__(
         self,
         name: str,
-        context: ArmContext,
+        shared: Shared,
         draft: str = "",
         k: int | None = None,
         schedule: str = "constant",
         threshold: float | None = None,
         dtype: str = "float32",
     ) -> None:
-        super().__init__(name, context)
+        super().__init__(name, shared)
         if schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
-        self.assistant = load_draft(draft, context, dtype)
+        self.assistant = load_draft(draft, shared, dtype)
         settings = self.assistant.generation_config
         settings.num_assistant_tokens_schedule = schedule
         if k is not None:
@@ -143,29 +152,52 @@ class AssistedArm(TransformersArm):
         return {"assistant_model": self.assistant}
 
 
-def load_draft(path: str, context: ArmContext, dtype: str = "float32") -> Any:
+def load_draft(path: str, shared: Shared, dtype: str = "float32") -> Any:
     """A draft model with plain layers.
 
     Raises:
         ValueError: no path for a target that is not built in, or a bad checkpoint.
     """
-    from foretoken.loading import BUILTIN, load_model
-
-    if not path and str(context.target_source) != BUILTIN:
+    if not path and str(shared.source) != BUILTIN:
         raise ValueError("this arm needs a draft model for this target: add ,draft=PATH to its spec")
     source: str | Path = path or BUILTIN
-    device = getattr(context.target, "device", None) if context.device is None else context.device
+    device = getattr(shared.target, "device", None) if shared.device is None else shared.device
     loaded: Any = load_model(source, role="draft", dtype=dtype, device=device)
     return unpacked(loaded.model)
 
 
-def run_of(token_ids: list[int], clock: RoundClock) -> ArmRun:
+_TWINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Per packed network a weak reference to its plain twin: arms share one, and it goes when the last of them does."""
+
+
+def _twin(model: Any) -> Any:
+    """:func:`unpacked`, or the one that another arm of the same network holds."""
+    known = _TWINS.get(model)
+    twin = known() if known is not None else None
+    if twin is None:
+        twin = unpacked(model)
+        _TWINS[model] = ref(twin)
+    return twin
+
+
+def unpacked(model: Any) -> Any:
+    """The same network with plain ``Linear`` layers, as Transformers runs it; everything that is plain is shared."""
+    if isinstance(model, PackedLinear):
+        return plain_linear(model)
+    if not any(isinstance(module, PackedLinear) for module in model.modules()):
+        return model
+    twin = copy.copy(model)
+    twin._modules = {name: None if child is None else unpacked(child) for name, child in model._modules.items()}
+    return twin
+
+
+def run_of(token_ids: list[int], clock: RoundClock) -> Generation:
     """Times and counts from the moments at which rounds ended."""
     first_s, _ = clock.rounds[0]
     later = [count for _, count in clock.rounds[1:]]
     seconds = clock.rounds[-1][0] - first_s
     length = statistics.mean(later) if later else None
-    return ArmRun(token_ids, seconds, sum(later), first_s, length)
+    return Generation(token_ids, seconds, sum(later), first_s, length)
 
 
 ARMS: dict[str, type[TransformersArm]] = {

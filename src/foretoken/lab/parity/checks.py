@@ -70,7 +70,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Tested:
     """A drafter under test.
 
     Attributes:
@@ -178,19 +178,19 @@ def _eos_bias(target: LanguageModel, prompt: list[int], output: list[int], place
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_greedy(subject: Subject) -> Check:
+def check_greedy(subject: Tested) -> Check:
     """Every prompt alone against plain decoding, with drafts in every round."""
     reference = subject.reference
     return _compared(subject, "greedy", reference.plain, subject.alone)
 
 
-def check_transformers(subject: Subject) -> Check | None:
+def check_transformers(subject: Tested) -> Check | None:
     """Every prompt alone against ``model.generate``."""
     outside = subject.reference.outside
     return None if outside is None else _compared(subject, "transformers", outside, subject.alone)
 
 
-def check_batch(subject: Subject) -> Check:
+def check_batch(subject: Tested) -> Check:
     """All prompts together against plain decoding of each alone, with the controller that was asked for."""
     r = subject.reference
     options = {"max_new_tokens": r.settings.max_new_tokens, **r.settings.greedy}
@@ -199,7 +199,7 @@ def check_batch(subject: Subject) -> Check:
     return _compared(subject, "batch", 2 * r.plain, outputs)
 
 
-def check_stop(subject: Subject) -> Check | None:
+def check_stop(subject: Tested) -> Check | None:
     """Outputs that end early: the same tokens, text and reason as plain decoding's."""
     r = subject.reference
     if not r.stops:
@@ -217,7 +217,7 @@ def check_stop(subject: Subject) -> Check | None:
     return check
 
 
-def _compared(subject: Subject, mode: str, expected: Sequence[list[int]], outputs: Sequence[Output]) -> Check:
+def _compared(subject: Tested, mode: str, expected: Sequence[list[int]], outputs: Sequence[Output]) -> Check:
     check = subject.check(mode)
     check.prompts = len(expected)
     r = subject.reference
@@ -261,7 +261,7 @@ def _judge(
 # -- seeds -----------------------------------------------------------------------------------------------------------
 
 
-def check_seed(subject: Subject) -> Check | None:
+def check_seed(subject: Tested) -> Check | None:
     """Seeded sampled outputs: plain decoding's with the same seeds, by coupled sampling.
 
     A rule that draws with coins of its own, where one was named, gives other outputs.  Of it only the same batch served
@@ -273,7 +273,7 @@ def check_seed(subject: Subject) -> Check | None:
     return None if verifier.greedy_only else _check_again(subject, verifier)
 
 
-def _check_coupled(subject: Subject) -> Check:
+def _check_coupled(subject: Tested) -> Check:
     """Every prompt alone with drafts in every round, and all twice in one batch with the controller asked for."""
     r = subject.reference
     check = subject.check("seed")
@@ -295,7 +295,7 @@ def _check_coupled(subject: Subject) -> Check:
     return check
 
 
-def _check_again(subject: Subject, verifier: Verifier) -> Check | None:
+def _check_again(subject: Tested, verifier: Verifier) -> Check | None:
     """A batch and the same batch again: the same computation, so that not even rounding may change a token.
 
     ``None`` for a drafter that learns from the first run: its drafts, and so the rule's draws, are others then.

@@ -13,7 +13,7 @@ from torch import Tensor
 from foretoken.core import Rng
 from foretoken.core.noise import SEEDS, unseeded_from
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.lab.parity.checks import Reference, Subject
+from foretoken.lab.parity.checks import Reference, Tested
 from foretoken.lab.parity.report import Check
 from foretoken.lab.parity.statistics import chi_square, smallest_seen, uniform_place, uniformity, upper_tail
 from foretoken.llm import Llm
@@ -59,7 +59,7 @@ class Evidence:
         return [self.tables(0), self.tables(TABLE_TOKENS), (*uniformity(self.places), len(self.places))]
 
 
-def check_sampled(subject: Subject, limit: float) -> Check | None:
+def check_sampled(subject: Tested, limit: float) -> Check | None:
     """Three tests of sampled outputs of all prompts; ``None`` for a rule that is right at temperature 0 only.
 
     Args:
@@ -80,7 +80,7 @@ def check_sampled(subject: Subject, limit: float) -> Check | None:
     return check
 
 
-def _sample(subject: Subject, check: Check) -> list[list[list[int]]]:
+def _sample(subject: Tested, check: Check) -> list[list[list[int]]]:
     """Sampled outputs of every prompt, as users get them who give no seed.
 
     A half with drafts in every round, the other with the controller that was asked for.

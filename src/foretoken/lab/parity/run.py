@@ -15,7 +15,7 @@ from typing import Any
 
 from foretoken.lab.parity.checks import (
     Reference,
-    Subject,
+    Tested,
     always_drafting,
     check_batch,
     check_greedy,
@@ -26,7 +26,6 @@ from foretoken.lab.parity.checks import (
     transformers_output,
 )
 from foretoken.lab.parity.distribution import check_sampled
-from foretoken.lab.parity.prompts import read_prompts as read_prompts
 from foretoken.lab.parity.report import MODES, PLAIN, Check, Report
 from foretoken.lab.parity.report import Settings as Settings
 from foretoken.lab.prompts import BenchPrompt
@@ -39,7 +38,7 @@ from foretoken.registry import rows
 
 OnProgress = Callable[[int, int, str], None]
 """Told how many checks are done, how many there are, and which one begins."""
-PARTS: dict[str, Callable[[Subject], Check | None]] = {
+PARTS: dict[str, Callable[[Tested], Check | None]] = {
     "greedy": check_greedy,
     "transformers": check_transformers,
     "batch": check_batch,
@@ -105,7 +104,7 @@ def run_parity(
 
 def _compared_outside(plain: Llm, reference: Reference) -> Check:
     """Plain decoding itself against ``model.generate``."""
-    check = check_transformers(Subject(PLAIN, plain, plain, reference))
+    check = check_transformers(Tested(PLAIN, plain, plain, reference))
     if check is None:
         raise RuntimeError("there is nothing outside to compare with")
     return check
@@ -132,7 +131,7 @@ def _reference(
     return reference, plain
 
 
-def _checked(subject: Subject, mode: str, limit: float) -> Check | None:
+def _checked(subject: Tested, mode: str, limit: float) -> Check | None:
     """One check; one that breaks off is a difference: plain decoding did not."""
     try:
         return check_sampled(subject, limit) if mode == "sampled" else PARTS[mode](subject)
@@ -169,13 +168,13 @@ def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple
     return fitting, skipped
 
 
-def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Subject:
+def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Tested:
     settings = reference.settings
     chosen = _llm(spec, reference.target, tokenizer, settings)
     # auto may decide to draft nothing, and then nothing would be checked.
     steady = always_drafting(chosen, settings.allow_lossy) if settings.controller == "auto" else chosen
     name = spec if isinstance(spec, str) else spec.spec or spec.name
-    return Subject(name, steady, chosen, reference)
+    return Tested(name, steady, chosen, reference)
 
 
 def _llm(spec: str | Drafter, target: LanguageModel, tokenizer: Any, settings: Settings) -> Llm:

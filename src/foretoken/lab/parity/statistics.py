@@ -30,11 +30,6 @@ def upper_tail(statistic: float, freedom: int) -> float:
     return _upper(freedom / 2, statistic / 2) if freedom else 1.0
 
 
-def chi_square_p(counts: Tensor, expected: Tensor) -> float:
-    """P-value of a goodness-of-fit test of ``counts`` [K] against ``expected`` [K], see :func:`chi_square`."""
-    return upper_tail(*chi_square(counts, expected))
-
-
 def _upper(shape: float, bound: float) -> float:
     """The regularised upper incomplete gamma function."""
     return float(torch.special.gammaincc(*(torch.tensor(x, dtype=torch.float64) for x in (shape, bound))))
@@ -78,11 +73,6 @@ def uniformity(places: Sequence[float], bins: int = 20) -> tuple[float, int]:
     cells = torch.tensor(places, dtype=torch.float64).mul(bins).long().clamp_(0, bins - 1)
     counts = torch.bincount(cells, minlength=bins)
     return chi_square(counts, torch.full((bins,), len(places) / bins, dtype=torch.float64))
-
-
-def uniformity_p(places: Sequence[float], bins: int = 20) -> float:
-    """P-value of a chi-square test that ``places`` are uniform in [0, 1)."""
-    return upper_tail(*uniformity(places, bins))
 
 
 # -- power -----------------------------------------------------------------------------------------------------------

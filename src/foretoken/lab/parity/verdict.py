@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from foretoken.lab.parity.report import Check, Report
+from foretoken.lab.report.verdict import Remark
 from foretoken.models.words import EXACT
 
 OUTSIDE = "transformers"
 """The check against kernels that are not ours."""
-
-
-@dataclass(frozen=True)
-class Remark:
-    """One sentence; ``tone`` decides its colour."""
-
-    text: str
-    tone: Literal["good", "bad", "even"] = "even"
 
 
 def verdict(report: Report) -> list[Remark]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from foretoken.core.costs import RoundCosts, TargetCost
+from foretoken.core.costs import RoundCosts, TargetCost, speedup
 from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.speedup import Acceptance
 
@@ -120,7 +120,7 @@ class Assumptions:
 
     def speedup(self, k: int, batch: int = 1) -> float:
         """Tokens per second over plain decoding's."""
-        return self.tokens(k) / self.cost(k, self.nodes(k), batch)
+        return speedup(self.tokens(k), self.cost(k, self.nodes(k), batch), 1.0)
 
     def best_k(self, ks: Sequence[int], batch: int = 1) -> int:
         """The k of the largest speed-up among ``ks`` and 0, the smallest on ties."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from foretoken.core.costs import speedup
 from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
 from foretoken.lab.plan.roofline import Roofline
@@ -25,7 +26,7 @@ MAX_BATCH = 4096
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """Drafts of k tokens.
 
     Attributes:
@@ -51,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class TreeRow:
-    """A tree in the words of :class:`Row`; ``shape`` is its child counts per level."""
+    """A tree in the words of :class:`PlanRow`; ``shape`` is its child counts per level."""
 
     shape: str
     nodes: int
@@ -77,7 +78,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Limits:
+class BreakEven:
     """From where the plan's k is slower than plain decoding, each with everything else as assumed.
 
     ``None`` for what cannot happen; ``batch`` is the smallest power of two.
@@ -104,20 +105,20 @@ class Plan:
 
     assumptions: Assumptions
     batches: tuple[int, ...]
-    rows: tuple[Row, ...]
-    best: Row
+    rows: tuple[PlanRow, ...]
+    best: PlanRow
     best_by_batch: dict[int, int]
     trees: tuple[TreeRow, ...]
     changes: tuple[Change, ...]
-    limits: Limits | None
+    limits: BreakEven | None
     notes: tuple[str, ...]
 
-    def row(self, k: int) -> Row:
+    def row(self, k: int) -> PlanRow:
         """The row of k."""
         return next(row for row in self.rows if row.k == k)
 
     @property
-    def nearest(self) -> Row | None:
+    def nearest(self) -> PlanRow | None:
         """The best row that drafts at all."""
         drafting = [row for row in self.rows if row.k]
         return max(drafting, key=lambda row: row.speedups[self.batches[0]], default=None)
@@ -181,11 +182,11 @@ def plan(
     )
 
 
-def _row(given: Assumptions, k: int, batches: Sequence[int]) -> Row:
+def _row(given: Assumptions, k: int, batches: Sequence[int]) -> PlanRow:
     nodes, tokens = given.nodes(k), given.tokens(k)
     c_hat = given.c if given.c_hat is None else given.c_hat
     limits = _limits(given, k, batches[0], search=False) if k else None
-    return Row(
+    return PlanRow(
         k,
         nodes,
         tokens,
@@ -209,7 +210,7 @@ def _tree(
         table.append(trial_acceptance(rate, widths[depth]) if positions is None else positions)
     tokens = tree_expected_tokens(parents, positional_success(parents, table))
     depth = len(widths)
-    speedups = {batch: tokens / given.cost(depth, len(parents), batch) for batch in batches}
+    speedups = {batch: speedup(tokens, given.cost(depth, len(parents), batch), 1.0) for batch in batches}
     return TreeRow("x".join(map(str, widths)), len(parents) - 1, depth, tokens, speedups)
 
 
@@ -217,7 +218,7 @@ def _survival(acceptance: Acceptance, k: int) -> Sequence[float]:
     return theory.survival(float(acceptance), k) if isinstance(acceptance, float | int) else acceptance
 
 
-def _limits(given: Assumptions, k: int, batch: int, search: bool = True) -> Limits:
+def _limits(given: Assumptions, k: int, batch: int, search: bool = True) -> BreakEven:
     tokens, nodes = given.tokens(k), given.nodes(k)
     plain = given.v(1, batch)
     spare = tokens - given.cost(k, nodes, batch)  # in plain rounds of the batch
@@ -227,7 +228,7 @@ def _limits(given: Assumptions, k: int, batch: int, search: bool = True) -> Limi
     if search and spare > 0:
         sizes = (2**i for i in range(MAX_BATCH.bit_length()))
         too_many = next((size for size in sizes if size > batch and given.speedup(k, size) < 1.0), None)
-    return Limits(
+    return BreakEven(
         theory.alpha_for_tokens(given.cost(k, nodes, batch), k, given.guesses),
         c if c >= 0 else None,
         overhead if overhead >= 0 else None,
@@ -310,7 +311,7 @@ def summary(made: Plan) -> str:
     return text
 
 
-def _conditions(limits: Limits | None, k: int, pays: bool) -> str:
+def _conditions(limits: BreakEven | None, k: int, pays: bool) -> str:
     if limits is None:
         return ""
     parts = []

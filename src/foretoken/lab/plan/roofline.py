@@ -11,21 +11,6 @@ import math
 from dataclasses import dataclass
 
 
-def ridge_tokens(bandwidth: float, flops: float, bytes_per_parameter: float = 2.0) -> float:
-    """Tokens per call from which a dense model's arithmetic takes longer than reading it: n* = F b / (2 BW).
-
-    Args:
-        bandwidth: BW, bytes per second of the memory that holds the weights.
-        flops: F, operations per second in the dtype used.
-        bytes_per_parameter: b.
-
-    Raises:
-        ValueError: a figure that is not positive.
-    """
-    _check(bandwidth=bandwidth, flops=flops, bytes=bytes_per_parameter)
-    return flops * bytes_per_parameter / (2.0 * bandwidth)
-
-
 def experts_touched(experts: int, active: int, tokens: float) -> float:
     """Distinct experts of a layer that some of ``tokens`` tokens use: E (1 - (1 - a/E)^n).
 

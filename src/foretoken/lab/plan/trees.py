@@ -1,7 +1,7 @@
-"""What trees and batches promise: expected tokens of a tree, and its speed-up on a given v(n).
+"""What trees promise: expected tokens of a tree.
 
 Words and units are those of :mod:`foretoken.lab.plan.speedup`.  Sources: SpecInfer (https://arxiv.org/abs/2305.09781),
-Medusa (2401.10774), Sequoia (2402.12374); batches: SmartSpec (2406.14066).
+Medusa (2401.10774), Sequoia (2402.12374).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from foretoken.lab.plan.speedup import SUM_TOLERANCE, Curve, check_alpha, flat, round_cost
+from foretoken.lab.plan.speedup import SUM_TOLERANCE, check_alpha
 
 
 def branching_parents(widths: Sequence[int]) -> list[int]:
@@ -93,42 +93,6 @@ def tree_expected_tokens(parents: Sequence[int], success: Sequence[float]) -> fl
             )
         reached[node] = reached[parent] * success[node]
     return math.fsum(reached)
-
-
-def tree_speedup(
-    tokens: float, nodes: int, steps: float, c: float, v: Curve = flat, overhead: float = 0.0, batch: int = 1
-) -> float:
-    """Speed-up of drafts of ``nodes`` nodes: S = E v(B) / (v(B (nodes + 1)) + c v(B) steps + o).
-
-    With one request (B = 1, v(1) = 1) this is E / (v(nodes + 1) + c steps + o).  In a batch all nodes share a call, so
-    the flat part of v(n) is used up by the batch itself and speculation pays less (SmartSpec, 2406.14066).  c is the
-    cost of a draft step over that of a target step *of the same batch*.
-
-    Args:
-        tokens: E, tokens per round and request.
-        nodes: draft nodes per request, the root not counted; 0 is plain decoding.
-        steps: draft steps per round, the depth for most drafters.
-        c: cost ratio of a step.
-        v: cost of a call by all its nodes.
-        overhead: cost of a round beyond that, in target calls with one token.
-        batch: B requests.
-
-    Raises:
-        ValueError: a count or cost out of range.
-    """
-    if nodes < 0 or batch < 1:
-        raise ValueError(f"a round needs >= 0 nodes and a batch >= 1, not {nodes} and {batch}")
-    if nodes == 0:
-        return 1.0
-    plain = v(batch)
-    return tokens * plain / round_cost(steps, c * plain, v(batch * (nodes + 1)), overhead)
-
-
-def batch_effect(nodes: int, batch: int, v: Curve) -> float:
-    """v(B (nodes + 1)) / v(B): what scoring a draft costs a batch of B, in its own plain rounds."""
-    if nodes < 0 or batch < 1:
-        raise ValueError(f"a round needs >= 0 nodes and a batch >= 1, not {nodes} and {batch}")
-    return v(batch * (nodes + 1)) / v(batch)
 
 
 def _depths(parents: Sequence[int]) -> list[int]:

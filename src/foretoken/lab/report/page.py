@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from foretoken.core.io.files import write_text
+from foretoken.core.io.finite import finite
 from foretoken.lab.report import load_sections, sections
 from foretoken.lab.report.charts import DARK, LIGHT
 from foretoken.lab.report.markup import Markup, join, safe, tag
@@ -97,15 +97,7 @@ def _variables(colours: tuple[str, ...]) -> str:
 
 def embedded(value: Any) -> str:
     """JSON that can stand inside a script element: no ``<`` in it, and no number that JSON lacks."""
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
     for sign in ("<", ">", "&", "\u2028", "\u2029"):
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The report's charts as PNG files for papers, drawn with matplotlib from the same data."""
+"""Charts as PNG files for papers, drawn with matplotlib from the same data as in the page."""
 
 from __future__ import annotations
 
@@ -42,17 +42,12 @@ def write_plots(run_file: Path, folder: Path, pdf: bool = False) -> list[Path]:
         ValueError: the run cannot be read, the folder cannot be written, or matplotlib is missing.
     """
     run = read_run(Path(run_file))
-    try:
-        from matplotlib import rc_context
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'foretoken[bench]'") from None
     folder = Path(folder)
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with rc_context(STYLE):
-            for name, charts in plots_of(run).items():
-                written += [_write(charts, folder / f"{name}{end}") for end in (".png", ".pdf")[: 1 + pdf]]
+        for name, charts in plots_of(run).items():
+            written += [write_charts(charts, folder / f"{name}{end}") for end in (".png", ".pdf")[: 1 + pdf]]
     except OSError as error:
         raise ValueError(f"plots cannot be written to {folder}: {error.strerror}") from None
     return written
@@ -78,10 +73,24 @@ def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
     return {name: charts for name, charts in found.items() if charts}
 
 
-def _write(charts: Sequence[Chart], file: Path) -> Path:
+def write_charts(charts: Sequence[Chart], file: Path, most_columns: int = 2) -> Path:
+    """Draw charts beside and below each other into a PNG or PDF file, whole or not at all.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install 'foretoken[bench]'") from None
+    with rc_context(STYLE):
+        return _write(charts, file, min(most_columns, len(charts)))
+
+
+def _write(charts: Sequence[Chart], file: Path, columns: int) -> Path:
     from matplotlib.figure import Figure
 
-    columns = min(2, len(charts))
     rows = -(-len(charts) // columns)
     height = max(map(_height, charts))
     picture = Figure((columns * COLUMN * (1.0 if columns > 1 else 1.35), rows * height), layout="constrained")

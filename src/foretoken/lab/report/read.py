@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.lab.report.unfinished import unfinished
-
 PLAIN = ("none", "plain")
 """Names of the arm that all others are compared with."""
 NOT_A_RUN = "write one with 'foretoken bench --out run.jsonl'"
@@ -137,7 +135,7 @@ def read_run(file: Path) -> Run:
     summary: Mapping[str, Any]
     whole: Mapping[str, Any] = {}
     if objects and "config" in objects[0][1]:
-        cells, summary = unfinished([found for _, found in objects])
+        cells, summary = _partial([found for _, found in objects])
     else:
         cells = [_cell(found, place, file) for place, found in objects if not found.get("summary")]
         summary = whole = next((found for _, found in objects if found.get("summary")), {})
@@ -207,3 +205,47 @@ def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> 
     if planned is not None and planned != len(cells):
         notes.append(f"The summary speaks of {planned:.0f} cells, the file has {len(cells)}.")
     return notes
+
+
+def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    """Cells of a benchmark that did not finish, and as much of a summary as can be made without the target.
+
+    Args:
+        objects: the file's lines: a header with ``config``, then ``result`` and ``note`` objects.
+
+    Raises:
+        ValueError: a result that is none.
+    """
+    from foretoken.lab.bench.results import UnitResult, cell, drafted, positions, time_split
+
+    try:
+        results = [UnitResult(**found["result"]) for found in objects if "result" in found]
+    except TypeError as error:
+        raise ValueError(f"this unfinished run is damaged ({error}): run it again") from None
+    plain = {r.key[1:]: r for r in results if r.arm in PLAIN}
+    groups: dict[tuple[Any, ...], list[UnitResult]] = {}
+    for r in results:
+        if r.key[1:] in plain:  # a unit is compared only where plain decoding has done it too
+            groups.setdefault((r.arm, r.temperature, r.batch, r.category), []).append(r)
+    cells = [
+        cell(mine, [plain[r.key[1:]] for r in mine], mine[0].category, None, len({p for r in mine for p in r.prompts}))
+        for mine in groups.values()
+    ]
+    arms = {arm: [r for r in results if r.arm == arm] for arm in dict.fromkeys(r.arm for r in results)}
+    splits = {arm: split for arm, mine in arms.items() if (split := time_split(mine)) is not None}
+    config = dict(objects[0]["config"])
+    traces = [
+        {"arm": r.arm, "category": r.category, "prompt": "", "temperature": r.temperature, "rounds": r.trace}
+        for r in results
+        if r.trace
+    ]
+    summary = {
+        "target": config.get("target"),
+        "arms": list(config.get("arms") or arms),
+        "settings": config,
+        "positions": {arm: positions(mine) for arm, mine in arms.items()},
+        "rounds": splits,
+        "drafted": [drafted(mine) for mine in groups.values()],
+        "traces": traces,
+    }
+    return list(cells), summary

@@ -1,4 +1,5 @@
-"""What a drafter's rounds say: what it costs, how far it is believed, and the length that is best for it."""
+"""What a drafter's rounds say: what it costs, how far it is believed, the length that is best for it, and why it does
+not pay."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.lab.tune.race import Round, Standing
+from foretoken.lab.tune.race import RaceRound, Standing
 
 NEAR = 0.995
 """Share of the best predicted speed at which a length counts as the best."""
+RARE = 0.5
+"""Share of the rounds below which guesses count as rare."""
+LITTLE = 1.25
+"""Tokens a round below which there is little to gain, however cheap drafting and scoring are."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class Candidate:
         return f"constant,k={self.depth}"
 
 
-def cost_of(rounds: Sequence[Round], depth: int, copies: bool) -> DrafterCost:
+def cost_of(rounds: Sequence[RaceRound], depth: int, copies: bool) -> DrafterCost:
     """What drafts of ``depth`` cost and promise, from the rounds that had room for them.
 
     A drafter with a network costs a step per level; one that copies text looks up once, whatever the length.
@@ -104,6 +109,36 @@ def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candida
     return Candidate(tried.spec, best, predicted[best], tried.cost_at(best))
 
 
-def _roomy(rounds: Sequence[Round], depth: int) -> list[Round]:
+def without_faults(candidate: Candidate, target: TargetCost, rest_s: float) -> tuple[float, float]:
+    """The predicted speed-up if drafting were free, and if scoring more nodes were."""
+    free = replace(candidate.cost, call_s=0.0, step_s=0.0)
+    one = target.of(1)
+    flat = TargetCost({1: one, 2: one})
+    return (
+        RoundCosts(target, {"": free}, rest_s).speedup("", candidate.depth),
+        RoundCosts(flat, {"": candidate.cost}, rest_s).speedup("", candidate.depth),
+    )
+
+
+def why_not(candidate: Candidate, target: TargetCost, rest_s: float) -> str:
+    """One clause that names what a losing drafter suffers from most.
+
+    Where rounds hardly give more than one token that is acceptance; else what would help more: free drafting, or nodes
+    that cost nothing.
+    """
+    cost, depth = candidate.cost, candidate.depth
+    first = cost.survival[0] if cost.survival else 0.0
+    if cost.expected_tokens(len(cost.survival)) < LITTLE:
+        if cost.proposes < RARE:
+            return f"rarely guesses: in {cost.proposes:.0%} of the rounds, and in {first:.0%} something is accepted"
+        return f"rarely accepted: the first guess stands in {first:.0%} of the rounds"
+    free, flat = without_faults(candidate, target, rest_s)
+    if free >= flat:
+        return f"too expensive: drafting {depth} deep takes {cost.seconds(depth) / target.of(1):.2f} target calls"
+    nodes = 1 + round(cost.nodes_per_depth * depth * cost.proposes)
+    return f"target calls grow with the draft: {nodes} nodes cost {target.relative(nodes):.2f} times one"
+
+
+def _roomy(rounds: Sequence[RaceRound], depth: int) -> list[RaceRound]:
     """The rounds in which the answer had room for a whole draft; all, where there are none."""
     return [one for one in rounds if one.room > depth] or list(rounds)

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from foretoken.lab.workload import Subject
 from foretoken.loading import BUILTIN
 from foretoken.loading.drafters import brought_drafters
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.sources import SourceDrafter
-from foretoken.models.base import LanguageModel
 from foretoken.registry import convert_options, find, options_of, parse_spec, rows
 
 LEFT_OUT = ("scripted", "prediction", "online")
@@ -74,15 +74,14 @@ def default_specs(target_source: Any) -> list[str]:
     return [row.example for row in alone]
 
 
-def likely(target: LanguageModel, target_source: Any, offers: Sequence[str] = ()) -> list[str]:
+def likely(subject: Subject, offers: Sequence[str] = ()) -> list[str]:
     """What is tried first: what pays most often, what the target brings along, and what is offered for it.
 
     Args:
-        target: the model.
-        target_source: what it was loaded from.
+        subject: the target.
         offers: specs of what folders hold and a profile names.
     """
-    brought = brought_drafters(target, target_source, [parse_spec(spec).name for spec in LIKELY])
+    brought = brought_drafters(subject.target, subject.source, [parse_spec(spec).name for spec in LIKELY])
     return list(dict.fromkeys((*LIKELY, *brought, *offers)))
 
 

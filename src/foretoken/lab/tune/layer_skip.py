@@ -8,20 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.io.files import checksum
-from foretoken.core.noise import unseeded_from
-from foretoken.engine.stats import SpecStats
-from foretoken.lab.prompts import BenchPrompt
-from foretoken.llm import assemble
+from foretoken.lab.interleave import median_run, runs_of
+from foretoken.lab.workload import Speed, Workload
 from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
 from foretoken.methods.drafters.own_layers import num_layers_of
 from foretoken.methods.drafters.skip_sets import SkipSet, fingerprint, save_skips
-from foretoken.models.base import LanguageModel
-from foretoken.options import Options
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -32,94 +28,41 @@ FINAL_RUNS = 5
 SUBLAYERS = ("attention", "mlp")
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What one way to decode did: medians over prompts (and over runs, where there are several)."""
-
-    tokens_per_s: float
-    acceptance_rate: float = 0.0
-    mean_acceptance_length: float = 1.0
-
-    @classmethod
-    def over(cls, stats: Sequence[SpecStats]) -> Speed:
-        """Of one run per prompt: the median speed, the acceptance of all prompts together."""
-        total = SpecStats()
-        for one in stats:
-            total.merge(one)
-        return cls(median(one.tokens_per_s for one in stats), total.acceptance_rate, total.mean_acceptance_length)
+def measured(work: Workload, k: int, skips: SkipSet | None) -> Speed:
+    """Decode all prompts once with drafts of up to ``k`` tokens that leave out ``skips``, or plainly."""
+    if skips is None:
+        return work.speed(None)
+    return work.speed(LayerSkipDrafter(work.target, skips.options["attention"], skips.options["mlp"], k))
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What is decoded to measure a set.
-
-    Attributes:
-        target: the model.
-        prompts: token ids of every prompt.
-        new_tokens: generated per prompt, ends of text ignored.
-        k: longest draft.
-        temperature: 0 is greedy.
-        seed: fixes sampled outputs and the search.
-    """
-
-    target: LanguageModel
-    prompts: Sequence[Sequence[int]]
-    new_tokens: int = 32
-    k: int = 8
-    temperature: float = 0.0
-    seed: int = 0
-
-    def measure(self, skips: SkipSet | None) -> Speed:
-        """Decode all prompts once, with drafts that leave out ``skips``, or plainly."""
-        drafter = None
-        if skips is not None:
-            drafter = LayerSkipDrafter(self.target, skips.options["attention"], skips.options["mlp"], self.k)
-        llm = assemble(self.target, drafter, "auto", "constant", None)
-        options = Options(max_new_tokens=self.new_tokens, temperature=self.temperature, ignore_eos=True)
-        with unseeded_from(self.seed):
-            return Speed.over([llm.generate(list(p), **options).stats for p in self.prompts])
-
-    def settings(self) -> dict[str, Any]:
-        """What must not change between the parts of one search."""
-        prompts = checksum(json.dumps([list(p) for p in self.prompts]))
-        rest = {name: getattr(self, name) for name in ("new_tokens", "k", "temperature")}
-        return {"target": fingerprint(self.target), "prompts": prompts, **rest}
-
-
-def fitting_prompts(
-    prompts: Sequence[BenchPrompt], tokenizer: Any, target: LanguageModel, new_tokens: int, most: int
-) -> list[list[int]]:
-    """Token ids of at most ``most`` prompts, spread over the list, that leave room for ``new_tokens``.
-
-    Raises:
-        ValueError: no tokenizer, or no prompt that fits.
-    """
-    if tokenizer is None:
-        raise ValueError("the target has no tokenizer beside it: tuning needs one to read the prompts")
-    room = target.context_length - new_tokens
-    encoded = [prompt.encode(tokenizer) for prompt in prompts]
-    found = [ids for ids in encoded if 0 < len(ids) <= room]
-    if not found:
-        raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {target.context_length}")
-    count = min(most, len(found))
-    return [found[i * len(found) // count] for i in range(count)]
+def settings_of(work: Workload, k: int) -> dict[str, Any]:
+    """What must not change between the parts of one search."""
+    return {
+        "target": fingerprint(work.target),
+        "prompts": checksum(json.dumps([list(prompt) for prompt in work.prompts])),
+        "new_tokens": work.new_tokens,
+        "k": k,
+        "temperature": work.temperature,
+    }
 
 
 # -- the search ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Search:
+class SkipSearch:
     """The state of a search, kept beside its result so that it can go on.
 
     Attributes:
-        workload: what is measured.
+        work: what is decoded to measure a set.
+        k: longest draft.
         file: where the best set is written after every improvement.
         best: the best set so far.
         best_speed: its tokens per second when it was tried.
     """
 
-    workload: Workload
+    work: Workload
+    k: int
     file: Path
     best: SkipSet | None = None
     best_speed: float = 0.0
@@ -155,19 +98,19 @@ class Search:
             raise ValueError(
                 f"{self.journal} holds {len(done)} trials: add --resume to go on with them, or delete it to begin anew"
             )
-        settings = self.workload.settings()
+        settings = settings_of(self.work, self.k)
         if done and study.user_attrs.get("settings") != settings:
             raise ValueError(f"{self.journal} is of a search with another target, other prompts or other options")
         study.set_user_attr("settings", settings)
         # A new stream for every part of a search: the same seed would try the same random sets again.
-        study.sampler = optuna.samplers.TPESampler(seed=self.workload.seed + len(study.trials))
+        study.sampler = optuna.samplers.TPESampler(seed=self.work.seed + len(study.trials))
         self._study = study
         self._recall(done)
         return len(done)
 
     def _recall(self, done: Sequence[FrozenTrial]) -> None:
         """Queue the first sets that were not tried yet, and find the best of those that were."""
-        layers = num_layers_of(self.workload.target)
+        layers = num_layers_of(self.work.target)
         tried = [_set_of(trial.params) for trial in done]
         for skips in first_sets(layers):
             if skips not in tried and self._study is not None:
@@ -185,15 +128,15 @@ class Search:
         """Try one more set; returns its tokens per second (0 for a set that leaves nothing to run)."""
         if self._study is None:
             raise ValueError("open the search first")
-        layers = num_layers_of(self.workload.target)
+        layers = num_layers_of(self.work.target)
         trial = self._study.ask()
         names = [f"{kind}.{layer}" for kind in SUBLAYERS for layer in range(layers)]
         skips = _set_of({name: trial.suggest_categorical(name, [False, True]) for name in names})
         empty = len(skips.attention) == len(skips.mlp) == layers
-        speed = 0.0 if empty else self.workload.measure(skips).tokens_per_s
+        speed = 0.0 if empty else measured(self.work, self.k, skips).tokens_per_s
         self._study.tell(trial, speed)
         if self._keep(skips, speed):
-            save_skips(self.file, skips, self.workload.target, tokens_per_s=speed)
+            save_skips(self.file, skips, self.work.target, tokens_per_s=speed)
         return speed
 
 
@@ -230,7 +173,7 @@ def _optuna() -> Any:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TunedSkips:
     """The last comparison: plain decoding, both sublayers of every second layer (``default``) and the best set,
     interleaved in one run.
 
@@ -263,16 +206,18 @@ class Outcome:
 
 
 def tune(
-    workload: Workload,
+    work: Workload,
+    k: int,
     file: Path,
     trials: int,
     resume: bool = False,
-    on_trial: Callable[[int, float, Search], None] = lambda number, speed, search: None,
-) -> Outcome:
+    on_trial: Callable[[int, float, SkipSearch], None] = lambda number, speed, search: None,
+) -> TunedSkips:
     """Search for the fastest set, compare it with the default one and plain decoding, write the faster one to ``file``.
 
     Args:
-        workload: what is decoded to measure a set.
+        work: what is decoded to measure a set.
+        k: longest draft.
         file: for ``layer_skip:FILE``; written after every improvement, so that an interrupt loses nothing.
         trials: sets to try in all, those of a resumed search included.
         resume: go on with the trials beside ``file``.
@@ -287,49 +232,39 @@ def tune(
         raise ValueError(f"tuning needs at least 1 trial, not {trials}")
     if file.is_dir():
         raise ValueError(f"{file} is a folder: name a file for the result")
-    layers = frozenset(range(num_layers_of(workload.target)))
+    layers = frozenset(range(num_layers_of(work.target)))
     for skips in (SkipSet(attention=layers), SkipSet(mlp=layers)):
-        skips.check(workload.target)
-    search = Search(workload, file)
+        skips.check(work.target)
+    search = SkipSearch(work, k, file)
     done = search.open(resume)
     default = SkipSet.odd(len(layers))
-    workload.measure(None)  # warm-up: first calls are slower
-    workload.measure(default)
+    measured(work, k, None)  # warm-up: first calls are slower
+    measured(work, k, default)
     on_trial(done, search.best_speed, search)
     for number in range(done, trials):
         on_trial(number + 1, search.step(), search)
-    return _finish(workload, search, {"default": default, "best": search.best or default}, max(done, trials))
+    return _finish(search, {"default": default, "best": search.best or default}, max(done, trials))
 
 
-def _finish(workload: Workload, search: Search, sets: dict[str, SkipSet], trials: int) -> Outcome:
-    plain, speeds = compare(workload, sets)
+def _finish(search: SkipSearch, sets: dict[str, SkipSet], trials: int) -> TunedSkips:
+    plain, speeds = compare(search.work, search.k, sets)
     chosen = max(sets, key=lambda name: (speeds[name].tokens_per_s, name == "default"))
-    outcome = Outcome(trials, plain, sets, speeds, chosen)
+    outcome = TunedSkips(trials, plain, sets, speeds, chosen)
     save_skips(
         search.file,
         sets[chosen],
-        workload.target,
+        search.work.target,
         **asdict(speeds[chosen]),
         speedup=outcome.speedup(chosen),
         plain_tokens_per_s=plain.tokens_per_s,
-        **{name: value for name, value in workload.settings().items() if name != "target"},
+        **{name: value for name, value in settings_of(search.work, search.k).items() if name != "target"},
     )
     return outcome
 
 
-def compare(workload: Workload, sets: dict[str, SkipSet]) -> tuple[Speed, dict[str, Speed]]:
+def compare(work: Workload, k: int, sets: dict[str, SkipSet]) -> tuple[Speed, dict[str, Speed]]:
     """Plain decoding and every set, taking turns at going first."""
     arms: dict[str, SkipSet | None] = {"plain": None, **sets}
-    names = list(arms)
-    runs: dict[str, list[Speed]] = {name: [] for name in names}
-    for turn in range(FINAL_RUNS):
-        for i in range(len(names)):
-            name = names[(turn + i) % len(names)]
-            runs[name].append(workload.measure(arms[name]))
-    speeds = {name: _middle(found) for name, found in runs.items()}
+    runs = runs_of({name: partial(measured, work, k, skips) for name, skips in arms.items()}, FINAL_RUNS)
+    speeds = {name: median_run(found, lambda speed: speed.tokens_per_s) for name, found in runs.items()}
     return speeds.pop("plain"), speeds
-
-
-def _middle(runs: Sequence[Speed]) -> Speed:
-    """The run with the median speed."""
-    return sorted(runs, key=lambda speed: speed.tokens_per_s)[(len(runs) - 1) // 2]

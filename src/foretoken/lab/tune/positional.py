@@ -5,28 +5,39 @@ Sequoia, Chen et al. 2024 (arXiv 2402.12374), sections 4.1 and 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
-from time import perf_counter
+from typing import Any
 
 import torch
 
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.core.costs import TargetCost
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.lab.tune.tree import REPEATS, DraftCost, Outcome, SizeCost, Workload, compared, target_costs
+from foretoken.lab.interleave import runs_of
+from foretoken.lab.timing import Stopwatch
+from foretoken.lab.tune.choices import with_option
+from foretoken.lab.tune.tree import REPEATS, SIZES, DraftCost, SizeCost, TunedTree, compared, target_costs
+from foretoken.lab.workload import Workload
 from foretoken.llm import assemble
+from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.trees.expansion import expansion_choices
-from foretoken.methods.trees.sequoia import BestTrees, solve
+from foretoken.methods.trees.sequoia import BestTrees, best_shape, solve
 from foretoken.methods.trees.shapes import Choice, expected_length, medusa_choices
 from foretoken.methods.verifiers.base import Coins, SiblingDistributions, Verifier, rest_of
 from foretoken.methods.verifiers.without_replacement import WithoutReplacementVerifier
+from foretoken.registry import find, options_of, parse_spec
 
 WIDTH = 8
 """Children of the wide node that is measured."""
 CHAIN = [(0,) * depth for depth in range(1, 5)]
 BUSH = expansion_choices((4, 2, 1, 1))
 """Two trees of four levels, of 4 and of 28 nodes, whose drafting is timed."""
+
+NODES, DEPTH = 64, 8
+"""Largest tree that is considered in a search of a drafter."""
 
 
 class PositionalCount(Verifier):
@@ -75,14 +86,14 @@ def acceptance_chances(tree: TokenTree, scores: Scores, node: int) -> list[float
     return found
 
 
-def measured_acceptance(work: Workload, width: int = WIDTH) -> tuple[float, ...]:
+def measured_acceptance(work: Workload, drafter: ModelDrafter, width: int = WIDTH) -> tuple[float, ...]:
     """[width] chance that the child tried k-th is the accepted one, over text that the target writes.
 
     Raises:
         ValueError: nothing was ever accepted.
     """
     counter = PositionalCount(min(width, work.target.vocab_size))
-    wide = _model(work).reshaped([(rank,) for rank in range(len(counter.chances))])
+    wide = drafter.reshaped([(rank,) for rank in range(len(counter.chances))])
     llm = assemble(work.target, wide, counter, "constant", None)
     for seed, prompt in enumerate(work.prompts):
         llm.generate(list(prompt), max_new_tokens=work.new_tokens, temperature=work.temperature, seed=seed,
@@ -92,28 +103,44 @@ def measured_acceptance(work: Workload, width: int = WIDTH) -> tuple[float, ...]
     return counter.acceptance
 
 
-def tune(work: Workload, on_progress: Callable[[str], None] = lambda _: None) -> Outcome:
-    """Measure acceptance and costs, take the shape of most tokens per time, and compare it."""
-    on_progress("measuring acceptance by trial")
-    acceptance = measured_acceptance(work)
-    rows = [list(acceptance)] * work.depth
-    on_progress("timing trees")
-    trees = {size: medusa_choices(rows, size) for size in work.sizes}
+def tune(
+    work: Workload,
+    drafter: ModelDrafter,
+    sizes: Sequence[int] = SIZES,
+    shape: str = "sequoia",
+    depth: int = 8,
+    tell: Callable[[str], None] = lambda _: None,
+) -> TunedTree:
+    """Measure acceptance and costs, take the shape of most tokens per time, and compare it.
+
+    Args:
+        work: what is decoded.
+        drafter: a draft model.
+        sizes: node counts to choose from.
+        shape: ``"medusa"`` or ``"sequoia"``.
+        depth: most levels.
+        tell: told what comes next.
+    """
+    tell("measuring acceptance by trial")
+    acceptance = measured_acceptance(work, drafter)
+    rows = [list(acceptance)] * depth
+    tell("timing trees")
+    trees = {size: medusa_choices(rows, size) for size in sizes}
     text = max(work.prompts, key=len)
     scoring = target_costs(work, trees, text)
-    draft = draft_costs(work, text)
-    table = solve(acceptance, max(work.sizes), work.depth)
-    sizes: dict[int, SizeCost] = {}
-    for size in work.sizes:
-        if work.shape == "sequoia":
+    draft = draft_costs(work, drafter, text)
+    table = solve(acceptance, max(sizes), depth)
+    costs: dict[int, SizeCost] = {}
+    for size in sizes:
+        if shape == "sequoia":
             trees[size] = best_of_size(table, size, scoring[size] + draft.node * size, draft.level)
-        depth = max(map(len, trees[size]))
-        cost = scoring[size] + draft.node * len(trees[size]) + draft.level * depth
-        sizes[size] = SizeCost(cost, expected_length(trees[size], rows))
-    best = max(trees, key=lambda size: sizes[size].rate)
-    on_progress("comparing")
-    speeds = compared(work, trees[best])
-    return Outcome(work.drafter.name, trees[best], rows, sizes, speeds, work.shape, work.temperature, draft)
+        levels = max(map(len, trees[size]))
+        cost = scoring[size] + draft.node * len(trees[size]) + draft.level * levels
+        costs[size] = SizeCost(cost, expected_length(trees[size], rows))
+    best = max(trees, key=lambda size: costs[size].rate)
+    tell("comparing")
+    speeds = compared(work, drafter, trees[best])
+    return TunedTree(drafter.name, trees[best], rows, costs, speeds, shape, work.temperature, draft)
 
 
 def best_of_size(table: BestTrees, size: int, cost: float, step: float) -> list[Choice]:
@@ -123,26 +150,26 @@ def best_of_size(table: BestTrees, size: int, cost: float, step: float) -> list[
 
 
 @torch.inference_mode()
-def draft_costs(work: Workload, text: Sequence[int]) -> DraftCost:
+def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> DraftCost:
     """What drafting takes: medians of interleaved drafts of two trees."""
-    drafter = _model(work)
-    times: dict[int, list[float]] = {len(CHAIN): [], len(BUSH): []}
     sequence = work.target.open()
+
+    def drafted_s(choices: list[Choice]) -> float:
+        arm = drafter.reshaped(choices)
+        sampler = Sampler(SamplingParams(work.temperature), len(text))
+        context = Context(0, list(text), len(text), sampler, Rng(0), sequence=sequence)
+        arm.start(context)
+        for _ in range(2):  # the first one reads what the prefill left
+            watch = Stopwatch(getattr(work.target, "device", None))
+            arm.propose(context, Budget(arm.max_depth, arm.max_nodes))
+            spent = watch.seconds
+            work.target.commit(sequence, ())
+        arm.finish(context)
+        return spent
+
     try:
         work.target.prefill(sequence, list(text[:-1]))
-        for _ in range(REPEATS):
-            for choices in (CHAIN, BUSH):
-                arm = drafter.reshaped(choices)
-                sampler = Sampler(SamplingParams(work.temperature), len(text))
-                context = Context(0, list(text), len(text), sampler, Rng(0), sequence=sequence)
-                arm.start(context)
-                for _ in range(2):  # the first one reads what the prefill left
-                    began = perf_counter()
-                    arm.propose(context, Budget(arm.max_depth, arm.max_nodes))
-                    spent = perf_counter() - began
-                    work.target.commit(sequence, ())
-                times[len(choices)].append(spent)
-                arm.finish(context)
+        times = runs_of({len(choices): partial(drafted_s, choices) for choices in (CHAIN, BUSH)}, REPEATS)
     finally:
         work.target.release(sequence)
     few, many = (1e3 * median(times[len(choices)]) for choices in (CHAIN, BUSH))
@@ -150,7 +177,40 @@ def draft_costs(work: Workload, text: Sequence[int]) -> DraftCost:
     return DraftCost(max(0.0, few / len(CHAIN) - node), node)
 
 
-def _model(work: Workload) -> ModelDrafter:
-    if not isinstance(work.drafter, ModelDrafter):
-        raise ValueError(f"{work.drafter.name} draws no siblings: give a draft model")
-    return work.drafter
+# -- within a search of a drafter --------------------------------------------------------------------------------------
+
+
+def can_fill(spec: str) -> bool:
+    """Whether a drafter draws siblings from its own distributions, and was not given a tree."""
+    parsed = parse_spec(spec)
+    cls = find("drafter", parsed.name).load()
+    return issubclass(cls, ModelDrafter) and "tree" in options_of(cls) and "tree" not in parsed.options
+
+
+def measured_shape(work: Workload, drafter: Drafter) -> dict[str, Any]:
+    """What the choice of a tree needs: ``acceptance`` by trial, ``level_s`` and ``node_s`` of drafting.
+
+    Raises:
+        ValueError: the drafter cannot draw siblings, or nothing was accepted.
+    """
+    if not isinstance(drafter, ModelDrafter):
+        raise ValueError(f"{drafter.name} draws no siblings")
+    acceptance = measured_acceptance(work, drafter)
+    level_ms, node_ms = draft_costs(work, drafter, max(work.prompts, key=len))
+    return {"acceptance": list(acceptance), "level_s": level_ms / 1e3, "node_s": node_ms / 1e3}
+
+
+def sequoia_spec(spec: str, shape: Mapping[str, Any], target: TargetCost) -> str | None:
+    """The drafter with the tree of most expected tokens per time; ``None`` where that is a chain or no draft at all.
+
+    Args:
+        spec: the drafter.
+        shape: what :func:`measured_shape` found.
+        target: measured v(n).
+    """
+    trees = solve(shape["acceptance"], NODES, DEPTH)
+    nodes, depth, _ = best_shape(trees, lambda n: target.of(n) + shape["node_s"] * (n - 1), shape["level_s"])
+    if nodes <= depth:
+        return None
+    vector = " ".join(f"{chance:.3g}" for chance in shape["acceptance"])
+    return with_option(spec, "tree", f"sequoia,nodes={nodes},depth={depth},acceptance={vector}")

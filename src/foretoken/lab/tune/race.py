@@ -10,7 +10,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from foretoken.core import RoundTimes, TokenTree, Verdict
+from foretoken.core.costs import RoundCosts
+from foretoken.core.noise import unseeded_from
+from foretoken.engine.request import Running
+from foretoken.lab.interleave import interleave
+from foretoken.lab.workload import Workload
+from foretoken.llm import assemble
+from foretoken.methods.drafters.base import Drafter
 
 BLOCK = 8
 """Tokens that an arm writes before the next one's turn."""
@@ -22,7 +31,7 @@ FEWEST = 8
 """Tokens that an arm must have written before its speed says anything."""
 
 
-class Round(NamedTuple):
+class RaceRound(NamedTuple):
     """One round of one arm.
 
     Attributes:
@@ -51,38 +60,95 @@ class Racer(Protocol):
     def begin(self, prompt: Sequence[int]) -> None:
         """Take the next prompt."""
 
-    def advance(self) -> Round | None:
+    def advance(self) -> RaceRound | None:
         """Run one round; ``None`` when the answer has ended."""
 
     def cancel(self) -> None:
         """Drop what is left of the answer."""
 
 
+class EngineRacer:
+    """A target with a drafter and a controller, run round by round.
+
+    Args:
+        work: the target, and how answers are drawn; an answer ends at the model's end of text.
+        drafter: what guesses; ``None`` decodes plainly.
+        controller: its spec.
+        costs: what the controller starts from.
+
+    Raises:
+        ValueError: parts that do not fit each other.
+    """
+
+    def __init__(
+        self, work: Workload, drafter: Drafter | None, controller: str = "constant", costs: RoundCosts | None = None
+    ) -> None:
+        self.drafter = drafter
+        self._llm = assemble(work.target, drafter, "auto", controller, None)
+        self._engine = self._llm.engine
+        self._engine.on_round = self._note
+        if costs is not None and self._engine.controller is not None:
+            self._engine.controller.start_from(costs)
+        self._options: dict[str, Any] = {"max_new_tokens": work.new_tokens, "temperature": work.temperature}
+        self._new_tokens, self._room = work.new_tokens, work.new_tokens
+        self._seed, self._seen = work.seed, RaceRound(0, 1, 0, 0, 0.0, 0.0)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Take the next prompt."""
+        with unseeded_from(self._seed):  # a seed of its own would couple the drafts, and other ones be the best
+            self._engine.add(self._llm.request(list(prompt), **self._options))
+        self._seed, self._room = self._seed + 1, self._new_tokens
+
+    def advance(self) -> RaceRound | None:
+        """Run one round; ``None`` when the answer has ended.
+
+        Raises:
+            ValueError: the round failed.
+        """
+        if not self._engine.busy:
+            return None
+        ((_, emission),) = self._engine.step()
+        if emission.error is not None:
+            raise emission.error
+        written, room = len(emission.token_ids), self._room
+        self._room -= written
+        return self._seen._replace(written=written, room=room, tokens=tuple(emission.token_ids))
+
+    def cancel(self) -> None:
+        """Drop what is left of the answer."""
+        self._engine.close()
+
+    def _note(
+        self, runs: Sequence[Running], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
+    ) -> None:
+        for tree, verdict in zip(trees, verdicts, strict=True):
+            self._seen = RaceRound(0, len(tree), max(tree.depths), len(verdict.path), times.draft_s, times.total_s)
+
+
 def heat(
     racers: Sequence[Racer], prompt: Sequence[int], clock: Callable[[], float], until: float, most: int = 1 << 20
-) -> list[list[Round]]:
+) -> list[list[RaceRound]]:
     """Let all arms decode a prompt in turns; the rounds of each.
 
     They write to the end of their answers, ``most`` tokens, or until the clock says ``until``, and have then come about
     as far in the text as each other.
     """
-    laps: list[list[Round]] = [[] for _ in racers]
+    laps: list[list[RaceRound]] = [[] for _ in racers]
     written = [0] * len(racers)
     try:
         for racer in racers:
             racer.begin(prompt)
-        live, goal = list(range(len(racers))), 0
-        while live and goal < most and clock() < until:
-            goal += BLOCK
-            first = goal // BLOCK % len(live)  # another one begins every time
-            for place in live[first:] + live[:first]:
-                while written[place] < goal and clock() < until:
-                    one = racers[place].advance()
-                    if one is None:
-                        live.remove(place)
-                        break
-                    laps[place].append(one)
-                    written[place] += one.written
+        live = list(range(len(racers)))
+        for turn, place in interleave(live, -(-most // BLOCK), 1):
+            if clock() >= until:
+                break
+            while written[place] < (turn + 1) * BLOCK and clock() < until:
+                one = racers[place].advance()
+                if one is None:
+                    live.remove(place)
+                    break
+                laps[place].append(one)
+                written[place] += one.written
     finally:
         for racer in racers:
             racer.cancel()
@@ -98,12 +164,12 @@ class Standing:
         texts: how many there were, ``differing`` those that were not the same as far as both went.
     """
 
-    own: list[Round] = field(default_factory=list)
-    plain: list[Round] = field(default_factory=list)
+    own: list[RaceRound] = field(default_factory=list)
+    plain: list[RaceRound] = field(default_factory=list)
     texts: int = 0
     differing: int = 0
 
-    def add(self, own: Sequence[Round], plain: Sequence[Round]) -> None:
+    def add(self, own: Sequence[RaceRound], plain: Sequence[RaceRound]) -> None:
         """One prompt more."""
         self.own += own
         self.plain += plain
@@ -137,13 +203,13 @@ class Standing:
         return self.measured <= TOLERANCE * self.tokens_per_round
 
 
-def tokens_per_s(rounds: Sequence[Round]) -> float:
+def tokens_per_s(rounds: Sequence[RaceRound]) -> float:
     """New tokens per second, without the pauses of the machine; 0 where there was no round."""
     seconds = sum(steady_s(rounds))
     return sum(one.written for one in rounds) / seconds if seconds > 0 else 0.0
 
 
-def steady_s(rounds: Sequence[Round]) -> list[float]:
+def steady_s(rounds: Sequence[RaceRound]) -> list[float]:
     """Seconds of rounds, none of which counts more than :data:`PAUSE` medians of those with as many nodes."""
     alike: dict[int, list[float]] = defaultdict(list)
     for one in rounds:

@@ -15,12 +15,12 @@ from itertools import cycle, islice
 from statistics import median
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate
+from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, why_not
 from foretoken.lab.tune.choices import copies_text, further, generous, likely, router_spec, sizes
-from foretoken.lab.tune.race import FEWEST, Racer, Round, Standing, heat, steady_s, tokens_per_s
-from foretoken.lab.tune.reasons import why_not
-from foretoken.lab.tune.tuned import Job, Outcome, Row, Way
-from foretoken.lab.tune.tuned_trees import can_fill, measured_shape, sequoia_spec
+from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
+from foretoken.lab.tune.race import FEWEST, Racer, RaceRound, Standing, heat, steady_s, tokens_per_s
+from foretoken.lab.tune.tuned import Job, Outcome, TunedRow, Way
+from foretoken.lab.workload import REFUSALS
 from foretoken.loading.measured.profile import measured_target
 from foretoken.methods.drafters.base import Drafter
 from foretoken.registry import parse_spec
@@ -43,8 +43,6 @@ PAYS = 1.02
 """Speed-up below which plain decoding is chosen."""
 ADAPTS = 0.97
 """Share of the fastest way's speed at which ``auto`` is chosen instead: it adapts to other text."""
-REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
-"""What says that a drafter does not fit; anything else is a bug of ours."""
 GROUPS = ("router", "ensemble")
 """Drafters that are made of others."""
 LATE = "out of time: give more --minutes"
@@ -53,7 +51,9 @@ Tell = Callable[[str, float], None]
 """Told what comes next, and the share of the time that is over."""
 
 
-def tune(job: Job, tell: Tell = lambda text, share: None, on_row: Callable[[Row], None] = lambda row: None) -> Outcome:
+def tune(
+    job: Job, tell: Tell = lambda text, share: None, on_row: Callable[[TunedRow], None] = lambda row: None
+) -> Outcome:
     """Find what pays; an interrupt ends the search early, with the answer so far.
 
     Args:
@@ -82,14 +82,14 @@ def tune(job: Job, tell: Tell = lambda text, share: None, on_row: Callable[[Row]
 class Search:
     """One search; :meth:`outcome` is the answer at any moment at which something was measured."""
 
-    def __init__(self, job: Job, tell: Tell, on_row: Callable[[Row], None]) -> None:
+    def __init__(self, job: Job, tell: Tell, on_row: Callable[[TunedRow], None]) -> None:
         self.job, self._tell, self._on_row = job, tell, on_row
         self.scouted: dict[str, Scouted] = {}
         self.finals: dict[Way, Standing] = {}
         self.skipped: dict[str, str] = {}
         self.interrupted = False
         self._curve, self._rest_s, self._token_s = TargetCost({1: 1.0, 2: 1.0}), 0.0, 0.0
-        self._plain_rounds: list[Round] = []
+        self._plain_rounds: list[RaceRound] = []
         self._decoded: set[int] = set()
         self._built: dict[str, Drafter] = {}
         self._started_s = job.clock()
@@ -101,7 +101,7 @@ class Search:
         self._baseline()
         searched_s = self.job.clock()
         left_s = self._end_s - searched_s
-        first = list(self.job.drafters) or likely(self.job.target, self.job.source, self.job.offers)
+        first = list(self.job.drafters) or likely(self.job.work.subject, self.job.offers)
         share_s = SCOUTING * left_s / len(first)
         for spec in first:
             self._scout(spec, share_s, searched_s + LATEST * left_s)
@@ -109,7 +109,7 @@ class Search:
             latest_s = searched_s + FURTHER * left_s
             for spec in self._shapes(share_s, latest_s):
                 self._scout(spec, share_s, latest_s)
-            for spec in [] if self.job.drafters else further(self.job.source, first):
+            for spec in [] if self.job.drafters else further(self.job.work.subject.source, first):
                 self._scout(spec, share_s, latest_s)
             self._final()
 
@@ -118,7 +118,7 @@ class Search:
     def _baseline(self) -> None:
         """Plain decoding, and v(n), as far as there is time for them."""
         self._say("plain decoding")
-        self._plain = self.job.arm(None, "constant")
+        self._plain = self.job.racer(None, "constant")
         if self.job.clock() >= self._end_s:
             return
         self._token_s = median([one.total_s for one in self._first_rounds()] or [0.0])
@@ -126,16 +126,16 @@ class Search:
         for counts in COUNTS:
             if sum(1 + n / 16 for n in counts) * (REPEATS + 1) * self._token_s < CURVE * left_s:
                 self._say("target calls")
-                self._curve = measured_target(self.job.target, counts, REPEATS)
+                self._curve = measured_target(self.job.work.target, counts, REPEATS)
                 break
         else:
             self._curve = TargetCost({1: self._token_s, 2: self._token_s})
         self._rest_s = max(0.0, self._token_s - self._curve.of(1))
 
-    def _first_rounds(self) -> list[Round]:
+    def _first_rounds(self) -> list[RaceRound]:
         """Some rounds of plain decoding behind each answer's first two; several answers where they are short."""
-        rounds: list[Round] = []
-        for prompt in self.job.prompts:
+        rounds: list[RaceRound] = []
+        for prompt in self.job.work.prompts:
             rounds += _warmed(self._plain, prompt, 2 * FEWEST)[2:]
             if len(rounds) >= FEWEST or self.job.clock() >= self._end_s:
                 break
@@ -169,12 +169,12 @@ class Search:
     def _tried(self, spec: str, share_s: float) -> Scouted:
         drafter = self._drafter(spec)
         depth = drafter.max_depth
-        arm = self.job.arm(drafter, f"constant,k={depth}")
+        arm = self.job.racer(drafter, f"constant,k={depth}")
         standing = Standing()
-        prompts = list(islice(cycle(enumerate(self.job.prompts)), SCOUTS))
+        prompts = list(islice(cycle(enumerate(self.job.work.prompts)), SCOUTS))
         until = min(self.job.clock() + share_s, self._end_s)
         _warmed(arm, prompts[0][1])
-        for place, prompt in prompts[: len(self.job.prompts)]:
+        for place, prompt in prompts[: len(self.job.work.prompts)]:
             own, plain = self._heat([arm], place, prompt, until, SCOUTED)
             standing.add(own, plain)
         if not standing.is_known and not self.scouted:  # there is no answer yet: a few tokens in up to half of the rest
@@ -182,13 +182,13 @@ class Search:
             standing.add(*self._heat([arm], *prompts[0], until, FEWEST))
         if standing.is_known and not standing.is_possible:  # a pause at a bad moment: once more
             standing, until = Standing(), min(self.job.clock() + share_s, self._end_s)
-            for place, prompt in prompts[: len(self.job.prompts)]:
+            for place, prompt in prompts[: len(self.job.work.prompts)]:
                 standing.add(*self._heat([arm], place, prompt, until, SCOUTED))
         return Scouted(spec, depth, drafter.traits.draws_trees, copies_text(drafter), standing)
 
     def _heat(
         self, arms: Sequence[Racer], place: int, prompt: Sequence[int], until: float, most: int = 1 << 20
-    ) -> list[list[Round]]:
+    ) -> list[list[RaceRound]]:
         """The rounds of some arms on a prompt, and last those of plain decoding beside them."""
         *laps, plain = heat([*arms, self._plain], prompt, self.job.clock, until, most)
         self._plain_rounds += plain
@@ -205,9 +205,8 @@ class Search:
             elif can_fill(one.spec) and self.job.clock() + _shape_s(one) + share_s < latest_s:
                 self._say(f"{one.spec}: which choice is accepted")
                 try:
-                    shape = measured_shape(
-                        self.job.target, self._drafter(one.spec), self.job.prompts[:1], SCOUTED, self.job.temperature
-                    )
+                    brief = replace(self.job.work, prompts=self.job.work.prompts[:1], new_tokens=SCOUTED)
+                    shape = measured_shape(brief, self._drafter(one.spec))
                 except REFUSALS:  # it cannot grow trees, or not for this target
                     continue
                 spec = sequoia_spec(one.spec, shape, self._curve)
@@ -217,7 +216,7 @@ class Search:
 
     def _final(self) -> None:
         """The best ways against each other: after every rung half of them go on."""
-        prompts = list(enumerate(self.job.prompts))
+        prompts = list(enumerate(self.job.work.prompts))
         prompts = prompts[SCOUTS:] + prompts[:SCOUTS]  # first those that nothing was tried on
         racing = self._ways()
         arms: dict[Way, Racer] = {}
@@ -242,12 +241,12 @@ class Search:
     def _enter(self, way: Way, arms: dict[Way, Racer]) -> None:
         """Build an arm and warm it up; what cannot be built takes no part."""
         try:
-            arms[way] = self.job.arm(self._drafter(way.drafter), way.controller, self.costs)
+            arms[way] = self.job.racer(self._drafter(way.drafter), way.controller, self.costs)
         except REFUSALS as error:
             self.skipped[way.drafter] = " ".join(str(error).split()) or type(error).__name__
             return
         if way.controller != "auto":  # which would learn from it
-            _warmed(arms[way], self.job.prompts[0])
+            _warmed(arms[way], self.job.work.prompts[0])
 
     def _ways(self) -> list[Way]:
         """The best configurations, and ``auto`` with the best drafters."""
@@ -325,19 +324,19 @@ class Search:
             "or more"
         )
 
-    def _scouted_row(self, one: Scouted) -> Row:
+    def _scouted_row(self, one: Scouted) -> TunedRow:
         way = Way(one.spec, f"constant,k={one.depth}")
         return self._row(way, one.standing, False, best_candidate(one, self._curve, self._rest_s))
 
-    def _final_row(self, way: Way, standing: Standing) -> Row:
+    def _final_row(self, way: Way, standing: Standing) -> TunedRow:
         one = self.scouted.get(way.drafter)
         candidate = None if one is None else best_candidate(one, self._curve, self._rest_s)
         return self._row(way, standing, True, candidate)
 
-    def _row(self, way: Way, standing: Standing, compared: bool, candidate: Candidate | None) -> Row:
+    def _row(self, way: Way, standing: Standing, compared: bool, candidate: Candidate | None) -> TunedRow:
         written = sum(one.written for one in standing.own)
         texts = (standing.texts, standing.differing)
-        row = Row(way, standing.speedup, standing.tokens_per_round, written, compared, "", *texts)
+        row = TunedRow(way, standing.speedup, standing.tokens_per_round, written, compared, "", *texts)
         if row.speedup > 1 or candidate is None:
             return row
         return replace(row, why=why_not(candidate, self._curve, self._rest_s))
@@ -362,7 +361,7 @@ class Search:
         gc.collect()  # a model and its lean forward hold each other
 
 
-def _warmed(arm: Racer, prompt: Sequence[int], count: int = 2) -> list[Round]:
+def _warmed(arm: Racer, prompt: Sequence[int], count: int = 2) -> list[RaceRound]:
     """A few rounds, which are not counted: what is done once is no cost."""
     arm.begin(prompt)
     try:
@@ -383,7 +382,7 @@ def _contradiction(standing: Standing) -> str:
     )
 
 
-def _chosen(rows: Sequence[Row]) -> Way | None:
+def _chosen(rows: Sequence[TunedRow]) -> Way | None:
     """The fastest way, or ``auto`` where it is about as fast; ``None`` where plain decoding is faster."""
     best = max(rows, key=lambda row: row.speedup)
     if best.speedup < PAYS:

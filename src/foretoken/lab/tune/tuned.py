@@ -9,11 +9,10 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from foretoken.core.costs import RoundCosts
-from foretoken.lab.tune.arms import Arm
-from foretoken.loading import build_drafter
+from foretoken.lab.tune.race import EngineRacer
+from foretoken.lab.workload import Workload
 from foretoken.loading.measured.profile import FORMAT, fingerprint_of, machine_of
 from foretoken.methods.drafters.base import Drafter
-from foretoken.models.base import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,7 @@ class Job:
     """What is tuned.
 
     Attributes:
-        target: the model.
-        prompts: token ids of every prompt.
-        new_tokens: most tokens of an answer, which ends at the model's end of text.
-        temperature: 0 is greedy.
-        seed: of sampled answers.
-        source: what the target was loaded from (decides which drafters it has).
-        tokenizer, device: for drafters with models of their own.
+        work: the target and what it decodes; answers end at the model's end of text.
         drafters: specs; all that the target has if none.
         offers: further specs that are tried among the first: what folders hold, what a profile names.
         minutes: time to spend, from ``began_s`` on.
@@ -35,14 +28,7 @@ class Job:
         began_s: when the time began, by that clock; ``None``: when the search does.
     """
 
-    target: LanguageModel
-    prompts: Sequence[Sequence[int]]
-    new_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-    source: Any = "builtin"
-    tokenizer: Any | None = None
-    device: Any = None
+    work: Workload
     drafters: Sequence[str] = ()
     offers: Sequence[str] = ()
     minutes: float = 4.0
@@ -52,7 +38,8 @@ class Job:
     @property
     def source_name(self) -> str:
         """The source in words."""
-        return str(self.source) if isinstance(self.source, str | Path) else type(self.source).__name__
+        source = self.work.subject.source
+        return str(source) if isinstance(source, str | Path) else type(source).__name__
 
     def build(self, spec: str) -> Drafter:
         """The drafter of a spec.
@@ -60,16 +47,14 @@ class Job:
         Raises:
             ValueError: it does not fit the target.
         """
-        built = build_drafter(
-            spec, self.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device
-        )
+        built = self.work.subject.drafter(spec)
         if built is None:
             raise ValueError(f"{spec!r} is no drafter")
         return built
 
-    def arm(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> Arm:
+    def racer(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> EngineRacer:
         """A way of decoding these prompts."""
-        return Arm(self.target, drafter, controller, self.new_tokens, self.temperature, self.seed, costs)
+        return EngineRacer(self.work, drafter, controller, costs)
 
 
 class Way(NamedTuple):
@@ -80,7 +65,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class TunedRow:
     """What one way did.
 
     Attributes:
@@ -125,7 +110,7 @@ class Outcome:
 
     job: Job
     costs: RoundCosts
-    rows: Sequence[Row]
+    rows: Sequence[TunedRow]
     chosen: Way | None
     skipped: dict[str, str] = field(default_factory=dict)
     plain_tokens_per_s: float = 0.0
@@ -142,17 +127,17 @@ class Outcome:
     def profile(self) -> dict[str, Any]:
         """What ``load(profile=...)`` reads."""
         drafter, controller = self.chosen or (None, "auto")
-        target = self.job.target
+        work = self.job.work
         return {
             "format": FORMAT,
-            "target": {"source": self.job.source_name, "fingerprint": fingerprint_of(target)},
-            "machine": machine_of(target),
+            "target": {"source": self.job.source_name, "fingerprint": fingerprint_of(work.target)},
+            "machine": machine_of(work.target),
             "drafter": drafter,
             "verifier": "auto",
             "controller": controller,
-            "temperature": self.job.temperature,
+            "temperature": work.temperature,
             "prompts": self.prompts,
-            "new_tokens": self.job.new_tokens,
+            "new_tokens": work.new_tokens,
             "speedup": self.speedup,
             "plain_tokens_per_s": self.plain_tokens_per_s,
             "complete": not self.interrupted,

@@ -21,11 +21,11 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading.kept_costs import keep_costs, kept_costs
 from foretoken.loading.measured.busy import is_busy
-from foretoken.loading.measured.costs import measure_target
 from foretoken.loading.measured.profile import COMPARED, fingerprint_of, machine_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
+from foretoken.models.call_costs import measure_target
 from foretoken.models.checks.fast_paths import fingerprint
 
 COUNTS, REPEATS = (1, 2, 5, 9), 2

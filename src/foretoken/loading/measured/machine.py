@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foretoken.loading.measured.cpu import cpu_info
 from foretoken.models import native
-from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.base import LanguageModel
+from foretoken.models.call_costs import COUNTS, measure_target
+from foretoken.models.clock import now
 from foretoken.models.linear.packing import Projection, shapes_of
 from foretoken.models.linear.product_costs import known_times
 from foretoken.options import Options
@@ -22,8 +22,6 @@ from foretoken.options import Options
 if TYPE_CHECKING:
     from foretoken.llm import Llm
 
-COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens scored in one call."""
 ROWS = 16
 """Rows of a product of speculation."""
 CONTEXT = 128
@@ -66,18 +64,14 @@ def threads() -> dict[str, Any]:
     return {"torch_threads": torch.get_num_threads(), "variables": variables, "load": load}
 
 
-def median_ms(run: Callable[[], Any], repeat: int) -> float:
+def median_ms(run: Callable[[], Any], repeat: int, device: Any) -> float:
     """Median milliseconds of ``run`` after one warm-up."""
-    run()
-    return statistics.median(_time_ms(run) for _ in range(repeat))
-
-
-def _time_ms(run: Callable[[], Any]) -> float:
-    began = perf_counter()
-    run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return 1000 * (perf_counter() - began)
+    times = []
+    for _ in range(repeat + 1):
+        began = now(device)
+        run()
+        times.append(1000 * (now(device) - began))
+    return statistics.median(times[1:])
 
 
 @torch.inference_mode()
@@ -93,7 +87,7 @@ def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any
                 x = torch.randn(rows, width, device=device).to(dtype)
                 product = Projection(torch.randn(width, width, device=device).to(dtype), None)
                 layout = product.layout.name
-                costs.append(median_ms(lambda x=x, product=product: product(x), repeat))  # type: ignore[misc]
+                costs.append(median_ms(lambda x=x, product=product: product(x), repeat, x.device))  # type: ignore[misc]
             except (RuntimeError, TypeError):
                 costs.append(None)
         one, several = costs
@@ -119,41 +113,11 @@ def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
     return [{"product": key, **{f"rows_{n}_us": 1e6 * s for n, s in times.items()}} for key, times in known.items()]
 
 
-@contextmanager
-def _prefilled(target: LanguageModel) -> Iterator[Any]:
-    sequence = target.open()
-    try:
-        length = max(1, min(CONTEXT, target.context_length // 2))
-        target.prefill(sequence, [i % target.vocab_size for i in range(1, length + 1)])
-        yield sequence
-    finally:
-        target.release(sequence)
-
-
-def scoring_costs(
-    target: LanguageModel, repeat: int = 10, counts: Sequence[int] = COUNTS, on_run: Callable[[], None] = lambda: None
-) -> list[dict[str, Any]]:
-    """Median milliseconds of scoring 1 to 64 tokens in one call, behind a committed prefix.
-
-    The sizes take turns, so that a change in the machine's load hits all of them.
-    """
-    if not target.capabilities.rollback:
-        counts = (1,)
-    times: dict[int, list[float]] = {count: [] for count in counts}
-    with _prefilled(target) as sequence:
-        usable = [n for n in counts if n + len(sequence.tokens) <= target.context_length]
-        for turn in range(repeat + 1):
-            for count in usable:
-                feed = Feed(sequence, [i % target.vocab_size for i in range(1, count + 1)])
-                spent = _time_ms(lambda feed=feed: target.forward([feed]))  # type: ignore[misc]
-                # Without rollback the one token stays: there is nothing to drop.
-                target.commit(sequence, [] if target.capabilities.rollback else [0])
-                if turn:  # the first turn warms up
-                    times[count].append(spent)
-                on_run()
-    medians = {count: statistics.median(found) for count, found in times.items() if found}
-    base = medians[min(medians)]
-    return [{"tokens": n, "median_ms": ms, "ratio": ms / base} for n, ms in medians.items()]
+def scoring_costs(target: LanguageModel, repeat: int = 10, counts: Sequence[int] = COUNTS) -> list[dict[str, Any]]:
+    """Median milliseconds of scoring 1 to 64 tokens in one call, behind a committed prefix."""
+    text = [i % target.vocab_size for i in range(1, max(1, min(CONTEXT, target.context_length // 2)) + 1)]
+    cost = measure_target(target, text, counts, repeat)
+    return [{"tokens": n, "median_ms": 1e3 * s, "ratio": cost.relative(n)} for n, s in cost.seconds.items()]
 
 
 def draft_costs(llm: Llm, target_ms: float, tokens: int = 48) -> dict[str, Any]:

@@ -12,17 +12,15 @@ from typing import Any
 import torch
 
 from foretoken.core.costs import RoundCosts, TargetCost
-from foretoken.loading.measured.costs import measure_target
 from foretoken.loading.measured.machine import hardware, threads, versions
 from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.call_costs import COUNTS, measure_target
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.variants.inflated import InflatedModel
 
 FORMAT = 1
 COMPARED = ("cpu", "gpus", "torch_threads", "dtype")
 """What must be the same for measured times to hold."""
-QUICK = (1, 2, 4, 8, 16, 32, 64)
-"""Node counts of a quick measurement."""
 
 
 class ProfileWarning(UserWarning):
@@ -89,7 +87,7 @@ def refresh(costs: RoundCosts, target: LanguageModel) -> RoundCosts:
 
     Acceptance stays as it was: it is the text's, not the machine's.
     """
-    measured = measured_target(target, QUICK, repeats=3)
+    measured = measured_target(target, COUNTS, repeats=3)
     factor = measured.of(1) / costs.target.of(1)
     drafters = {
         spec: replace(cost, call_s=cost.call_s * factor, step_s=cost.step_s * factor)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretoken.core import Budget, Context, Limits, StepRecord
-from foretoken.core.costs import RoundCosts
+from foretoken.core.costs import RoundCosts, speedup
 from foretoken.methods.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, Counts
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.cost_model import SAMPLES, CostModel
@@ -256,12 +256,12 @@ class AutoController(Controller):
             }
             for draft in options
         ]
-        speedup = self.chosen.tokens * plain_s / self.chosen.seconds if self._weighed else None
+        predicted = speedup(self.chosen.tokens, self.chosen.seconds, plain_s) if self._weighed else None
         return {
             "batch": self._batch,
             "plan": [names[draft.member] for draft in self.chosen.drafts],
             "options": rows,
-            "predicted_speedup": None if speedup is None else round(speedup, 3),
+            "predicted_speedup": None if predicted is None else round(predicted, 3),
             "why": self.why,
             "drift": self.costs.drift,
             "factors": dict(zip(names, self.costs.factors, strict=True)),

@@ -6,7 +6,9 @@ Transformers layer takes three times as many as :class:`foretoken.models.forward
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,9 @@ SPARED, SPARED_NATIVE = 24, 4
 """Rows of padding from which on a lean forward leaves it out: gathering costs as much as fewer do (``docs/log.md``)."""
 PATH = "lean forward"
 COSTS = "a step of a small model takes about twice as long, and near-ties may differ with drafts and in batches"
+
+
+Change = Callable[[int, Product, tuple[str, ...]], Product]
 
 
 def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
@@ -103,6 +108,21 @@ class LeanForward:
     def again(self, owner: Network) -> LeanForward:
         """The same forward for a model of the same kind with other weights."""
         return LeanForward(owner)
+
+    @property
+    def twin(self) -> LeanForward:
+        """The forward of this kind whose layers are made of tensor calls."""
+        return self
+
+    def with_products(self, change: Change) -> LeanForward:
+        """The same forward, in tensor calls, with other products in its layers; nothing else is copied.
+
+        Args:
+            change: given a layer's index, a product and the names in the layer of the linear layers that it is of.
+        """
+        other = copy.copy(self.twin)
+        other.layers = [layer.with_products(partial(change, i)) for i, layer in enumerate(self.layers)]
+        return other
 
     @property
     def is_coarse(self) -> bool:

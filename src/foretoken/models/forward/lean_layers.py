@@ -6,8 +6,10 @@ when the layer is built (:mod:`foretoken.models.forward.lean_families`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.attention import exact_attention, folded_attention
 from foretoken.models.forward.lean_families import Family, part
-from foretoken.models.forward.lean_parts import Joined, Output, mlp_of, norm_of
+from foretoken.models.forward.lean_parts import Change, Joined, Output, mlp_of, named, norm_of, with_products
 from foretoken.models.linear.packing import Packing
 from foretoken.models.native import attention as native
 
@@ -104,6 +106,7 @@ class LeanLayer:
         dtype: torch.dtype | None = None,
     ) -> None:
         attention = part(layer, family.attention)
+        self.family = family
         self.size, self.mask, self.rope, self.interleaved = size, kind, rope, family.interleaved
         norms = (family.norm_attention, family.after_attention, family.norm_mlp, family.after_mlp)
         before, after, self.norm_mlp, after_mlp = (
@@ -130,6 +133,19 @@ class LeanLayer:
         """Everything that multiplies by a weight."""
         mlp: Any = self.mlp
         return [self.qkv, self.out.projection, *getattr(mlp, "projections", ())]
+
+    def with_products(self, change: Change) -> LeanLayer:
+        """The same layer with other products; its own where the MLP is the model's module.
+
+        Args:
+            change: given a product and the names in the layer of the linear layers that it is of.
+        """
+        other, family = copy.copy(self), self.family
+        inside = partial(named, family.attention)
+        other.qkv = change(self.qkv, inside(*family.qkv))
+        other.out = Output(change(self.out.projection, inside(family.out)), self.out.joined)
+        other.mlp = with_products(self.mlp, family, change)
+        return other
 
     def attend(self, index: int, x: Tensor, run: Pass) -> Tensor:
         """The attention of layer ``index`` with its residual, x [n, D] -> [n, D]; writes its keys and values."""

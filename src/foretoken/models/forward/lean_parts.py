@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +99,15 @@ class Output:
         return self.joined(self.projection(x), residual)
 
 
+Change = Callable[[Product, tuple[str, ...]], Product]
+"""A product and the names in its decoder layer of the linear layers that it is of -> another product."""
+
+
+def named(module: str | None, *linears: str) -> tuple[str, ...]:
+    """Names in a decoder layer of linear layers in one of its modules (an empty name is the layer itself)."""
+    return tuple(".".join(filter(None, (module, name))) for name in linears)
+
+
 Mlp = Callable[[Tensor, Tensor], Tensor]
 """Normalised inputs and the residual stream, both [n, D] -> [n, D]."""
 
@@ -154,3 +164,14 @@ def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp
     if family.up is not None:
         return _PlainMlp(packing.projection(part(module, family.up)), activation, output)
     return GatedMlp(packing.projection(*(part(module, n) for n in family.gate_up)), activation, output)
+
+
+def with_products(mlp: Mlp, family: Family, change: Change) -> Mlp:
+    """The same MLP with other products; one that is the model's own module stays as it is."""
+    if not isinstance(mlp, GatedMlp | _PlainMlp):
+        return mlp
+    inside = partial(named, family.mlp)
+    output = Output(change(mlp.output.projection, inside(family.down)), mlp.output.joined)
+    if isinstance(mlp, GatedMlp):
+        return GatedMlp(change(mlp.gate_up, inside(*family.gate_up)), mlp.activation, output)
+    return _PlainMlp(change(mlp.up, inside(str(family.up))), mlp.activation, output)

@@ -54,6 +54,7 @@ class NativeForward(LeanForward):
 
     def __init__(self, twin: LeanForward) -> None:
         vars(self).update(vars(twin))
+        self._twin = twin
         if self.owner.packing.blocks:
             raise NotCoveredError("products are made in blocks of a constant number of rows")
         reason = why_not()
@@ -71,6 +72,11 @@ class NativeForward(LeanForward):
         self._model = self._described()
         self._nothing = bytes(len(self.layers))
         self.spared = 1  # it runs no padding
+
+    @property
+    def twin(self) -> LeanForward:
+        """The lean forward that it was made from."""
+        return self._twin
 
     def again(self, owner: Any) -> LeanForward:
         """The same for other weights; the lean one where they are of a kind that the library does not have."""

@@ -195,6 +195,10 @@ class Network:
             self.second = {**self.second, name: make(self)}
         return self.second[name]
 
+    def put_weights(self, name: str, weights: SecondWeights) -> None:
+        """A second set of weights that plans can name, in place of an earlier one of that name."""
+        self.second = {**self.second, name: weights}
+
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def check(self, plan: LayerPlan) -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from foretoken.models.cache.masks import RowPlan, additive_masks
+from foretoken.models.cache.masks import RowPlan
+from foretoken.models.cache.rectangle import growing_cache
 from foretoken.models.network.alone import switched_attention
+from foretoken.models.network.extra import run_nodes, with_chains
 from foretoken.models.network.taps import recording
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
-
-
-def with_chains(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
-    """The text as nodes of a tree, and below the places ``columns`` chains of ``k`` new ones."""
-    parents, depths = list(text.parents), list(text.depths)
-    for column in columns:
-        parents += [column, *range(len(parents), len(parents) + k - 1)]
-        depths += range(column + 1, column + 1 + k)
-    return RowPlan(0, parents, depths, k * len(columns))
 
 
 def chain_states(
@@ -45,19 +37,12 @@ def chain_states(
     """
     (b, n), k = tokens.shape, chains.shape[2]
     text = RowPlan(0, range(-1, n - 1), range(n), n)
-    found = [with_chains(text, row, k) for row in columns.tolist()]
     ids = torch.cat([tokens, chains.flatten(1)], 1)
-    width, network = ids.shape[1], model.forwards
-    plans = [RowPlan(0, plan.parents, plan.depths, width) for plan in found]
-    masks: Any = additive_masks(plans, network.layer_masks, width, width, network.dtype, network.device)
+    network, width = model.forwards, ids.shape[1]
+    plans = [with_chains(text, row, k) for row in columns.tolist()]
+    plans = [RowPlan(0, plan.parents, plan.depths, width) for plan in plans]  # all of it is new
     as_is = nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
     with torch.set_grad_enabled(grad), as_is, switched_attention(network), recording(model.model, ("last",)) as states:
-        network.model(
-            input_ids=ids,
-            position_ids=torch.tensor([list(plan.depths) for plan in plans], device=ids.device),
-            attention_mask=masks[""] if network.single_mask else masks,
-            use_cache=False,
-            logits_to_keep=1,
-        )
+        run_nodes(network, ids, plans, growing_cache())
     last = states["last"]
     return last[:, :n], last[:, n:].view(b, -1, k, last.shape[-1])

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network
-from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
 from foretoken.models.linear.product import Product
 from foretoken.models.linear.quantised import (
@@ -34,9 +33,10 @@ from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.models.linear.quantised_weights import GROUPS, fits_int4
 from foretoken.models.network.alone import alone
 from foretoken.models.network.call import Call, Outputs
-from foretoken.models.network.layers import LayerPlan, _replace
+from foretoken.models.network.layers import _replace
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.inflation import available_bytes
+from foretoken.models.variants.own_sequences import OwnSequencesModel
 
 BITS = ("4", "8", "auto")
 ACTIVATIONS = ("8", "15", "auto")
@@ -268,11 +268,8 @@ def free_bytes() -> int | None:
     return None
 
 
-class OwnWeightsModel(LanguageModel):
-    """A target's network with a second set of weights, over the target's own sequences.
-
-    It reads the target's keys and values and writes its own behind them, as provisional scratch nodes that the target's
-    next forward states anew.  So there is no second cache and nothing to prefill.
+class OwnWeightsModel(OwnSequencesModel):
+    """A target's network with quantised weights, over the target's own sequences.
 
     Args:
         target: the model that drafts for itself.
@@ -283,64 +280,16 @@ class OwnWeightsModel(LanguageModel):
         ValueError: too little memory.
     """
 
-    reads = False
+    what = "a quantised draft"
 
     def __init__(self, target: LanguageModel, scheme: Scheme | None) -> None:
-        offered = target.capabilities
-        if not isinstance(target, HuggingFaceModel) or not offered.layer_windows:
-            reason = offered.missing.get("layer_windows", offered.missing.get("tree_mask", "it has no layers"))
-            raise CapabilityError(f"a quantised draft needs a target that is a network of layers: {reason}")
-        self.target, self.capabilities = target, offered
-        self.vocab_size, self.context_length = target.vocab_size, target.context_length
-        self.eos_token_ids, self.device, self.dtype = target.eos_token_ids, target.device, target.dtype
-        self.plan = LayerPlan(weights="" if scheme is None else scheme.name)
+        super().__init__(target, "" if scheme is None else scheme.name)
         self.weights: QuantisedWeights | None = None
         if scheme is not None:
-            made = target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
+            made = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
             self.weights = made if isinstance(made, QuantisedWeights) else None
 
     @property
     def weight_bytes(self) -> int:
         """Memory of the second set."""
         return self.target.weight_bytes if self.weights is None else self.weights.nbytes
-
-    def open(self) -> SequenceState:
-        """Refused: drafts grow on a sequence of the target.
-
-        Raises:
-            CapabilityError: always.
-        """
-        raise CapabilityError(
-            "a quantised draft grows on the target's own cache: it cannot work inside another drafter"
-        )
-
-    def open_beside(self, source: SequenceState | None) -> SequenceState:
-        """The target's sequence itself."""
-        return self.open() if source is None else source
-
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Nothing is read: the target has the text."""
-        return {}
-
-    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append provisional nodes and score them with the second weights."""
-        return self.target.forward_part(feeds, self.plan, taps)
-
-    def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
-        """Drop what was drafted; the target has committed all but the last token."""
-        sequence.clear_scratch()
-        return tokens[len(sequence.tokens) :]
-
-    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Drop the scratch.
-
-        Raises:
-            ValueError: nodes are to be kept, whose keys and values are the draft's.
-        """
-        if len(path):
-            raise ValueError("what was drafted with quantised weights cannot be kept: run the target on it")
-        sequence.clear_scratch()
-
-    def release(self, sequence: SequenceState) -> None:
-        """The sequence belongs to the engine."""
-        sequence.clear_scratch()

@@ -16,12 +16,14 @@ RECIPES = {
     "eagle3": "Eagle3Recipe",
     "peagle": "PeagleRecipe",
     "kangaroo": "KangarooRecipe",
+    "jump": "JumpRecipe",
     "early_exit": "EarlyExitRecipe",
     "bpd": "BpdRecipe",
     "dflash": "DflashRecipe",
     "dflash2": "Dflash2Recipe",
     "dspark": "DsparkRecipe",
     "jacobi": "JacobiRecipe",
+    "uno": "UnoRecipe",
 }
 """Method -> class in the module of the same name."""
 

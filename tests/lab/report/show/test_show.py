@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from foretoken.cli.explain import lines_of
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.output import Output, output_of
 from foretoken.engine.request import Request
 from foretoken.engine.trace import RoundTrace
 from foretoken.lab.report.show import page, picture
-from foretoken.lab.report.show.lines import lines_of
 from foretoken.lab.report.show.run import Shown, shown
 from foretoken.lab.report.show.texts import token_text, visible
 from foretoken.lab.report.show.tree import draw_tree

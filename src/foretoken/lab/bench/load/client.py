@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from foretoken.lab.bench.load.sample import Drafts, Sample, StreamError
-from foretoken.lab.bench.load.settings import Arm, Ask, LoadSettings, Server
+from foretoken.lab.bench.load.settings import Ask, LoadSettings, Server, ServerArm
 
 SALTED_OWNERS = ("foretoken", "vllm")
 """Who knows ``cache_salt``; others refuse fields that they do not know, or ignore them."""
@@ -77,7 +77,7 @@ def _listed(answer: httpx.Response) -> list[dict[str, Any]]:
     return [one for one in found if isinstance(one, dict) and one.get("id")] if isinstance(found, list) else []
 
 
-async def ask(http: httpx.AsyncClient, settings: LoadSettings, arm: Arm, one: Ask, salt: str) -> Sample:
+async def ask(http: httpx.AsyncClient, settings: LoadSettings, arm: ServerArm, one: Ask, salt: str) -> Sample:
     """Send one request and read its stream to the end; whatever goes wrong is in the sample."""
     sample = Sample(one.number, one.prompt.category)
     path = "/v1/chat/completions" if settings.chat else "/v1/completions"

@@ -13,7 +13,8 @@ import httpx
 
 from foretoken.lab.bench.load.client import ask, counters, open_client
 from foretoken.lab.bench.load.sample import Drafts, Sample
-from foretoken.lab.bench.load.settings import Arm, Ask, Level, LoadSettings, arrivals
+from foretoken.lab.bench.load.settings import Ask, Level, LoadSettings, ServerArm, arrivals
+from foretoken.lab.interleave import interleave
 from foretoken.lab.prompts import BenchPrompt
 
 Tell = Callable[[int, int, str], None]
@@ -31,7 +32,7 @@ class Pass:
         cut: whether it was interrupted.
     """
 
-    arm: Arm
+    arm: ServerArm
     level: Level
     number: int
     samples: list[Sample] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Driver:
         self.sent = 0
         self._all = 0
 
-    async def run(self, arms: Sequence[Arm]) -> list[Pass]:
+    async def run(self, arms: Sequence[ServerArm]) -> list[Pass]:
         """Every level and pass; what there is by then, when it is stopped.
 
         Raises:
@@ -79,13 +80,12 @@ class Driver:
         for arm in arms:
             await self._warm(arm)
         for level in settings.levels:
-            for number in range(settings.passes):
-                for arm in arms if number % 2 == 0 else reversed(arms):
-                    if not self.stop.is_set():
-                        found.append(await self._pass(arm, level, number))
+            for number, arm in interleave(arms, settings.passes):
+                if not self.stop.is_set():
+                    found.append(await self._pass(arm, level, number))
         return found
 
-    async def _warm(self, arm: Arm) -> None:
+    async def _warm(self, arm: ServerArm) -> None:
         """The first requests; if all fail, the test would measure errors alone."""
         self.tell(0, self._all, f"{arm.name}: warming up")
         asks = self.settings.asks(self.prompts, self.settings.warmup)
@@ -96,10 +96,10 @@ class Driver:
         if arm.extra.get("speculative") == {"enabled": False}:
             _check_plain(arm, samples)
 
-    async def _ask(self, arm: Arm, one: Ask, salt: str) -> Sample:
+    async def _ask(self, arm: ServerArm, one: Ask, salt: str) -> Sample:
         return await ask(self.http, self.settings, arm, one, salt)
 
-    async def _pass(self, arm: Arm, level: Level, number: int) -> Pass:
+    async def _pass(self, arm: ServerArm, level: Level, number: int) -> Pass:
         found = Pass(arm, level, number)
         asks = self.settings.asks(self.prompts, self.settings.requests)
         salt = f"{level.label}-{number}-{arm.name}".replace(" ", "_")
@@ -163,7 +163,7 @@ class Driver:
         return [sample for sample in finished if sample is not None]
 
 
-def _check_plain(arm: Arm, samples: Sequence[Sample]) -> None:
+def _check_plain(arm: ServerArm, samples: Sequence[Sample]) -> None:
     """Plain decoding must be plain.
 
     Raises:
@@ -206,11 +206,11 @@ def stopped_by_ctrl_c(stop: asyncio.Event) -> Iterator[None]:
 
 async def drive(
     settings: LoadSettings,
-    find_arms: Callable[[httpx.AsyncClient], Awaitable[Sequence[Arm]]],
+    find_arms: Callable[[httpx.AsyncClient], Awaitable[Sequence[ServerArm]]],
     prompts: Mapping[str, Sequence[BenchPrompt]],
     tell: Tell,
-    after: Callable[[httpx.AsyncClient, Sequence[Arm], list[Pass]], Awaitable[None]] | None = None,
-) -> tuple[Sequence[Arm], list[Pass], bool]:
+    after: Callable[[httpx.AsyncClient, Sequence[ServerArm], list[Pass]], Awaitable[None]] | None = None,
+) -> tuple[Sequence[ServerArm], list[Pass], bool]:
     """The arms, their passes, and whether it was interrupted; ``after`` may ask the servers about what was found.
 
     Raises:

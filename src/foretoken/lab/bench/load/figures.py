@@ -9,7 +9,7 @@ from typing import Any
 
 from foretoken.lab.bench.load.drive import Pass
 from foretoken.lab.bench.load.sample import Drafts, Sample
-from foretoken.lab.bench.load.settings import LARGEST_TIE, Arm, Level, LoadSettings
+from foretoken.lab.bench.load.settings import LARGEST_TIE, Level, LoadSettings, ServerArm
 
 PERCENTILES = (50, 90, 99)
 CURVE = tuple(range(0, 101, 2))
@@ -189,7 +189,7 @@ def grouped(passes: Sequence[Pass]) -> Mapping[tuple[Level, str], list[Pass]]:
     return found
 
 
-def cells(arms: Sequence[Arm], passes: Sequence[Pass], settings: LoadSettings) -> list[dict[str, Any]]:
+def cells(arms: Sequence[ServerArm], passes: Sequence[Pass], settings: LoadSettings) -> list[dict[str, Any]]:
     """All lines of the run."""
     groups = grouped(passes)
     found = []

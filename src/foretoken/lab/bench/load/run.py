@@ -17,15 +17,17 @@ import httpx
 
 from foretoken.core.io.files import write_text
 from foretoken.lab.bench.load import figures
-from foretoken.lab.bench.load.client import find_server
+from foretoken.lab.bench.load.client import find_server, headers_of
 from foretoken.lab.bench.load.drive import Pass, Tell, drive
-from foretoken.lab.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Arm, LoadSettings
-from foretoken.lab.bench.load.ties import find_gaps
+from foretoken.lab.bench.load.sample import Sample
+from foretoken.lab.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Ask, LoadSettings, Server, ServerArm
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.loading.measured.cpu import cpu_info
 
 LATE_S = 0.05
 """Requests that are sent so much later than planned are told of."""
+MOST_ASKED, TOP = 32, 20
+"""Differing answers that a server is asked about, and how many of its likeliest tokens it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def run_load(
         ValueError: a server is not there, or refuses what it is asked.
     """
 
-    async def after(http: httpx.AsyncClient, arms: Sequence[Arm], passes: list[Pass]) -> None:
+    async def after(http: httpx.AsyncClient, arms: Sequence[ServerArm], passes: list[Pass]) -> None:
         asks = settings.asks(prompts, settings.requests)
         first, second = ([one for one in passes if one.arm is arm] for arm in arms)
         for level in settings.levels:
@@ -129,20 +131,22 @@ def run_load(
     )
 
 
-def _finder(addresses: Sequence[Address], compare: bool) -> Callable[[httpx.AsyncClient], Awaitable[Sequence[Arm]]]:
-    async def find(http: httpx.AsyncClient) -> Sequence[Arm]:
+def _finder(
+    addresses: Sequence[Address], compare: bool
+) -> Callable[[httpx.AsyncClient], Awaitable[Sequence[ServerArm]]]:
+    async def find(http: httpx.AsyncClient) -> Sequence[ServerArm]:
         servers = [await find_server(http, one.name, one.url, one.key, one.model) for one in addresses]
         if not compare:
-            return [Arm(server.name, server) for server in servers]
+            return [ServerArm(server.name, server) for server in servers]
         ids = {"return_token_ids": True}
         plain = {"speculative": {"enabled": False}}
-        return [Arm(PLAIN, servers[0], {**ids, **plain}), Arm(SPECULATIVE, servers[0], ids)]
+        return [ServerArm(PLAIN, servers[0], {**ids, **plain}), ServerArm(SPECULATIVE, servers[0], ids)]
 
     return find
 
 
 def summary(
-    arms: Sequence[Arm],
+    arms: Sequence[ServerArm],
     passes: Sequence[Pass],
     settings: LoadSettings,
     prompts: Mapping[str, Sequence[BenchPrompt]],
@@ -185,7 +189,9 @@ def client_facts() -> dict[str, Any]:
     }
 
 
-def _equality(arms: Sequence[Arm], groups: Mapping[Any, list[Pass]], settings: LoadSettings) -> list[dict[str, Any]]:
+def _equality(
+    arms: Sequence[ServerArm], groups: Mapping[Any, list[Pass]], settings: LoadSettings
+) -> list[dict[str, Any]]:
     """Texts against the first arm's, where the same request must have the same answer."""
     if not settings.fixed:
         return []
@@ -240,3 +246,50 @@ def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, 
 def _row(number: int, prompts: Mapping[str, Sequence[Any]]) -> int:
     groups = list(prompts.values())
     return number // len(groups) % len(groups[number % len(groups)])
+
+
+# -- does rounding explain why two greedy answers differ? ------------------------------------------------------------
+
+
+async def find_gaps(
+    http: httpx.AsyncClient,
+    settings: LoadSettings,
+    asks: Sequence[Ask],
+    baseline: Sequence[Pass],
+    others: Sequence[Pass],
+) -> None:
+    """Set :attr:`Sample.gap` of greedy answers that differ from the baseline's, where tokens are known."""
+    if settings.temperature or settings.chat:
+        return
+    first = {(one.number, sample.number): sample for one in baseline for sample in one.samples if sample.ok}
+    asked = 0
+    for one in others:
+        for sample in one.samples:
+            other = first.get((one.number, sample.number))
+            if other is None or not sample.ok or not sample.token_ids or sample.token_ids == other.token_ids:
+                continue
+            if asked < MOST_ASKED:
+                asked += 1
+                sample.gap = await _gap(http, one.arm.server, asks[sample.number].prompt.text, other, sample)
+
+
+async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, one: Sample, other: Sample) -> float | None:
+    """How far the less likely of the two tokens is from the most likely one; ``None`` where the server does not say."""
+    pairs = list(zip(one.token_ids, other.token_ids, strict=False))
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if place is None:  # one of them is longer
+        return None
+    try:
+        answer = await http.post(
+            f"{server.url}/tokenize", json={"model": server.model, "prompt": prompt}, headers=headers_of(server)
+        )
+        prefix = [*answer.json()["tokens"], *one.token_ids[:place]]
+        body = {
+            "model": server.model, "prompt": prefix, "max_tokens": 1, "temperature": 0, "logprobs": TOP,
+            "return_tokens_as_token_ids": True, "speculative": {"enabled": False},
+        }  # fmt: skip
+        answer = await http.post(f"{server.url}/v1/completions", json=body, headers=headers_of(server))
+        top = answer.json()["choices"][0]["logprobs"]["top_logprobs"][0]
+        return max(top.values()) - min(top[f"token_id:{token}"] for token in pairs[place])
+    except (httpx.TransportError, ValueError, KeyError, IndexError, TypeError):
+        return None

@@ -56,7 +56,7 @@ class Sample:
         detail: the error in words.
         drafts: what speculation did, if it is told.
         token_ids: of the answer, where they were asked for and are told.
-        gap: for an answer that differs from another: how much less likely its token was (see ``ties.py``).
+        gap: for an answer that differs from another: how much less likely its token was (see ``run.find_gaps``).
         ignored: fields that the server says it ignored.
     """
 

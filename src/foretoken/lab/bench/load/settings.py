@@ -38,7 +38,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Arm:
+class ServerArm:
     """A server and what its requests say besides."""
 
     name: str
@@ -129,7 +129,7 @@ class LoadSettings:
             found.append(Ask(number, prompt, None if self.seed is None else self.seed + number))
         return found
 
-    def body(self, arm: Arm, ask: Ask, salt: str) -> dict[str, Any]:
+    def body(self, arm: ServerArm, ask: Ask, salt: str) -> dict[str, Any]:
         """The JSON of a request."""
         body: dict[str, Any] = {"model": arm.server.model, "max_tokens": self.max_tokens, "stream": True}
         if self.chat:

@@ -28,7 +28,7 @@ NUMBERS = ("threads", "plain", "speed", "speedup", "length", "first")
 
 
 @dataclass(frozen=True)
-class Row:
+class CardRow:
     """One figure of one card: what the table's cells say, and its speed-up."""
 
     cells: dict[str, str]
@@ -91,7 +91,7 @@ def matrix_name(matrix: Sequence[str]) -> str:
     return "no AVX2" if best is None else best.upper().replace("_", "-").removesuffix("F")
 
 
-def rows_of(name: str, card: Card) -> list[Row]:
+def rows_of(name: str, card: Card) -> list[CardRow]:
     """The rows of a card."""
     model, machine = card.model, card.machine
     cpu = ", ".join([f"{machine['cpu']} ({matrix_name(machine['matrix'])})", *machine["gpus"]])
@@ -122,7 +122,7 @@ def rows_of(name: str, card: Card) -> list[Row]:
             "written": card.written,
             "card": name,
         }
-        found.append(Row(cells, figure["speedup"], not (figure["equality"] or {}).get("differences", 0)))
+        found.append(CardRow(cells, figure["speedup"], not (figure["equality"] or {}).get("differences", 0)))
     return found
 
 
@@ -139,11 +139,11 @@ def equality(counts: Mapping[str, int] | None) -> str:
     return ", ".join(words)
 
 
-def _data(row: Row) -> dict[str, Any]:
+def _data(row: CardRow) -> dict[str, Any]:
     return {f"data_{name}": row.cells[name] for name in FILTERS}
 
 
-def _filters(rows: Sequence[Row]) -> Markup:
+def _filters(rows: Sequence[CardRow]) -> Markup:
     selects = []
     for name in FILTERS:
         values = sorted({row.cells[name] for row in rows})
@@ -152,7 +152,7 @@ def _filters(rows: Sequence[Row]) -> Markup:
     return tag("div", *selects, tag("span", id="shown", role="status"), class_="controls")
 
 
-def _chart(rows: Sequence[Row]) -> Markup:
+def _chart(rows: Sequence[CardRow]) -> Markup:
     end = max(1.0, *(row.speedup for row in rows))
     bars = []
     for row in rows:
@@ -164,7 +164,7 @@ def _chart(rows: Sequence[Row]) -> Markup:
     return tag("ul", *bars, class_="bars", aria_label="speed-up by method, model and machine; the line is 1")
 
 
-def _table(rows: Sequence[Row]) -> Markup:
+def _table(rows: Sequence[CardRow]) -> Markup:
     heads = [tag("th", tag("button", title, type="button"), class_=_class(name)) for name, title in COLUMNS.items()]
     lines = []
     for row in rows:

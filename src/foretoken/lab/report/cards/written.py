@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from foretoken.lab.bench.arms import is_foreign
-from foretoken.lab.bench.specs import PLAIN, split_arm
+from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_checksums
 from foretoken.lab.report.cards.card import COUNTS, Card

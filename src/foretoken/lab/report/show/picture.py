@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from foretoken.lab.report.markup import Markup, tag
@@ -9,7 +10,6 @@ from foretoken.lab.report.page import resource
 from foretoken.lab.report.show.run import Round, Shown, Word
 from foretoken.lab.report.show.texts import visible, width
 from foretoken.lab.report.show.tree import LETTER, draw_tree
-from foretoken.lab.report.show.why import Node
 
 MARGIN = 16.0
 LINE = 22.0
@@ -44,57 +44,33 @@ def render(run: Shown, round_index: int) -> str:
     tree = draw_tree(one.nodes, one.next_token)
     wide = max(LEAST, tree.width + 2 * MARGIN + 16)
     y = MARGIN + 12
-    parts = [_text(MARGIN, y, " · ".join(value for _, value in run.facts), "soft")]
+    parts = [text(MARGIN, y, " · ".join(value for _, value in run.facts), "soft")]
     ribbon, y = _ribbon(run, y + 12, wide)
     parts += ribbon
-    parts.append(_text(MARGIN, y + 20, f"Round {round_index + 1}", "title"))
-    lines = _wrapped(one.caption, int((wide - 2 * MARGIN) / 6.6))
+    parts.append(text(MARGIN, y + 20, f"Round {round_index + 1}", "title"))
+    lines = wrapped(one.caption, int((wide - 2 * MARGIN) / 6.6))
     for i, line in enumerate(lines):
-        parts.append(_text(MARGIN, y + 40 + 18 * i, line, "soft"))
+        parts.append(text(MARGIN, y + 40 + 18 * i, line, "soft"))
     y += 40 + 18 * len(lines)
     parts.append(tag("g", tree.markup, transform=f"translate({MARGIN:.0f},{y:.0f})"))
     y += tree.height + 14
-    reasons, y = _reasons(one, y)
+    why, y = reasons(one, y)
     legend, y = _legend(y + 4)
-    return _picture([*parts, *reasons, *legend], wide, y, f"round {round_index + 1}: {one.caption}")
+    return framed([*parts, *why, *legend], wide, y, f"round {round_index + 1}: {one.caption}")
 
 
-def render_tree(one: Round, title: str, most: int) -> str:
-    """A round alone, with a title and its reasons; nodes that were never tried are left out above ``most`` nodes."""
-    nodes = list(one.nodes)
-    dropped = 0
-    for kinds in (("probe",), ("untried",), ("rejected",)):
-        while len(nodes) > most and (spare := _spare(nodes, kinds)) is not None:
-            nodes.remove(spare)
-            dropped += 1
-    tree = draw_tree(nodes, one.next_token)
-    wide = max(LEAST, tree.width + 2 * MARGIN)
-    more = f" ({dropped} nodes are not drawn)" if dropped else ""
-    parts = [_text(MARGIN, 24, title, "title")]
-    lines = _wrapped(one.caption.split("; draft")[0] + more, int((wide - 2 * MARGIN) / 6.6))
-    parts += [_text(MARGIN, 44 + 18 * i, line, "soft") for i, line in enumerate(lines)]
-    y = 40.0 + 18 * len(lines)
-    parts.append(tag("g", tree.markup, transform=f"translate({MARGIN:.0f},{y:.0f})"))
-    reasons, y = _reasons(one, y + tree.height + 14)
-    return _picture([*parts, *reasons], wide, y + 2, f"{title}; {one.caption}")
-
-
-def _spare(nodes: Sequence[Node], kinds: Sequence[str]) -> Node | None:
-    """The last leaf of such a kind."""
-    parents = {node.parent for node in nodes}
-    return next((n for n in reversed(nodes) if n.status in kinds and n.index not in parents), None)
-
-
-def _reasons(one: Round, y: float) -> tuple[list[Markup], float]:
+def reasons(one: Round, y: float) -> tuple[list[Markup], float]:
+    """The first reasons of a round, one below the other from ``y`` on, and where they end."""
     parts = []
     for node in one.reasons[:MOST_REASONS]:
-        parts.append(_text(MARGIN, y, visible(node.text), "token"))
-        parts.append(_text(MARGIN + 140, y, node.why, "soft"))
+        parts.append(text(MARGIN, y, visible(node.text), "token"))
+        parts.append(text(MARGIN + 140, y, node.why, "soft"))
         y += 19
     return parts, y
 
 
-def _picture(parts: Sequence[Markup], wide: float, high: float, label: str) -> str:
+def framed(parts: Sequence[Markup], wide: float, high: float, label: str) -> str:
+    """The SVG of parts on a panel; ``label`` is for somebody who cannot see it."""
     background = tag("rect", width="100%", height="100%", rx=10, class_="panel")
     return tag(
         "svg", tag("style", Markup(resource("tree.css") + STYLE)), background, *parts,
@@ -103,7 +79,8 @@ def _picture(parts: Sequence[Markup], wide: float, high: float, label: str) -> s
     ) + "\n"  # fmt: skip
 
 
-def _text(x: float, y: float, words: str, class_: str) -> Markup:
+def text(x: float, y: float, words: str, class_: str) -> Markup:
+    """Words at a place."""
     return tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", class_=class_)
 
 
@@ -121,7 +98,7 @@ def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
                 if part.starts_line:
                     x, line = 0.0, line + 1
                 if line >= MOST_LINES:
-                    parts.append(_text(MARGIN + x * LETTER, y + LINE * MOST_LINES + 2, "…", "soft"))
+                    parts.append(text(MARGIN + x * LETTER, y + LINE * MOST_LINES + 2, "…", "soft"))
                     return parts, y + LINE * MOST_LINES + 8
                 if part.text:
                     parts += _word(part.text, word.origin, MARGIN + x * LETTER, y + LINE * line)
@@ -160,12 +137,11 @@ def _legend(y: float) -> tuple[list[Markup], float]:
     for name in ("accepted", "rejected", "recovered", "bonus", "untried"):
         parts.append(tag("rect", x=f"{x:.1f}", y=f"{y:.1f}", width=16, height=14, rx=3, class_=f"node {name}"))
         label = "not tried" if name == "untried" else name
-        parts.append(_text(x + 22, y + 11.5, label, "soft"))
+        parts.append(text(x + 22, y + 11.5, label, "soft"))
         x += 40 + 7.2 * len(label)
     return parts, y + 14 + MARGIN
 
 
-def _wrapped(text: str, letters: int) -> Sequence[str]:
-    import textwrap
-
-    return textwrap.wrap(text, letters) or [""]
+def wrapped(words: str, letters: int) -> Sequence[str]:
+    """The words in lines of so many letters; at least one line."""
+    return textwrap.wrap(words, letters) or [""]

@@ -8,15 +8,9 @@ import pytest
 
 from foretoken.core.costs import TargetCost
 from foretoken.engine.stats import SpecStats
-from foretoken.loading.measured.costs import (
-    DraftRound,
-    draft_seconds,
-    drafter_cost,
-    measure_target,
-    predicted_speedup,
-    rest_of,
-)
+from foretoken.lab.bench.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 from foretoken.models.base import Capabilities, Feed, Rows
+from foretoken.models.call_costs import measure_target
 from foretoken.models.other.table import TableModel
 
 
@@ -63,6 +57,22 @@ def test_the_nodes_are_spread_over_a_batch() -> None:
     assert target.opened == 0
 
 
+def test_trees_are_scored_in_their_shape() -> None:
+    class Shaped(Clocked):
+        parents: list[Sequence[int] | None]
+
+        def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+            self.parents += [feed.parents for feed in feeds]
+            return super().forward(feeds, taps)
+
+    target = Shaped()
+    target.parents = []
+    cost = measure_target(target, [1, 2], counts=(1, 4), repeats=1, shapes=[[-1, 0, 0, 1]])
+    _, *calls = target.parents  # the first one is the prefill
+    assert calls == [None, [-1, 0, 0, 1]] * 2
+    assert cost.seconds == pytest.approx({1: 0.003, 4: 0.006})
+
+
 def test_counts_past_the_context_are_left_out() -> None:
     cost = measure_target(Clocked(context_length=12), list(range(4)) * 5, counts=(1, 6, 7), repeats=1)
     assert list(cost.seconds) == [1, 6]  # half of the context is text
@@ -78,12 +88,6 @@ def test_a_target_without_rollback_is_measured_with_single_nodes() -> None:
 def test_what_cannot_be_measured(text: list[int], more: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="needs a text"):
         measure_target(Clocked(), text, **more)
-
-
-def test_the_rest_is_what_is_neither_draft_nor_target() -> None:
-    stats = SpecStats(num_drafts=4, draft_s=8.0, target_s=5.0, verify_s=1.0, overhead_s=2.0, total_s=16.0)
-    assert rest_of(stats) == 0.75
-    assert rest_of(SpecStats()) == 0.0
 
 
 def stats_of(rounds: int, per_pos: list[int], drafted: int, draft_s: float) -> SpecStats:

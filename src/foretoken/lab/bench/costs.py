@@ -1,4 +1,4 @@
-"""Measured costs: v(n) of a target, the rest of a round, and what a drafter costs and promises.
+"""What an arm's rounds say of its drafter: what it costs and promises, and the speed-up that follows.
 
 Made for the cost model in :mod:`foretoken.core.costs`; section 8 of the specification.
 """
@@ -10,10 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foretoken.core.costs import DrafterCost, TargetCost
+from foretoken.core.costs import DrafterCost, TargetCost, speedup
 from foretoken.engine.stats import SpecStats
-from foretoken.models.call_costs import COUNTS as COUNTS
-from foretoken.models.call_costs import measure_target as measure_target
 
 
 @dataclass(frozen=True)
@@ -29,17 +27,6 @@ class DraftRound:
     nodes: int
     depth: int
     draft_s: float
-
-
-# -- the rest of a round ---------------------------------------------------------------------------------------------
-
-
-def rest_of(stats: SpecStats) -> float:
-    """Seconds per round that are neither drafting nor the target call."""
-    return max(0.0, (stats.verify_s + stats.overhead_s) / max(1, stats.num_drafts))
-
-
-# -- drafters --------------------------------------------------------------------------------------------------------
 
 
 def drafter_cost(stats: SpecStats, depth: int, rounds: Sequence[DraftRound] = (), batch: int = 1) -> DrafterCost:
@@ -104,4 +91,4 @@ def predicted_speedup(
         batch: requests in the batch.
     """
     spent = sum(target.of(r.nodes) + draft_s[r.depth] + rest_s for r in rounds)
-    return tokens * (target.of(batch) + rest_s) / batch / spent if spent > 0 else 0.0
+    return speedup(tokens / batch, spent, target.of(batch) + rest_s) if spent > 0 else 0.0

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.lab.plan.speedup import acceptance_probability
-
 Array = NDArray[np.float64]
+SUM_TOLERANCE = 1e-6
+"""How far from 1 a distribution may sum."""
 
 STEP = 0.125
 TIMES = np.exp(np.arange(-42.0, 4.5, STEP))
@@ -27,6 +27,26 @@ TIMES = np.exp(np.arange(-42.0, 4.5, STEP))
 WEIGHTS = STEP * TIMES * np.exp(-TIMES)
 """[n] their weights for the density exp(-t).  The trapezoidal rule in log t is exact to rounding for exp(-c t) at every
 rate c: its relative error is |Gamma(1 + 2 pi i / STEP)|, about 1e-33."""
+
+
+def acceptance_probability(p: Any, q: Any) -> NDArray[np.float64]:
+    """Chance that a token drawn from q is accepted against p: beta = sum_x min(p(x), q(x)) = 1 - TV(p, q).
+
+    Leviathan et al., theorem 3.5.
+
+    Args:
+        p, q: [..., V] distributions of target and draft, arrays or nested lists.
+
+    Returns:
+        [...] one probability per pair of distributions.
+
+    Raises:
+        ValueError: different shapes, or something that is no distribution.
+    """
+    p, q = _distribution(p, "p"), _distribution(q, "q")
+    if p.shape != q.shape:
+        raise ValueError(f"p and q must have the same shape, not {p.shape} and {q.shape}")
+    return np.asarray(np.minimum(p, q).sum(-1).clip(0.0, 1.0))
 
 
 def coupled_acceptance(p: Any, q: Any) -> Array:
@@ -168,3 +188,17 @@ def _pair(p: Any, q: Any) -> tuple[Array, Array]:
 def _check_count(k: int) -> None:
     if k != int(k) or k < 1:
         raise ValueError(f"k must be a whole number >= 1, not {k}")
+
+
+def _distribution(values: Any, name: str) -> NDArray[np.float64]:
+    distribution = np.asarray(values, dtype=np.float64)
+    if (
+        distribution.ndim == 0
+        or distribution.shape[-1] == 0
+        or not np.isfinite(distribution).all()
+        or (distribution < 0).any()
+    ):
+        raise ValueError(f"{name} must be a distribution: probabilities >= 0 along its last axis")
+    if np.abs(distribution.sum(-1) - 1.0).max(initial=0.0) > SUM_TOLERANCE:
+        raise ValueError(f"{name} must sum to 1 along its last axis: pass probabilities, not logits")
+    return distribution

@@ -1,0 +1,126 @@
+"""What is measured: a target with what belongs to it, and the prompts that every arm decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.noise import unseeded_from
+from foretoken.engine.stats import SpecStats
+from foretoken.llm import assemble
+from foretoken.loading import build_drafter
+from foretoken.options import Options
+
+if TYPE_CHECKING:
+    from foretoken.lab.prompts import BenchPrompt
+    from foretoken.llm import Llm
+    from foretoken.methods.drafters.base import Drafter
+    from foretoken.models.base import LanguageModel
+
+REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
+"""What says that a drafter does not fit; anything else is a bug of ours."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target, and what drafters for it are made with.
+
+    Attributes:
+        target: the model.
+        source: what it was loaded from (``builtin``, a path, a hub id, a model): decides which drafters it has.
+        tokenizer: its tokenizer, if any.
+        verifier, controller: specs, for arms that name none of their own.
+        device: where draft models run.
+        allow_lossy: permit verifiers that change the target's distribution.
+    """
+
+    target: LanguageModel
+    source: Any = "builtin"
+    tokenizer: Any | None = None
+    verifier: str = "auto"
+    controller: str = "auto"
+    device: Any = None
+    allow_lossy: bool = False
+
+    def drafter(self, spec: str | None) -> Drafter | None:
+        """The drafter of a spec; ``None`` for plain decoding.
+
+        Raises:
+            ValueError: it does not fit the target.
+        """
+        return build_drafter(spec, self.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device)
+
+    def llm(self, drafter: Drafter | None) -> Llm:
+        """The target with a drafter.
+
+        Raises:
+            ValueError: parts that do not fit each other.
+        """
+        return assemble(
+            self.target, drafter, self.verifier, self.controller, self.tokenizer, allow_lossy=self.allow_lossy
+        )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one way to decode did: medians over prompts (and over runs, where there are several)."""
+
+    tokens_per_s: float
+    acceptance_rate: float = 0.0
+    mean_acceptance_length: float = 1.0
+
+    @classmethod
+    def over(cls, stats: Sequence[SpecStats]) -> Speed:
+        """Of one run per prompt: the median speed, the acceptance of all prompts together."""
+        total = SpecStats.summed(stats)
+        return cls(median(one.tokens_per_s for one in stats), total.acceptance_rate, total.mean_acceptance_length)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts that every arm decodes.
+
+    Attributes:
+        subject: the target.
+        prompts: token ids of every prompt.
+        new_tokens: most tokens of an answer.
+        temperature: 0 is greedy.
+        seed: of sampled answers.
+    """
+
+    subject: Subject
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+
+    @property
+    def target(self) -> LanguageModel:
+        """The model."""
+        return self.subject.target
+
+    def speed(self, drafter: Drafter | None) -> Speed:
+        """Decode all prompts once, one after the other, ends of text ignored, with whole drafts in every round."""
+        llm = assemble(self.target, drafter, "auto", "constant", None)
+        options = Options(max_new_tokens=self.new_tokens, temperature=self.temperature, ignore_eos=True)
+        with unseeded_from(self.seed):
+            return Speed.over([llm.generate(list(prompt), **options).stats for prompt in self.prompts])
+
+
+def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens: int, most: int) -> list[list[int]]:
+    """Token ids of at most ``most`` prompts, spread over the list, that leave room for ``new_tokens``.
+
+    Raises:
+        ValueError: no tokenizer, or no prompt that fits.
+    """
+    if subject.tokenizer is None:
+        raise ValueError("the target has no tokenizer beside it: tuning needs one to read the prompts")
+    context = subject.target.context_length
+    encoded = [prompt.encode(subject.tokenizer) for prompt in prompts]
+    fitting = [ids for ids in encoded if 0 < len(ids) <= context - new_tokens]
+    if not fitting:
+        raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {context}")
+    count = min(most, len(fitting))
+    return [fitting[i * len(fitting) // count] for i in range(count)]

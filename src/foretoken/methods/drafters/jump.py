@@ -1,0 +1,147 @@
+"""A small predictor jumps from an upper layer's state into the middle of the target; a few layers there draft.
+
+"Jump", the drafter of the package economize 0.3.2.  The first layers are skipped, too: what they would make of the next
+token is predicted.  The layers that run are the target's own, on the target's own keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Context
+from foretoken.methods.drafters.base import BuildContext, share_of_bytes
+from foretoken.methods.drafters.features import load_frequent, load_net
+from foretoken.methods.drafters.growing import Growing
+from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
+from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
+from foretoken.models.base import Feed, LanguageModel, Rows
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.network.layers import LayerPlan
+
+
+class JumpDrafter(OwnLayersDrafter):
+    """Drafts with the layers from ``start`` to ``stop`` of the target, whose input is predicted.
+
+    The first draft of a round starts from the target's own state of the token before the root, later ones from the
+    draft's.  Layers outside the window have no keys and values of drafted tokens; the verification writes all of them.
+
+    Args:
+        target: the model that drafts for itself.
+        net: the trained predictor, whose configuration names the layers.
+        k: longest chain, when no tree is asked for.
+        tree: children per level, as for the drafter ``model``.
+        draw: how siblings are drawn, as for the drafter ``model``.
+        head: the vocabulary projection; ``None``: the target's own.
+
+    Raises:
+        ValueError: an option outside its range, or a predictor for layers or a width that the target does not have.
+        CapabilityError: the target's layers cannot be run one by one, or it has no final norm by a known name.
+    """
+
+    name = "jump"
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        net: JumpNet,
+        k: int = 4,
+        tree: str = "",
+        draw: str = "",
+        head: DraftHead | None = None,
+    ) -> None:
+        layers, config = num_layers_of(target), net.config
+        self.parts = TargetParts(target)
+        config.check(layers, int(self.parts.embed.weight.shape[1]))
+        super().__init__(target, LayerPlan(start=config.start, stop=config.stop), k, tree, draw)
+        self.net = net.to(self.parts.device)
+        self.taps = (f"layer:{config.state}",)
+        self.ends = f"layer:{config.stop}"
+        # A target without a final norm is refused here, and not in the first round.
+        self.norm_dtype = next((weight.dtype for weight in self.parts.final_norm.parameters()), torch.float32)
+        self.head = DraftHead(self.parts) if head is None else head
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> JumpDrafter:
+        """From a spec ``jump:FOLDER``; ``vocab=N|FILE`` are the tokens that can be guessed; by default those that
+        it was trained to guess.
+
+        Raises:
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
+        """
+        net, parts = load_net(context, cls.name, path, JumpConfig, JumpNet)
+        head = load_frequent(context, cls.name, path, parts, vocab)
+        return cls(context.target, net, head=head, **options)
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The share of the layers that runs, with the predictor's weights."""
+        own = sum(weight.numel() * weight.element_size() for weight in self.net.parameters())
+        return super().cost_beside(target_bytes) + (share_of_bytes(own, target_bytes) if target_bytes else 0.0)
+
+    def finish(self, context: Context) -> None:
+        """Forget the states of the last draft; the target's sequence belongs to the engine."""
+        super().finish(context)
+        context.state.pop((self, "states"), None)
+
+    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether the state of the token before the root is there: it is not for a text of one token, nor where
+        the whole prompt was taken over from another request."""
+        for context in contexts:
+            if context.sequence.scratch_tokens:  # a draft that was never verified may still be there
+                self.model.commit(context.sequence, ())
+        return [self._state_before(context) is not None for context in contexts]
+
+    def _state_before(self, context: Context) -> Tensor | None:
+        """[1, D] of the token before the root."""
+        rows = context.hidden.get(self.taps[0])
+        place = len(context.tokens) - 2 - context.hidden_start
+        return None if rows is None or not 0 <= place < len(rows) else rows[place : place + 1]
+
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
+        """Predict the states of all new nodes, run the window, read out."""
+        above = torch.cat([self._states_above(feed, tree.context) for feed, tree in zip(feeds, trees, strict=True)])
+        counts = [len(feed.tokens) for feed in feeds]
+        tokens = [token for feed in feeds for token in feed.tokens]
+        with torch.inference_mode():
+            predicted = self.net(self.parts.embedding(tokens), above)
+            parts = predicted.split(counts)
+            inputs = [replace(feed, states=part, wanted=0) for feed, part in zip(feeds, parts, strict=True)]
+            rows = self.model.forward_part(inputs, self.plan, tuple({*self.taps, self.ends}))
+            for tree, row, part in zip(trees, rows, parts, strict=True):
+                # The state at ``start`` is what was predicted; no layer hands it out.
+                own = part if self.net.config.state == self.net.config.start else row.taps[self.taps[0]]
+                self._remember(tree.context, own)
+            logits = self.logits(torch.cat([row.taps[self.ends] for row in rows])).split(counts)
+        wanted = [count if feed.wanted is None else feed.wanted for feed, count in zip(feeds, counts, strict=True)]
+        return [
+            replace(row, logits=part[len(part) - count :])
+            for row, part, count in zip(rows, logits, wanted, strict=True)
+        ]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[n, V_d] of states [n, D] behind the last layer of the window."""
+        wide = self.net.read_out(states)
+        if self.head is None:
+            raise RuntimeError("jump has no vocabulary projection")
+        return self.head(self.parts.normed(wide.to(self.norm_dtype)))
+
+    def _states_above(self, feed: Feed, context: Context) -> Tensor:
+        """[n, D] of the nodes that a feed's nodes hang from, behind layer ``state``."""
+        if feed.parents is None:  # the root
+            context.state.pop((self, "states"), None)
+            found = self._state_before(context)
+            if found is None:
+                raise RuntimeError("a draft begins without the state of the token before its root")
+            return found.float()
+        drafted: Tensor = context.state[self, "states"]
+        return drafted[list(feed.parents)]
+
+    def _remember(self, context: Context, states: Tensor) -> None:
+        """Add the states [n, D] of new nodes, which stand in the order of the scratch tree."""
+        known = context.state.get((self, "states"))
+        context.state[self, "states"] = states.float() if known is None else torch.cat([known, states.float()])

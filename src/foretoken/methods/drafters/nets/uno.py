@@ -1,0 +1,87 @@
+"""What UNO learns: low-rank updates of the target's linear layers.  Ifm 2026 (arXiv 2609.04010)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretoken.models.variants.gated import LowRankUpdates
+
+NOISE = ("random", "mask")
+SCALE = 1.0
+"""What updates are multiplied with by default, whatever their rank: steps of a training move them as far."""
+
+
+@dataclass(frozen=True)
+class UnoConfig:
+    """Shape of the updates, and what stands where the text is not known.
+
+    Attributes:
+        vocab_size: V of the target.
+        num_layers: its decoder layers.
+        shapes: [out, in] of the linear layers that are updated, by their names in a decoder layer.
+        rank: of the updates.
+        alpha: they are multiplied with ``alpha / rank``; 0: with :data:`SCALE`.
+        places: tokens that one forward guesses, the first of which the target says itself.
+        noise: what stands in unknown places: ``"random"`` tokens from 1 to below ``mask_token``, or ``"mask"``, that
+            token itself.
+        mask_token: of the target's vocabulary; its size for random tokens from all of it.
+    """
+
+    vocab_size: int
+    num_layers: int
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    rank: int = 16
+    alpha: float = 0.0
+    places: int = 4
+    noise: str = "random"
+    mask_token: int = -1
+
+    def __post_init__(self) -> None:
+        # As JSON holds them, so that a stored shape is the same.
+        object.__setattr__(self, "shapes", {name: [int(out), int(width)] for name, (out, width) in self.shapes.items()})
+        if self.rank < 1 or not self.alpha >= 0:
+            raise ValueError(f"uno needs rank >= 1 and alpha >= 0, not {self.rank} and {self.alpha}")
+        if self.places < 2:
+            raise ValueError(f"uno needs places >= 2, not {self.places}: the first is the target's own")
+        if self.noise not in NOISE:
+            raise ValueError(f"noise must be {' or '.join(NOISE)}, not {self.noise!r}")
+        if self.mask_token == -1:
+            raise ValueError(f"uno needs a mask_token, which says what stands in unknown places: noise={self.noise}")
+        least, most = (2, self.vocab_size) if self.noise == "random" else (0, self.vocab_size - 1)
+        if not least <= self.mask_token <= most:
+            raise ValueError(
+                f"the mask token must be from {least} to {most} for noise={self.noise}, not {self.mask_token}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied with."""
+        return self.alpha / self.rank if self.alpha else SCALE
+
+    def filler(self, positions: Tensor) -> Tensor:
+        """Ids of what stands in unknown places at ``positions``, any shape: a function of the position alone, so that
+        no coin of a request depends on it."""
+        if self.noise == "mask":
+            return torch.full_like(positions, self.mask_token)
+        return 1 + _hashed(positions) % (self.mask_token - 1)
+
+
+def _hashed(numbers: Tensor) -> Tensor:
+    """Int64 from 0 on, of the same shape: the mixing of 32 bits of "splitmix32"."""
+    low = (1 << 32) - 1
+    x = ((numbers + 1) * 0x9E3779B9) & low
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & low
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & low
+    return x ^ (x >> 15)
+
+
+class UnoNet(LowRankUpdates):
+    """The updates of a configuration."""
+
+    def __init__(self, config: UnoConfig) -> None:
+        super().__init__(config.shapes, config.num_layers, config.rank, config.scale)
+        self.config = config

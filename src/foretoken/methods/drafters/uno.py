@@ -1,0 +1,224 @@
+"""The target drafts for itself: one forward over noise behind the text, with low-rank updates in the noise's rows.
+
+UNO 2026 (arXiv 2609.04010).  A round is two forwards of the target::
+
+    draft:   root  z1   z2  ...  z(k-1)        the root's row is the target's own, the others go through the updates
+              |    |    |          |
+             d1   d2   d3   ...   dk           d1 is what the target says: it is always accepted
+    verify:  root  d1   d2  ...   dk
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.core.costs import TargetCost
+from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.drawing import best
+from foretoken.methods.drafters.dynamic import MOST_NODES
+from foretoken.methods.drafters.features import load_net
+from foretoken.methods.drafters.narrowed import projected, reduced_head
+from foretoken.methods.drafters.nets.store import read_description
+from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
+from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.pard import ModelIds
+from foretoken.methods.trees.counts import Counts, Places
+from foretoken.methods.trees.lattice import Place
+from foretoken.methods.trees.shapes import Choice
+from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.call_costs import quick_costs
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.variants.gated import GatedModel
+
+TYPICAL = (0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.2)
+"""Chances that the guesses of noise rows are right, where training did not measure them."""
+
+
+def paying_rows(accuracies: Sequence[float], most: int, cost: Callable[[int], float]) -> int:
+    """How many tokens a forward should guess, for most tokens per time.
+
+    Args:
+        accuracies: chance that each row of noise guesses right, given that the rows before it did.
+        most: places that were trained.
+        cost: v(n), what scoring n nodes costs; a round scores k nodes to draft and k + 1 to verify.
+    """
+
+    def rate(k: int) -> float:
+        gained = sum(math.prod(accuracies[:i]) for i in range(k))  # the first is certain
+        return (1 + gained) / (cost(k) + cost(k + 1))
+
+    return max(range(1, min(most, len(accuracies) + 1) + 1), key=rate)
+
+
+class UnoGuesses(Guesses):
+    """The target's own row fixes the first place: where the request's next token is fixed, it is the only candidate."""
+
+    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Place:
+        """The ``width`` best candidates behind a path; in the first place the target's token."""
+        certain = not path and (self.races or self.context.maker.greedy)
+        if not certain or self.head.vocab_size != self.logits.shape[-1]:
+            return super().place(path, state, width, budget)
+        row, after = self.row(path, state)
+        if self.races:
+            tokens = best(self._ranking(path, row)[0], 1)
+        else:
+            one_hot = self.distribution(path, row)
+            tokens = [] if one_hot is None else [int(one_hot.argmax())]
+        return Place(tokens, [0.0] * len(tokens), [False] * len(tokens), after)
+
+
+class _OneFirst:
+    """A tree of which only one node hangs from the root: siblings of a token that is certain are of no use."""
+
+    def __init__(self, below: Places) -> None:
+        self.below, self.max_depth, self.branches = below, 1 + below.max_depth, below.branches
+
+    def within(self, max_depth: int, max_nodes: int) -> Counts:
+        counts = self.below.within(max_depth - 1, max_nodes - 1)
+
+        def count(place: Choice) -> int:
+            return counts(place[1:]) if place else int(max_depth > 0 and max_nodes > 0)
+
+        return count
+
+
+class UnoDrafter(ParallelDrafter):
+    """Trees of the likeliest prefixes, or drawn chains and trees, from one forward of the target over noise.
+
+    Args:
+        target: the model that drafts for itself.
+        net: the updates of its linear layers; they move to its device.
+        k: tokens that a forward guesses, at most; 0: as many as were trained.
+        nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
+            cost on this machine.
+        width: candidates of every place but the first; 1: a chain.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        tree: the shape of a drawn tree: children per level, ``"1x3x2"``, or the spec of a static tree; by default
+            Sequoia's of ``nodes`` nodes below the first token, which is always accepted.
+        head: the vocabulary projection that takes the place of the target's, over the tokens that can be guessed.
+
+    Raises:
+        ValueError: an option outside its range, or updates of another network.
+        CapabilityError: the target is no network of layers.
+    """
+
+    name = "uno"
+    model: GatedModel
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        net: UnoNet,
+        k: int = 0,
+        nodes: int = 16,
+        width: int = 8,
+        draw: str = "iid",
+        tree: str = "",
+        *,
+        head: DraftHead | None = None,
+    ) -> None:
+        trained = net.config.places
+        if not 0 <= k <= trained:
+            raise ValueError(f"uno needs k from 1 to {trained}, which were trained, or 0 for all, not {k}")
+        depth = k or trained
+        self._shape(nodes, depth, width, draw, tree)
+        if draw == "without_replacement" and not tree and depth > 1:
+            self._shape(max(1, nodes - 1), depth - 1, width, draw, tree)
+            self.places, self.max_depth, self.max_nodes = _OneFirst(self.places), depth, nodes
+        self.traits = replace(self.traits, runs_target=True)
+        device = getattr(target, "device", None)
+        self.net = (net if device is None else net.to(device)).eval()
+        if net.config.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"the updates are for {net.config.vocab_size} tokens, and the target has {target.vocab_size}"
+            )
+        self.model, self.head = GatedModel(target, self.net), head
+        self.ids = ModelIds(target.vocab_size, target.vocab_size, head)
+        self.target_bytes = target.weight_bytes
+
+    @classmethod
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
+        """From a spec ``uno[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed.
+
+        Raises:
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
+            CapabilityError: the target is no network of layers.
+        """
+        net, parts = load_net(context, cls.name, path, UnoConfig, UnoNet)
+        costs = quick_costs(context.target)
+        if "k" not in options:
+            found = read_description(context.folder(cls.name, path), cls.name, parts.fingerprint())
+            accuracies = found["measured"].get("accuracies") or TYPICAL
+            options["k"] = paying_rows(accuracies, net.config.places, costs.relative)
+        head = reduced_head(vocab, context.target, context)
+        built = cls(context.target, net, **{"nodes": MOST_NODES, **options}, head=head)
+        if "nodes" not in options:
+            built.fit(costs)
+        return built
+
+    def fit(self, costs: TargetCost) -> None:
+        """Keep as many nodes of every tree as pay; the first token of a drawn one always does."""
+        places = self.places
+        if isinstance(places, _OneFirst):
+            self.places = places.below
+            super().fit(costs)
+            self.places = _OneFirst(self.places)
+        else:
+            super().fit(costs)
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """One forward of the target and the updates: a share of every level."""
+        return (1 + self.model.weights.nbytes / target_bytes if target_bytes else 1.0) / self.max_depth
+
+    def describe(self) -> list[dict[str, Any]]:
+        """How many tokens it can guess."""
+        size = self.model.vocab_size if self.head is None else self.head.size
+        return [{**told, "vocabulary": size} for told in super().describe()]
+
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """One forward for the whole batch, which leaves the target's sequences as they were."""
+        trees = [TokenTree.root_only(context.root) for context in contexts]
+        depths = [self._depth(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+        ready = [i for i in range(len(contexts)) if depths[i] > 0]
+        if not ready:
+            return trees
+        try:
+            feeds = [self._feed(contexts[i], depths[i]) for i in ready]
+            rows = projected(self.head, self.model.forward, feeds)
+        finally:
+            for context in contexts:
+                context.sequence.clear_scratch()
+        for i, row in zip(ready, rows, strict=True):
+            guess = self._guess(contexts[i], row.logits)
+            trees[i] = self.drafted(guess, budgets[i], depths[i], len(ready) if contexts[i].maker.fixed else 1)
+        return trees
+
+    def _depth(self, context: Context, budget: Budget) -> int:
+        """Rows of the pass; none where the target has not read all but the root."""
+        if len(context.sequence.tokens) != len(context.tokens) - 1:
+            return 0
+        return min(self.max_depth, budget.max_depth, budget.max_nodes, self.model.target.room(context.sequence))
+
+    def _feed(self, context: Context, depth: int) -> Feed:
+        context.sequence.clear_scratch()
+        behind = len(context.tokens) + torch.arange(depth - 1)  # positions of what is not known
+        return Feed(context.sequence, [context.root, *self.net.config.filler(behind).tolist()], wanted=depth)
+
+    def _guess(self, context: Context, logits: Tensor) -> Guesses:
+        return UnoGuesses(context, logits.new_empty(len(logits), 0), logits, self.ids, self._races(context))

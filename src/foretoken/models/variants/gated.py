@@ -1,0 +1,302 @@
+"""A model's own network whose linear layers have a low-rank update that some rows of a forward go through.
+
+The update is that of Hu et al. 2021 (arXiv 2106.09685), y = W x + scale B A x with A [r, in] and B [out, r]; the gate
+by rows is that of UNO (arXiv 2609.04010).  A row without the update has the bits that it has without this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.forward.lean import LeanForward
+from foretoken.models.forward.lean_layers import Places
+from foretoken.models.forward.network import Network
+from foretoken.models.linear.product import Product
+from foretoken.models.network.alone import alone, only_here
+from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.taps import decoder_layers
+from foretoken.models.variants.own_sequences import OwnSequencesModel
+
+Shape = Sequence[int]
+"""[out, in]."""
+Factors = tuple[Tensor, Tensor]
+"""A [r, in] and B [out, r]."""
+
+
+ROUTERS = ("gate", "router")
+"""Linear layers that choose experts; those and the experts see rows in an order of their own."""
+
+
+def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
+    """[out, in] of the linear layers that all decoder layers have, by their names in the layer; experts and routers
+    are not among them.
+
+    Raises:
+        CapabilityError: there are none.
+    """
+    layers = decoder_layers(network)
+    each = [{name: _shape(m) for name, m in layer.named_modules() if _is_linear(name, m)} for layer in layers]
+    found = {name: shape for name, shape in each[0].items() if all(one.get(name) == shape for one in each)}
+    if not found:
+        kind = type(layers[0]).__name__
+        raise CapabilityError(f"the {kind} layers of this target have no nn.Linear in common that could be updated")
+    return found
+
+
+def _is_linear(name: str, module: Any) -> bool:
+    """Plain, laid out for the machine, or quantised by us."""
+    is_one = isinstance(module, nn.Linear) or hasattr(module, "projection") or hasattr(module, "joined")
+    return is_one and "expert" not in name and name.rpartition(".")[2] not in ROUTERS
+
+
+def _shape(module: Any) -> list[int]:
+    return [int(module.out_features), int(module.in_features)]
+
+
+class LowRankUpdates(nn.Module):
+    """Updates of the same linear layers of every decoder layer; B starts as zero.
+
+    Their tensors are called as they are in PEFT's checkpoints, ``layers.0.self_attn.q_proj.lora_A``.
+
+    Args:
+        shapes: [out, in] by name in the layer.
+        num_layers: decoder layers.
+        rank: r.
+        scale: what B A is multiplied with.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], num_layers: int, rank: int, scale: float) -> None:
+        super().__init__()
+        self.shapes, self.scale = dict(shapes), scale
+        self.layers = nn.ModuleList(nn.Module() for _ in range(num_layers))
+        for layer in self.layers:
+            for name, (out, width) in self.shapes.items():
+                holder = layer
+                for part in name.split("."):
+                    if not hasattr(holder, part):
+                        holder.add_module(part, nn.Module())
+                    holder = getattr(holder, part)
+                holder.lora_A = nn.Parameter(torch.randn(rank, width) / rank**0.5)
+                holder.lora_B = nn.Parameter(torch.zeros(out, rank))
+
+    def factors(self, layer: int, name: str) -> Factors | None:
+        """Of a linear layer; ``None`` where it has no update."""
+        if name not in self.shapes:
+            return None
+        holder: Any = self.layers[layer].get_submodule(name)
+        return holder.lora_A, holder.lora_B
+
+    def check(self, network: nn.Module) -> None:
+        """Refuse a network that they are not of.
+
+        Raises:
+            ValueError: another number of layers, or a linear layer that is missing or of another width.
+        """
+        layers = decoder_layers(network)
+        if len(layers) != len(self.layers):
+            raise ValueError(f"the updates are of {len(self.layers)} layers, and the target has {len(layers)}")
+        have = {name: _shape(m) for name, m in layers[0].named_modules() if _is_linear(name, m)}
+        for name, shape in self.shapes.items():
+            if name not in have:
+                raise ValueError(f"the updates are of linear layers {name}, which the target does not have")
+            if have[name] != list(shape):
+                raise ValueError(f"the update of {name} is {list(shape)}, and the target's layer {have[name]}")
+
+
+@contextmanager
+def updated(network: nn.Module, updates: LowRankUpdates, width: int = 0) -> Iterator[None]:
+    """Forwards inside the block go through the updates.
+
+    Args:
+        network: a causal language model.
+        updates: of its linear layers.
+        width: tokens of every text, the first of which goes without; 0: none does.
+    """
+    handles: list[Any] = []
+    try:
+        for i, layer in enumerate(decoder_layers(network)):
+            for name in updates.shapes:
+                module: Any = layer.get_submodule(name)
+                a, b = updates.factors(i, name) or (None, None)
+                handles.append(module.register_forward_hook(only_here(_after(a, b, updates.scale, width))))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _after(a: Any, b: Any, scale: float, width: int) -> Callable[..., Tensor]:
+    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        x = args[0]
+        if width:
+            x = x.reshape(-1, width, x.shape[-1])[:, 1:]
+        change = scale * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+        if not width:
+            return output + change
+        before = output.reshape(-1, width, output.shape[-1])
+        return torch.cat([before[:, :1], before[:, 1:] + change], 1).view(output.shape)
+
+    return after
+
+
+class _Gate(local):
+    """Which rows [m] of the forward that this thread runs go through the updates."""
+
+    rows: Tensor | slice = slice(0, 0)
+
+
+class _GatedProduct:
+    """A product of a lean forward with the update of some rows.
+
+    Args:
+        base: the product.
+        first: [R, in] the factors A of the linear layers in it, one below the other.
+        second: [out, R] their factors B at their outputs, scaled.
+        gate: which rows.
+    """
+
+    def __init__(self, base: Product, first: Tensor, second: Tensor, gate: _Gate) -> None:
+        self.base, self.gate = base, gate
+        self.first, self.second = first.t().contiguous(), second.t().contiguous()
+
+    @property
+    def alone(self) -> bool:
+        """As without the update."""
+        return self.base.alone
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._updated(self.base(x), x)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual`` plus the product."""
+        return self._updated(self.base.plus(x, residual), x)
+
+    def _updated(self, out: Tensor, x: Tensor) -> Tensor:
+        rows = self.gate.rows
+        change = ((x[rows] @ self.first) @ self.second).to(out.dtype)
+        if isinstance(rows, slice):
+            out[rows] += change
+        else:
+            out.index_add_(0, rows, change)
+        return out
+
+
+class GatedWeights:
+    """Runs a network so that every row of a text but its first one goes through the updates.
+
+    A network on a lean or native forward gets a lean one over the same weights, whose products add the updates; on the
+    public forward they are added for the time of a call.  Either is made anew when the network or the updates change.
+
+    Args:
+        updates: of the linear layers.
+    """
+
+    def __init__(self, updates: LowRankUpdates) -> None:
+        self.updates = updates
+        self._gate = _Gate()
+        self._lean: LeanForward | None = None
+        self._made_of: tuple[Any, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the updates take."""
+        return sum(weight.nbytes for weight in self.updates.parameters())
+
+    def run(self, network: Network, call: Call) -> Outputs:
+        """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
+        lean = self._lean_of(network)
+        if lean is None:
+            with alone(network.model), updated(network.model, self.updates, call.ids.shape[1]):
+                return network.run_public(call)
+        self._gate.rows = _behind_the_first(call)
+        return lean.run_all([call])[0]
+
+    def _lean_of(self, network: Network) -> LeanForward | None:
+        if network.fast is None:
+            return None
+        made_of = (network.fast, *(_writes(weight) for weight in self.updates.parameters()))
+        if made_of != self._made_of:
+            self._lean, self._made_of = self._gated(network, network.fast), made_of
+        return self._lean
+
+    def _gated(self, network: Network, fast: LeanForward) -> LeanForward | None:
+        """The lean forward; ``None`` where some of the updates are of layers that no product of it is of."""
+        layers, seen = decoder_layers(network.model), set[str]()
+
+        def change(layer: int, product: Product, names: tuple[str, ...]) -> Product:
+            seen.update(names)
+            modules = [layers[layer].get_submodule(name) for name in names]
+            return self._product(layer, product, names, [_shape(m)[0] for m in modules], fast.dtype)
+
+        made = fast.with_products(change)
+        return made if seen.issuperset(self.updates.shapes) else None
+
+    @torch.no_grad()
+    def _product(
+        self, layer: int, base: Product, names: tuple[str, ...], outs: Sequence[int], dtype: torch.dtype
+    ) -> Product:
+        pairs = [self.updates.factors(layer, name) for name in names]
+        have = [pair for pair in pairs if pair is not None]
+        if not have:
+            return base
+        first = torch.cat([a for a, _ in have]).to(dtype)
+        second = first.new_zeros(sum(outs), len(first))
+        row = column = 0
+        for out, pair in zip(outs, pairs, strict=True):
+            if pair is not None:
+                rank = pair[1].shape[1]
+                second[row : row + out, column : column + rank] = self.updates.scale * pair[1]
+                column += rank
+            row += out
+        return _GatedProduct(base, first, second, self._gate)
+
+
+def _behind_the_first(call: Call) -> Tensor | slice:
+    """The flat rows of a call that are not in the first column."""
+    b, width = call.ids.shape
+    if b == 1:
+        return slice(1, None)
+    columns = torch.arange(width, device=call.ids.device).expand(b, -1)
+    return Places(b, width, call.counts, call.ids.device).taken(columns).nonzero()[:, 0]
+
+
+def _writes(weight: Tensor) -> tuple[int, int]:
+    """Tells a weight from what it was before it was written to."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+class GatedModel(OwnSequencesModel):
+    """A target's network with updates of the rows that guess, over the target's own sequences.
+
+    The first row of every feed is the target's own: its logits are those of a forward without any update.
+
+    Args:
+        target: the model that drafts for itself.
+        updates: of its linear layers.
+
+    Raises:
+        CapabilityError: the target is no network of layers.
+        ValueError: the updates are of another network.
+    """
+
+    what = "a draft with updates"
+
+    def __init__(self, target: LanguageModel, updates: LowRankUpdates) -> None:
+        name = f"updates {id(updates)}"  # which are held as long as they can be asked for by it
+        super().__init__(target, name)
+        updates.check(self.target.model)
+        self.weights = GatedWeights(updates)
+        self.target.forwards.put_weights(name, self.weights)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The target's weights are read, and the updates."""
+        return self.target.weight_bytes + self.weights.nbytes

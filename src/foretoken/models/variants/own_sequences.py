@@ -1,0 +1,81 @@
+"""A target's network run by other weights, over the target's own sequences: to draft with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.layers import LayerPlan
+
+
+class OwnSequencesModel(LanguageModel):
+    """Reads the target's keys and values and writes its own behind them, as provisional scratch nodes that the target's
+    next forward states anew.  So there is no second cache and nothing to prefill.
+
+    Args:
+        target: the model that drafts for itself.
+        weights: the name of the second weights that run; empty for the target's own.
+
+    Attributes:
+        what: the draft, for messages.
+
+    Raises:
+        CapabilityError: the target is no network of layers.
+    """
+
+    reads = False
+    what: ClassVar[str]
+    target: HuggingFaceModel
+
+    def __init__(self, target: LanguageModel, weights: str = "") -> None:
+        offered = target.capabilities
+        if not isinstance(target, HuggingFaceModel) or not offered.layer_windows:
+            reason = offered.missing.get("layer_windows", offered.missing.get("tree_mask", "it has no layers"))
+            raise CapabilityError(f"{self.what} needs a target that is a network of layers: {reason}")
+        self.target, self.capabilities = target, offered
+        self.vocab_size, self.context_length = target.vocab_size, target.context_length
+        self.eos_token_ids, self.device, self.dtype = target.eos_token_ids, target.device, target.dtype
+        self.plan = LayerPlan(weights=weights)
+
+    def open(self) -> SequenceState:
+        """Refused: drafts grow on a sequence of the target.
+
+        Raises:
+            CapabilityError: always.
+        """
+        raise CapabilityError(f"{self.what} grows on the target's own cache: it cannot work inside another drafter")
+
+    def open_beside(self, source: SequenceState | None) -> SequenceState:
+        """The target's sequence itself."""
+        return self.open() if source is None else source
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Nothing is read: the target has the text."""
+        return {}
+
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Append provisional nodes and score them with the second weights."""
+        return self.target.forward_part(feeds, self.plan, taps)
+
+    def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
+        """Drop what was drafted; the target has committed all but the last token."""
+        sequence.clear_scratch()
+        return tokens[len(sequence.tokens) :]
+
+    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
+        """Drop the scratch.
+
+        Raises:
+            ValueError: nodes are to be kept, whose keys and values are the draft's.
+        """
+        if len(path):
+            raise ValueError(f"nodes of {self.what} cannot be kept: run the target on them")
+        sequence.clear_scratch()
+
+    def release(self, sequence: SequenceState) -> None:
+        """The sequence belongs to the engine."""
+        sequence.clear_scratch()

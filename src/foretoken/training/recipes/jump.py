@@ -1,0 +1,157 @@
+"""The training of `jump`: rollouts of the draft through the target's own frozen layers, from places all over a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.jump import JumpDrafter
+from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
+from foretoken.models.base import CapabilityError
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.jumped import windows
+from foretoken.models.network.layers import LayerPlan
+from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.recipes.features import at_rows, some_rows, texts_of
+from foretoken.training.recipes.labels import Labels, places_of
+
+PLACES = 64
+"""Places per text that are drafted from."""
+
+
+@dataclass(frozen=True)
+class JumpSettings(JumpConfig):
+    """Shape of the predictor, and how it is trained.
+
+    Attributes:
+        steps: drafted tokens per place.
+        decay: weight of step k (from 0) is ``decay ** k``.
+        state_weight: of the distance of a predicted state from the true one, relative to its size.
+    """
+
+    start: int = 1
+    stop: int = 2
+    state: int = 2
+    steps: int = 4
+    decay: float = 0.8
+    state_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 1 or not 0 < self.decay <= 1 or not self.state_weight >= 0:
+            raise ValueError(
+                "jump needs steps >= 1, 0 < decay <= 1 and state_weight >= 0, "
+                f"not {self.steps}, {self.decay} and {self.state_weight}"
+            )
+
+
+class JumpRecipe(Recipe):
+    """The predictor and the readout learn; the layers that draft are the target's, and stay as they are."""
+
+    method = "jump"
+    config_class: ClassVar[type[Any]] = JumpSettings
+    fixed = ("hidden_size",)
+    lr = 3e-3
+    net: JumpNet
+    config: JumpSettings
+
+    @property
+    def model(self) -> HuggingFaceModel:
+        """The target.
+
+        Raises:
+            CapabilityError: its layers cannot be run one by one.
+        """
+        if not isinstance(self.target, HuggingFaceModel) or not self.target.capabilities.layer_windows:
+            raise CapabilityError("jump needs a target whose layers can be run one by one")
+        return self.target
+
+    @property
+    def taps(self) -> Sequence[str]:
+        """The state that is read, the one that is predicted, and what the target says."""
+        return tuple(dict.fromkeys((f"layer:{self.config.state}", f"layer:{self.config.start}", "last")))
+
+    @property
+    def reduces(self) -> bool:
+        """A large vocabulary's rare tokens are not learned: their logits would cost most of a step."""
+        return True
+
+    def configure(self, settings: Mapping[str, str]) -> Any:
+        """The layers and the predictor's shape; ``state`` follows ``stop`` and ``stop`` follows ``start``.
+
+        Raises:
+            ValueError: an unknown setting, or layers that the target does not have.
+        """
+        given = dict(settings)
+        if "start" in given and given["start"].isdecimal():
+            given.setdefault("stop", str(int(given["start"]) + 1))
+        if "stop" in given:
+            given.setdefault("state", given["stop"])
+        config: JumpSettings = super().configure(given)
+        config.check(self.parts.num_layers, int(self.parts.embed.weight.shape[1]))
+        return config
+
+    def from_target(self) -> dict[str, Any]:
+        """One layer behind two thirds of them: layer 17 of 24, as published."""
+        layers = self.parts.num_layers
+        start = max(1, min(2 * layers // 3, layers - 1))
+        return {"hidden_size": self.parts.hidden_size, "start": start, "stop": start + 1, "state": start + 1}
+
+    def build(self) -> nn.Module:
+        """A new predictor, which says that a token's state is its embedding."""
+        return JumpNet(JumpConfig(**self.stored_config()))
+
+    def stored_config(self) -> dict[str, Any]:
+        """Only what the network needs."""
+        found = asdict(self.config)
+        return {key: found[key] for key in JumpConfig.__dataclass_fields__}
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted mean over the steps of the cross-entropy with the target's distributions, and of the distance of
+        predicted states."""
+        config = self.config
+        columns = 1 + some_rows(batch, config.steps, generator, PLACES)  # a draft begins behind a token
+        places = torch.cat([columns + step for step in range(config.steps)], 1)
+        labels = Labels(batch, places_of(batch, texts_of(places), places.flatten()), self.frequent)
+        total = torch.zeros((), device=columns.device)
+        for step, (predicted, states) in enumerate(self.rollout(batch, columns)):
+            here = columns + step
+            logits = self.draft_logits(states.flatten(0, 1))
+            part = labels.distance(logits, texts_of(here), here.flatten())
+            true = at_rows(batch.taps[f"layer:{config.start}"].float(), here)
+            size = true.square().mean(-1).clamp_min(1e-12)
+            distance = ((predicted - true).square().mean(-1) / size).mean()
+            total = total + config.decay**step * (part + config.state_weight * distance)
+        return total / sum(config.decay**step for step in range(config.steps))
+
+    def rollout(self, batch: Batch, columns: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """By step the states [b, R, D] that are predicted at layer ``start``, and those behind layer ``stop``, of the
+        tokens at ``columns`` [b, R] and behind them."""
+        config, ends, read = self.config, f"layer:{self.config.stop}", f"layer:{self.config.state}"
+        state, true = at_rows(batch.taps[read].float(), columns - 1), batch.taps[f"layer:{config.start}"]
+        plan, found = LayerPlan(start=config.start, stop=config.stop), []
+        with windows(self.model, batch.tokens[:, :-1], true, columns, plan) as run:
+            for step in range(config.steps):
+                embedded = self.parts.embedding(batch.tokens.gather(1, columns + step))
+                predicted = self.net(embedded, state)
+                rows = run.step(predicted, tuple({ends} if config.state == config.start else {ends, read}))
+                state = predicted if config.state == config.start else rows[read].float()
+                found.append((predicted, rows[ends]))
+        return found
+
+    def draft_logits(self, states: Tensor) -> Tensor:
+        """[m, V_d] of states [m, D] behind layer ``stop``."""
+        wide = self.net.read_out(states)
+        norm = self.parts.final_norm
+        dtype = next((weight.dtype for weight in norm.parameters()), wide.dtype)
+        return self.parts.logits(norm(wide.to(dtype)), self.frequent)
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """The predictor as it is."""
+        return JumpDrafter(self.target, self.net, head=DraftHead(self.parts, self.frequent))

@@ -1,0 +1,153 @@
+"""UNO's training: chains of noise below random places of a text, with the updates in their rows (arXiv 2609.04010)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
+from foretoken.methods.drafters.uno import UnoDrafter
+from foretoken.models.base import CapabilityError
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.extra import chain_states
+from foretoken.models.variants.gated import linear_shapes, updated
+from foretoken.training.recipes.base import Batch, Recipe, mean_of
+from foretoken.training.recipes.features import some_rows, texts_of
+
+NOISE_ROWS = 512
+"""Most rows of noise per text and step."""
+PARTS = ("all", "attention", "mlp")
+
+
+@dataclass(frozen=True)
+class UnoSettings(UnoConfig):
+    """The updates' shape and their loss.
+
+    Attributes:
+        noise: as there; a mask is learned faster.
+        parts: which linear layers are updated: ``"all"``, or those of the ``"attention"`` or of the ``"mlp"``.
+        entropy: weight of the cross-entropy; the total variation distance weighs the rest of 1 (1 in the paper).
+        decay: the row of noise i (from 0) weighs ``decay ** i``.
+    """
+
+    noise: str = "mask"
+    parts: str = "all"
+    entropy: float = 0.5
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.mask_token == -1:
+            object.__setattr__(self, "mask_token", self.vocab_size if self.noise == "random" else 0)
+        super().__post_init__()
+        if self.parts not in PARTS:
+            raise ValueError(f"parts must be one of {', '.join(PARTS)}, not {self.parts!r}")
+        if not 0 <= self.entropy <= 1:
+            raise ValueError(f"entropy must be from 0 to 1, not {self.entropy}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be above 0 and at most 1, not {self.decay}")
+
+
+class UnoRecipe(Recipe):
+    """Row i of noise below column c learns what the target says after the token at c + i."""
+
+    method = "uno"
+    lr = 3e-3
+    config_class: ClassVar[type[Any]] = UnoSettings
+    fixed = ("vocab_size", "num_layers", "shapes")
+    net: UnoNet
+    config: UnoSettings
+
+    @property
+    def model(self) -> HuggingFaceModel:
+        """The target.
+
+        Raises:
+            CapabilityError: it is no network of layers.
+        """
+        if not isinstance(self.target, HuggingFaceModel):
+            raise CapabilityError(f"uno needs a target that is a network of layers, not {type(self.target).__name__}")
+        return self.target
+
+    def from_target(self) -> dict[str, Any]:
+        """Its linear layers."""
+        shapes = linear_shapes(self.model.model)
+        return {"vocab_size": self.parts.vocab_size, "num_layers": self.parts.num_layers, "shapes": shapes}
+
+    def build(self) -> nn.Module:
+        """Updates that change nothing yet."""
+        return UnoNet(UnoConfig(**self.stored_config()))
+
+    def stored_config(self) -> dict[str, Any]:
+        """Only what the network needs."""
+        config = self.config
+        found = {key: getattr(config, key) for key in UnoConfig.__dataclass_fields__}
+        if config.parts != "all":
+            is_mlp = config.parts == "mlp"
+            shapes = config.shapes.items()
+            found["shapes"] = {name: shape for name, shape in shapes if ("att" in name) != is_mlp}
+        return found
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted mean over rows of noise of the distance to the target's distribution."""
+        config, behind = self.config, self.config.places - 1
+        if batch.length <= behind:
+            raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
+        groups = max(1, min(batch.length, NOISE_ROWS) // behind)
+        columns = some_rows(batch, behind, generator, groups)
+        ids = self.random_noise((*columns.shape, behind), generator).to(columns.device)
+        states = self.states(batch, columns, ids)
+        texts, columns = texts_of(columns), columns.flatten()
+        weights = [config.decay**i for i in range(behind)]
+        total = torch.zeros((), device=columns.device)
+        for i, weight in enumerate(weights):
+            log_guess = torch.log_softmax(self.parts.logits(states[:, :, i].flatten(0, 1)).float(), -1)
+            wanted = batch.teacher(texts, columns + 1 + i)
+            distance = 0.5 * (wanted - log_guess.exp()).abs().sum(-1)
+            losses = -config.entropy * (wanted * log_guess).sum(-1) + (1 - config.entropy) * distance
+            total = total + weight / sum(weights) * mean_of(losses, batch.counted(texts, columns + 1 + i))
+        return total
+
+    def random_noise(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Ids of what stands in unknown places, drawn anew for every one of them."""
+        return self.config.filler(torch.randint(2**31, tuple(shape), generator=generator))
+
+    def states(self, batch: Batch, columns: Tensor, ids: Tensor) -> Tensor:
+        """[b, g, k, D] of the noise ``ids`` [b, g, k] below the places ``columns`` [b, g]."""
+
+        @contextmanager
+        def within(given: Tensor) -> Iterator[Tensor]:
+            with updated(self.model.model, self.net):
+                yield given
+
+        return chain_states(self.model, batch.tokens[:, :-1], columns, ids, within)
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """The updates as they are."""
+        return UnoDrafter(self.target, self.net)
+
+    @torch.no_grad()
+    def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """``accuracies`` of the rows of noise: how often a guess is what the target would say, where all guesses before
+        it are."""
+        behind = self.config.places - 1
+        hits, seen = torch.zeros(behind), torch.zeros(behind)
+        for batch in batches:
+            if batch.length <= behind:
+                continue
+            columns = torch.arange(0, batch.length - behind, behind, device=batch.tokens.device)[None]
+            ahead = columns[0][:, None] + 1 + torch.arange(behind, device=columns.device)  # [g, k - 1]
+            ids = self.config.filler(ahead).expand(len(batch.tokens), -1, -1)
+            guesses = self.parts.logits(self.states(batch, columns, ids))[0].argmax(-1)
+            wanted = self.parts.logits(batch.taps["last"])[0].argmax(-1)[ahead]
+            counted = torch.ones(wanted.shape) if batch.learned is None else batch.learned[0][ahead + 1].float().cpu()
+            right = (guesses == wanted).float().cpu().cumprod(-1)
+            before = torch.cat([torch.ones(len(right), 1), right[:, :-1]], -1)
+            hits += (right * counted).sum(0)
+            seen += (before * counted).sum(0)
+        return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
