@@ -85,6 +85,7 @@ from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.variants.gated import linear_shapes
 from foretoken.models.variants.second_weights import OwnWeightsModel, Scheme
+from foretoken.models.variants.sparse import SparseModel
 from foretoken.training.recipes import RECIPES
 
 
@@ -541,6 +542,13 @@ CASES: dict[str, list[Case]] = {
     "cascade": [
         Case("ngram", lambda target, draft: CascadeDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=4)),
         Case("model", lambda target, draft: CascadeDrafter(draft, ModelDrafter(target, k=2), inner_rule, k=4)),
+        Case(
+            "triforce",
+            lambda target, draft: CascadeDrafter(
+                SparseModel(target, 6, 2), ModelDrafter(near_sighted(draft), k=2), inner_rule, k=3
+            ),
+            network=True,
+        ),
         Case("tree", lambda target, draft: CascadeDrafter(draft, ModelDrafter(target, tree="2x2"), inner_rule, k=4)),
         Case(
             "deep",

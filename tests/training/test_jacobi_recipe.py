@@ -104,7 +104,7 @@ def test_the_loss_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = recipe.loss(batch, torch.Generator().manual_seed(0))
     parts = []
     for row, group, places in ((0, 0, (1, 2)), (1, 0, (0, 1, 2)), (1, 1, (2,))):
-        text = tokens[row, : int(seen[0][row, group]) + 1].tolist()
+        text = tokens[row, : int(seen[0][row, group]) + 2].tolist()  # up to the place behind it
         said = torch.log_softmax(logits_of(recipe.model, text + first[row, group].tolist())[-3:], -1)
         parts += [float(-(wanted[row, group, place] * said[place]).sum()) for place in places]
     assert float(loss.detach()) == pytest.approx(sum(parts) / 6, rel=1e-4)

@@ -20,7 +20,7 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.chains import chain_states
 from foretoken.training.recipes.base import Batch, Recipe, check_rank, mean_of, some_places
-from foretoken.training.recipes.features import at_rows, some_rows
+from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 
 PLACES = 128
 """Places per text where the target's own loss is taken."""
@@ -108,7 +108,7 @@ class JacobiRecipe(Recipe):
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """The consistency loss, and the weighted loss of the text."""
         text = batch.tokens[:, :-1]
-        columns = some_rows(batch, 1, generator, self.config.blocks)
+        columns = some_rows(batch, 1, generator, self.config.blocks) + 1  # those before tokens to be guessed go first
         steps, wanted = self.trajectory(text, columns)
         reached = (steps == steps[-1]).all(-1).float().argmax(0)  # [b, g]: the first point that is the fixed one
         chance = torch.rand(reached.shape, generator=generator).to(reached.device)
@@ -116,6 +116,9 @@ class JacobiRecipe(Recipe):
         start = steps.gather(0, chosen[None, ..., None].expand(1, *steps.shape[1:]))[0]  # [b, g, m]
         states, said = chain_states(self.model, text, columns, start, grad=True)
         differs = ((start != steps[-1]).cumsum(-1) > 0).float()  # what sees the same tokens says the same
+        counted = batch.counted(texts_of(columns), columns.flatten())
+        if counted is not None:
+            differs = differs * counted.view(*columns.shape, 1)
         logits = self.parts.logits(said).float()
         total = mean_of(-(wanted * torch.log_softmax(logits, -1)).sum(-1), differs)
         if not self.config.text:
