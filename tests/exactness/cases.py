@@ -85,6 +85,7 @@ from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.variants.gated import linear_shapes
 from foretoken.models.variants.second_weights import OwnWeightsModel, Scheme
+from foretoken.models.variants.sparse import SparseModel
 from foretoken.training.recipes import RECIPES
 
 
@@ -187,13 +188,14 @@ def feature_drafter(
     return made
 
 
-def native_mtp(target: LanguageModel, count: int = 1, few: bool = False) -> MtpDrafter:
+def native_mtp(target: LanguageModel, count: int = 1, few: bool = False, **options: Any) -> MtpDrafter:
     """Random modules of the target's own layer class, as a checkpoint holds them."""
     parts = TargetParts(target)
     modules = [random_weights(NativeModule(parts.network)) for _ in range(count)]
     head = few_tokens(target) if few else None
     if count > 1:
-        return MtpDrafter(StackedModel(StackedModules(modules), parts, target, head), nodes=3, depth=3)
+        chain = {"nodes": 3, "depth": 3}
+        return MtpDrafter(StackedModel(StackedModules(modules), parts, target, head), **{**chain, **options})
     return MtpDrafter(FeatureModel(modules[0], parts, target, head), nodes=5, depth=3, width=2)
 
 
@@ -519,10 +521,34 @@ CASES: dict[str, list[Case]] = {
                 ],
             ),
         ),
+        Case(
+            "expected",
+            lambda target, draft: RouterDrafter(
+                [SuffixDrafter(share=False), NgramDrafter(n=2), ModelDrafter(draft, tree="2x2")],
+                rule="expected",
+                least=1.0,
+            ),
+        ),
+        Case(
+            "match",
+            lambda target, draft: RouterDrafter(
+                [SamDrafter(), NgramDrafter(n=3), RecyclingDrafter(nodes=4, share=False)],
+                rule="match",
+                least=3,
+                bias=(0, 1, 0),
+            ),
+        ),
     ],
     "cascade": [
         Case("ngram", lambda target, draft: CascadeDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=4)),
         Case("model", lambda target, draft: CascadeDrafter(draft, ModelDrafter(target, k=2), inner_rule, k=4)),
+        Case(
+            "triforce",
+            lambda target, draft: CascadeDrafter(
+                SparseModel(target, 6, 2), ModelDrafter(near_sighted(draft), k=2), inner_rule, k=3
+            ),
+            network=True,
+        ),
         Case("tree", lambda target, draft: CascadeDrafter(draft, ModelDrafter(target, tree="2x2"), inner_rule, k=4)),
         Case(
             "deep",
@@ -547,6 +573,14 @@ CASES: dict[str, list[Case]] = {
     "staged": [
         Case("ngram", lambda target, draft: StagedDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=3, width=2)),
         Case("model", lambda target, draft: StagedDrafter(draft, ModelDrafter(target, k=2), inner_rule, k=2, width=3)),
+        Case(
+            "tree",
+            lambda target, draft: StagedDrafter(draft, NgramDrafter(n=1, k=3), inner_rule, tree="2x2x1"),
+        ),
+        Case(
+            "sequoia",
+            lambda target, draft: StagedDrafter(draft, ModelDrafter(target, k=2), inner_rule, tree=SEQUOIA),
+        ),
     ],
     "sparse_kv": [
         Case("whole", lambda target, draft: SparseKvDrafter(target, k=3), network=True),
@@ -684,6 +718,13 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("native", lambda target, draft: native_mtp(target), network=True),
         Case("native-stack", lambda target, draft: native_mtp(target, count=2), network=True),
+        Case("stack-tree", lambda target, draft: native_mtp(target, count=2, nodes=5, width=2), network=True),
+        Case(
+            "stack-wor-tree",
+            lambda target, draft: native_mtp(target, count=2, draw="without_replacement", tree="2x2x1"),
+            network=True,
+        ),
+        Case("trained-stack", lambda target, draft: trained("mtp", target, modules="2"), network=True),
         Case("few-native-stack", lambda target, draft: native_mtp(target, count=2, few=True), network=True),
     ],
     **{
@@ -734,5 +775,5 @@ CASES: dict[str, list[Case]] = {
     ],
 }
 
-for _method in sorted(RECIPES.keys() - {"early_exit"}):  # that one changes the target and has no weights of its own
+for _method in sorted(RECIPES.keys() - {"early_exit", "jacobi"}):  # those change the target and have no weights
     CASES[_method].append(Case("trained", partial(_trained, _method), network=True))

@@ -22,12 +22,12 @@ from foretoken.training.workshop import DistillConfig
 STEPS, TEXTS, LENGTH = 30, 4, 40
 
 
-_RECIPES: dict[tuple[str, Fingerprint], Recipe] = {}
+_RECIPES: dict[tuple[str, Fingerprint, tuple[tuple[str, str], ...]], Recipe] = {}
 
 
-def _train(method: str, target: LanguageModel) -> Recipe:
+def _train(method: str, target: LanguageModel, settings: dict[str, str]) -> Recipe:
     generator = torch.Generator().manual_seed(1)
-    recipe = find_recipe(method)(target, TargetParts(target), {}, seed=1)
+    recipe = find_recipe(method)(target, TargetParts(target), settings, seed=1)
     texts = torch.randint(target.vocab_size, (STEPS, TEXTS, LENGTH + 1), generator=generator)
     recipe.prepare(texts.flatten().numpy())
     recipe.parts.network.requires_grad_(False)
@@ -71,14 +71,15 @@ def taught(target: LanguageModel, draft: LanguageModel) -> PardDrafter:
     return PardDrafter(HuggingFaceModel(_TAUGHT[key]), k=3, nodes=5, target=target)
 
 
-def trained(method: str, target: LanguageModel) -> Drafter:
-    """A drafter over weights that were trained on the target's distributions behind random texts.
+def trained(method: str, target: LanguageModel, **settings: str) -> Drafter:
+    """A drafter over weights that were trained on the target's distributions behind random texts, with settings as of
+    ``--set``.
 
     Toy targets are made anew for every test, always with the same weights: what was trained for one fits all of them.
     """
-    key = method, TargetParts(target).fingerprint()
+    key = method, TargetParts(target).fingerprint(), tuple(sorted(settings.items()))
     if key not in _RECIPES:
-        _RECIPES[key] = _train(method, target)
+        _RECIPES[key] = _train(method, target, settings)
     recipe = _RECIPES[key].beside(target)
     tokens = torch.randint(target.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(2))
     held = Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts)

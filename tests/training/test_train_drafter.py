@@ -26,7 +26,7 @@ from foretoken.training.trainer import TrainConfig, Trainer
 TARGET = LmConfig(
     hidden=32, layers=4, heads=2, kv_heads=1, ffn=48, context=64, vocab=300, batch_size=2, steps=80, lr=1e-2
 )
-TRAINS_TARGET = {"early_exit"}
+TRAINS_TARGET = {"early_exit", "jacobi"}
 RUN = {"batch_size": 2, "context": 48, "seed": 3}
 
 
@@ -276,6 +276,7 @@ def test_early_exits_get_better(data: Path, target: Path, tmp_path: Path) -> Non
 
 LOW_RANK = [
     ("early_exit", {"rank": "2", "exits": "layer"}),
+    ("jacobi", {"rank": "2"}),
     ("medusa", {"rank": "2", "mode": "joint"}),
     ("bpd", {"rank": "2", "mode": "finetune"}),
 ]
@@ -300,7 +301,7 @@ def test_a_low_rank_update_of_the_target(
     llm = ft.load(str(out), drafter=drafter, dtype="float32", controller="constant")
     spec, plain = (side.generate("one two three", max_new_tokens=24) for side in (llm, llm.plain))
     assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
-    if method != "early_exit":
+    if method not in TRAINS_TARGET:
         with pytest.raises(ValueError, match="another target: the shapes agree, but the weights are others"):
             build_drafter(f"{method}:{out}", load_model(target))
     with pytest.raises(ValueError, match="a low-rank update, which cannot be updated again"):

@@ -223,6 +223,32 @@ def test_several_modules_draft_one_token_each(family: str, tmp_path: Path) -> No
         assert float((logits - wanted).abs().max()) < 0.05 * float(wanted.std()), step
 
 
+def test_a_tree_of_several_modules_equals_whole_passes_along_its_paths(tmp_path: Path) -> None:
+    """Level k of a tree is the k-th module's, on the states of each node's own path; siblings do not see each other."""
+    network, modules = save_family(tmp_path, "glm4_moe", count=3)
+    parts = TargetParts(load_model(tmp_path, dtype="float32"))
+    loaded = [native_module(parts.network, found) for found in read_head(parts.network)]
+    model = StackedModel(StackedModules(loaded), parts, load_model(tmp_path))
+    states, tokens = states_of(network, PROMPT), [*PROMPT[1:], 7]
+    sequence = model.open()
+    row = model.forward([Feed(sequence, tokens, states=states)])[0]
+    model.commit(sequence, range(8))
+    paths: list[list[int]] = [[]]
+    outputs = [row.taps["state"][-1]]
+    levels = [[(11, -1), (12, -1)], [(13, 0), (14, 1), (15, 1)], [(16, 3), (17, 2)], [(18, 5)]]
+    for step, level in enumerate(levels, 1):
+        fed = torch.stack([outputs[parent + 1] for _, parent in level])
+        feed = Feed(sequence, [token for token, _ in level], [parent for _, parent in level], states=fed)
+        row = model.forward([feed])[0]
+        for (token, parent), logits, state in zip(level, row.logits, row.taps["state"], strict=True):
+            paths.append([*paths[parent + 1], token])
+            outputs.append(state)
+            wanted = network.lm_head(whole_passes(modules, network, states, [*tokens, *paths[-1]], step)).detach()
+            assert float((logits - wanted).abs().max()) < 0.05 * float(wanted.std()), paths[-1]
+    with pytest.raises(ValueError, match=r"level by level, not the steps \[1, 4\] at once"):
+        model.forward([Feed(sequence, [1, 2], [-1, 6], states=torch.stack(outputs[:2]))])
+
+
 @torch.no_grad()
 def whole_passes(modules: list[NativeModule], network: Any, states: Tensor, tokens: list[int], step: int) -> Tensor:
     """[D] what the head reads at a step, from the definition: module k sees the text from token k on.
@@ -251,5 +277,7 @@ def test_several_modules_keep_the_text(tmp_path: Path) -> None:
     llm = ft.load(tmp_path, "mtp", controller="constant", dtype="float64")
     assert isinstance(llm.drafter.model, StackedModel)  # type: ignore[union-attr]
     assert [o.token_ids for o in llm.generate(prompts, max_new_tokens=20)] == [o.token_ids for o in plain]
-    with pytest.raises(ValueError, match="draft a chain: leave width out"):
-        ft.load(tmp_path, "mtp,width=2")
+    wide = ft.load(tmp_path, "mtp,width=2,nodes=6,depth=3", controller="constant", dtype="float64")
+    found = wide.generate(prompts, max_new_tokens=20)
+    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
+    assert all(o.stats.num_draft_tokens > 3 * o.stats.num_drafts for o in found)

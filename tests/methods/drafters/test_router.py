@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,9 @@ from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.recycling import RecyclingDrafter
 from foretoken.methods.drafters.router import RouterDrafter, parse_costs
+from foretoken.methods.drafters.sam import SamDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
-from foretoken.methods.drafters.sources import SourceDrafter
+from foretoken.methods.drafters.sources import Guess, NgramSource, SourceDrafter
 from foretoken.methods.drafters.suffix import SuffixDrafter
 from foretoken.models.base import LanguageModel
 from toys import MarkovTable, engine, llamas, outputs, serve, tables
@@ -105,6 +107,86 @@ def test_the_member_that_is_named_drafts(member: int) -> None:
     router = Logged([ModelDrafter(target, k=2), ModelDrafter(draft, k=2)])
     serve(engine(target, router, None, Naming(member)), [Request(PROMPT, max_new_tokens=20)])
     assert set(router.chosen[:-1]) == {member}
+
+
+# -- rules over guesses ----------------------------------------------------------------------------------------------
+
+
+class Copying(SourceDrafter):
+    """Guesses what it is told to, text by text."""
+
+    name = "copying"
+
+    def __init__(self, guess: Callable[[list[int]], Guess]) -> None:
+        self.told, self.max_depth, self.max_nodes = guess, 4, 4
+
+    def open(self, context: Context) -> NgramSource:
+        told = self.told
+
+        class Source(NgramSource):
+            def propose(self, budget: Budget) -> Guess:
+                return told(self.text)
+
+        return Source()
+
+
+def chain(scores: Sequence[float], match: int = 1) -> Guess:
+    return Guess([1] * len(scores), range(-1, len(scores) - 1), scores, match)
+
+
+@pytest.mark.parametrize(
+    ("options", "guesses", "chosen"),
+    [
+        ({"rule": "expected"}, [chain([0.9]), chain([0.8, 0.3])], 1),
+        ({"rule": "expected"}, [chain([0.9, 0.2]), chain([0.8, 0.3])], 0),  # a tie: the first one
+        ({"rule": "expected", "least": 1.2}, [chain([0.9]), chain([0.8, 0.3])], 2),
+        ({"rule": "expected", "least": 1.0}, [chain([0.9]), chain([0.8, 0.3])], 1),
+        ({"rule": "match"}, [chain([0.9], 2), chain([0.1], 3)], 1),
+        ({"rule": "match", "bias": (0, 2, 0)}, [chain([0.9], 2), chain([0.1], 3)], 0),
+        ({"rule": "match", "least": 5}, [chain([0.9], 4), chain([0.1], 3)], 2),
+        ({"rule": "match", "least": 5}, [chain([0.9], 4), chain([0.1], 5)], 1),
+        ({"rule": "match"}, [Guess(), Guess()], 2),
+        ({"rule": "match"}, [Guess(match=9), chain([0.1], 1)], 1),
+    ],
+)
+def test_a_rule_chooses_by_the_guesses(options: dict[str, Any], guesses: list[Guess], chosen: int) -> None:
+    target, draft = tables()
+    members: list[Drafter] = [Copying(lambda text, guess=guess: guess) for guess in guesses]  # type: ignore[misc]
+    router = Logged([*members, ModelDrafter(draft, k=2)], **options)
+    assert set(rounds(router, target, tokens=20)[:-1]) == {chosen}
+
+
+def test_the_best_guess_drafts_where_the_fallback_is_silent() -> None:
+    target, _ = tables()
+    copying = [Copying(lambda text: chain([0.5])), Copying(lambda text: chain([0.6]))]
+    router = Logged([*copying, ScriptedDrafter()], rule="expected", least=2.0)
+    assert set(rounds(router, target, tokens=20)[:-1]) == {1}
+
+
+def test_members_that_copy_need_no_fallback() -> None:
+    target, _ = tables()
+    router = Logged([Copying(lambda text: Guess()), Copying(lambda text: chain([0.6]))], rule="match")
+    assert router.rule is not None and router.rule.fallback is None
+    assert set(rounds(router, target, tokens=20)[:-1]) == {1}
+
+
+def test_a_rule_hides_the_members_from_controllers() -> None:
+    """And one that names a member all the same gets that one."""
+    target, draft = tables()
+    members = [NgramDrafter(n=2), ModelDrafter(draft, k=2)]
+    router = Logged(members, rule="expected", least=1e9)
+    assert router.limits.members == () and len(Logged(members).limits.members) == 2
+    serve(engine(target, router, None, Naming(0)), [Request(PROMPT * 3, max_new_tokens=12)])
+    assert 1 not in router.chosen
+
+
+def test_a_long_match_copies_and_a_short_one_leaves_it_to_the_table() -> None:
+    """SAM-Decoding with Token Recycling: on a text that repeats nothing the automaton is not asked for drafts."""
+    router = Logged([SamDrafter(), RecyclingDrafter(nodes=8, share=False)], rule="match", least=5)
+    assert set(rounds(router, cycle(), tokens=60)[1:-1]) == {0}
+    target, _ = tables()
+    router = Logged([SamDrafter(), RecyclingDrafter(nodes=8, share=False)], rule="match", least=99)
+    assert 0 not in rounds(router, target, tokens=60)[2:-1]
 
 
 # -- determinism -----------------------------------------------------------------------------------------------------
@@ -272,10 +354,21 @@ def test_costs_of_a_spec() -> None:
         ("router,drafters=(ngram|suffix),costs=a|b", "one number per drafter joined by"),
         ("router,drafters=(ngram|suffix),costs=-1|0", "costs >= 0"),
         ("router,drafters=(ngram|suffix),costs=nan|0", "costs >= 0"),
-        ("router,explore=1", "unknown option 'explore' of drafter 'router': valid ones: drafters, costs"),
+        (
+            "router,explore=1",
+            "unknown option 'explore' of drafter 'router': valid ones: rule, least, drafters, costs, bias",
+        ),
         ("router,drafters=(ngram|nonsense)", "unknown drafter 'nonsense': choose one of"),
-        ("router,k=4", "unknown option 'k' of drafter 'router': valid ones: drafters, costs"),
+        ("router,k=4", "unknown option 'k' of drafter 'router': valid ones: rule, least, drafters, costs, bias"),
         ("router:./path", "takes no path"),
+        ("router,rule=best", "router needs rule=cost, expected or match, not 'best'"),
+        ("router,drafters=(ngram|suffix),rule=match,least=-1", "router needs least >= 0, not -1"),
+        ("router,drafters=(ngram|suffix),least=1", "least and bias need rule=expected or match"),
+        ("router,drafters=(ngram|suffix),rule=expected,bias=0|1", "router needs rule=match for bias"),
+        ("router,drafters=(ngram|suffix),rule=match,bias=1", "a bias >= 0 for each of its 2 drafters"),
+        ("router,drafters=(ngram|suffix),rule=match,bias=a|b", "bias='a|b' must be one number per drafter"),
+        ("router,drafters=(recycling|ngram),rule=expected", "not recycling, ngram: for example"),
+        ("router,drafters=(ngram),rule=expected,least=1", "not ngram: for example drafters="),
     ],
 )
 def test_bad_specs(spec: str, words: str) -> None:

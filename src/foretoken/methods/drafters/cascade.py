@@ -23,7 +23,7 @@ from foretoken.methods.drafters.growing import asks_for_confidence, readable, wi
 from foretoken.methods.drafters.nested import Nested, works_nested
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.methods.trees.operations import truncate
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 from foretoken.models.cache.window import Window
 
 Rule = Callable[[TokenTree, Scores, Rng], Verdict]
@@ -47,7 +47,9 @@ class Chain:
         unread: tokens that the model is fed next, the last of them the root of the next guesses.
         parent: scratch node that they hang from.
         root: scratch node of the last root.
+        spots: the model's scratch node of each of the places.
         stopped: whether the budget's stop ended the chain.
+        most_guesses: nodes that the inner drafter may guess in a round; 0: as many as it likes.
     """
 
     context: Context
@@ -62,12 +64,17 @@ class Chain:
     unread: Sequence[int] = ()
     parent: int = -1
     root: int = -1
+    spots: list[int] = field(default_factory=list)
     stopped: bool = False
+    most_guesses: int = 0
 
     @property
     def left(self) -> int:
         """Tokens that the model still has to write."""
         return 0 if self.stopped else self.own - len(self.tokens)
+
+    def enter(self) -> None:
+        """Make the inner text this chain's, where several of them share it."""
 
 
 class CascadeDrafter(Drafter):
@@ -216,13 +223,16 @@ class CascadeDrafter(Drafter):
         for chain in writing:
             chain.inside.follow(chain.context.tokens)
             chain.unread = self.model.catch_up(chain.sequence, self._readable(chain.context.tokens))
+        self._write_rounds(writing)
+        self._add_late([chain for chain in chains if not chain.stopped and chain.length > len(chain.tokens)])
+
+    def _write_rounds(self, writing: Sequence[Chain]) -> None:
+        """Let the model write what is left of the chains, all of them by the same forwards."""
         while writing:
             trees = self._guesses(writing)
-            rows = self.model.forward([self._feed(c, t) for c, t in zip(writing, trees, strict=True)])
-            for chain, tree, row in zip(writing, trees, rows, strict=True):
-                self._review(chain, tree, row)
+            for chain, tree, logits in zip(writing, trees, self._scored(writing, trees), strict=True):
+                self._review(chain, tree, logits)
             writing = [chain for chain in writing if chain.left > 0]
-        self._add_late([chain for chain in chains if not chain.stopped and chain.length > len(chain.tokens)])
 
     def _begin(self, context: Context, budget: Budget) -> Chain:
         # The last draft is not read, so one more than the context's room can be written; past the room, nothing.
@@ -235,29 +245,56 @@ class CascadeDrafter(Drafter):
         """What the inner drafter thinks the model will write: at most one token less than missing, for the round adds
         one of its own.
         """
-        trees = [TokenTree.root_only(chain.inside.text.root) for chain in chains]
-        asked = [i for i, chain in enumerate(chains) if chain.left > 1]
-        if asked:
+        trees: list[TokenTree] = [TokenTree.root_only(chain.unread[-1]) for chain in chains]
+        waiting = [i for i, chain in enumerate(chains) if chain.left > 1]
+        while waiting:
+            firsts = {id(chains[i].inside): i for i in reversed(waiting)}  # an inner text is one chain's at a time
+            asked = sorted(firsts.values())
+            for i in asked:
+                chains[i].enter()
             depths = [min(self.inner.max_depth, chains[i].left - 1) for i in asked]
-            budgets = [Budget(depth, self.inner.max_nodes) for depth in depths]
+            nodes = [chains[i].most_guesses or self.inner.max_nodes for i in asked]
+            budgets = [Budget(depth, most) for depth, most in zip(depths, nodes, strict=True)]
             found = self.inner.propose_batch([chains[i].inside.text for i in asked], budgets)
             for i, tree, depth in zip(asked, found, depths, strict=True):
                 trees[i] = truncate(tree, depth)
+            waiting = [i for i in waiting if i not in asked]
         return trees
 
-    def _feed(self, chain: Chain, tree: TokenTree) -> Feed:
-        """The unread tokens, the last of which is the tree's root, and the guesses below it."""
-        first = len(chain.sequence.scratch_tokens)
+    def _scored(self, chains: Sequence[Chain], trees: Sequence[TokenTree]) -> list[Tensor]:
+        """Logits [n, V'] of every tree's nodes, by one forward.  Chains of one request share a feed, in which only the
+        first of them may have more to read than a root."""
+        feeds: dict[int, Feed] = {}
+        for chain, tree in zip(chains, trees, strict=True):
+            key = id(chain.sequence)
+            feeds[key] = self._feed(chain, tree, feeds.get(key))
+        rows = dict(zip(feeds, self.model.forward(list(feeds.values())), strict=True))
+        taken = dict.fromkeys(feeds, 0)
+        found = []
+        for chain, tree in zip(chains, trees, strict=True):
+            key = id(chain.sequence)
+            found.append(rows[key].logits[taken[key] : taken[key] + len(tree)])
+            taken[key] += len(tree)
+        return found
+
+    def _feed(self, chain: Chain, tree: TokenTree, before: Feed | None) -> Feed:
+        """The unread tokens, the last of which is the tree's root, and the guesses below it; behind what the request's
+        other chains feed."""
+        told: Sequence[int] = () if before is None else before.tokens
+        above: Sequence[int] = () if before is None else before.parents or ()
+        wanted = 0 if before is None else before.wanted or 0
+        first = len(chain.sequence.scratch_tokens) + len(told)
         root = chain.root = first + len(chain.unread) - 1
         parents = [chain.parent, *range(first, root), *(root + parent for parent in tree.parents[1:])]
         tokens = self._readable([*chain.unread, *tree.tokens[1:]])
-        return Feed(chain.sequence, tokens, parents, wanted=len(tree))
+        return Feed(chain.sequence, [*told, *tokens], [*above, *parents], wanted=wanted + len(tree))
 
-    def _review(self, chain: Chain, tree: TokenTree, row: Rows) -> None:
+    def _review(self, chain: Chain, tree: TokenTree, logits: Tensor) -> None:
         """One inner verdict: every token of it has the model's distribution after the node before it."""
+        chain.enter()
         text = chain.inside.text
         # The text grows below, and siblings are looked for in these scores later.
-        scores = Scores(widened(row.logits, self.vocab_size), tree, tuple(text.tokens), text.maker)
+        scores = Scores(widened(logits, self.vocab_size), tree, tuple(text.tokens), text.maker)
         verdict = self._rule(tree, scores, text.rng)
         nodes = [0, *verdict.path]
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
@@ -274,9 +311,13 @@ class CascadeDrafter(Drafter):
         chain.tokens.append(token)
         chain.distributions.append(distribution)
         chain.places.append((scores, node))
-        if asks_for_confidence(chain.budget):
-            sure = torch.softmax(scores.ranking(node), -1) if distribution is None else distribution
-            chain.stopped = chain.budget.stops_after(sure, float(sure[token]))
+        chain.spots.append(chain.root + node)
+        chain.stopped = asks_for_confidence(chain.budget) and self._is_last(chain, scores, node, token)
+
+    def _is_last(self, chain: Chain, scores: Scores, node: int, token: int) -> bool:
+        """Whether the budget's stop suppresses what follows a token after ``node``."""
+        sure = torch.softmax(scores.ranking(node), -1) if scores.maker.fixed else scores.p(node)
+        return chain.budget.stops_after(sure, float(sure[token]))
 
     def _add_late(self, chains: Sequence[Chain]) -> None:
         """The later tokens: each keeps the distribution that the late drafter drew it from."""

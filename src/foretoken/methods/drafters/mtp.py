@@ -1,4 +1,5 @@
-"""A multi-token prediction module, fed its own output again and again; also the one in the target's own checkpoint.
+"""A multi-token prediction module, fed its own output again and again, or several in a row; also those in the target's
+own checkpoint.
 
 DeepSeek-V3 (arXiv 2412.19437); one module used recursively as in FastMTP.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.features import FeatureDrafter
 from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.methods.drafters.nets.store import load_weights, read_description
+from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
@@ -22,10 +26,8 @@ from foretoken.models.forward.parts import TargetParts
 
 
 class MtpDrafter(FeatureDrafter):
-    """A chain of the module's best guesses; a tree with ``width`` above 1.
-
-    Raises:
-        ValueError: a tree of several modules in a row, which draft chains only.
+    """A chain of the module's best guesses; a tree with ``width`` above 1.  Of several modules the first one fills the
+    first level, the second one the second, and the last one all that follow.
     """
 
     name = "mtp"
@@ -42,11 +44,7 @@ class MtpDrafter(FeatureDrafter):
         sink: int = 0,
         tree: str = "",
     ) -> None:
-        if width > 1 and isinstance(model, StackedModel):
-            raise ValueError(f"the target has {model.count} prediction modules, which draft a chain: leave width out")
         super().__init__(model, nodes, depth, width, grow, draw, window, sink, tree)
-        if self.places.branches and isinstance(model, StackedModel):
-            raise ValueError(f"the target has {model.count} prediction modules, which draft a chain: give draw=iid")
 
     @classmethod
     def free_for(cls, context: BuildContext) -> bool:
@@ -86,11 +84,16 @@ class MtpDrafter(FeatureDrafter):
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
         if path is None and not context.has_trained(cls.name):
             modules = [native_module(parts.network, found, feed or "post_norm") for found in context.native_head()]
-            if len(modules) > 1:
-                return cls(StackedModel(StackedModules(modules), parts, target, head), **options)
-            return cls(FeatureModel(modules[0], parts, target, head), **options)
-        net = _trained(context.folder(cls.name, path), parts, feed)
-        return cls(FeatureModel(net, parts, target, head), **options)
+            net = StackedModules(modules) if len(modules) > 1 else modules[0]
+        else:
+            net = _trained(context.folder(cls.name, path), parts, feed)
+        return cls(cls.model_of(net, parts, target, head), **options)
+
+    @staticmethod
+    def model_of(net: nn.Module, parts: TargetParts, target: LanguageModel, head: DraftHead) -> FeatureModel:
+        """One module, or several in a row, as a model."""
+        kind = StackedModel if isinstance(net, StackedModules) else FeatureModel
+        return kind(net, parts, target, head)  # type: ignore[arg-type]
 
 
 def _trained(folder: Any, parts: TargetParts, feed: str) -> Any:

@@ -54,6 +54,14 @@ class Nested:
         drafted.extend(tokens[same:])
         self.shared = len(tokens)
 
+    def imagine(self, path: Sequence[int]) -> None:
+        """Make the inner text the request's own and the drafts ``path`` behind it."""
+        drafted, same = self.text.tokens, self.shared
+        while same < min(self.shared + len(path), len(drafted)) and path[same - self.shared] == drafted[same]:
+            same += 1
+        self._cut(same)
+        drafted.extend(path[same - self.shared :])
+
     def rewind(self, length: int) -> bool:
         """The request's own text was cut back to ``length`` tokens; tells whether that touches the inner text."""
         if length >= self.shared:

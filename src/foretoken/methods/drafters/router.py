@@ -1,7 +1,7 @@
 """One of several drafters guesses in each round: whichever the controller names.
 
-The group has no policy of its own.  Which member pays is a matter of measured cost and acceptance, which controllers
-weigh (``auto``, ``bandit``).
+The group has no policy of its own unless it is given a rule.  Which member pays is a matter of measured cost and
+acceptance, which controllers weigh (``auto``, ``bandit``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from foretoken.core import Budget, Context, Limits, TokenTree
+from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import BuildContext, Drafter
 from foretoken.methods.drafters.group import GroupDrafter, Part, Proposal, ask
+from foretoken.methods.drafters.guess_rules import GuessRule
+from foretoken.methods.drafters.outside import check_proposal
+from foretoken.methods.drafters.sources import Guess
 from foretoken.models.base import LanguageModel
 
 
@@ -26,9 +30,15 @@ class RouterDrafter(GroupDrafter):
         costs: per member what one draft token costs, in target steps; by default what it says itself
             (:meth:`~foretoken.methods.drafters.base.Drafter.cost_beside`).
         target: the model that is drafted for, whose size the default costs need.
+        rule: ``cost`` as above; or the guesses of the members that copy are weighed, and to a controller the group is
+            one drafter: ``expected``, most accepted tokens expected; ``match``, the longest n-gram found.
+        least: the estimate that a guess must reach; where none does, the last member drafts, and where that one has
+            nothing to say either, the best guess after all.
+        bias: with ``match``, per member by how many tokens its match must be longer than those of others.
 
     Raises:
-        ValueError: a cost below 0, no member, one member twice, or different vocabularies.
+        ValueError: a cost below 0, no member, one member twice, different vocabularies, or a rule that is none or does
+            not fit the members.
     """
 
     name = "router"
@@ -38,8 +48,12 @@ class RouterDrafter(GroupDrafter):
         drafters: Sequence[Drafter],
         costs: Sequence[float] = (),
         target: LanguageModel | None = None,
+        rule: str = "cost",
+        least: float = 0.0,
+        bias: Sequence[float] = (),
     ) -> None:
         super().__init__(drafters)
+        self.rule = GuessRule.over(rule, least, bias, self.drafters)
         if costs and len(costs) != len(drafters):
             raise ValueError(f"router has {len(costs)} costs for {len(drafters)} drafters: give one per drafter")
         if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
@@ -59,28 +73,36 @@ class RouterDrafter(GroupDrafter):
         *,
         drafters: str | None = None,
         costs: str = "",
+        rule: str = "cost",
+        least: float = 0.0,
+        bias: str = "",
     ) -> RouterDrafter:
-        """From a spec ``router[,drafters=(A|B|...)][,costs=0.1|0]``; by default all that need no training.
+        """From a spec ``router[,drafters=(A|B|...)][,costs=0.1|0][,rule=expected][,least=1]``; by default all that need
+        no training.
 
         Raises:
             ValueError: a path, costs that are no numbers, or members that are unknown or do not fit.
         """
         if path is not None:
             raise ValueError("drafter 'router' takes no path: router,drafters=(model:PATH|ngram)")
-        return cls(context.members(drafters), parse_costs(costs), target=context.target)
+        numbers, biases = parse_costs(costs), parse_costs(bias, "bias")
+        return cls(context.members(drafters), numbers, context.target, rule, least, biases)
 
     @property
     def limits(self) -> Limits:
-        """With those of the members, which a controller may choose from."""
+        """With those of the members, which a controller may choose from where no rule does."""
+        if self.rule is not None:
+            return super().limits
         members = zip(self.drafters, self.costs, strict=True)
         return replace(super().limits, members=tuple(replace(m.limits, relative_cost=cost) for m, cost in members))
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Ask the member that each budget names; where it guesses nothing, the next one."""
-        orders = [self._order(budget) for budget in budgets]
         trees: list[TokenTree | None] = [None] * len(contexts)
-        waiting = list(range(len(contexts)))
-        for place in range(max(map(len, orders))):
+        spare = self._weigh(self.rule, contexts, budgets, trees) if self.rule is not None else {}
+        orders = [self._order(budget) for budget in budgets]
+        waiting = [i for i, tree in enumerate(trees) if tree is None]
+        for place in range(max((len(orders[i]) for i in waiting), default=0)):
             asked: dict[int, list[int]] = {}
             for i in waiting:
                 if place < len(orders[i]):
@@ -94,10 +116,36 @@ class RouterDrafter(GroupDrafter):
                         trees[i] = self._owned(contexts[i], index, tree)
                     else:
                         waiting.append(i)
+        for i in waiting:
+            if i in spare:
+                trees[i] = self._guessed(contexts[i], *spare[i])
         return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
+
+    def _weigh(
+        self, rule: GuessRule, contexts: Sequence[Context], budgets: Sequence[Budget], trees: list[TokenTree | None]
+    ) -> dict[int, tuple[int, Guess]]:
+        """Fill in the trees whose best guess is good enough; the members and guesses of the others that have any."""
+        spare: dict[int, tuple[int, Guess]] = {}
+        for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
+            if budget.member is not None or budget.max_depth < 1 or budget.max_nodes < 1:
+                continue
+            index, guess, is_good = rule.best(context, budget)
+            if is_good:
+                trees[i] = self._guessed(context, index, guess)
+            elif guess.tokens:
+                spare[i] = index, guess
+        return spare
+
+    def _guessed(self, context: Context, index: int, guess: Guess) -> TokenTree:
+        tree = guess.tree(context.root)
+        if is_outside(type(self.drafters[index])):
+            check_proposal(tree, context, self.drafters[index], None, thorough=True)
+        return self._owned(context, index, tree)
 
     def _order(self, budget: Budget) -> list[tuple[int, Budget]]:
         """The members to ask, the first one first, each with its budget."""
+        if budget.member is None and self.rule is not None:
+            return [] if self.rule.fallback is None else [(self.rule.fallback, budget)]
         if budget.member is None:
             return [(index, budget) for index in self._cheapest_first]
         chosen: list[tuple[int, Budget]] = []
@@ -117,7 +165,7 @@ class RouterDrafter(GroupDrafter):
         return owned
 
 
-def parse_costs(text: str) -> tuple[float, ...]:
+def parse_costs(text: str, name: str = "costs") -> tuple[float, ...]:
     """``"0.1|0"`` -> ``(0.1, 0.0)``.
 
     Raises:
@@ -126,4 +174,4 @@ def parse_costs(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split("|")) if text else ()
     except ValueError:
-        raise ValueError(f"costs={text!r} must be one number per drafter joined by |, for example 0.1|0") from None
+        raise ValueError(f"{name}={text!r} must be one number per drafter joined by |, for example 0.1|0") from None

@@ -4,33 +4,100 @@ model that writes it is itself sped up by a cheaper drafter.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
-from foretoken.core import Kind, TokenTree
+from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.cascade import CascadeDrafter, Chain, Rule
 from foretoken.methods.drafters.drawing import best, draw_without_replacement
+from foretoken.methods.drafters.growing import asks_for_confidence
+from foretoken.methods.trees.counts import Places, Ranks
+from foretoken.methods.trees.places import places_of
+from foretoken.methods.trees.shapes import Choice, fitting_nodes
 from foretoken.models.base import LanguageModel
+
+MOST_NODES = 256
+"""Nodes of a tree at most."""
+
+
+@dataclass
+class Node:
+    """A token of the tree.
+
+    Attributes:
+        place: its ranks from the root downwards.
+        token: it.
+        distribution: what it was drawn from, [V]; ``None`` for a point.
+    """
+
+    place: Choice
+    token: int
+    distribution: Tensor | None
+
+
+@dataclass
+class Spine(Chain):
+    """The chain of first children below the root, and the tree around it.
+
+    Attributes:
+        counts: children per place, as planned before anything is drawn.
+        nodes: the whole tree so far, parents and earlier siblings first.
+    """
+
+    counts: dict[Choice, int] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+
+    def first_children(self, place: Choice) -> int:
+        """How many of them are planned one below the other."""
+        length = 0
+        while self.counts.get(place, 0):
+            place, length = (*place, 0), length + 1
+        return length
+
+
+@dataclass
+class Branch(Chain):
+    """A chain of first children below a sibling.
+
+    Attributes:
+        path: the drafts down to that sibling, which is the root of the first guesses.
+    """
+
+    path: tuple[int, ...] = ()
+
+    def enter(self) -> None:
+        """The inner text is the request's, the path, and what the branch has of its own."""
+        self.inside.imagine((*self.path, *self.tokens))
+
+
+Stage = list[tuple[Spine, Choice, tuple[int, ...], Chain]]
+"""Chains of one stage: the tree, the place that the chain hangs from, the drafts down to that place, and the chain."""
 
 
 class StagedDrafter(CascadeDrafter):
-    """A chain written as in ``cascade``, the spine, with siblings of every token from the distribution that it was
-    drawn from.
+    """A tree whose chains of first children are each written as in ``cascade``, one stage after the other.
 
-    The siblings cost no forward: the model has scored every place of the spine already.
+    The first stage is the chain below the root, the spine.  The model has scored every place of a chain to write it, so
+    the siblings of its tokens cost no forward.  The next stage are the chains below these siblings, all of them in the
+    same forwards, and so on: a tree of d levels takes as many forwards as its stages take rounds, not d of them.
 
     Args:
         model: the draft model.
         inner: guesses what the model will write.
         rule: verifies these guesses, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
-        k: length of the spine.
+        k: length of the spine, when no tree is asked for.
         width: tokens per place, that of the spine included; the others are leaves.
         target: the model that is drafted for, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
+        tree: a static tree instead of these two, whose siblings may have children: children per level, ``"3x2x1"``, a
+            file of ``foretoken tune tree``, or a spec such as ``"sequoia,nodes=16"``.
 
     Raises:
-        ValueError: an option outside its range, or a drafter that cannot work inside another one.
+        ValueError: an option outside its range, a tree that is none, follows the draft's confidence or has more than
+            256 nodes, or a drafter that cannot work inside another one.
         CapabilityError: the model cannot score and keep trees.
     """
 
@@ -44,42 +111,114 @@ class StagedDrafter(CascadeDrafter):
         k: int = 8,
         width: int = 3,
         target: LanguageModel | None = None,
+        tree: str = "",
     ) -> None:
         if width < 1:
             raise ValueError(f"staged needs width >= 1, not {width}")
-        super().__init__(model, inner, rule, k, target=target)
-        self.width = width
-        self.max_nodes = k * width
-        if width > 1:  # the token of the spine is drawn first, its siblings after it with earlier ones removed
+        self.choices = listed(places_of(tree, self.name)) if tree else comb(k, width)
+        super().__init__(model, inner, rule, max(map(len, self.choices)) if tree else k, target=target)
+        self._parents, branches = Ranks(self.choices).parents, Ranks(self.choices).branches
+        self.max_nodes = len(self.choices)
+        if branches:  # the first child is drawn first, its siblings after it with earlier ones removed
             self.traits = replace(self.traits, kind=Kind.WITHOUT_REPLACEMENT, draws_trees=True)
 
-    def _finished(self, chain: Chain) -> TokenTree:
-        spine = super()._finished(chain)
-        tokens, parents, q_rows = list(spine.tokens), list(spine.parents), list(spine.q_rows)
-        # The budget is shared out by the length that was planned, not by the one that a stop left, so that how many
-        # siblings a place gets depends on nothing that was drawn.  Early places come first: they are reached oftener.
-        spare = chain.budget.max_nodes - chain.length
-        for place in range(len(spine) - 1):
-            count = max(min(self.width - 1, spare), 0)
-            spare -= count
-            siblings = self._siblings(chain, place, count)
-            tokens += siblings
-            parents += [place] * len(siblings)
-            if q_rows:
-                q_rows += [q_rows[place + 1]] * len(siblings)
-        kind = spine.kind if spine.q is None else self.traits.kind
-        return TokenTree(tuple(tokens), tuple(parents), kind, spine.q, tuple(q_rows))
+    # -- writing -----------------------------------------------------------------------------------------------------
 
-    def _siblings(self, chain: Chain, place: int, count: int) -> list[int]:
-        """``count`` more tokens for a place of the spine, none twice."""
-        token, distribution = chain.tokens[place], chain.distributions[place]
-        if count == 0:
+    def _begin(self, context: Context, budget: Budget) -> Chain:
+        """The spine, and how many children every place gets: by the length that is planned and not by the one that a
+        stop leaves, so that it depends on nothing that is drawn."""
+        chain = super()._begin(context, budget)
+        ranks = 1 + max(choice[-1] for choice in self.choices)
+        counts: dict[Choice, int] = {}
+        for node in fitting_nodes(self.choices, self._parents, chain.length, budget.max_nodes, ranks):
+            parent = self.choices[node - 1][:-1]
+            counts[parent] = counts.get(parent, 0) + 1
+        spine = Spine(context, chain.inside, chain.sequence, budget, chain.length, chain.own, counts=counts)
+        spine.own = spine.first_children(())
+        return spine
+
+    def _write(self, chains: Sequence[Chain]) -> None:
+        super()._write(chains)
+        stage: Stage = [(chain, (), (), chain) for chain in chains if isinstance(chain, Spine)]
+        while stage:
+            stage = [branch for written in stage for branch in self._settle(*written)]
+            self._write_rounds([chain for *_, chain in stage])
+
+    def _settle(self, spine: Spine, place: Choice, path: tuple[int, ...], chain: Chain) -> Stage:
+        """Put a chain that was written into the tree, and draw the siblings of its tokens; the chains below these."""
+        pairs = list(zip(chain.tokens, chain.distributions, strict=True))
+        for depth, (token, distribution) in enumerate(pairs, 1):
+            spine.nodes.append(Node((*place, *[0] * depth), token, distribution))
+        branches: Stage = []
+        for depth, (_, distribution) in enumerate(pairs):
+            above = (*place, *[0] * depth)
+            siblings = self._siblings(chain, depth, spine.counts.get(above, 0) - 1)
+            for rank, token in enumerate(siblings, 1):
+                sibling, down = (*above, rank), (*path, *chain.tokens[:depth], token)
+                spine.nodes.append(Node(sibling, token, distribution))
+                length = spine.first_children(sibling)
+                if length and not self._stops_after(chain, depth, token):
+                    branch = Branch(
+                        spine.context, spine.inside, spine.sequence, spine.budget, length, length, path=down,
+                        unread=(token,), parent=chain.spots[depth], most_guesses=length,
+                    )  # fmt: skip
+                    branches.append((spine, sibling, down, branch))
+        return branches
+
+    def _siblings(self, chain: Chain, depth: int, count: int) -> list[int]:
+        """``count`` more tokens beside one of a chain, none twice."""
+        token, distribution = chain.tokens[depth], chain.distributions[depth]
+        if count <= 0:
             return []
         if distribution is not None:
             rest = distribution.clone()  # [V]
             rest[token] = 0.0
             return draw_without_replacement(rest, count, chain.context)
-        scores, node = chain.places[place]
+        scores, node = chain.places[depth]
         ranking = scores.ranking(node).clone()  # [V]
         ranking[token] = -torch.inf
         return best(ranking, count)
+
+    def _stops_after(self, chain: Chain, depth: int, token: int) -> bool:
+        """Whether the budget's stop suppresses what is below a sibling."""
+        return asks_for_confidence(chain.budget) and self._is_last(chain, *chain.places[depth], token)
+
+    def _finished(self, chain: Chain) -> TokenTree:
+        nodes = chain.nodes if isinstance(chain, Spine) else []
+        numbers = {(): 0, **{node.place: number for number, node in enumerate(nodes, 1)}}
+        tokens = (chain.context.root, *(node.token for node in nodes))
+        parents = (-1, *(numbers[node.place[:-1]] for node in nodes))
+        if not nodes or nodes[0].distribution is None:
+            return TokenTree(tokens, parents)
+        rows: dict[int, int] = {}  # siblings share what they were drawn from
+        drawn = [node.distribution for node in nodes if node.distribution is not None]
+        q_rows = (-1, *(rows.setdefault(id(distribution), len(rows)) for distribution in drawn))
+        each = {id(distribution): distribution for distribution in drawn}
+        return TokenTree(tokens, parents, self.traits.kind, torch.stack(list(each.values())), q_rows)
+
+
+def comb(k: int, width: int) -> list[Choice]:
+    """A chain of ``k`` whose every place has ``width - 1`` leaves beside it, the early ones first: they are reached
+    oftener."""
+    spine = [(0,) * depth for depth in range(1, k + 1)]
+    return [*spine, *((*(0,) * depth, rank) for depth in range(k) for rank in range(1, width))]
+
+
+def listed(places: Places) -> list[Choice]:
+    """The nodes of a static tree, parents and earlier siblings first.
+
+    Raises:
+        ValueError: more than 256.
+    """
+    counts = places.within(places.max_depth, MOST_NODES + 1)
+    if isinstance(places, Ranks):
+        found = list(places.choices)
+    else:
+        found = [(rank,) for rank in range(counts(()))]
+        for place in found:  # level by level: it grows while it is read
+            if len(found) > MOST_NODES:
+                break
+            found += [(*place, rank) for rank in range(counts(place))]
+    if len(found) > MOST_NODES:
+        raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes")
+    return found

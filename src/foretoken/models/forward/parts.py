@@ -205,7 +205,9 @@ class TargetParts:
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
     def features(self, tokens: Tensor, taps: Sequence[str], grad: bool = False) -> dict[str, Tensor]:
-        """Hidden states [b, n, D] by tap name of whole texts [b, n], read without a cache."""
+        """Hidden states [b, n, D] by tap name of whole texts [b, n], read without a cache; not at all for no tap."""
+        if not taps:
+            return {}
         with torch.set_grad_enabled(grad), recording(self.network, taps) as found:
             self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return dict(found)

@@ -105,7 +105,7 @@ def chain_states(
     """
     (b, n), (groups, k) = tokens.shape, ids.shape[1:]
     text = RowPlan(0, range(-1, n - 1), range(n), n)
-    plans = [_with_groups(text, row, k) for row in columns.tolist()]
+    plans = [with_chains(text, row, k) for row in columns.tolist()]
     cache = growing_cache()
     network = model.forwards
     as_is = nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
@@ -117,7 +117,7 @@ def chain_states(
     return found["last"].view(b, groups, k, -1)
 
 
-def _with_groups(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
+def with_chains(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
     """The text as nodes of a tree, and below the places ``columns`` chains of ``k`` new ones."""
     parents, depths = list(text.parents), list(text.depths)
     for column in columns:

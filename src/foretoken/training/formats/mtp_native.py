@@ -51,6 +51,8 @@ class MtpNative(Format):
         if not kind.startswith(("qwen3_5", "qwen3_next")):
             raise ValueError(f"the native layout is that of qwen3_5 and qwen3_next, and the target is {kind}")
         config = MtpConfig(**read_description(source, self.method, target.parts.fingerprint())["config"])
+        if config.modules > 1:
+            raise ValueError(f"{source} has {config.modules} modules, and this layout shares all but their layers")
         if (config.layer, config.feed) != ("target", "post_norm"):
             raise ValueError(f"{source} must be trained with `--set layer=target --set feed=post_norm` for this layout")
         place = Path(resolve(target.source)).expanduser()

@@ -62,6 +62,8 @@ class MtpSpeculators(Format):
         if sources:
             found = read_description(sources[0], self.method, fingerprint)
             config = MtpConfig(**found["config"])
+            if config.modules > 1:
+                raise ValueError(f"{sources[0]} has {config.modules} modules, and this layout holds one")
             if (config.layer, config.feed) != ("target", "post_norm"):
                 raise ValueError(
                     f"{sources[0]} has layer={config.layer} and feed={config.feed}; this layout holds layer=target and "

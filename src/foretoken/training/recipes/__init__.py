@@ -22,6 +22,7 @@ RECIPES = {
     "dflash": "DflashRecipe",
     "dflash2": "Dflash2Recipe",
     "dspark": "DsparkRecipe",
+    "jacobi": "JacobiRecipe",
     "uno": "UnoRecipe",
 }
 """Method -> class in the module of the same name."""

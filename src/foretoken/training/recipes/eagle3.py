@@ -114,7 +114,7 @@ class Eagle3Recipe(FeatureRecipe):
         """[V_d] the draft vocabulary."""
         return self.net.vocabulary
 
-    def draft_logits(self, output: Tensor) -> Tensor:
+    def draft_logits(self, output: Tensor, step: int = 0) -> Tensor:
         """[m, V_d] of outputs [m, D]."""
         return draft_logits(self.net, self.parts, self.net.head_state(output))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -48,33 +48,44 @@ class FeatureRecipe(Recipe):
         head = DraftHead(self.parts, self.guessed)
         return self.drafter_class(FeatureModel(self.net, self.parts, self.target, head))
 
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The networks of the first steps, the last of which goes on alone."""
+        return (self.net,)
+
     def unrolled(self, batch: Batch, features: Tensor, rows: Tensor, steps: int) -> Iterator[Tensor]:
         """Outputs [b, R, D] of drafting ``steps`` steps from every one of ``rows`` [b, R], one per step.
 
         Step 0 reads the whole text on true features.  Step k goes on from the same row's output, with the text's
         token k places further, as drafting does: it sees the true places up to the row, and of the steps behind
         them its own row only (training-time test, arXiv 2503.01840).  Output k is the feature of token row + k + 1.
+        Where there are several modules, each reads the whole text on what the one before it made, and the last one goes
+        on so.
         """
-        n = batch.length
         b, count = rows.shape
+        modules = self.modules[:steps]
         kept: list[tuple[Tensor, Tensor]] = []
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             kept.append((key, value))
             return torch.cat([key for key, _ in kept], 2), torch.cat([value for _, value in kept], 2)
 
-        places = torch.arange(n, device=rows.device)
-        embeddings = self.parts.embedding(batch.tokens[:, 1:]).to(features.dtype)
-        causal = additive(places <= places[:, None])
-        whole = self.net(embeddings, features, places.expand(b, n), causal, keep)
-        output = at_rows(whole, rows)
-        yield output
+        whole = features
+        for step, module in enumerate(modules):
+            kept.clear()
+            embeddings = self.parts.embedding(batch.tokens[:, 1 + step :]).to(features.dtype)
+            n = embeddings.shape[1]
+            places = torch.arange(n, device=rows.device)
+            causal = additive(places <= places[:, None])
+            whole = module(embeddings, whole[:, :n], (places + step).expand(b, n), causal, keep)
+            output = at_rows(whole, rows)
+            yield output
         before = additive(places <= rows[:, None, :, None])
         own = additive(torch.eye(count, dtype=torch.bool, device=rows.device)).expand(b, 1, count, count)
-        for step in range(1, steps):
+        for step in range(len(modules), steps):
             embeddings = self.parts.embedding(batch.tokens.gather(1, rows + 1 + step)).to(features.dtype)
-            mask = torch.cat([before, *[own] * step], -1)
-            output = self.net(embeddings, output, rows + step, mask, keep)
+            mask = torch.cat([before, *[own] * (step - len(modules) + 1)], -1)
+            output = modules[-1](embeddings, output, rows + step, mask, keep)
             yield output
 
     def labels(self, batch: Batch, rows: Tensor, steps: int) -> Labels:
@@ -82,19 +93,20 @@ class FeatureRecipe(Recipe):
         columns = torch.cat([rows + step for step in range(1, steps + 1)], 1)
         return Labels(batch, places_of(batch, texts_of(columns), columns.flatten()), self.guessed)
 
-    def agreement(self, labels: Labels, output: Tensor, columns: Tensor) -> Tensor:
-        """Cross-entropy of the distributions of outputs [b, R, D] with the target's behind the tokens at ``columns``
-        [b, R]."""
-        return labels.distance(self.draft_logits(output.flatten(0, 1)), texts_of(columns), columns.flatten())
+    def agreement(self, labels: Labels, output: Tensor, columns: Tensor, step: int = 0) -> Tensor:
+        """Cross-entropy of the distributions of outputs [b, R, D] of a step with the target's behind the tokens at
+        ``columns`` [b, R]."""
+        return labels.distance(self.draft_logits(output.flatten(0, 1), step), texts_of(columns), columns.flatten())
 
     @property
     def guessed(self) -> Tensor | None:
         """[V_d] the tokens that can be guessed; ``None``: all."""
         return self.frequent
 
-    def draft_logits(self, output: Tensor) -> Tensor:
-        """[m, V_d] of outputs [m, D]."""
-        return self.parts.logits(self.net.head_state(output), self.guessed)  # type: ignore[operator]
+    def draft_logits(self, output: Tensor, step: int = 0) -> Tensor:
+        """[m, V_d] of outputs [m, D] of a step."""
+        module = self.modules[min(step, len(self.modules) - 1)]
+        return self.parts.logits(module.head_state(output), self.guessed)  # type: ignore[operator]
 
 
 def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int = PLACES) -> Tensor:

@@ -1,16 +1,21 @@
-"""Training of a multi-token prediction module that is used recursively (the recipe of FastMTP)."""
+"""Training of a multi-token prediction module that is used recursively (the recipe of FastMTP), or of several in a row
+(DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.mtp import MtpDrafter
 from foretoken.methods.drafters.nets.mtp import MtpConfig, MtpNet, module_for
+from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.mtp import NativeModule
+from foretoken.models.forward.heads.stacked import StackedModules
 from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.features import FeatureRecipe, some_rows
@@ -21,8 +26,9 @@ class MtpSettings(MtpConfig):
     """The module's shape and its loss; ``layer=target`` trains one as checkpoints ship it, of the target's own class.
 
     Attributes:
-        unroll: steps on the module's own states.
-        beta: a step's weight is ``beta`` times that of the step before it.
+        unroll: steps of a draft, the first of which are those of the modules, and the others the last one's on its own
+            states.
+        beta: a step's weight is ``beta`` times that of the step before it; 1 weighs all alike, as DeepSeek-V3 does.
     """
 
     unroll: int = 3
@@ -30,8 +36,11 @@ class MtpSettings(MtpConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.unroll < 1 or self.beta <= 0:
-            raise ValueError(f"mtp needs unroll >= 1 and beta > 0, not {self.unroll} and {self.beta}")
+        if self.unroll < self.modules or self.beta <= 0:
+            raise ValueError(
+                f"mtp needs unroll >= {self.modules} (a step for each module) and beta > 0, not {self.unroll} and "
+                f"{self.beta}"
+            )
 
 
 class MtpRecipe(FeatureRecipe):
@@ -52,9 +61,20 @@ class MtpRecipe(FeatureRecipe):
     def build(self) -> nn.Module:
         """A new module, of the target's own class where that is asked for: it then starts from the target's layer."""
         made = module_for(MtpConfig(**self.stored_config()), self.parts.network)
-        if isinstance(made, NativeModule):
-            made.start_from(self.parts.network)
+        for module in made.steps if isinstance(made, StackedModules) else (made,):
+            if isinstance(module, NativeModule):
+                module.start_from(self.parts.network)
         return made
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Each of them."""
+        return tuple(self.net.steps) if isinstance(self.net, StackedModules) else (self.net,)
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """The modules as they are."""
+        head = DraftHead(self.parts, self.guessed)
+        return MtpDrafter(MtpDrafter.model_of(self.net, self.parts, self.target, head))
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over steps of the cross-entropy with the target's distribution."""
@@ -64,5 +84,5 @@ class MtpRecipe(FeatureRecipe):
         total = features.new_zeros(())
         labels = self.labels(batch, rows, self.config.unroll)
         for step, output in enumerate(self.unrolled(batch, features, rows, self.config.unroll)):
-            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step)
+            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step, step)
         return total

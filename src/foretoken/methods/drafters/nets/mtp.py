@@ -1,8 +1,8 @@
-"""DeepSeek-V3's multi-token prediction module (arXiv 2412.19437, section 2.2), used again and again."""
+"""DeepSeek-V3's multi-token prediction modules (arXiv 2412.19437, section 2.2), the last one used again and again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
 from foretoken.models.forward.heads.mtp import FEEDS, NativeModule
 from foretoken.models.forward.heads.pieces import HeadParts
+from foretoken.models.forward.heads.stacked import StackedModules
 
 LAYERS = ("own", "target")
 
@@ -23,13 +24,17 @@ class MtpConfig(LayerConfig):
         layer: ``own``, the plain layer of these sizes; ``target``, the target's own class, as checkpoints ship it.
         feed: what a step hands to the next one, its state before the module's norm or behind it.
         experts: whether a layer of the target's class has experts.
+        modules: how many there are in a row.
     """
 
     layer: str = "own"
     feed: str = "pre_norm"
     experts: bool = False
+    modules: int = 1
 
     def __post_init__(self) -> None:
+        if self.modules < 1:
+            raise ValueError(f"mtp needs modules >= 1, not {self.modules}")
         if self.layer not in LAYERS or self.feed not in FEEDS:
             raise ValueError(
                 f"mtp needs layer={' or layer='.join(LAYERS)} and feed={' or feed='.join(FEEDS)}, "
@@ -74,7 +79,11 @@ class MtpNet(nn.Module):
 
 
 def module_for(config: MtpConfig, network: nn.Module) -> nn.Module:
-    """A new module of this shape; ``network`` is the target, whose layer class may be asked for."""
+    """A new module of this shape, or several of them as :class:`StackedModules`; ``network`` is the target, whose layer
+    class may be asked for."""
+    if config.modules > 1:
+        one = replace(config, modules=1)
+        return StackedModules([module_for(one, network) for _ in range(config.modules)])
     if config.layer == "own":
         return MtpNet(config)
     return NativeModule(network, config.experts, config.feed)

@@ -3,7 +3,7 @@
 At place p module k reads token p + 1 and the state that module k - 1 made at place p - 1; the first one reads the
 target's state of place p.  So a committed place is read by all modules, each with a cache of its own, and what they
 have made there is what the next place needs.  A draft's first token is the first module's, its second one the second
-module's, and behind the last module that one goes on alone.
+module's, and behind the last module that one goes on alone.  In a tree it is the depth of a node that counts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
-from foretoken.models.cache.masks import unseen
+from foretoken.models.cache.masks import LayerMask, unseen
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
-from foretoken.models.forward.heads.mtp import Keep, NativeModule
+from foretoken.models.forward.heads.mtp import Keep
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.network.call import Call, Outputs
 
@@ -31,10 +31,11 @@ class StackedModules(nn.Module):
         modules: in the order of their steps.
     """
 
-    def __init__(self, modules: Sequence[NativeModule]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
         self.steps = nn.ModuleList(modules)
-        self.mask = modules[0].mask
+        mask = getattr(modules[0], "mask", None)
+        self.mask = mask if isinstance(mask, LayerMask) else LayerMask()
 
     def head_state(self, output: Tensor, step: int = 0) -> Tensor:
         """What the vocabulary projection reads of outputs [..., M D] at a step of the draft."""
@@ -102,7 +103,7 @@ class StackedForward(HeadForward):
 
 
 class StackedModel(FeatureModel):
-    """The modules as one model that drafts chains; the tap ``"state"`` holds all their states [n, M D].
+    """The modules as one model that drafts level by level; the tap ``"state"`` holds all their states [n, M D].
 
     Attributes:
         count: M.
@@ -141,14 +142,15 @@ class StackedModel(FeatureModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
-        """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [1, M D].
+        """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [n, M D]: all
+        feeds from nodes of one depth.
 
         Raises:
-            ValueError: a feed without states, or two feeds for one sequence.
+            ValueError: a feed without states, two feeds for one sequence, or nodes of several depths.
         """
         reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
         # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
-        self.forwards.step = 0 if reads else 1 + max(len(feed.sequence.scratch_tokens) for feed in feeds)
+        self.forwards.step = 0 if reads else _step_of(feeds)
         rows = super().forward([self._beside_read(feed) for feed in feeds] if reads else feeds, taps)
         if reads:
             width = (self.count - 1) * self.parts.hidden_size
@@ -164,3 +166,19 @@ class StackedModel(FeatureModel):
         width = (self.count - 1) * self.parts.hidden_size
         beside = feed.states.new_zeros(width) if before is None else before[-1][-1].to(feed.states)
         return replace(feed, states=torch.cat([feed.states, beside.expand(len(feed.states), -1)], -1))
+
+
+def _step_of(feeds: Sequence[Feed]) -> int:
+    """The step of a draft that the nodes of feeds stand at: 1 below the text.
+
+    Raises:
+        ValueError: they stand at several.
+    """
+    steps: set[int] = set()
+    for feed in feeds:
+        depths = feed.sequence.scratch_depths
+        parents = [len(depths) - 1] if feed.parents is None else feed.parents
+        steps.update(1 if parent < 0 else depths[parent] + 2 for parent in parents)
+    if len(steps) > 1:
+        raise ValueError(f"several prediction modules draft level by level, not the steps {sorted(steps)} at once")
+    return steps.pop()

@@ -1,0 +1,87 @@
+"""Which of several guesses is drafted: rules over the estimates that sources give with them.
+
+``expected``: the one with the largest expected number of accepted tokens, as SuffixDecoding chooses between its trees
+and a model (arXiv 2411.04975, section 4).  ``match``: the one that was found behind the longest n-gram, as SAM-Decoding
+chooses between its automata and another drafter (arXiv 2411.10666, section 3.3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from foretoken.core import Budget, Context
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.sources import Guess, SourceDrafter
+
+RULES = ("cost", "expected", "match")
+"""``cost`` weighs no guesses: the cheapest member is asked first."""
+
+
+def estimates(drafter: Drafter) -> bool:
+    """Whether a drafter says what its guesses are worth."""
+    return isinstance(drafter, SourceDrafter) and type(drafter).propose is SourceDrafter.propose
+
+
+@dataclass(frozen=True)
+class GuessRule:
+    """A rule over the guesses of some members.
+
+    Attributes:
+        name: ``"expected"`` or ``"match"``.
+        least: the estimate that a guess must reach, or the fallback drafts.
+        bias: per member, by how many tokens its match must be longer than those of others (``match`` only).
+        weighed: the members whose guesses are weighed.
+        fallback: the index of the member that drafts where no guess reaches ``least``; ``None``: nobody does.
+    """
+
+    name: str
+    least: float
+    bias: Sequence[float]
+    weighed: Sequence[SourceDrafter]
+    fallback: int | None
+
+    @classmethod
+    def over(cls, name: str, least: float, bias: Sequence[float], drafters: Sequence[Drafter]) -> GuessRule | None:
+        """A rule over members; ``None`` for ``cost``.  The last member is the fallback with ``least`` above 0, and
+        where it gives no estimates.
+
+        Raises:
+            ValueError: no such rule, options that another one has, or a member without estimates before the last.
+        """
+        if name not in RULES:
+            raise ValueError(f"router needs rule={', '.join(RULES[:-1])} or {RULES[-1]}, not {name!r}")
+        if not (math.isfinite(least) and least >= 0):
+            raise ValueError(f"router needs least >= 0, not {least}")
+        if name == "cost" and (least or bias):
+            raise ValueError("router weighs no guesses with rule=cost: least and bias need rule=expected or match")
+        if bias and name != "match":
+            raise ValueError("router needs rule=match for bias, which is a length of matches")
+        if name == "cost":
+            return None
+        falls_back = least > 0 or not estimates(drafters[-1])
+        weighed = [d for d in (drafters[:-1] if falls_back else drafters) if isinstance(d, SourceDrafter)]
+        if len(weighed) < len(drafters) - falls_back or not all(map(estimates, weighed)) or not weighed:
+            told = ", ".join(drafter.name for drafter in drafters)
+            raise ValueError(
+                f"router with rule={name} needs members that copy and may end with one other, not {told}: "
+                "for example drafters=(suffix|ngram|model)"
+            )
+        if bias and (len(bias) != len(drafters) or not all(math.isfinite(one) and one >= 0 for one in bias)):
+            raise ValueError(f"router needs a bias >= 0 for each of its {len(drafters)} drafters")
+        fallback = len(drafters) - 1 if falls_back else None
+        return cls(name, least, tuple(bias) or (0.0,) * len(drafters), weighed, fallback)
+
+    def value(self, index: int, guess: Guess) -> float:
+        """What is compared."""
+        if not guess.tokens:
+            return -math.inf
+        return guess.expected if self.name == "expected" else guess.match - self.bias[index]
+
+    def best(self, context: Context, budget: Budget) -> tuple[int, Guess, bool]:
+        """The member with the best guess (the first one wins ties), that guess, and whether it reaches ``least``."""
+        guesses = [member.guess(context, budget) for member in self.weighed]
+        values = [self.value(index, guess) for index, guess in enumerate(guesses)]
+        index = max(range(len(values)), key=values.__getitem__)
+        return index, guesses[index], values[index] >= max(self.least, 0.0) and bool(guesses[index].tokens)

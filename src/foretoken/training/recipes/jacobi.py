@@ -1,0 +1,153 @@
+"""Consistency training of a target: its Jacobi iteration jumps to its fixed point instead of walking there.
+
+Kou et al. 2024, "CLLMs: Consistency Large Language Models" (arXiv 2403.00835).  There is no network beside the target:
+the result is a target, and ``jacobi`` drafts for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.jacobi import JacobiDrafter
+from foretoken.models.base import CapabilityError
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.chains import chain_states
+from foretoken.training.recipes.base import Batch, Recipe, check_rank, mean_of, some_places
+from foretoken.training.recipes.features import at_rows, some_rows, texts_of
+
+PLACES = 128
+"""Places per text where the target's own loss is taken."""
+
+
+@dataclass(frozen=True)
+class JacobiSettings:
+    """How the target is trained.
+
+    Attributes:
+        m: tokens of a block, which is what the drafter guesses per round.
+        blocks: blocks per text and step.
+        text: weight of the target's own cross-entropy with the text, which keeps it a language model (10 in the paper).
+        smoothing: of that loss's labels (0.1 in the paper).
+        rank: 0 trains all weights; above 0 only a low-rank update of the decoder's linear layers is trained.
+    """
+
+    m: int = 8
+    blocks: int = 16
+    text: float = 10.0
+    smoothing: float = 0.0
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("m", self.m, 2), ("blocks", self.blocks, 1)):
+            if value < least:
+                raise ValueError(f"jacobi needs {name} >= {least}, not {value}")
+        if not self.text >= 0 or not 0 <= self.smoothing < 1:
+            raise ValueError(f"jacobi needs text >= 0 and 0 <= smoothing < 1, not {self.text} and {self.smoothing}")
+        check_rank(self.rank, trains_target=True)
+
+
+class JacobiRecipe(Recipe):
+    """At a random point of a block's trajectory the target learns what it says at the block's fixed point.
+
+    The trajectories are those of the target as it is, behind places of the text: greedy, from the guess that the
+    drafter begins with.
+    """
+
+    method = "jacobi"
+    config_class: ClassVar[type[Any]] = JacobiSettings
+    fixed = ()
+    target_lr = 1.0
+    lr = 1e-3
+    config: JacobiSettings
+
+    @property
+    def model(self) -> HuggingFaceModel:
+        """The target.
+
+        Raises:
+            CapabilityError: it cannot read chains below a text.
+        """
+        if not isinstance(self.target, HuggingFaceModel) or not self.target.capabilities.tree_mask:
+            raise CapabilityError(f"jacobi needs a target that takes trees, and {type(self.target).__name__} does not")
+        return self.target
+
+    def from_target(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def build(self) -> nn.Module:
+        """Nothing: all weights are the target's."""
+        self.model  # noqa: B018  (is refused before any text is read)
+        return nn.Module()
+
+    @property
+    def trains_target(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The text is read in the loss, together with the blocks."""
+        return ()
+
+    def spec(self, folder: object) -> str:
+        """Nothing is loaded but the target."""
+        return f"jacobi,m={self.config.m}"
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """Guesses as many tokens as a block has."""
+        return JacobiDrafter(self.config.m)
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """The consistency loss, and the weighted loss of the text."""
+        text = batch.tokens[:, :-1]
+        columns = some_rows(batch, 1, generator, self.config.blocks) + 1  # those before tokens to be guessed go first
+        steps, wanted = self.trajectory(text, columns)
+        reached = (steps == steps[-1]).all(-1).float().argmax(0)  # [b, g]: the first point that is the fixed one
+        chance = torch.rand(reached.shape, generator=generator).to(reached.device)
+        chosen = (chance * reached).long()
+        start = steps.gather(0, chosen[None, ..., None].expand(1, *steps.shape[1:]))[0]  # [b, g, m]
+        states, said = chain_states(self.model, text, columns, start, grad=True)
+        differs = ((start != steps[-1]).cumsum(-1) > 0).float()  # what sees the same tokens says the same
+        counted = batch.counted(texts_of(columns), columns.flatten())
+        if counted is not None:
+            differs = differs * counted.view(*columns.shape, 1)
+        logits = self.parts.logits(said).float()
+        total = mean_of(-(wanted * torch.log_softmax(logits, -1)).sum(-1), differs)
+        if not self.config.text:
+            return total
+        rows, places = some_places(batch, PLACES * len(text), 0, generator)
+        own = F.cross_entropy(
+            self.parts.logits(states[rows, places]).float(),
+            batch.tokens[rows, places + 1],
+            reduction="none",
+            label_smoothing=self.config.smoothing,
+        )
+        return total + self.config.text * mean_of(own, batch.counted(rows, places))
+
+    @torch.no_grad()
+    def trajectory(self, text: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """The Jacobi iteration below places [b, g] of texts [b, n]: its points [s, b, g, m], the last of them fixed,
+        and the target's distributions [b, g, m, V] behind the tokens of that one.
+
+        A block is fixed after m steps at the latest, and as soon as a step changes nothing.
+        """
+        m = self.config.m
+        point = text.gather(1, columns)[..., None].expand(-1, -1, m).contiguous()
+        points = [point]
+        while True:
+            states, said = chain_states(self.model, text, columns, point)
+            logits = self.parts.logits(said)
+            first = self.parts.logits(at_rows(states, columns)).argmax(-1)  # [b, g]
+            following = torch.cat([first[..., None], logits[:, :, :-1].argmax(-1)], -1)
+            if len(points) > m or torch.equal(following, point):
+                return torch.stack(points), torch.softmax(logits.float(), -1)
+            points.append(following)
+            point = following
