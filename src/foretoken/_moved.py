@@ -25,6 +25,7 @@ PLACES = {
     "grammar": "server.grammar",
     "measure.acceptance": "lab.acceptance",
     "measure.prompts": "lab.prompts",
+    "measure.costs": "lab.bench.costs",
     "measure": "loading.measured",
     "bench.report": "lab.report",
     "bench.cards": "lab.report.cards",
