@@ -54,13 +54,13 @@ class Given:
         return self.p.expand(len(logits), -1)
 
 
-def distributions(model: LanguageModel, tokens: Sequence[int], first: int, maker: Sampler) -> Tensor:
+def distributions(model: LanguageModel, tokens: Sequence[int], first: int, sampler: Sampler) -> Tensor:
     """[n, V] what the model gives each token from position ``first`` on."""
     sequence = model.open()
     model.prefill(sequence, tokens[: first - 1])
     logits = model.forward([Feed(sequence, tokens[first - 1 : -1])])[0].logits
     model.release(sequence)
-    return maker.distributions(logits, None)
+    return sampler.distributions(logits, None)
 
 
 def drawn(rule: str, p: Tensor, q: Tensor, width: int, seed: int) -> bool:
@@ -94,7 +94,7 @@ def main() -> None:
     prompts = [text for pair in zip(CODE, PROSE, strict=False) for text in pair][: args.prompts]
     rows = []
     for temperature in args.temperatures:
-        maker = Sampler(SamplingParams(temperature=temperature))
+        sampler = Sampler(SamplingParams(temperature=temperature))
         hits: dict[tuple[str, int], int] = {}
         places = 0
         with torch.inference_mode():
@@ -102,7 +102,7 @@ def main() -> None:
                 ids = list(tokenizer(prompt)["input_ids"])
                 options = {"max_new_tokens": args.new_tokens, "temperature": temperature, "ignore_eos": True}
                 text = ids + plain.generate(ids, seed=1000 + seed, **options).token_ids
-                p, q = (distributions(model, text, len(ids), maker) for model in (target, draft))
+                p, q = (distributions(model, text, len(ids), sampler) for model in (target, draft))
                 noise = Noise(seed)
                 for trial in range(args.draws * len(p)):
                     mine, theirs = p[trial % len(p)], q[trial % len(p)]

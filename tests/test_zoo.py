@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import foretoken as ft
 from foretoken.loading import ZOO, build_drafter, check_folder, load_model
+from foretoken.loading.drafters import drafter_folder, has_drafter
+from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.registry import rows
 
 TRAINED = [row.name for row in rows("drafter") if row.needs_training]
@@ -18,7 +21,8 @@ PROSE = "It was a cold evening in November, and the old house "
 
 def test_zoo_is_small_and_holds_no_pickles() -> None:
     files = [p for p in ZOO.rglob("*") if p.is_file()]
-    assert sum(p.stat().st_size for p in files) < 81_000_000
+    assert sum(p.stat().st_size for p in files if p.suffix == ".safetensors") < 90_000_000
+    assert sum(p.stat().st_size for p in files if p.suffix != ".safetensors") < 5_000_000
     assert not [p for p in files if p.suffix in (".bin", ".pt", ".pth", ".pkl")]
     for name in ("target", "draft", "hybrid"):
         check_folder(ZOO / name)
@@ -47,6 +51,17 @@ def test_built_in_pair_speculates_and_keeps_the_output() -> None:
         out = llm.generate(prompt, max_new_tokens=48)
         assert out.token_ids == llm.plain.generate(prompt, max_new_tokens=48).token_ids
         assert out.stats.mean_acceptance_length > 1.2
+
+
+def test_the_head_for_smollm2_comes_with_its_card() -> None:
+    assert has_drafter("eagle3", "smollm2") and not has_drafter("medusa", "smollm2")
+    folder = drafter_folder("eagle3", "smollm2", "smollm2.gguf")
+    card, made = (folder / "README.md").read_text(), json.loads((folder / "drafter.json").read_text())
+    for word in ("apache-2.0", "foretoken train eagle3", "Held-out acceptance", "## Data", "## Speed"):
+        assert word in card, word
+    assert (made["target"]["hidden_size"], made["target"]["num_layers"]) == (576, 30)
+    net = Eagle3Net(Eagle3Config(**made["config"]))
+    net.load_state_dict(load_file(folder / "model.safetensors"))
 
 
 @pytest.mark.parametrize("name", TRAINED)

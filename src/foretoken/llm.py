@@ -33,7 +33,7 @@ from foretoken.loading import read_profile as read_profile
 from foretoken.loading.generation_defaults import GenerationDefaults, read_defaults
 from foretoken.loading.measured.calibration import calibrated
 from foretoken.loading.measured.profile import costs_for
-from foretoken.loading.memory import told_when_full
+from foretoken.loading.memory import explains_full_memory
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.known import KnownDrafter
@@ -208,7 +208,7 @@ class Llm:
             "kv_bytes": target.kv_bytes,
             "kv_peak_bytes": target.kv_peak_bytes,
             "kv_bytes_per_token": target.kv_bytes_per_token,
-            "prefix_bytes": self.engine.texts.prefixes.nbytes,
+            "prefix_bytes": self.engine.prefix_cache.prefixes.nbytes,
             "weight_bytes": target.weight_bytes,
         }
 
@@ -241,7 +241,7 @@ def _prediction_of(value: Any, index: int, single: bool) -> Any:
     return value[index]
 
 
-@told_when_full
+@explains_full_memory
 def load(
     target: Any = BUILTIN,
     drafter: Part | Sequence[Part] | None = "auto",

@@ -449,7 +449,11 @@ def test_other_threads_may_look_while_texts_are_kept_and_a_controller_learns() -
             stop.set()
             watcher.join()
         assert not failures and looks
-        assert llm.memory()["prefix_bytes"] == sum(one.nbytes for one in llm.engine.texts.prefixes._kept.values()) > 0
+        assert (
+            llm.memory()["prefix_bytes"]
+            == sum(one.nbytes for one in llm.engine.prefix_cache.prefixes._kept.values())
+            > 0
+        )
 
     during(llm, scenario, max_running=4, prefix_bytes=2**16)
 

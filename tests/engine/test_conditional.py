@@ -60,11 +60,11 @@ def brute_force(
     target: TableModel, strings: Sequence[Sequence[int]], params: SamplingParams, ends: Sequence[int] = (END,)
 ) -> dict[tuple[int, ...], float]:
     """Probability of every output (string and end), given that it is one of these."""
-    maker = Sampler(params, len(PROMPT))
+    sampler = Sampler(params, len(PROMPT))
 
     def p(token: int, before: Sequence[int]) -> float:
         prefix = [*PROMPT, *before]
-        return float(maker.distribution(target.distribution(prefix).log(), prefix)[token])
+        return float(sampler.distribution(target.distribution(prefix).log(), prefix)[token])
 
     found = {
         (*one, end): math.prod(p(token, one[:i]) for i, token in enumerate(one)) * p(end, one)
@@ -80,13 +80,13 @@ def masked(
 ) -> dict[tuple[int, ...], float]:
     """Probability of every output under masking: at each step what leads to no string is impossible."""
     outputs = [(*one, END) for one in strings]
-    maker = Sampler(params, len(PROMPT))
+    sampler = Sampler(params, len(PROMPT))
     found = {}
     for output in outputs:
         chance = 1.0
         for i, token in enumerate(output):
             prefix = [*PROMPT, *output[:i]]
-            p = maker.distribution(target.distribution(prefix).log(), prefix)
+            p = sampler.distribution(target.distribution(prefix).log(), prefix)
             allowed = sorted({other[i] for other in outputs if len(other) > i and other[:i] == output[:i]})
             chance *= float(p[token] / p[allowed].sum())
         found[output] = chance
@@ -113,7 +113,7 @@ def distribution_of_rule(
     context, tree = opened(target, params), tree_of(language, PROMPT[-1])
     if width == 0:
         logits = target.forward([Feed(context.sequence, tree.tokens, tree.parents)])[0].logits
-        parts = step_log_probs(tree, Scores(logits, tree, context.tokens, context.maker), ends)
+        parts = step_log_probs(tree, Scores(logits, tree, context.tokens, context.sampler), ends)
     else:
         parts = score_in_pieces(target, context, tree, ends, width)
         assert not context.sequence.scratch_tokens and context.sequence.tokens == PROMPT[:-1]
@@ -165,7 +165,7 @@ def drawn(target: LanguageModel, strings: Sequence[Sequence[int]], uniforms: Seq
     own.width = width
     tree, rule = own.propose(target, context)
     logits = target.forward([Feed(context.sequence, tree.tokens, tree.parents)])[0].logits
-    verdict = rule.decide(tree, Scores(logits, tree, context.tokens, context.maker), Coins(Rng(0)))
+    verdict = rule.decide(tree, Scores(logits, tree, context.tokens, context.sampler), Coins(Rng(0)))
     target.commit(context.sequence, [0, *verdict.path])
     return [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
 
@@ -367,4 +367,4 @@ def test_the_front_door_takes_a_language_as_a_constraint() -> None:
 def test_the_request_says_why_nothing_else_drafts() -> None:
     run = join(1, request(), model(), None, races=True)
     assert "conditional" in run.request.asked and run.own is not None
-    assert run.context.maker.noise is None and SequenceState(0).num_slots == 0
+    assert run.context.sampler.noise is None and SequenceState(0).num_slots == 0

@@ -213,9 +213,9 @@ def check_free(busy: Engine) -> None:
     """Nothing is held for anybody."""
     assert not busy.running and not busy.waiting and not busy.budget.reserved
     target: Any = busy.target
-    assert target.kv_bytes == 0 and not target.bands.texts
+    assert target.kv_bytes == 0 and not target.pool.texts
     model: Any = getattr(busy.drafter, "model", None)
-    assert model is None or (model.kv_bytes == 0 and not model.bands.texts)
+    assert model is None or (model.kv_bytes == 0 and not model.pool.texts)
 
 
 def check_others(busy: Engine, clean: dict[int, list[int]], reason: str = "error") -> Exception:

@@ -190,7 +190,7 @@ def play(engine: Engine, points: Points, request: Request, boxes: Sequence[Box])
     for box in boxes:
         ids.append(engine.add(request))
         run = engine.waiting[-1]
-        if run.context.maker.noise is not None:
+        if run.context.sampler.noise is not None:
             raise AssertionError("noise is no uniform: such a request is tested by equality")
         run.context.rng = BoxRng(box, points)
     done: dict[int, Running] = {}

@@ -147,7 +147,7 @@ class PlainDrafter(Drafter):
 
     def distribution(self, context: Context, drafts: Sequence[int]) -> Tensor:
         prefix = [*context.tokens, *drafts]
-        distribution: Tensor = context.maker.distribution(next_logits(self.model, prefix), prefix)
+        distribution: Tensor = context.sampler.distribution(next_logits(self.model, prefix), prefix)
         return distribution
 
     def chain(self, context: Context, budget: Budget) -> TokenTree:

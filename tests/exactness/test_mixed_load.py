@@ -190,7 +190,7 @@ def play(mix: Mix, case: Case) -> None:
             break
     assert done | gone == set(ids) and not done & gone, "somebody waits for ever"
     target: Any = busy.target
-    assert not busy.budget.reserved and not target.bands.texts and target.kv_bytes == 0
+    assert not busy.budget.reserved and not target.pool.texts and target.kv_bytes == 0
 
 
 @pytest.mark.parametrize("number", range(MIXES))

@@ -209,7 +209,7 @@ def test_an_unfiltered_draft_changes_no_text(build: Build, monkeypatch: pytest.M
 
         def begun(self: ModelDrafter, *given: Any) -> Growing:
             growing = begin(self, *given)
-            growing.maker = unfiltered(growing.maker)
+            growing.sampler = unfiltered(growing.sampler)
             return growing
 
         monkeypatch.setattr(ModelDrafter, "_begin", begun)
@@ -339,9 +339,9 @@ class Residual(CoupledVerifier):
             if tree.children[node]:
                 q = self.draft.distribution(scores.node_prefix(node))  # type: ignore[attr-defined]
                 rest = residual(scores.p(node), q)
-                noise = scores.maker.noise
+                noise = scores.sampler.noise
                 assert noise is not None
-                times = noise.exponentials(scores.lengths[node] - scores.maker.prompt_length, len(rest)) / rest
+                times = noise.exponentials(scores.lengths[node] - scores.sampler.prompt_length, len(rest)) / rest
                 winner = int(times.argmin())
             return verdict_at(tree, path, winner)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,7 @@ class Context:
         tokens: prompt and output so far, the root last.
         prompt_length: how many of them are the prompt.
         max_length: tokens that there may be in the end, the prompt included (0: unknown).
-        maker: the request's sampling pipeline, so that a draft distribution can be made by the same function.
+        sampler: the request's sampling pipeline, so that a draft distribution can be made by the same function.
         rng: the request's randomness.
         hidden: target hidden states of the last round's committed nodes (root first), by tap name, each [n, D]; the
             row of position t is ``hidden[name][t - hidden_start]``.
@@ -61,7 +62,7 @@ class Context:
     request_id: int
     tokens: list[int]
     prompt_length: int
-    maker: Any
+    sampler: Any
     rng: Rng
     hidden: dict[str, Tensor] = field(default_factory=dict)
     hidden_start: int = 0
@@ -77,3 +78,9 @@ class Context:
     def root(self) -> int:
         """The last committed token."""
         return self.tokens[-1]
+
+    @property
+    def maker(self) -> Any:
+        """The old name of ``sampler``."""
+        warnings.warn("context.maker is context.sampler now", DeprecationWarning, stacklevel=2)
+        return self.sampler

@@ -284,7 +284,7 @@ def fixed_tokens(
 def race(makers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
     """[N, V] what their tokens are the largest of, all rows of all requests; arguments as for :func:`fixed_tokens`."""
     log_probs = makers[0].log_probs(torch.cat(list(logits)))
-    noise = [row for maker, each in zip(makers, lengths, strict=True) for row in maker.noise_rows(each, log_probs)]
+    noise = [row for sampler, each in zip(makers, lengths, strict=True) for row in sampler.noise_rows(each, log_probs)]
     return torch.stack(noise).add_(log_probs)
 
 

@@ -85,7 +85,7 @@ class Scores:
         logits: [N, V] raw target logits, one row per node.
         tree: the tree that was scored.
         prefix: committed tokens up to and including the root.
-        maker: the sampling pipeline of the request.
+        sampler: the sampling pipeline of the request.
         taps: hidden states that the drafter asked for, by name, each [N, D].
         made: [n, V] target distributions of the first n nodes, where they were made for the whole batch
             (:mod:`foretoken.methods.verifiers.batched`).
@@ -99,7 +99,7 @@ class Scores:
     logits: Tensor
     tree: TokenTree
     prefix: Sequence[int]
-    maker: SamplingPipeline
+    sampler: SamplingPipeline
     taps: dict[str, Tensor] = field(default_factory=dict)
     made: Tensor | None = None
     weights: tuple[list[float], list[float]] | None = None
@@ -119,9 +119,9 @@ class Scores:
             return self.made[node]
         distribution = self._distributions.get(node)
         if distribution is None:
-            prefix = () if self.maker.context_free else self.node_prefix(node)
+            prefix = () if self.sampler.context_free else self.node_prefix(node)
             try:
-                distribution = self.maker.distribution(self.logits[node], prefix)
+                distribution = self.sampler.distribution(self.logits[node], prefix)
             except NothingAllowedError:
                 distribution = self._stuck_at(node, 0.0)
             self._distributions[node] = distribution
@@ -139,8 +139,8 @@ class Scores:
         """[N, V] target distributions of all nodes at once (for rules that need every position of a chain)."""
         if self.made is not None and len(self.made) == len(self.tree):
             return self.made
-        if self.maker.context_free:
-            return self.maker.distributions(self.logits, None)
+        if self.sampler.context_free:
+            return self.sampler.distributions(self.logits, None)
         return torch.stack([self.p(node) for node in range(len(self.tree))])
 
     @cached_property
@@ -151,7 +151,7 @@ class Scores:
     @property
     def positions(self) -> list[int]:
         """Positions in the output of the tokens that may follow the nodes."""
-        return sorted({length - self.maker.prompt_length for length in self.lengths})
+        return sorted({length - self.sampler.prompt_length for length in self.lengths})
 
     @property
     def races_at_once(self) -> bool:
@@ -161,16 +161,16 @@ class Scores:
 
     def ranking(self, node: int) -> Tensor:
         """[V] what the token after ``node`` is the largest of, on that node's own prefix, if the request is fixed."""
-        prefixes = None if self.maker.context_free else [self.node_prefix(node)]
+        prefixes = None if self.sampler.context_free else [self.node_prefix(node)]
         try:
-            return self.maker.ranking(self.logits[node : node + 1], self.lengths[node : node + 1], prefixes)[0]
+            return self.sampler.ranking(self.logits[node : node + 1], self.lengths[node : node + 1], prefixes)[0]
         except NothingAllowedError:
             return self._stuck_at(node, -torch.inf)
 
     def choice(self, node: int) -> int:
         """The token that a fixed request takes after ``node``: the argmax at temperature 0, else the race's winner."""
-        if self.chosen is None and self.maker.context_free and (self.maker.greedy or self.races_at_once):
-            ranking = self.logits if self.maker.greedy else self.maker.ranking(self.logits, self.lengths, None)
+        if self.chosen is None and self.sampler.context_free and (self.sampler.greedy or self.races_at_once):
+            ranking = self.logits if self.sampler.greedy else self.sampler.ranking(self.logits, self.lengths, None)
             self.chosen, finite = argmaxes(ranking)
             if not finite:
                 raise NonFiniteLogitsError(NON_FINITE)
@@ -178,4 +178,4 @@ class Scores:
 
     def argmax(self, node: int) -> int:
         """The most likely token after ``node`` (lowest index on ties)."""
-        return self.choice(node) if self.maker.greedy else int(self.p(node).argmax())
+        return self.choice(node) if self.sampler.greedy else int(self.p(node).argmax())

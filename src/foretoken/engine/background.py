@@ -156,9 +156,9 @@ class AsyncLlm:
             engine.rounds,
             self._report,
             engine.times,
-            engine.texts.prefixes.nbytes,
-            engine.texts.prefixes.limit,
-            len(engine.texts.prefixes),
+            engine.prefix_cache.prefixes.nbytes,
+            engine.prefix_cache.prefixes.limit,
+            len(engine.prefix_cache.prefixes),
             getattr(engine.target, "graphs_off", "none") == "",
         )
 

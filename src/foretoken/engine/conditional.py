@@ -215,9 +215,9 @@ def step_log_probs(tree: TokenTree, scores: Scores, ends: frozenset[int]) -> tup
 
 def _log_probs(tree: TokenTree, scores: Scores) -> Tensor:
     """[N, V] log-probabilities after every node, each on its own prefix; -inf throughout where nothing may follow."""
-    maker, lengths = scores.maker, scores.lengths
-    if maker.context_free:
-        rows = maker.ranking(scores.logits, lengths, None)
+    sampler, lengths = scores.sampler, scores.lengths
+    if sampler.context_free:
+        rows = sampler.ranking(scores.logits, lengths, None)
     else:
         rows = torch.stack([_log_probs_after(node, scores) for node in range(len(tree))])
     if rows.device.type != "mps":
@@ -229,7 +229,7 @@ def _log_probs(tree: TokenTree, scores: Scores) -> Tensor:
 def _log_probs_after(node: int, scores: Scores) -> Tensor:
     logits, length = scores.logits[node : node + 1], scores.lengths[node : node + 1]
     try:
-        return scores.maker.ranking(logits, length, [scores.node_prefix(node)])[0]
+        return scores.sampler.ranking(logits, length, [scores.node_prefix(node)])[0]
     except NothingAllowedError:
         return torch.full_like(logits[0], -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
 
@@ -270,7 +270,9 @@ def score_in_pieces(
     for nodes in pieces(tree, width):
         part = select(tree, nodes)
         rows = target.forward([Feed(context.sequence, part.tokens, part.parents)])[0]
-        steps[nodes], last[nodes] = step_log_probs(part, Scores(rows.logits, part, context.tokens, context.maker), ends)
+        steps[nodes], last[nodes] = step_log_probs(
+            part, Scores(rows.logits, part, context.tokens, context.sampler), ends
+        )
         target.commit(context.sequence, ())
     return steps, last
 

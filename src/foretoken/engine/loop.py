@@ -178,10 +178,10 @@ class Engine(Requests):
         self._bookkeeping_s = now(self._device) - taken
         if self.on_round is not None:
             self.on_round([t.run for t in turns], [t.tree for t in turns], [t.verdict for t in turns], times)
-        turns = self._each(self._part, turns)
+        turns = self._each(self._let_go, turns)
         return [(turn.run, turn.emission) for turn in turns]
 
-    def _part(self, turns: Sequence[Turn]) -> None:
+    def _let_go(self, turns: Sequence[Turn]) -> None:
         """Let requests leave that have all their tokens."""
         for turn in turns:
             if turn.emission.finish_reason is not None:
@@ -213,7 +213,7 @@ class Engine(Requests):
         wanted = self.controller.budgets([turn.run.context for turn in open_turns])
         for turn, asked in zip(open_turns, wanted, strict=True):
             budget = self._as_asked(turn.run, asked)
-            wider = self.drafter.at_least(turn.run.context, budget)
+            wider = self.drafter.minimum_budget(turn.run.context, budget)
             turn.planned = wider is asked
             budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
             if budget.max_depth > 0 and budget.max_nodes > 0:
@@ -254,7 +254,7 @@ class Engine(Requests):
         rows = self.target.forward([self._feed(turn.run, turn.tree) for turn in turns], self.taps)
         for turn, row in zip(turns, rows, strict=True):
             context = turn.run.context
-            turn.scores = Scores(row.logits, turn.tree, context.tokens, context.maker, row.taps)
+            turn.scores = Scores(row.logits, turn.tree, context.tokens, context.sampler, row.taps)
 
     def _drop_scratch(self, run: Running) -> None:
         """What an attempt that failed has left."""
@@ -298,7 +298,7 @@ class Engine(Requests):
         kind = tree.kind
         if len(tree) == 1 and self.verifier is not None and kind not in self.verifier.kinds:
             kind = min(self.verifier.kinds)  # an empty draft is of any kind
-        key = (kind, not tree.is_chain, scores.maker.greedy, scores.maker.fixed)
+        key = (kind, not tree.is_chain, scores.sampler.greedy, scores.sampler.fixed)
         found = self._automatic.get(key)
         if found is None:
             _, is_tree, greedy, fixed = key
@@ -358,10 +358,10 @@ class Engine(Requests):
             run.stats.first_token_s = monotonic() - run.arrived_s
         context.hidden_start = len(context.tokens) - 1
         context.tokens.extend(tokens)
-        if context.maker.noise is not None:
-            context.maker.noise.forget(len(context.tokens) - context.prompt_length)
+        if context.sampler.noise is not None:
+            context.sampler.noise.forget(len(context.tokens) - context.prompt_length)
         context.hidden = hidden
-        if self.texts.keeps:
+        if self.prefix_cache.keeps:
             run.add_states(hidden)
 
     def _observe(self, turns: Sequence[Turn]) -> None:

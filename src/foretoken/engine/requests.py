@@ -23,7 +23,7 @@ from foretoken.engine.conditional import check_language
 from foretoken.engine.ends import ends_of
 from foretoken.engine.errors import blamed, is_full_memory
 from foretoken.engine.joining import check_rules, join, stopper_of
-from foretoken.engine.leaving import Texts
+from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.reading import ALL, ReadingTime, open_text, read, shares
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
@@ -102,7 +102,7 @@ class Requests(ABC):
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self.budget = KvBudget(target, kv_memory)
-        self.texts = Texts(target, self.taps, prefix_bytes)
+        self.prefix_cache = PrefixCache(target, self.taps, prefix_bytes)
         self.pace = Pace()
         self.reading, self.kept_places = ReadingTime(), 0
         self._ended: list[tuple[Running, Emission]] = []
@@ -137,7 +137,7 @@ class Requests(ABC):
         self.max_batch, self.prefill_chunk, self.kept_places = max_batch, prefill_chunk, kept_places
         self.reading = ReadingTime(prefill_s)
         self.budget = KvBudget(self.target, kv_memory)
-        self.texts = Texts(self.target, self.taps, prefix_bytes)
+        self.prefix_cache = PrefixCache(self.target, self.taps, prefix_bytes)
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be served; :meth:`add` does it, too.
@@ -257,7 +257,7 @@ class Requests(ABC):
     def _keep(self, run: Running) -> None:
         """Keep a text for later requests, if that can be: it has its answer in any case."""
         try:
-            self.texts.keep(run)
+            self.prefix_cache.keep(run)
         except Exception:
             log.warning("the text of request %d was not kept", run.id, exc_info=True)
 
@@ -286,7 +286,7 @@ class Requests(ABC):
             self.running.append(first)
             self._each(self._open, [Turn(first)])
         if self.budget.left is not None:
-            self.texts.prefixes.shrink(self.budget.left)
+            self.prefix_cache.prefixes.shrink(self.budget.left)
 
     def _open(self, turns: Sequence[Turn]) -> None:
         """Give requests their texts, and those what an earlier text has of the same beginning."""
@@ -294,14 +294,14 @@ class Requests(ABC):
             open_text(self.target, run)
             run.weights_version = self.target.weights_version
             self._drop_stale()
-            self.texts.take_over(run, self.running)
-            find = partial(self._find_draft, run) if self.texts.keeps else None
+            self.prefix_cache.take_over(run, self.running)
+            find = partial(self._find_draft, run) if self.prefix_cache.keeps else None
             run.context.texts = DraftTexts(self.pace, find)
 
     def _find_draft(
         self, run: Running, key: Hashable, own: DraftText, tokens: Sequence[int]
     ) -> tuple[Snapshot, int] | None:
-        return self.texts.find_draft(run, self.running, key, own, tokens)
+        return self.prefix_cache.find_draft(run, self.running, key, own, tokens)
 
     def _drop_stale(self) -> None:
         """Forget what the target computed before it was changed, and end the requests that go on from that."""
@@ -309,7 +309,7 @@ class Requests(ABC):
         if version == self._weights_version:
             return
         self._weights_version = version
-        self.texts.prefixes.clear()
+        self.prefix_cache.prefixes.clear()
         for run in [run for run in self.running if run.sequence is not None and run.weights_version != version]:
             self._end(run, "error", ValueError(CHANGED))
 
@@ -342,7 +342,7 @@ class Requests(ABC):
         """The last prompt token is the first root: there is no special first step, and reading needed no logits."""
         for run in (turn.run for turn in turns):
             run.context.hidden = {name: torch.cat(rows) for name, rows in run.states.items()}
-            run.states = {name: [rows] for name, rows in run.context.hidden.items()} if self.texts.keeps else {}
+            run.states = {name: [rows] for name, rows in run.context.hidden.items()} if self.prefix_cache.keeps else {}
             if self.drafter is not None:
                 try:
                     self.drafter.start(run.context)
@@ -377,9 +377,9 @@ class Requests(ABC):
                 stage(turns)
             return list(turns)
         except Exception as error:  # whatever it is, it ends the requests that it concerns and nothing else
-            freed = is_full_memory(error) and self.texts.prefixes.nbytes > 0
+            freed = is_full_memory(error) and self.prefix_cache.prefixes.nbytes > 0
             if freed:
-                self.texts.prefixes.clear()
+                self.prefix_cache.prefixes.clear()
             elif len(turns) == 1:
                 self._end(turns[0].run, "error", error)
                 return []

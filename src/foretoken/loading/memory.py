@@ -33,7 +33,7 @@ def moved(network: Any, device: torch.device | str | None, name: str) -> Any:
     raise LoadError(f"{name} needs {_size(needed)} on {device}, and {_free(device)} are free there: {ADVICE}")
 
 
-def told_when_full(load: Callable[P, T]) -> Callable[P, T]:
+def explains_full_memory(load: Callable[P, T]) -> Callable[P, T]:
     """``load``, with one line that says which device was full instead of PyTorch's report."""
 
     @functools.wraps(load)

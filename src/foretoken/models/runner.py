@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import Feed, Rows, SequenceState, Snapshot
-from foretoken.models.cache.bands import Bands, in_bands, picked
 from foretoken.models.cache.masks import RowPlan, additive_masks
+from foretoken.models.cache.pool import CachePool, by_cache, take
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.clock import now
@@ -80,16 +80,16 @@ class TreeRunner(ModuleModel):
 
     @property
     def cache(self) -> TreeCache:
-        """The cache that is always there; long texts may be in others (:mod:`foretoken.models.cache.bands`)."""
-        return self.bands.first
+        """The cache that is always there; long texts may be in others (:mod:`foretoken.models.cache.pool`)."""
+        return self.pool.first
 
     @cache.setter
     def cache(self, cache: TreeCache) -> None:
-        self.bands = Bands(cache)
+        self.pool = CachePool(cache)
 
     @property
     def _sequences(self) -> list[SequenceState]:
-        return self.bands.texts
+        return self.pool.texts
 
     def separate(self, cache: TreeCache) -> None:
         """From now on with an empty cache, sequences and counts of its own."""
@@ -102,11 +102,11 @@ class TreeRunner(ModuleModel):
     def open(self) -> SequenceState:
         """A new, empty sequence in a row of its own."""
         self.follow()
-        return self.bands.open(SequenceState(row=0))
+        return self.pool.open(SequenceState(row=0))
 
     def release(self, sequence: SequenceState) -> None:
         """Free a row."""
-        self.bands.release(sequence)
+        self.pool.release(sequence)
 
     def _slots(self, sequence: SequenceState) -> int:
         """How many slots the committed tokens take."""
@@ -115,12 +115,12 @@ class TreeRunner(ModuleModel):
     @property
     def kv_bytes(self) -> int:
         """Memory that keys and values of open sequences take now."""
-        return self.bands.num_bytes()
+        return self.pool.num_bytes()
 
     @property
     def kv_peak_bytes(self) -> int:
         """The most that they have taken."""
-        return self.bands.peak_bytes
+        return self.pool.peak_bytes
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
@@ -139,12 +139,12 @@ class TreeRunner(ModuleModel):
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
         """Commit the first ``length`` tokens of a snapshot to an empty sequence."""
         snapshot.check_regime(sequence)
-        self.bands.make_room(sequence, length)
+        self.pool.make_room(sequence, length)
         for layer, pair in enumerate(snapshot.layers):
             if pair is not None:
                 sequence.cache.load(sequence.row, layer, pair[0][:, :length], pair[1][:, :length])
         sequence.tokens.extend(snapshot.tokens[:length])
-        self.bands.note_size()
+        self.pool.note_size()
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
@@ -329,13 +329,12 @@ class TreeRunner(ModuleModel):
             if fixed is not None:
                 return fixed
         for feed, place in zip(feeds, places, strict=True):
-            self.bands.make_room(feed.sequence, place.committed + len(place.parents))
-        groups = in_bands([feed.sequence for feed in feeds])
+            self.pool.make_room(feed.sequence, place.committed + len(place.parents))
+        groups = by_cache([feed.sequence for feed in feeds])
         calls = [
-            self._call(picked(feeds, group), picked(places, group), picked(inputs, group), taps, plan)
-            for group in groups
+            self._call(take(feeds, group), take(places, group), take(inputs, group), taps, plan) for group in groups
         ]
-        self.bands.note_size()
+        self.pool.note_size()
         began = now(self.device)
         found = self.forwards.run_all(calls)
         self.run_s += now(self.device) - began

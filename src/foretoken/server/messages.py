@@ -137,7 +137,7 @@ class _Stream:
         reader = self.turn.reader()
         async for _, piece in self.turn.pieces(tickets):
             for part in reader.push(piece.text, piece.finish_reason is not None):
-                for one in self._part(part):
+                for one in self._events_of(part):
                     yield one
             if piece.stats is not None:
                 for one in self._closed():
@@ -147,7 +147,7 @@ class _Stream:
                 yield {"type": "message_delta", "delta": delta, **tail}
         yield {"type": "message_stop"}
 
-    def _part(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _events_of(self, part: Part) -> Iterator[dict[str, Any]]:
         self.parts.append(part)
         if isinstance(part, str):
             if not self.writes_text:

@@ -179,7 +179,7 @@ class _Stream:
             self.untold.extend(piece.logprobs)
             for part in reader.push(piece.text, piece.finish_reason is not None):
                 values, self.untold = self.untold, []
-                for one in self._part(part, values):
+                for one in self._events_of(part, values):
                     yield one
             if piece.stats is not None:
                 for one in self._closed():
@@ -187,7 +187,7 @@ class _Stream:
                 found = answer.ended(self.items, piece.finish_reason)
                 yield {"type": f"response.{found['status']}", "response": found}
 
-    def _part(self, part: Part, values: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any]]:
+    def _events_of(self, part: Part, values: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any]]:
         if isinstance(part, str):
             yield from self._text(part, values)
             return

@@ -140,9 +140,9 @@ def test_an_error_that_changes_seeded_text_is_a_real_difference(
     propose = NgramDrafter.propose
 
     def wrong(self: NgramDrafter, context: Context, budget: Budget) -> TokenTree:
-        if context.maker.noise is not None:
+        if context.sampler.noise is not None:
             place = len(context.tokens) - context.prompt_length
-            context.maker.noise.gumbels(place, table.vocab_size, torch.device("cpu")).neg_()
+            context.sampler.noise.gumbels(place, table.vocab_size, torch.device("cpu")).neg_()
         return propose(self, context, budget)
 
     assert "equals plain decoding's in all 4 compared cells (2 of them" in words_of(

@@ -62,7 +62,7 @@ class Planted(Drafter):
         distributions: list[Tensor] = []
         for _ in range(min(self.max_depth, budget.max_depth)):
             prefix = [*context.tokens, *drafts]
-            distributions.append(context.maker.distribution(next_logits(self.model, prefix), prefix))
+            distributions.append(context.sampler.distribution(next_logits(self.model, prefix), prefix))
             token = self.choose(distributions[-1], context.rng)
             if not self.keeps(distributions[-1], token):
                 distributions.pop()

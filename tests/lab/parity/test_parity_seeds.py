@@ -108,9 +108,9 @@ class ScribblesOnTheNoise(Planted):
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         made = super().propose(context, budget)
-        if context.maker.noise is not None:
+        if context.sampler.noise is not None:
             place = len(context.tokens) - context.prompt_length
-            context.maker.noise.gumbels(place, self.model.vocab_size, torch.device("cpu")).neg_()
+            context.sampler.noise.gumbels(place, self.model.vocab_size, torch.device("cpu")).neg_()
         return made
 
 

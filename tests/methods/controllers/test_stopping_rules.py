@@ -331,7 +331,7 @@ def test_a_request_with_noise_shows_how_sure_the_race_is() -> None:
 
 def by_auto(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
     """How a cascade's inner engine judges."""
-    return auto_verifier(tree.kind, not tree.is_chain, scores.maker.greedy, False).verify(tree, scores, rng)
+    return auto_verifier(tree.kind, not tree.is_chain, scores.sampler.greedy, False).verify(tree, scores, rng)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -106,8 +106,10 @@ class World:
 
 def contexts(count: int, start: int = 0, written: int = 99, max_length: int = 0) -> list[Context]:
     """Requests that sample and have ``written`` so many tokens, each one more than the last."""
-    maker = Sampler(SamplingParams(temperature=1.0))
-    return [Context(start + i, [0] * (1 + written + i), 1, maker, Rng(0), max_length=max_length) for i in range(count)]
+    sampler = Sampler(SamplingParams(temperature=1.0))
+    return [
+        Context(start + i, [0] * (1 + written + i), 1, sampler, Rng(0), max_length=max_length) for i in range(count)
+    ]
 
 
 class Fixed(Controller):

@@ -55,8 +55,8 @@ def started(
     noise: bool = False,
 ) -> Context:
     """A request whose prompt the target has read."""
-    maker = Sampler(params or SamplingParams(), len(tokens), Noise(seed) if noise else None)
-    context = Context(0, list(tokens), len(tokens), maker, Rng(seed))
+    sampler = Sampler(params or SamplingParams(), len(tokens), Noise(seed) if noise else None)
+    context = Context(0, list(tokens), len(tokens), sampler, Rng(seed))
     context.hidden = taps_of(model, tokens[:-1], drafter.taps)
     drafter.start(context)
     return context

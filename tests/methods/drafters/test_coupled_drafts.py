@@ -113,10 +113,12 @@ def race(context: Context, logits: Tensor, drafts: Sequence[int], count: int, se
 
     Penalties see the text and the drafts before, or with ``seen=False`` the text alone.
     """
-    maker = context.maker
-    q = Sampler(maker.params, maker.prompt_length).distribution(logits, [*context.tokens, *(drafts if seen else ())])
+    sampler = context.sampler
+    q = Sampler(sampler.params, sampler.prompt_length).distribution(
+        logits, [*context.tokens, *(drafts if seen else ())]
+    )
     position = len(context.tokens) + len(drafts) - context.prompt_length
-    times = Noise(maker.noise.seed).exponentials(position, len(q)) / q.double()
+    times = Noise(sampler.noise.seed).exponentials(position, len(q)) / q.double()
     return [token for token in times.argsort().tolist() if float(q[token]) > 0][:count]
 
 
@@ -151,23 +153,25 @@ def test_the_ranking_is_the_race(params: SamplingParams) -> None:
         logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         drafts = [2, 5, 2][: seed % 4]
         text = [*context.tokens, *drafts]
-        found = best(ranked(context.maker, logits[None], [len(text)], [text])[0], 12)
+        found = best(ranked(context.sampler, logits[None], [len(text)], [text])[0], 12)
         assert found == race(context, logits, drafts, 12)
 
 
 def test_rows_without_hope_are_left_alone() -> None:
     """A row in which nothing is possible is -inf throughout; the others are as they would be alone."""
-    maker = request(SamplingParams(temperature=1.0, processors=(forbids(*range(6), after=4),))).maker
+    sampler = request(SamplingParams(temperature=1.0, processors=(forbids(*range(6), after=4),))).sampler
     rows = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     prefixes = [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
-    found = ranked(maker, rows, [9, 9, 10], prefixes)
+    found = ranked(sampler, rows, [9, 9, 10], prefixes)
     assert best(found[1], 3) == [] and bool((found[1] == -torch.inf).all())
     for row in (0, 2):
-        assert torch.equal(found[row], ranked(maker, rows[row : row + 1], [9 + row // 2], [prefixes[row]])[0].double())
+        assert torch.equal(
+            found[row], ranked(sampler, rows[row : row + 1], [9 + row // 2], [prefixes[row]])[0].double()
+        )
     assert best(torch.tensor([0.0, -torch.inf, 1.0]), 3) == [2, 0]
     rows[1, 2] = torch.nan
     with pytest.raises(NonFiniteLogitsError):
-        ranked(maker, rows, [9, 9, 10], prefixes)
+        ranked(sampler, rows, [9, 9, 10], prefixes)
 
 
 def test_rows_of_several_requests_race_each_on_its_noise() -> None:
@@ -181,7 +185,7 @@ def test_rows_of_several_requests_race_each_on_its_noise() -> None:
     found = best_ahead(logits, owners, ahead, 4)
     assert torch.equal(logits, before)
     for row, (context, skipped, tokens) in enumerate(zip(owners, ahead, found, strict=True)):
-        if context.maker.noise is None:
+        if context.sampler.noise is None:
             assert tokens == logits[row].topk(4).indices.tolist()
         else:
             order = race(context, logits[row].double(), [0] * skipped, 4, seen=False)
@@ -226,7 +230,7 @@ def test_draft_models_serve_a_batch_as_its_requests(options: dict[str, Any]) -> 
         drafter.start(context)
     trees = drafter.propose_batch(many, [LOOSE] * len(many))
     assert [(tree.tokens, tree.parents) for tree in trees] == [(tree.tokens, tree.parents) for tree in alone]
-    assert [tree.kind is Kind.POINT for tree in trees] == [context.maker.fixed for context in many]
+    assert [tree.kind is Kind.POINT for tree in trees] == [context.sampler.fixed for context in many]
 
 
 def test_a_stop_by_confidence_suppresses_later_tokens_only() -> None:
@@ -240,7 +244,7 @@ def test_a_stop_by_confidence_suppresses_later_tokens_only() -> None:
         shares = []
         for node in range(len(whole) - 1):
             text = [*context.tokens, *path_of(whole, node)]
-            ranking = ranked(context.maker, next_logits(draft, text)[None], [len(text)], None)[0]
+            ranking = ranked(context.sampler, next_logits(draft, text)[None], [len(text)], None)[0]
             shares.append(float(ranking.softmax(-1).max()))
         wanted = next((i + 1 for i, share in enumerate(shares) if share < 0.5), 5)
         assert short.num_drafts == wanted
@@ -404,7 +408,7 @@ def test_dynamic_trees(family: str, grow: str, mode: str, monkeypatch: pytest.Mo
             text = [*context.tokens, *path]
             possible = [token for token, value in zip(tokens[row], values[row], strict=True) if value > -torch.inf]
             assert possible == race(context, wide[row].double(), path, 3)
-            ranking = ranked(context.maker, wide[row : row + 1], [len(text)], [text])[0]
+            ranking = ranked(context.sampler, wide[row : row + 1], [len(text)], [text])[0]
             shares = ranking.softmax(-1)[possible].log().tolist()
             assert values[row][: len(possible)] == pytest.approx(shares, abs=1e-9)
         seen_by.append(tree.seen)
@@ -537,7 +541,7 @@ def test_bpd(params: SamplingParams) -> None:
             logits = drafter.logits(context.hidden["last"], 3)[:, 0].double()
         for place in range(tree.num_drafts):
             drafts = list(tree.tokens[1 : place + 1])
-            if context.maker.noise is None:
+            if context.sampler.noise is None:
                 assert tree.tokens[place + 1] == int(logits[place].argmax())
             else:
                 assert tree.tokens[place + 1] == race(context, logits[place], drafts, 1, seen=False)[0]
@@ -625,7 +629,7 @@ def test_look_ahead_tokens(draw: str, params: SamplingParams) -> None:
         drafter.start(context)
         first = drafter.propose(context, LOOSE)
         said = torch.randn(len(first), 32, generator=torch.Generator().manual_seed(seed))
-        scores = Scores(said, first, list(context.tokens), context.maker)
+        scores = Scores(said, first, list(context.tokens), context.sampler)
         context.tokens.append(7)
         drafter.observe(context, first, scores, Verdict((), 7, next_is_bonus=True))
         tree = drafter.propose(context, LOOSE)
@@ -636,8 +640,8 @@ def test_look_ahead_tokens(draw: str, params: SamplingParams) -> None:
             if draw == "iid":
                 assert [token] == race(context, row, before, 1)
             else:
-                maker = Sampler(params, len(PROMPT))
-                assert token == int(maker.distribution(row, [*context.tokens, *before]).argmax())
+                sampler = Sampler(params, len(PROMPT))
+                assert token == int(sampler.distribution(row, [*context.tokens, *before]).argmax())
 
 
 @each_mode
@@ -684,7 +688,7 @@ def test_jacobi_iterates_towards_the_text_of_the_seed() -> None:
     drafter._window(context).guesses = [*text[:2], 31, *text[3:6]]  # right but for the third
     tree = drafter.propose(context, Budget(6, 6))
     logits = torch.stack([next_logits(target, [*PROMPT, *tree.tokens[1 : n + 1]]) for n in range(len(tree))])
-    scores = Scores(logits, tree, list(PROMPT), context.maker)
+    scores = Scores(logits, tree, list(PROMPT), context.sampler)
     drafter.observe(context, tree, scores, Verdict((1, 2), text[2], next_is_bonus=False))
     guesses = drafter._window(context).guesses
     assert guesses == [race(context, logits[node], [0] * node, 1)[0] for node in range(3, 7)]
@@ -760,7 +764,7 @@ def test_who_races_without_a_seed(seeded: bool) -> None:
         speculative.add(Request(PROMPT, T1, 8, seed=0 if seeded else None))
         speculative.step()
         (run,) = speculative.running
-        assert (run.context.maker.noise is not None) == (races or seeded), drafter
+        assert (run.context.sampler.noise is not None) == (races or seeded), drafter
 
 
 SAMPLERS: dict[str, Callable[[LanguageModel, LanguageModel], Drafter]] = {
@@ -822,11 +826,11 @@ def test_look_ahead_tokens_end_where_nothing_is_possible() -> None:
         drafter.start(context)
         first = drafter.propose(context, LOOSE)
         said = torch.randn(len(first), 32, generator=torch.Generator().manual_seed(seed))
-        scores = Scores(said, first, list(context.tokens), context.maker)
+        scores = Scores(said, first, list(context.tokens), context.sampler)
         context.tokens.append(7)
         drafter.observe(context, first, scores, Verdict((), 7, next_is_bonus=True))
         (winner,) = race(context, said[1], (), 1)
-        context.maker = Sampler(shut_behind(winner), len(PROMPT), Noise(seed))
+        context.sampler = Sampler(shut_behind(winner), len(PROMPT), Noise(seed))
         tree = drafter.propose(context, LOOSE)
         assert tree.tokens[1 : 1 + tree.num_drafts] == (winner,)
 
@@ -840,7 +844,7 @@ def test_swift_ends_where_nothing_is_possible() -> None:
     (run,) = speculative.running
     winner = drafter.propose(run.context, LOOSE).tokens[1]
     target.commit(run.sequence, ())
-    run.context.maker = Sampler(shut_behind(winner), len(PROMPT), Noise(0))
+    run.context.sampler = Sampler(shut_behind(winner), len(PROMPT), Noise(0))
     tree = drafter.propose(run.context, LOOSE)
     target.commit(run.sequence, ())
     assert tree.tokens[1] == winner and not tree.children[1]

@@ -158,9 +158,9 @@ def test_traits() -> None:
     assert traits_of("without_replacement", False, True).proposals == {
         (Kind.POINT, False), (Kind.WITHOUT_REPLACEMENT, True)
     }  # fmt: skip
-    for maker in (
+    for sampler in (
         lambda **o: new_drafter(FAMILIES[0], llamas()[0], **o),
         lambda **o: medusa(llamas()[0], **o),
     ):
         with pytest.raises(ValueError, match=r"needs draw=.*not 'other'"):
-            maker(draw="other")
+            sampler(draw="other")

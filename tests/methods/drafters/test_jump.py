@@ -155,7 +155,7 @@ def test_the_distribution_is_the_one_that_was_drawn_from(
             with torch.no_grad():
                 states = recipe.rollout(batch, torch.tensor([[root]]))[-1][1]
                 logits = recipe.draft_logits(states[0])
-            wanted = context.maker.distribution(logits[0], text)
+            wanted = context.sampler.distribution(logits[0], text)
             assert torch.allclose(tree.q[tree.q_rows[node]], wanted.to(tree.q), atol=1e-5)
         target.release(context.sequence)
 

@@ -195,7 +195,7 @@ def test_the_distribution_is_the_one_that_was_drawn_from() -> None:
                 output = net(None, exit_states(target, text)[None], torch.arange(len(text))[None])
                 logits = drafter.adapter.parts.logits(net.head_state(output[0, -1]))
             assert torch.allclose(
-                tree.q[tree.q_rows[node]], context.maker.distribution(logits, text).to(tree.q), atol=1e-5
+                tree.q[tree.q_rows[node]], context.sampler.distribution(logits, text).to(tree.q), atol=1e-5
             )
         target.release(context.sequence)
     greedy = drafter_for(target, net, k=3, draw="greedy")

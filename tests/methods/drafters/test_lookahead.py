@@ -346,12 +346,12 @@ def test_probes_change_no_verdict(rule: str) -> None:
     accepted = 0
     for seed in range(200):
         verdicts = []
-        maker = Sampler(params, 3, Noise(seed) if verifier.races else None)
+        sampler = Sampler(params, 3, Noise(seed) if verifier.races else None)
         for each in (tree, bare):
             distributions = [
                 target.distribution(prompt + [each.tokens[i] for i in each.path(node)[1:]]) for node in range(len(each))
             ]
-            scores = Scores(torch.stack(distributions).log(), each, prompt, maker)
+            scores = Scores(torch.stack(distributions).log(), each, prompt, sampler)
             verdicts.append(verifier.verify(each, scores, Rng(seed)))
         assert verdicts[0] == verdicts[1]
         assert all(node < len(bare) for node in verdicts[0].path)

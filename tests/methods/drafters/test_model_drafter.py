@@ -157,7 +157,7 @@ def test_recorded_distributions_are_the_distributions_of_the_prefixes(
             prefix = [*PROMPT, *(tree.tokens[i] for i in tree.path(tree.parents[node])[1:])]
             distribution = tree.distribution(node)
             assert distribution is not None
-            torch.testing.assert_close(distribution, context.maker.distribution(next_logits(draft, prefix), prefix))
+            torch.testing.assert_close(distribution, context.sampler.distribution(next_logits(draft, prefix), prefix))
             assert float(distribution[tree.tokens[node]]) > 0
         for siblings in tree.children:
             assert len({tree.q_rows[node] for node in siblings}) <= 1

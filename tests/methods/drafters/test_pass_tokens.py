@@ -53,7 +53,7 @@ def said(*tokens: int, sure: float = 5.0) -> Tensor:
 
 def shown(drafter: PassTokensDrafter, context: Context, tree: TokenTree, path: tuple[int, ...], token: int) -> None:
     """A round after which node i's logits say token i."""
-    scores = Scores(said(*range(len(tree))), tree, list(context.tokens), context.maker)
+    scores = Scores(said(*range(len(tree))), tree, list(context.tokens), context.sampler)
     context.tokens += [*(tree.tokens[node] for node in path), token]
     drafter.observe(context, tree, scores, Verdict(path, token, next_is_bonus=False))
 
@@ -175,8 +175,8 @@ def test_drawn_drafts_carry_their_distributions() -> None:
     assert tree.kind is Kind.IID and tree.num_drafts == 2
     first, second = tree.distribution(1), tree.distribution(2)
     assert first is not None and second is not None and tree.distribution(3) is None
-    torch.testing.assert_close(first, context.maker.distribution(logits[0], context.tokens))
-    torch.testing.assert_close(second, context.maker.distribution(logits[1], [*context.tokens, tree.tokens[1]]))
+    torch.testing.assert_close(first, context.sampler.distribution(logits[0], context.tokens))
+    torch.testing.assert_close(second, context.sampler.distribution(logits[1], [*context.tokens, tree.tokens[1]]))
     greedy = drafter_for(target, 2, draw="greedy")
     shown(greedy, context, greedy.propose(context, Budget(5, 64)), (), 20)
     assert greedy.traits.kind is Kind.POINT and greedy.propose(context, Budget(5, 64)).q is None

@@ -66,8 +66,8 @@ def taps_of(model: HuggingFaceModel, tokens: list[int], taps: Any) -> dict[str, 
 def started(
     drafter: Any, model: HuggingFaceModel, params: SamplingParams | None = None, noise: bool = False
 ) -> Context:
-    maker = Sampler(params or SamplingParams(), len(PROMPT), Noise(0) if noise else None)
-    context = Context(0, list(PROMPT), len(PROMPT), maker, Rng(0))
+    sampler = Sampler(params or SamplingParams(), len(PROMPT), Noise(0) if noise else None)
+    context = Context(0, list(PROMPT), len(PROMPT), sampler, Rng(0))
     context.hidden = taps_of(model, PROMPT[:-1], drafter.taps)
     drafter.start(context)
     return context

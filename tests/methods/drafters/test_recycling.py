@@ -26,7 +26,7 @@ def context(tokens: list[int]) -> Context:
 
 
 def shown(drafter: RecyclingDrafter, request: Context, tree: TokenTree, logits: torch.Tensor, verdict: Verdict) -> None:
-    drafter.observe(request, tree, Scores(logits, tree, request.tokens, request.maker), verdict)
+    drafter.observe(request, tree, Scores(logits, tree, request.tokens, request.sampler), verdict)
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:

@@ -110,7 +110,7 @@ def test_the_text_is_the_targets(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     def measured(self: TreeCache, *args: Any) -> tuple[Tensor, Tensor]:
         keys, values = update(self, *args)
-        if any(self is cache for cache in drafter.model.bands.caches):
+        if any(self is cache for cache in drafter.model.pool.caches):
             sizes.append(keys.shape[2] - len(self.texts[0].scratch_tokens))
         return keys, values
 
@@ -227,7 +227,7 @@ def test_others_that_read_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     def measured(self: TreeCache, *args: Any) -> tuple[Tensor, Tensor]:
         keys, values = update(self, *args)
-        if any(self is cache for cache in own.bands.caches):
+        if any(self is cache for cache in own.pool.caches):
             sizes.append(keys.shape[2] - len(self.texts[0].scratch_tokens))
         return keys, values
 

@@ -94,22 +94,22 @@ def random_scores(seed: int, params: SamplingParams, noise: Noise | None, vocab:
 def chained(scores: Scores) -> Scores:
     """The same rows for a chain of the same tokens: the walk may reach all nodes."""
     root, *drafts = scores.tree.tokens
-    return Scores(scores.logits, TokenTree.chain(root, drafts), scores.prefix, scores.maker)
+    return Scores(scores.logits, TokenTree.chain(root, drafts), scores.prefix, scores.sampler)
 
 
 def fresh(scores: Scores) -> Scores:
     """The same without anything looked up."""
-    return Scores(scores.logits, scores.tree, scores.prefix, scores.maker)
+    return Scores(scores.logits, scores.tree, scores.prefix, scores.sampler)
 
 
 def walked(scores: Scores) -> list[int]:
     """The tokens that plain decoding writes on the rows of the tree: the definition, by hand."""
-    maker, nodes, tokens = scores.maker, [0], []
-    assert maker.noise is not None
+    sampler, nodes, tokens = scores.sampler, [0], []
+    assert sampler.noise is not None
     while nodes:
         path = [scores.tree.tokens[node] for node in scores.tree.path(nodes[0])[1:]]
-        p = maker.distribution(scores.logits[nodes[0]], [*scores.prefix, *path])
-        numbers = maker.noise.exponentials(len(scores.prefix) + len(path) - maker.prompt_length, len(p))
+        p = sampler.distribution(scores.logits[nodes[0]], [*scores.prefix, *path])
+        numbers = sampler.noise.exponentials(len(scores.prefix) + len(path) - sampler.prompt_length, len(p))
         times = [float(e / chance) if chance > 0 else np.inf for e, chance in zip(numbers, p, strict=True)]
         tokens.append(int(np.argmin(times)))
         children = [child for node in nodes for child in scores.tree.children[node]]
@@ -154,14 +154,14 @@ def test_winners_of_consecutive_positions_are_independent() -> None:
         assert chisquare(pairs.ravel(), expected.ravel()).pvalue > FALSE_ALARM
 
 
-def raced_tree(draft: Tables, shape: tuple[int, ...], maker: Sampler) -> TokenTree:
+def raced_tree(draft: Tables, shape: tuple[int, ...], sampler: Sampler) -> TokenTree:
     """As a drafter grows it: the children of a node are the first in the race on q."""
     tokens, parents = [0], [-1]
     level: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     for depth, width in enumerate(shape):
         following = []
         for node, prefix in level:
-            ranking = ranked(maker, draft.q(prefix).log()[None], [1 + depth], None)[0]
+            ranking = ranked(sampler, draft.q(prefix).log()[None], [1 + depth], None)[0]
             for token in best(ranking, width):
                 following.append((len(tokens), (*prefix, token)))
                 tokens.append(token)
@@ -177,14 +177,14 @@ def test_pairs_of_tokens_follow_the_target_whatever_was_drafted(shape: tuple[int
     """
     target, count, cells = Tables(3, seed=4), 3000, np.zeros((2, 3, 3))
     for seed in range(count):
-        maker = Sampler(T1, 1, Noise(seed))
-        tree = raced_tree(target, shape, maker)
+        sampler = Sampler(T1, 1, Noise(seed))
+        tree = raced_tree(target, shape, sampler)
         rows = torch.stack([target.p(prefix) for prefix in prefixes(tree)]).log()
-        scores = Scores(rows, tree, (0,), maker)
+        scores = Scores(rows, tree, (0,), sampler)
         found = emitted(scores, fast(scores))
         accepted = len(found) > 1
         if not accepted:  # the next round, on the noise of the next position
-            after = Scores(target.p((found[0],)).log()[None], TokenTree.root_only(found[0]), (0, found[0]), maker)
+            after = Scores(target.p((found[0],)).log()[None], TokenTree.root_only(found[0]), (0, found[0]), sampler)
             found.append(fast(after).next_token)
         cells[int(accepted), found[0], found[1]] += 1
     assert chisquare(cells.sum((0, 2)), count * target.p(()).numpy()).pvalue > FALSE_ALARM
@@ -214,8 +214,8 @@ def test_how_often_the_first_candidate_is_accepted(p: list[float], q: list[float
     assert formula == pytest.approx(rate)
     noise, count = Noise(0), 8000
     logs = torch.tensor([p, q], dtype=torch.float64).log()
-    maker = Sampler(T1, 0, noise)
-    both = [maker.ranking(logs, [position, position], None).argmax(-1).tolist() for position in range(count)]
+    sampler = Sampler(T1, 0, noise)
+    both = [sampler.ranking(logs, [position, position], None).argmax(-1).tolist() for position in range(count)]
     share = sum(x == y for x, y in both) / count
     assert abs(share - rate) <= 4 * (rate * (1 - rate) / count) ** 0.5 + 1e-12
 
@@ -242,7 +242,7 @@ def test_the_text_does_not_depend_on_the_tree() -> None:
     """Round after round with other trees: the text of plain decoding, and tokens beyond the tree are not looked at."""
     target = Tables(4, seed=1)
     for seed in range(20):
-        maker, generator = Sampler(T1, 1, Noise(seed)), np.random.default_rng(seed)
+        sampler, generator = Sampler(T1, 1, Noise(seed)), np.random.default_rng(seed)
         texts = []
         for nodes in (1, 4, 20):
             text = [0]
@@ -250,7 +250,7 @@ def test_the_text_does_not_depend_on_the_tree() -> None:
                 tree = random_tree(generator, 4, nodes)
                 tree = TokenTree((text[-1], *tree.tokens[1:]), tree.parents, probes=tree.probes)
                 rows = torch.stack([target.p((*text[1:], *path)) for path in prefixes(tree)]).log()
-                scores = Scores(rows, tree, text, maker)
+                scores = Scores(rows, tree, text, sampler)
                 text += emitted(scores, fast(scores))
             texts.append(text[:8])
         assert texts[0] == texts[1] == texts[2]
@@ -300,7 +300,7 @@ def test_ties_go_to_the_lower_id(large: bool, dtype: torch.dtype, monkeypatch: p
 def test_no_coin_is_tossed_and_nothing_is_changed() -> None:
     for seed in range(10):
         scores, rng = random_scores(seed, T1, Noise(seed)), Rng(seed)
-        noise = scores.maker.noise
+        noise = scores.sampler.noise
         assert noise is not None
         kept = {position: noise.gumbels(position, 5, torch.device("cpu")) for position in range(12)}
         before = {position: row.clone() for position, row in kept.items()}
@@ -410,7 +410,7 @@ def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.Mon
             rngs = [Rng(i) for i in range(len(scores))]
             assert verify_batch(verifiers, scores, rngs) == alone
         for verifier, one in zip(verifiers, scores, strict=True):
-            assert (one.chosen is None) or one.maker.fixed
+            assert (one.chosen is None) or one.sampler.fixed
             if verifier is RULE:
                 assert one.made is None
         accepted += sum(len(verdict.path) for verdict in alone)
@@ -452,11 +452,11 @@ def test_large_vocabularies_race_lazily_and_the_same(params: SamplingParams, mon
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         logits = 3 * torch.randn(6, size, generator=generator, dtype=torch.float64)
-        maker = Sampler(params, 1, Noise(seed))
-        first = plain(Scores(logits, TokenTree.root_only(0), (0,), maker)).next_token
+        sampler = Sampler(params, 1, Noise(seed))
+        first = plain(Scores(logits, TokenTree.root_only(0), (0,), sampler)).next_token
         tree = TokenTree((0, 5, first, 6, 7, 8), (-1, 0, 0, 1, 2, 3))
         raced.clear()
-        scores = Scores(logits, tree, (0,), maker)
+        scores = Scores(logits, tree, (0,), sampler)
         verdict = fast(scores)
         assert verdict == plain(scores) and verdict.path == (2,)
         assert raced == [1, 1]  # the two nodes that the walk visits
@@ -476,10 +476,10 @@ def test_precisions_agree(vocab: int) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             rounded = logits.to(dtype)
             for params in (T1, SamplingParams(temperature=0.7, top_k=40)):
-                maker, tree = Sampler(params, 1, Noise(seed)), TokenTree.chain(0, [1, 2, 3])
-                verdicts = [fast(Scores(rows, tree, (0,), maker)) for rows in (rounded, rounded.double())]
+                sampler, tree = Sampler(params, 1, Noise(seed)), TokenTree.chain(0, [1, 2, 3])
+                verdicts = [fast(Scores(rows, tree, (0,), sampler)) for rows in (rounded, rounded.double())]
                 assert verdicts[0] == verdicts[1]
-                assert maker.ranking(rounded, [1] * 4, None).dtype == torch.float64
+                assert sampler.ranking(rounded, [1] * 4, None).dtype == torch.float64
 
 
 def test_a_long_tail_races() -> None:

@@ -92,9 +92,9 @@ def test_the_walk(
     way: str, tokens: tuple[int, ...], parents: tuple[int, ...], path: tuple[int, ...], next_token: int, is_bonus: bool
 ) -> None:
     tree = TokenTree(tokens, parents)
-    maker = Sampler(SamplingParams(temperature=1.0), len(PROMPT), Noise(SEED))
+    sampler = Sampler(SamplingParams(temperature=1.0), len(PROMPT), Noise(SEED))
     logits = torch.tensor([P] * len(tree), dtype=torch.float64).log()
-    verdict = getattr(CoupledVerifier(), way)(tree, Scores(logits, tree, PROMPT, maker), Coins(Rng(0)))
+    verdict = getattr(CoupledVerifier(), way)(tree, Scores(logits, tree, PROMPT, sampler), Coins(Rng(0)))
     assert (tuple(verdict.path), verdict.next_token, verdict.next_is_bonus) == (path, next_token, is_bonus)
 
 

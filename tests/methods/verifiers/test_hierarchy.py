@@ -48,7 +48,7 @@ class Drawn(Drafter):
         tokens, parents, q_rows, distributions, parent = [context.root], [-1], [-1], [], 0
         prefix = list(context.tokens)
         for count in self.shape[: budget.max_depth]:
-            distributions.append(context.maker.distribution(self.table.distribution(prefix).log(), prefix))
+            distributions.append(context.sampler.distribution(self.table.distribution(prefix).log(), prefix))
             draw = distinct if self.traits.kind is Kind.WITHOUT_REPLACEMENT else independent
             level = draw(distributions[-1], count, self.coins)
             prefix.append(level[0])
@@ -63,8 +63,8 @@ def right_rule(coins: Coins) -> Rule:
     """The library's own choice, with these coins."""
 
     def verify(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
-        maker = scores.maker
-        return auto_verifier(tree.kind, not tree.is_chain, maker.greedy, maker.fixed).decide(tree, scores, coins)
+        sampler = scores.sampler
+        return auto_verifier(tree.kind, not tree.is_chain, sampler.greedy, sampler.fixed).decide(tree, scores, coins)
 
     return verify
 

@@ -115,7 +115,7 @@ def test_distributions_are_made_only_where_the_walk_goes(name: str) -> None:
     tree = TokenTree.chain(0, [2, 2, 2]) if verifier.chains_only else TokenTree((0, 2, 3, 2, 3), (-1, 0, 0, 1, 1))
     plain = scores_of(tree, Tables(4))
     plain.logits[:] = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64)
-    scores = RecordingScores(plain.logits, tree, (0,), plain.maker)
+    scores = RecordingScores(plain.logits, tree, (0,), plain.sampler)
     verdict = verifier.decide(tree, scores, Coins(Rng(0)))
     assert verdict.path == () and not verdict.next_is_bonus
     assert set(scores.taps) == {"0"}

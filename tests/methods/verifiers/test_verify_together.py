@@ -35,7 +35,7 @@ def batch_of(seed: int, kind: Kind, chains: bool, size: int = 40, races: bool = 
         for i, (params, shape) in enumerate(zip(MIXED, shapes, strict=False))
     ]
     root = TokenTree.root_only(0)
-    return [*found, *(Scores(one.logits[:1], root, (0,), one.maker) for one in found)]
+    return [*found, *(Scores(one.logits[:1], root, (0,), one.sampler) for one in found)]
 
 
 @pytest.mark.parametrize(("name", "kind"), [pair for name in ALL for pair in kinds_of(name)])
@@ -45,8 +45,8 @@ def test_verdicts_of_a_batch_are_those_of_its_requests(name: str, kind: Kind) ->
     for seed in range(0, 300, 15):
         many = batch_of(seed, kind, verifier.chains_only, races=verifier.races)
         if verifier.greedy_only:
-            many = [one for one in many if one.maker.greedy] * 3
-        one_by_one = [Scores(one.logits, one.tree, one.prefix, one.maker) for one in many]
+            many = [one for one in many if one.sampler.greedy] * 3
+        one_by_one = [Scores(one.logits, one.tree, one.prefix, one.sampler) for one in many]
         rngs, others = ([Rng(seed + i) for i in range(len(many))] for _ in range(2))
         verdicts = verify_batch([verifier] * len(many), many, rngs)
         assert verdicts == [
@@ -70,7 +70,7 @@ def test_distributions_and_weights_are_made_once() -> None:
     verify_batch([BlockVerifier()] * 3, many, [Rng(i) for i in range(3)])
     for one in many:
         assert one.made is not None and one.tree.q is not None and one.weights is not None
-        assert torch.equal(one.made, one.maker.distributions(one.logits, None))
+        assert torch.equal(one.made, one.sampler.distributions(one.logits, None))
         assert one.weights[0] == [float(one.made[i, x]) for i, x in enumerate(one.tree.tokens[1:])]
         assert one.weights[1] == [float(one.tree.q[i, x]) for i, x in enumerate(one.tree.tokens[1:])]
 

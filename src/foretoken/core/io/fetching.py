@@ -56,7 +56,7 @@ def fetch(name: str, given: str | Path | None = None, on_progress: Progress | No
     """
     model, tell = model_by_name(name), on_progress or (lambda done, total, text: None)
     models_folder().mkdir(parents=True, exist_ok=True)
-    with _alone(model, tell), _told_when_full(model):
+    with _alone(model, tell), _explains_full_disk(model):
         if model.is_cached and _checksum(model.path, tell) == model.file.sha256:
             return model.path
         with _workplace(model) as work:
@@ -94,7 +94,7 @@ def _workplace(model: NamedModel) -> Iterator[Path]:
 
 
 @contextmanager
-def _told_when_full(model: NamedModel) -> Iterator[None]:
+def _explains_full_disk(model: NamedModel) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -157,7 +157,7 @@ class AutoController(Controller):
         """A member at every length."""
         batch, own = len(contexts), Counts.pooled([self.state(context)[index] for context in contexts])
         depths = self.depths[index]
-        outlook = self.acceptance.outlook(contexts[0].maker.greedy, index, own, depths[-1], batch)
+        outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, own, depths[-1], batch)
         found, tokens, squares, done = [], 1.0, 0.0, 0
         for depth in depths:
             for place in range(done, depth):
@@ -201,7 +201,7 @@ class AutoController(Controller):
             for draft in self.plan.drafts:
                 depth = min(draft.depth, remaining(context, before) - 1) if draft.member == answered else 0
                 own = self.state(context)[draft.member]
-                self.acceptance.add(context.maker.greedy, draft.member, own, depth, record.num_accepted_tokens)
+                self.acceptance.add(context.sampler.greedy, draft.member, own, depth, record.num_accepted_tokens)
                 if draft.member == answered:
                     asked[answered, draft.depth] = asked.get((answered, draft.depth), 0) + 1
                     width = record.num_draft_tokens / max(depth, 1)

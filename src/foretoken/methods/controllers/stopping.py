@@ -119,7 +119,7 @@ class MovingThresholdController(StoppingController):
         found: MovingThreshold | None = context.state.get(self)
         if found is None:
             greedy, sampled = self.starts
-            found = MovingThreshold(greedy if context.maker.greedy else sampled, self.aim, self.step)
+            found = MovingThreshold(greedy if context.sampler.greedy else sampled, self.aim, self.step)
             context.state[self] = found
         return found
 

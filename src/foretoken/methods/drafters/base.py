@@ -117,7 +117,7 @@ class Drafter(ABC):
         """Fingerprint of the draft model whose hidden states it tells a :class:`~foretoken.core.PathStop`, or None."""
         return None
 
-    def at_least(self, context: Context, budget: Budget) -> Budget:
+    def minimum_budget(self, context: Context, budget: Budget) -> Budget:
         """The budget, or a larger one where the drafter knows what follows and so needs no guess."""
         return budget
 
@@ -144,7 +144,7 @@ class Drafter(ABC):
         ]
 
     @property
-    def looks(self) -> bool:
+    def observes(self) -> bool:
         """Whether :meth:`observe` does anything: what it is shown must be made first, in a group."""
         return type(self).observe is not Drafter.observe
 

@@ -147,7 +147,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         if ready:
             guesses = self._guess([contexts[i] for i in ready], max(depths[i] for i in ready))
             for i, guess in zip(ready, guesses, strict=True):
-                sharing = len(ready) if contexts[i].maker.fixed else 1
+                sharing = len(ready) if contexts[i].sampler.fixed else 1
                 trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
         return trees
 

@@ -178,8 +178,8 @@ class CascadeDrafter(Drafter):
 
     def start(self, context: Context) -> None:
         """Start the inner drafters."""
-        maker = context.maker if self.lenience == 1.0 else _greedy(context.maker)
-        inside = context.state[self] = Nested(context, self.nested, maker)
+        sampler = context.sampler if self.lenience == 1.0 else _greedy(context.sampler)
+        inside = context.state[self] = Nested(context, self.nested, sampler)
         inside.start()
 
     def rewind(self, context: Context, length: int) -> None:
@@ -294,7 +294,7 @@ class CascadeDrafter(Drafter):
         chain.enter()
         text = chain.inside.text
         # The text grows below, and siblings are looked for in these scores later.
-        scores = Scores(widened(logits, self.vocab_size), tree, tuple(text.tokens), text.maker)
+        scores = Scores(widened(logits, self.vocab_size), tree, tuple(text.tokens), text.sampler)
         verdict = self._rule(tree, scores, text.rng)
         nodes = [0, *verdict.path]
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
@@ -307,7 +307,7 @@ class CascadeDrafter(Drafter):
 
     def _add(self, chain: Chain, token: int, scores: Scores, node: int) -> None:
         """Put the token after ``node`` into the chain.  A stop suppresses what follows it, never the token itself."""
-        distribution = None if scores.maker.fixed else scores.p(node)
+        distribution = None if scores.sampler.fixed else scores.p(node)
         chain.tokens.append(token)
         chain.distributions.append(distribution)
         chain.places.append((scores, node))
@@ -316,7 +316,7 @@ class CascadeDrafter(Drafter):
 
     def _is_last(self, chain: Chain, scores: Scores, node: int, token: int) -> bool:
         """Whether the budget's stop suppresses what follows a token after ``node``."""
-        sure = torch.softmax(scores.ranking(node), -1) if scores.maker.fixed else scores.p(node)
+        sure = torch.softmax(scores.ranking(node), -1) if scores.sampler.fixed else scores.p(node)
         return chain.budget.stops_after(sure, float(sure[token]))
 
     def _add_late(self, chains: Sequence[Chain]) -> None:
@@ -359,6 +359,6 @@ class CascadeDrafter(Drafter):
         return readable(tokens, self.model.vocab_size, self.vocab_size)
 
 
-def _greedy(maker: Sampler) -> Sampler:
+def _greedy(sampler: Sampler) -> Sampler:
     """The same pipeline at temperature 0."""
-    return Sampler(replace(maker.params, temperature=0.0), maker.prompt_length)
+    return Sampler(replace(sampler.params, temperature=0.0), sampler.prompt_length)

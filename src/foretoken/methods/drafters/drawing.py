@@ -19,7 +19,7 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 
 
 def ranked(
-    maker: SamplingPipeline, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None
+    sampler: SamplingPipeline, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None
 ) -> Tensor:
     """:meth:`SamplingPipeline.ranking` of draft logits [n, V]: a row in which the request allows nothing is -inf
     throughout.
@@ -28,26 +28,26 @@ def ranked(
         NonFiniteLogitsError: NaN logits.
     """
     try:
-        return maker.ranking(logits, lengths, prefixes)
+        return sampler.ranking(logits, lengths, prefixes)
     except NonFiniteLogitsError:
         if bool(logits.isnan().any()):
             raise
         if len(logits) == 1:
             return torch.full_like(logits, -torch.inf)
     each = zip(logits, lengths, prefixes or [()] * len(logits), strict=True)
-    rows = [ranked(maker, row[None], [length], [prefix]) for row, length, prefix in each]
+    rows = [ranked(sampler, row[None], [length], [prefix]) for row, length, prefix in each]
     wide = torch.float32 if logits.device.type == "mps" else torch.float64
     return torch.cat([row.to(wide) for row in rows])
 
 
-def distribution_of(maker: SamplingPipeline, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
+def distribution_of(sampler: SamplingPipeline, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
     """:meth:`SamplingPipeline.distribution` of draft logits [V]; ``None`` where the request allows nothing.
 
     Raises:
         NonFiniteLogitsError: NaN logits.
     """
     try:
-        return maker.distribution(logits, prefix)
+        return sampler.distribution(logits, prefix)
     except NonFiniteLogitsError:
         if bool(logits.isnan().any()):
             raise
@@ -78,7 +78,7 @@ def raced_ahead(
     """
     rows_of: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
-        if context.maker.noise is not None:
+        if context.sampler.noise is not None:
             rows_of.setdefault(id(context), []).append(row)
     if rows_of:
         logits, head = (logits if head is None else head.widened(logits)), None
@@ -87,7 +87,7 @@ def raced_ahead(
         context = contexts[rows[0]]
         text = context.tokens  # without the drafts before, which are not all known: penalties are nearly right
         lengths = [len(text) + ahead[row] for row in rows]
-        logits[rows] = ranked(context.maker, logits[rows], lengths, [text] * len(rows)).to(logits)
+        logits[rows] = ranked(context.sampler, logits[rows], lengths, [text] * len(rows)).to(logits)
     return logits, head
 
 

@@ -100,7 +100,7 @@ class DrawnTree:
 
     def prefix(self, node: int) -> Sequence[int]:
         """The text and the path, where a distribution depends on them."""
-        return () if self.context.maker.context_free else (*self.context.tokens, *self.path(node))
+        return () if self.context.sampler.context_free else (*self.context.tokens, *self.path(node))
 
     def draw(self, node: int, distribution: Tensor | None) -> list[int]:
         """Draw the children of a node from ``distribution`` [V] (``None``: the request allows nothing); those that get

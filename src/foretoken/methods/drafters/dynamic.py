@@ -106,12 +106,12 @@ class DynamicTree:
 
 def _rows(tree: Growing, logits: Tensor) -> Tensor:
     """What the best tokens of the frontier are the largest of: [n, V], with noise the race."""
-    if not tree.maker.fixed:
+    if not tree.sampler.fixed:
         return logits.float()  # the likeliest tokens of a request that samples (draw=greedy)
     lengths: Sequence[int] = [tree.length(node) for node in tree.frontier]
     text = tree.context.tokens
-    prefixes = None if tree.maker.context_free else [[*text, *tree.path_of[node]] for node in tree.frontier]
-    return ranked(tree.maker, logits, lengths, prefixes)
+    prefixes = None if tree.sampler.context_free else [[*text, *tree.path_of[node]] for node in tree.frontier]
+    return ranked(tree.sampler, logits, lengths, prefixes)
 
 
 def _ends(tree: Growing, seen: Candidates, node: int, sure: Tensor) -> bool:

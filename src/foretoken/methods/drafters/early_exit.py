@@ -112,7 +112,7 @@ class EarlyExitDrafter(OwnLayersDrafter):
         if self.saturation is None:
             return super()._score(feeds, trees)
         rule, layer = self.saturation, self.layer
-        rows = projected(self.head, self._part, feeds, rule.taps(layer))
+        rows = projected(self.head, self._some_layers, feeds, rule.taps(layer))
         states = {i: torch.stack(list(feed.sequence.exit_states)) for i, feed in enumerate(feeds)}
         waiting = [i for i, row in enumerate(rows) if not rule.holds(row, layer)]
         while waiting and layer < rule.most:

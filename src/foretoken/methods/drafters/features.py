@@ -174,9 +174,9 @@ class FeatureDrafter(FeatureReader, Drafter):
         return found
 
     def _begin(self, context: Context, budget: Budget, batch: int) -> Growing:
-        draws = self.draw != "greedy" and not context.maker.fixed
+        draws = self.draw != "greedy" and not context.sampler.fixed
         drawn = DrawnTree(context, self.places, budget, self.max_nodes) if draws else None
-        seen, sharing = Candidates([context.root]), batch if context.maker.fixed else 1
+        seen, sharing = Candidates([context.root]), batch if context.sampler.fixed else 1
         return Growing(context, budget, context.state[self], seen, drawn=drawn, sharing=sharing)
 
     def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Rows, Tensor]]:
@@ -235,16 +235,16 @@ class FeatureDrafter(FeatureReader, Drafter):
         return row.whole() if isinstance(row, HeadRows) else row.logits
 
     def _races(self, tree: Growing) -> bool:
-        return tree.context.maker.noise is not None and self.draw != "greedy"
+        return tree.context.sampler.noise is not None and self.draw != "greedy"
 
     def _sure(self, tree: Growing, nodes: Sequence[int], logits: Tensor) -> Tensor:
         """Per node how sure the draft is of every token behind it: log-probabilities [n, V'], with noise those of the
         race."""
-        maker, seen, text = tree.context.maker, tree.seen, tree.context.tokens
+        sampler, seen, text = tree.context.sampler, tree.seen, tree.context.tokens
         if self._races(tree):
             lengths = [len(text) + seen.depths[node] for node in nodes]
-            prefixes = None if maker.context_free else [[*text, *seen.path_tokens(node)] for node in nodes]
-            rows = ranked(maker, self.widened(logits), lengths, prefixes)
+            prefixes = None if sampler.context_free else [[*text, *seen.path_tokens(node)] for node in nodes]
+            rows = ranked(sampler, self.widened(logits), lengths, prefixes)
         else:
             rows = logits.float()
         return log_beliefs(rows)
@@ -264,7 +264,7 @@ class FeatureDrafter(FeatureReader, Drafter):
         tree.frontier, tree.states = [], []
         for node, row, output in zip(nodes, logits, outputs, strict=True):
             # A small draft vocabulary may hold nothing of what the request allows.
-            children = drawn.draw(node, distribution_of(tree.context.maker, row, drawn.prefix(node)))
+            children = drawn.draw(node, distribution_of(tree.context.sampler, row, drawn.prefix(node)))
             tree.frontier += children
             tree.states += [output] * len(children)
 

@@ -51,7 +51,7 @@ class GroupDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         check_members(self.name, drafters)
         self.drafters = tuple(drafters)
-        self._looking = [i for i, member in enumerate(drafters) if member.looks]
+        self._observers = [i for i, member in enumerate(drafters) if member.observes]
         self.taps = tuple(dict.fromkeys(tap for member in drafters for tap in member.taps))
         self.max_depth = max(member.max_depth for member in drafters)
         all_traits = [member.traits for member in drafters]
@@ -87,7 +87,7 @@ class GroupDrafter(Drafter):
         """Show the round to every member that looks."""
         last: Proposal | None = context.state.pop(self, None)
         parts = last.parts if last is not None and last.tree is tree else {}
-        for index in self._looking:
+        for index in self._observers:
             if len(tree) == 1:  # a round of plain decoding is one for every member
                 self.drafters[index].observe(context, tree, scores, verdict)
             else:
@@ -147,7 +147,7 @@ def _scores_at(scores: Scores, tree: TokenTree, places: Sequence[int]) -> Scores
         return replace(scores, tree=tree, _distributions={})
     rows = slice(places[0], places[0] + 1) if len(places) == 1 else list(places)  # a slice does not copy
     taps = {name: tap[rows] for name, tap in scores.taps.items()}
-    return Scores(scores.logits[rows], tree, scores.prefix, scores.maker, taps)
+    return Scores(scores.logits[rows], tree, scores.prefix, scores.sampler, taps)
 
 
 def check_members(name: str, drafters: Sequence[Drafter]) -> None:

@@ -24,7 +24,7 @@ class Growing:
     context: Context
     budget: Budget
     sequence: SequenceState
-    maker: Sampler
+    sampler: Sampler
     tokens: list[int]
     draws: bool  # whether tokens are drawn, and what they are drawn from is kept; else the best ones are taken
     races: bool  # whether the best ones are those of a race on the request's noise

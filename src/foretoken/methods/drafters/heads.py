@@ -197,7 +197,7 @@ class HeadsDrafter(Drafter):
         if ready:
             self.renew()
             states = self.read_states([contexts[i] for i in ready])
-            drawn = [self.draws and not contexts[i].maker.fixed for i in ready]
+            drawn = [self.draws and not contexts[i].sampler.fixed for i in ready]
             rows = [row for row, is_drawn in enumerate(drawn) if not is_drawn]
             if rows:
                 named = [ready[row] for row in rows]
@@ -241,9 +241,9 @@ class HeadsDrafter(Drafter):
 
     def distributions(self, tree: DrawnTree, nodes: Sequence[int], logits: Tensor) -> list[Tensor | None]:
         """What the children of nodes are drawn from by the request's own pipeline, of logits [n, V_d]."""
-        maker = tree.context.maker
+        sampler = tree.context.sampler
         rows = zip(nodes, self.head.widened(logits), strict=True)
-        return [distribution_of(maker, row, tree.prefix(node)) for node, row in rows]
+        return [distribution_of(sampler, row, tree.prefix(node)) for node, row in rows]
 
     def best(
         self,
@@ -266,7 +266,7 @@ class HeadsDrafter(Drafter):
         """
         if self._native:
             found = self._native[head](inputs, count)
-            races = any(context.maker.noise is not None for context in contexts)
+            races = any(context.sampler.noise is not None for context in contexts)
             looked_at = races or any(map(asks_for_confidence, budgets))
             if found.tokens and not looked_at:
                 return found.tokens, None
@@ -298,7 +298,7 @@ class HeadsDrafter(Drafter):
             return []
         most = budget.max_nodes
         if self.costs is not None:  # a text that is drawn must not depend on who shares the call
-            most = min(most, paying_count(self.values, self.costs, batch if context.maker.fixed else 1))
+            most = min(most, paying_count(self.values, self.costs, batch if context.sampler.fixed else 1))
         return fitting_nodes(self.choices, self.parents, budget.max_depth, most, self.head.size)
 
     def _tree(self, root: int, tokens: Mapping[int, int]) -> TokenTree:

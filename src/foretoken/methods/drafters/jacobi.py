@@ -70,7 +70,7 @@ class JacobiDrafter(Drafter):
         later = window.guesses[written:]
         if tree is window.proposed and written < len(tree):
             # Row i predicts the token i + 1 after the old root; guesses beyond the scored ones stay as they are.
-            fixed = scores.maker.noise is not None and scores.maker.context_free
+            fixed = scores.sampler.noise is not None and scores.sampler.context_free
             found = [scores.choice(node) for node in range(written, len(tree))] if fixed else None
             later[: len(tree) - written] = found or predictions(scores, written, len(tree))
         window.guesses = later
@@ -94,6 +94,6 @@ class JacobiDrafter(Drafter):
 
 def predictions(scores: Scores, first: int, end: int) -> list[int]:
     """The target's most likely token after each of the nodes ``first`` to ``end - 1``, from the raw logits."""
-    if scores.maker.greedy and scores.maker.context_free:  # the greedy walk has looked all of them up already
+    if scores.sampler.greedy and scores.sampler.context_free:  # the greedy walk has looked all of them up already
         return [scores.choice(node) for node in range(first, end)]
     return argmaxes(scores.logits[first:end])[0]

@@ -81,7 +81,7 @@ class KnownDrafter(GroupDrafter):
         """The inner drafter's: what a controller decides about."""
         return super().limits if self.inner is None else replace(self.inner.limits, name=self.spec or self.name)
 
-    def at_least(self, context: Context, budget: Budget) -> Budget:
+    def minimum_budget(self, context: Context, budget: Budget) -> Budget:
         """Room for what is known, whatever a controller would spend on guesses."""
         tokens, predicted = self._known(context)
         context.state[self, "known"] = (tokens, predicted)
@@ -108,7 +108,7 @@ class KnownDrafter(GroupDrafter):
             found_trees = ask(self.inner, [contexts[i] for i in rest], [budgets[i] for i in rest])
             for i, tree in zip(rest, found_trees, strict=True):
                 tree = _allowed(tree, contexts[i])
-                if len(tree) > 1 and self._looking:
+                if len(tree) > 1 and self._observers:
                     contexts[i].state[self] = Proposal(tree, {1: Part(tree, range(len(tree)))})
                 trees[i] = tree
         return trees
@@ -139,7 +139,7 @@ def _allowed(tree: TokenTree, context: Context) -> TokenTree:
     """
     if tree.kind is not Kind.POINT or len(tree) == 1 or context.forced is None:
         return tree
-    rules = [one for one in context.maker.params.processors if isinstance(one, Rule)]
+    rules = [one for one in context.sampler.params.processors if isinstance(one, Rule)]
     output = context.tokens[context.prompt_length :]
     for rule in rules:
         tree = _fitting(tree, rule, output)

@@ -119,7 +119,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
         """
         self.decide()
         super().start(context)
-        context.state[self, "threshold"] = Threshold(0.8 if context.maker.greedy else 0.5)
+        context.state[self, "threshold"] = Threshold(0.8 if context.sampler.greedy else 0.5)
 
     def decide(self) -> None:
         """Measure which set promises most, if none was given."""

@@ -65,13 +65,13 @@ def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of
     level = [
         _Rows(tree, rows, [] if tree.seen is not None else [width_of(tree, node) for node in tree.frontier])
         for tree, rows in zip(trees, logits, strict=True)
-        if tree.maker.context_free and not asks_for_confidence(tree.budget)
+        if tree.sampler.context_free and not asks_for_confidence(tree.budget)
     ]
     level = [one for one in level if one.tree.seen is not None or any(one.widths)]
     noises = [
-        (one.tree.maker.noise, [length - one.tree.maker.prompt_length for length in sorted(set(one.lengths))])
+        (one.tree.sampler.noise, [length - one.tree.sampler.prompt_length for length in sorted(set(one.lengths))])
         for one in level
-        if _races(one.tree) and one.tree.maker.noise is not None
+        if _races(one.tree) and one.tree.sampler.noise is not None
     ]
     if noises:
         send_together(noises, level[0].logits)
@@ -100,7 +100,7 @@ def _alike(level: Sequence[_Rows]) -> list[list[_Rows]]:
     for one in level:
         tree = one.tree
         groups.setdefault(
-            (tree.draws, _races(tree), tree.seen is None, tree.maker.greedy, tree.maker.recipe), []
+            (tree.draws, _races(tree), tree.seen is None, tree.sampler.greedy, tree.sampler.recipe), []
         ).append(one)
     return list(groups.values())
 
@@ -109,19 +109,19 @@ def _rank(group: Sequence[_Rows]) -> None:
     """Distributions of what is drawn, and of the rest what the best tokens are the largest of."""
     first, logits = group[0].tree, [one.logits for one in group]
     if _races(first):
-        rows = race([one.tree.maker for one in group], logits, [one.lengths for one in group])
-    elif first.maker.greedy or first.seen is not None:
+        rows = race([one.tree.sampler for one in group], logits, [one.lengths for one in group])
+    elif first.sampler.greedy or first.seen is not None:
         rows = torch.cat(logits)
-        rows = rows if rows.dtype == torch.float64 and first.maker.greedy else rows.float()
+        rows = rows if rows.dtype == torch.float64 and first.sampler.greedy else rows.float()
     else:
-        rows = first.maker.distributions(torch.cat(logits), None)
+        rows = first.sampler.distributions(torch.cat(logits), None)
     for one, part in zip(group, rows.split([*map(len, logits)]), strict=True):
         one.ranking = log_beliefs(part) if first.seen is not None else part
 
 
 def _races(tree: Growing) -> bool:
     """A tree that grows by confidence follows the noise of its request in any case."""
-    return tree.races or (tree.seen is not None and tree.maker.noise is not None)
+    return tree.races or (tree.seen is not None and tree.sampler.noise is not None)
 
 
 def _ranking(one: _Rows) -> Tensor:

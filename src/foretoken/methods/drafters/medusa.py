@@ -56,7 +56,7 @@ class MedusaDrafter(HeadsDrafter):
             for level in range(len(logits)):
                 following: list[int] = []
                 for node in frontier:
-                    if level not in of_level or not tree.context.maker.context_free:
+                    if level not in of_level or not tree.context.sampler.context_free:
                         of_level[level] = self.distributions(tree, [node], logits[level, i : i + 1])[0]
                     following += tree.draw(node, of_level[level])
                 frontier = following

@@ -206,7 +206,7 @@ class ModelDrafter(Drafter):
         ready = [i for i, is_level in enumerate(self._level(contexts, texts)) if is_level]
         trees = [self._begin(contexts[i], budgets[i], texts[i]) for i in ready]
         for tree in trees:  # a text that is drawn must not depend on who shares the call
-            tree.sharing = len(trees) if tree.maker.fixed else 1
+            tree.sharing = len(trees) if tree.sampler.fixed else 1
         self._grow(trees)
         for i, tree in zip(ready, trees, strict=True):
             if tree.seen is None or self.dynamic is None:
@@ -250,13 +250,15 @@ class ModelDrafter(Drafter):
             return
         alike: dict[tuple[Hashable, bool], list[int]] = {}
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
-            recipe = tree.maker.recipe if tree.draws or (tree.races and not asks_for_confidence(tree.budget)) else None
+            recipe = (
+                tree.sampler.recipe if tree.draws or (tree.races and not asks_for_confidence(tree.budget)) else None
+            )
             if recipe is not None and tree.seen is None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1:
                 alike.setdefault((recipe, tree.races), []).append(index)
         for (_, races), group in alike.items():
             if len(group) > 1:
                 rows, chosen = [logits[index] for index in group], [trees[index] for index in group]
-                makers = [tree.maker for tree in chosen]
+                makers = [tree.sampler for tree in chosen]
                 if races:
                     drawn = fixed_tokens(makers, rows, [[tree.length(tree.frontier[0])] for tree in chosen])
                     for tree, tokens in zip(chosen, drawn, strict=True):
@@ -296,10 +298,10 @@ class ModelDrafter(Drafter):
 
     def _begin(self, context: Context, budget: Budget, text: Sequence[int]) -> Growing:
         sequence: SequenceState = context.state[self]
-        maker, likeliest = context.maker, self.draw == "greedy"
-        draws, races = not (maker.fixed or likeliest), maker.noise is not None and not likeliest
+        sampler, likeliest = context.sampler, self.draw == "greedy"
+        draws, races = not (sampler.fixed or likeliest), sampler.noise is not None and not likeliest
         counts = self.places.within(budget.max_depth, budget.max_nodes)
-        tree = Growing(context, budget, sequence, maker, [context.root], draws, races, text, counts)
+        tree = Growing(context, budget, sequence, sampler, [context.root], draws, races, text, counts)
         if self.dynamic is not None and not draws:
             tree.seen = self.dynamic.begin(context)
             tree.tokens, tree.parents = tree.seen.tokens, tree.seen.parents
@@ -363,19 +365,19 @@ class ModelDrafter(Drafter):
         """Children of a node, best first or in sampling order, from draft logits [V]; and the distribution [V] that
         they were drawn from by the request's own pipeline, or by which a stop rule judges them (``None`` where none
         does)."""
-        maker, confident = tree.maker, asks_for_confidence(tree.budget)
-        if not tree.draws and not tree.races and width == 1 and maker.context_free and not confident:
+        sampler, confident = tree.sampler, asks_for_confidence(tree.budget)
+        if not tree.draws and not tree.races and width == 1 and sampler.context_free and not confident:
             return None, [int(logits.argmax())]
-        prefix = () if maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
+        prefix = () if sampler.context_free else (*tree.context.tokens, *tree.path_of[parent])
         if tree.races:
-            ranking = ranked(maker, logits[None], [tree.length(parent)], [prefix])[0]
+            ranking = ranked(sampler, logits[None], [tree.length(parent)], [prefix])[0]
             return torch.softmax(ranking, -1) if confident else None, best(ranking, width)
-        distribution = distribution_of(maker, logits, prefix)
+        distribution = distribution_of(sampler, logits, prefix)
         if distribution is None:
             return None, []
         if not tree.draws:
             # A one-hot distribution names the best token, penalties included, but ranks no others.
-            ranking = logits if maker.greedy and width > 1 else distribution
+            ranking = logits if sampler.greedy and width > 1 else distribution
             return distribution, ranking.topk(min(width, len(ranking))).indices.tolist()
         if self.draw == "iid" or width == 1:
             return distribution, draw_iid(distribution, width, tree.context)
@@ -385,7 +387,7 @@ class ModelDrafter(Drafter):
         """The draft's own distribution and its probability of ``token``; for greedy drafts the untempered softmax."""
         if not asks_for_confidence(tree.budget):
             return distribution, 1.0
-        if tree.maker.greedy:
+        if tree.sampler.greedy:
             distribution = torch.softmax(logits.float(), -1)
         return distribution, float(distribution[token])
 

@@ -19,20 +19,20 @@ class Nested:
     Args:
         context: the request.
         drafters: who works inside.
-        maker: the sampling pipeline of the inner text.
+        sampler: the sampling pipeline of the inner text.
 
     Attributes:
         text: a context whose tokens are the request's and the drafts after them; it draws with the request's ``rng``.
         shared: how many leading tokens are known to be the request's own.
     """
 
-    def __init__(self, context: Context, drafters: Sequence[Drafter], maker: Any) -> None:
+    def __init__(self, context: Context, drafters: Sequence[Drafter], sampler: Any) -> None:
         tokens = list(context.tokens)
         self.drafters, self.shared = drafters, len(tokens)
         self.text = replace(
             context,
             tokens=tokens,
-            maker=maker,
+            sampler=sampler,
             hidden={},
             hidden_start=0,
             sequence=None,

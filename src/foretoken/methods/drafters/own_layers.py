@@ -83,9 +83,9 @@ class OwnLayersDrafter(ModelDrafter):
         return [True] * len(contexts)
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
-        return projected(self.head, self._part, feeds)
+        return projected(self.head, self._some_layers, feeds)
 
-    def _part(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
+    def _some_layers(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
         """The layers of the plan."""
         return self.model.forward_part(feeds, self.plan, taps)
 

@@ -86,14 +86,14 @@ class Guesses:
 
     def distribution(self, path: Sequence[int], row: Row) -> Tensor | None:
         """[V] what a token behind a path is drawn from; ``None`` where the request allows nothing of it."""
-        maker = self.context.maker
-        prefix = () if maker.context_free else (*self.context.tokens, *path)
-        return distribution_of(maker, self._spread(row)[0], prefix)
+        sampler = self.context.sampler
+        prefix = () if sampler.context_free else (*self.context.tokens, *path)
+        return distribution_of(sampler, self._spread(row)[0], prefix)
 
     def _ranking(self, path: Sequence[int], row: Row) -> Tensor:
-        text, maker = self.context.tokens, self.context.maker
-        prefixes = None if maker.context_free else [[*text, *path]]
-        return ranked(maker, self._spread(row), [len(text) + len(path)], prefixes)
+        text, sampler = self.context.tokens, self.context.sampler
+        prefixes = None if sampler.context_free else [[*text, *path]]
+        return ranked(sampler, self._spread(row), [len(text) + len(path)], prefixes)
 
     def _spread(self, row: Row) -> Tensor:
         """Scores [1, V] over the target's ids: what is no candidate is impossible."""
@@ -142,7 +142,7 @@ class ParallelDrafter(Drafter):
         self.costs, self.places = costs, paying_places(self.places, costs)
 
     def _races(self, context: Context) -> bool:
-        return context.maker.noise is not None and self.draw != "greedy"
+        return context.sampler.noise is not None and self.draw != "greedy"
 
     def drafted(self, guess: Guesses, budget: Budget, depth: int, sharing: int) -> TokenTree:
         """The tree of one request, or its drawn chain or tree.
@@ -153,7 +153,7 @@ class ParallelDrafter(Drafter):
             depth: most tokens of a path.
             sharing: requests whose nodes the target scores by the same call, as far as the tree may depend on that.
         """
-        if self.draw != "greedy" and not guess.context.maker.fixed:
+        if self.draw != "greedy" and not guess.context.sampler.fixed:
             return self._drawn(guess, budget, depth)
 
         def place(path: Sequence[int], state: Any) -> Place:

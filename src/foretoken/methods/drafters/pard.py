@@ -184,7 +184,7 @@ class PardDrafter(ParallelDrafter):
             rows = projected(self.head, self.model.forward, feeds)
             for i, row in zip(ready, rows, strict=True):
                 guess = self._guess(contexts[i], row.logits)
-                sharing = len(ready) if contexts[i].maker.fixed else 1
+                sharing = len(ready) if contexts[i].sampler.fixed else 1
                 trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
         return trees
 

@@ -165,7 +165,7 @@ class PassTokensDrafter(Drafter):
                 tokens += range(self.first, self.first + count)
                 parents += [node, *range(first, first + count - 1)]
         probes = [False] * (1 + len(drafts)) + [True] * (len(tokens) - 1 - len(drafts))
-        if context.maker.fixed or self.draw == "greedy":
+        if context.sampler.fixed or self.draw == "greedy":
             state.proposed = TokenTree(tuple(tokens), tuple(parents), probes=tuple(probes))
         else:
             q_rows = (-1, *range(len(drafts)), *[-1] * sum(probes))
@@ -190,32 +190,32 @@ class PassTokensDrafter(Drafter):
         count = 0 if logits is None else min(len(logits), budget.max_depth, budget.max_nodes)
         if logits is None or count == 0:
             return [], []
-        maker, confident = context.maker, asks_for_confidence(budget)
+        sampler, confident = context.sampler, asks_for_confidence(budget)
         likeliest = self.draw == "greedy"
-        if (maker.greedy or likeliest) and maker.context_free and not confident:
+        if (sampler.greedy or likeliest) and sampler.context_free and not confident:
             return argmaxes(logits[:count])[0], []
         drafts: list[int] = []
         distributions: list[Tensor] = []
         for row in logits[:count]:
-            prefix = () if maker.context_free else [*context.tokens, *drafts]
-            if maker.noise is not None and not likeliest:
+            prefix = () if sampler.context_free else [*context.tokens, *drafts]
+            if sampler.noise is not None and not likeliest:
                 length = len(context.tokens) + len(drafts)
-                ranking = ranked(maker, row[None], [length], [prefix])[0]
+                ranking = ranked(sampler, row[None], [length], [prefix])[0]
                 if not bool(ranking.max() > -torch.inf):
                     break  # the request allows nothing here
                 distribution = torch.softmax(ranking, -1)
             else:
-                possible = distribution_of(maker, row, prefix)
+                possible = distribution_of(sampler, row, prefix)
                 if possible is None:
                     break
                 distribution = possible
-            if maker.fixed or likeliest:
+            if sampler.fixed or likeliest:
                 drafts.append(int(distribution.argmax()))
             else:
                 drafts += draw_without_replacement(distribution, 1, context)
                 distributions.append(distribution)
             # A stop may only suppress what comes after the token: the token itself stays in the draft.
-            belief = torch.softmax(row.float(), -1) if confident and maker.greedy else distribution
+            belief = torch.softmax(row.float(), -1) if confident and sampler.greedy else distribution
             if confident and budget.stops_after(belief, float(belief[drafts[-1]])):
                 break
         return drafts, distributions

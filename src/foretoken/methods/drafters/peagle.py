@@ -133,7 +133,7 @@ class PeagleDrafter(FeatureReader, ParallelDrafter):
             context, rows = contexts[i], logits.get(id(contexts[i]))
             if rows is not None:
                 guess = Guesses(context, rows.new_empty(len(rows), 0), rows, self.head, self._races(context))
-                trees[i] = self.drafted(guess, budgets[i], len(rows), len(ready) if context.maker.fixed else 1)
+                trees[i] = self.drafted(guess, budgets[i], len(rows), len(ready) if context.sampler.fixed else 1)
         return trees
 
     def _depth(self, context: Context, budget: Budget) -> int:

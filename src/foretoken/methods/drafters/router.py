@@ -160,7 +160,7 @@ class RouterDrafter(GroupDrafter):
     def _owned(self, context: Context, index: int, tree: TokenTree) -> TokenTree:
         """A member's tree with its name on it; what becomes of it is of interest to members that look."""
         owned = tree.guessed_by(index)
-        if self._looking:
+        if self._observers:
             context.state[self] = Proposal(owned, {index: Part(tree, range(len(tree)))})
         return owned
 

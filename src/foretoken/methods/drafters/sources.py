@@ -140,7 +140,7 @@ class SourceDrafter(Drafter):
         return self.guess(context, budget).tree(context.root)
 
     @property
-    def looks(self) -> bool:
+    def observes(self) -> bool:
         """Only for the sake of other requests, or of what a subclass adds."""
         return self.traits.shares_state or type(self).observe is not SourceDrafter.observe
 

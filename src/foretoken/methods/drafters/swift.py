@@ -151,19 +151,19 @@ class SwiftDrafter(OwnLayersDrafter):
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         """The best token is the next of the chain; the distribution is kept for siblings."""
-        prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
-        if tree.maker.noise is not None:
-            raced = ranked(tree.maker, logits[None], [tree.length(parent)], [prefix])[0]
+        prefix = () if tree.sampler.context_free else (*tree.context.tokens, *tree.path_of[parent])
+        if tree.sampler.noise is not None:
+            raced = ranked(tree.sampler, logits[None], [tree.length(parent)], [prefix])[0]
             if not bool(raced.max() > -torch.inf):
                 return  # the request allows nothing here
             ranking = distribution = torch.softmax(raced, -1)
         else:
-            possible = distribution_of(tree.maker, logits, prefix)
+            possible = distribution_of(tree.sampler, logits, prefix)
             if possible is None:
                 return  # the request allows nothing here
             distribution = possible
             # A one-hot distribution names the best token, penalties included, but ranks no others.
-            ranking = torch.softmax(logits.float(), -1) if tree.maker.greedy else distribution
+            ranking = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
         token = int(distribution.argmax())
         node = len(tree.tokens)
         tree.tokens.append(token)
@@ -182,7 +182,7 @@ class SwiftDrafter(OwnLayersDrafter):
         for parent, ranking in enumerate(tree.distributions):
             token = tree.tokens[parent + 1]
             confidence = float(ranking[token])
-            count = num_children(confidence, tree.maker.greedy) - 1
+            count = num_children(confidence, tree.sampler.greedy) - 1
             best = ranking.topk(min(count + 1, len(ranking)))
             pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
             spare += [(chance * p, parent, t) for p, t in pairs if t != token and p > 0][:count]

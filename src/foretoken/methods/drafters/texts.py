@@ -139,7 +139,7 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
         chosen = {i: given[place] for place, i in enumerate(behind) if given.get(place)}
         pace.left -= sum(chosen.values())
         if chosen:
-            reader.read([_part(key, contexts[i], texts[i], size) for i, size in chosen.items()])
+            reader.read([_portion(key, contexts[i], texts[i], size) for i, size in chosen.items()])
         for i, size in behind.items():
             own = DraftTexts.of(contexts[i]).by_key[key]
             ready[i] = _note_read(contexts[i], own, chosen.get(i, 0), size)
@@ -187,7 +187,7 @@ def _open(key: Hashable, model: LanguageModel, context: Context, tokens: Sequenc
     return True
 
 
-def _part(
+def _portion(
     key: Hashable, context: Context, tokens: Sequence[int], size: int
 ) -> tuple[Context, SequenceState, Sequence[int]]:
     sequence = DraftTexts.of(context).by_key[key].sequence

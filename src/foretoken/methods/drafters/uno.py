@@ -62,7 +62,7 @@ class UnoGuesses(Guesses):
 
     def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Place:
         """The ``width`` best candidates behind a path; in the first place the target's token."""
-        certain = not path and (self.races or self.context.maker.greedy)
+        certain = not path and (self.races or self.context.sampler.greedy)
         if not certain or self.head.vocab_size != self.logits.shape[-1]:
             return super().place(path, state, width, budget)
         row, after = self.row(path, state)
@@ -206,7 +206,7 @@ class UnoDrafter(ParallelDrafter):
                 context.sequence.clear_scratch()
         for i, row in zip(ready, rows, strict=True):
             guess = self._guess(contexts[i], row.logits)
-            trees[i] = self.drafted(guess, budgets[i], depths[i], len(ready) if contexts[i].maker.fixed else 1)
+            trees[i] = self.drafted(guess, budgets[i], depths[i], len(ready) if contexts[i].sampler.fixed else 1)
         return trees
 
     def _depth(self, context: Context, budget: Budget) -> int:

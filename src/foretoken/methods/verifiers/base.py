@@ -267,7 +267,7 @@ def chain_nodes(tree: TokenTree, name: str) -> list[int]:
 
 def can_go_at_once(tree: TokenTree, scores: Scores) -> bool:
     """Whether the distributions of all nodes can be made by one call, with one transfer to the host for all tests."""
-    return len(tree) > 1 and tree.is_chain and scores.maker.context_free
+    return len(tree) > 1 and tree.is_chain and scores.sampler.context_free
 
 
 def chain_weights(tree: TokenTree, distributions: Tensor) -> tuple[list[float], list[float]]:

@@ -76,14 +76,14 @@ def make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Score
     """Make the distributions that the rules will ask for, of all requests that sample alike by one call."""
     alike: dict[Hashable, list[tuple[Scores, int]]] = {}
     for verifier, scores in zip(verifiers, all_scores, strict=True):
-        recipe = scores.maker.recipe
-        if recipe is None or scores.maker.fixed:
+        recipe = scores.sampler.recipe
+        if recipe is None or scores.sampler.fixed:
             continue
         if not is_large(scores.logits):
             alike.setdefault(recipe, []).append((scores, len(scores.tree) if verifier.needs_all(scores) else 1))
     for group in alike.values():
         counts = [count for _, count in group]
-        distributions = group[0][0].maker.distributions(
+        distributions = group[0][0].sampler.distributions(
             torch.cat([scores.logits[:count] for scores, count in group]), None
         )
         for (scores, _), part in zip(group, distributions.split(counts), strict=True):
@@ -95,10 +95,10 @@ def make_choices(all_scores: Sequence[Scores]) -> None:
     """Look up the tokens after all nodes of requests with noise, of all that sample alike by one call."""
     alike: dict[Hashable, list[Scores]] = {}
     for scores in all_scores:
-        if scores.maker.noise is not None and scores.maker.context_free and scores.races_at_once:
-            alike.setdefault(scores.maker.recipe, []).append(scores)
+        if scores.sampler.noise is not None and scores.sampler.context_free and scores.races_at_once:
+            alike.setdefault(scores.sampler.recipe, []).append(scores)
     for group in alike.values():
-        makers, logits = [scores.maker for scores in group], [scores.logits for scores in group]
+        makers, logits = [scores.sampler for scores in group], [scores.logits for scores in group]
         chosen = fixed_tokens(makers, logits, [scores.lengths for scores in group])
         for scores, tokens in zip(group, chosen, strict=True):
             scores.chosen = tokens

@@ -87,8 +87,8 @@ def _inner_verifier(kind: Kind, is_tree: bool, greedy: bool, fixed: bool) -> Ver
 
 def inner_rule(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
     """Verify inside a drafter that runs a loop of its own (``cascade``): by the best lossless rule for this tree."""
-    maker = scores.maker
-    return _inner_verifier(tree.kind, not tree.is_chain, maker.greedy, maker.fixed).verify(tree, scores, rng)
+    sampler = scores.sampler
+    return _inner_verifier(tree.kind, not tree.is_chain, sampler.greedy, sampler.fixed).verify(tree, scores, rng)
 
 
 def auto_verifier(kind: Kind, is_tree: bool, greedy: bool, fixed: bool = False) -> Verifier:

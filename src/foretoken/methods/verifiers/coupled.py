@@ -29,22 +29,22 @@ class CoupledVerifier(Verifier):
         Raises:
             ValueError: the request samples, and has no noise.
         """
-        maker = scores.maker
-        if not maker.fixed:
+        sampler = scores.sampler
+        if not sampler.fixed:
             raise ValueError("the verifier 'coupled' needs the noise of a request: its sampler has none")
 
         def choose(node: int, children: Sequence[int]) -> int:
             p = scores.p(node).double()  # [V]
-            if maker.noise is None:
+            if sampler.noise is None:
                 return int(p.argmax())
-            times = maker.noise.exponentials(scores.lengths[node] - maker.prompt_length, len(p)).to(p.device)
+            times = sampler.noise.exponentials(scores.lengths[node] - sampler.prompt_length, len(p)).to(p.device)
             return int((times / p).argmin())  # impossible tokens arrive at infinity
 
         return walk_down(tree, choose)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """The same by logarithms, not normalised, and for all nodes at once (:meth:`foretoken.core.Scores.choice`)."""
-        if not scores.maker.fixed:
+        if not scores.sampler.fixed:
             return self.decide(tree, scores, coins)
 
         def choose(node: int, children: Sequence[int]) -> int:

@@ -38,7 +38,7 @@ class LenientVerifier(Verifier):
         nodes = chain_nodes(tree, self.name)
         for i, node in enumerate(nodes):
             parent, x = tree.parents[node], tree.tokens[node]
-            if scores.maker.greedy:
+            if scores.sampler.greedy:
                 if not self._stands_greedily(scores, parent, x):
                     return Verdict(tuple(nodes[:i]), scores.argmax(parent), next_is_bonus=False)
                 continue

@@ -18,7 +18,7 @@ def graded_distribution(scores: Scores, node: int) -> Tensor:
     At temperature 0 ``p`` is one-hot and ranks nothing, so this is the softmax of the raw logits; unless penalties,
     biases or processors are at work (a grammar, say), which raw logits know nothing of: then ``p`` itself.
     """
-    if scores.maker.greedy and scores.maker.context_free:
+    if scores.sampler.greedy and scores.sampler.context_free:
         logits = scores.logits[node]
         return torch.softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
     return scores.p(node)

@@ -57,11 +57,11 @@ def _home(scores: Scores, has_distributions: bool, got: Iterator[Tensor]) -> Sco
 
 
 def _is_looked_up(verifier: Verifier, scores: Scores) -> bool:
-    return verifier.asks_choices and scores.maker.fixed and scores.maker.context_free
+    return verifier.asks_choices and scores.sampler.fixed and scores.sampler.context_free
 
 
 def _is_drawn(verifier: Verifier, scores: Scores) -> bool:
-    return scores.maker.context_free and not scores.maker.fixed and not verifier.reads_logits
+    return scores.sampler.context_free and not scores.sampler.fixed and not verifier.reads_logits
 
 
 def _draws_alone(verifier: Verifier, scores: Scores) -> bool:
@@ -72,20 +72,20 @@ def _draws_alone(verifier: Verifier, scores: Scores) -> bool:
 def _alike(all_scores: Sequence[Scores]) -> Mapping[Hashable, list[Scores]]:
     groups: dict[Hashable, list[Scores]] = {}
     for scores in all_scores:
-        groups.setdefault((scores.maker.greedy, scores.maker.recipe), []).append(scores)
+        groups.setdefault((scores.sampler.greedy, scores.sampler.recipe), []).append(scores)
     return groups
 
 
 def _tokens(all_scores: Sequence[Scores], best: list[Tensor]) -> dict[int, Tensor]:
     """The tokens [N] after all nodes, by the identity of the scores, in their order."""
     found: dict[int, Tensor] = {}
-    noises = [(scores.maker.noise, scores.positions) for scores in all_scores if scores.maker.noise is not None]
+    noises = [(scores.sampler.noise, scores.positions) for scores in all_scores if scores.sampler.noise is not None]
     if noises:
         send_together(noises, all_scores[0].logits)
     for group in _alike(all_scores).values():
         logits = [scores.logits for scores in group]
-        is_greedy = group[0].maker.greedy
-        rows = torch.cat(logits) if is_greedy else race([s.maker for s in group], logits, [s.lengths for s in group])
+        is_greedy = group[0].sampler.greedy
+        rows = torch.cat(logits) if is_greedy else race([s.sampler for s in group], logits, [s.lengths for s in group])
         values, tokens = rows.max(-1)
         best.append(values)
         found |= {id(scores): part for scores, part in zip(group, tokens.split([*map(len, logits)]), strict=True)}
@@ -97,6 +97,6 @@ def _distributions(all_scores: Sequence[Scores]) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for group in _alike(all_scores).values():
         logits = [scores.logits for scores in group]
-        parts = group[0].maker.distributions(torch.cat(logits), None).split([*map(len, logits)])
+        parts = group[0].sampler.distributions(torch.cat(logits), None).split([*map(len, logits)])
         found |= {id(scores): part for scores, part in zip(group, parts, strict=True)}
     return found

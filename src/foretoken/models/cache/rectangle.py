@@ -49,7 +49,7 @@ class TreeCache(Cache):
         max_slots: most slots that a row will ever need (context plus scratch); buffers grow towards it.
 
     Attributes:
-        texts: the sequences whose rows these are, in order (:mod:`foretoken.models.cache.bands`).
+        texts: the sequences whose rows these are, in order (:mod:`foretoken.models.cache.pool`).
         reads: the slots that the planned forward reads; ``None``: all.
     """
 

@@ -146,7 +146,7 @@ class SparseModel(TreeRunner):
         """A new sequence for the text that the target keeps in ``source``; its subset is chosen when it is needed."""
         if source is None:
             return self.open()
-        return self.bands.open(SparseState(row=0, source=source))
+        return self.pool.open(SparseState(row=0, source=source))
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Nothing is read: the subset is chosen from what the target has, once the next token is known.

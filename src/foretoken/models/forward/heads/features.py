@@ -206,12 +206,12 @@ class FeatureModel(TreeRunner):
     def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
         """The same by one call of our library."""
         for feed, place in zip(feeds, places, strict=True):
-            self.bands.make_room(feed.sequence, place.committed + len(place.parents))
+            self.pool.make_room(feed.sequence, place.committed + len(place.parents))
         began = now(self.device)
         native: Any = self.native
         found: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
         self.run_s += now(self.device) - began
         self.num_layer_runs += 1
         self.run_rows += sum(place.new for place in places)
-        self.bands.note_size()
+        self.pool.note_size()
         return found

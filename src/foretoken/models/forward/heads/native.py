@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import Feed, Rows
-from foretoken.models.cache.bands import in_bands
 from foretoken.models.cache.masks import LayerMask, RowPlan, row_allowed
+from foretoken.models.cache.pool import by_cache
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -206,7 +206,7 @@ class NativeHead:
         order: list[int] = []
         groups: list[native.Group] = []
         held: list[Any] = []
-        for indices in in_bands(sequences):
+        for indices in by_cache(sequences):
             indices.sort(key=lambda i: sequences[i].row)
             order += indices
             rows = [sequences[i].row for i in indices]

@@ -15,7 +15,7 @@ from foretoken.methods.drafters.texts import DraftText, DraftTexts
 from foretoken.models.base import LanguageModel, Snapshot
 
 
-class Texts:
+class PrefixCache:
     """The prefix cache of an engine.
 
     Args:

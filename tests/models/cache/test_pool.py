@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.models.base import Feed, Rows, SequenceState
-from foretoken.models.cache.bands import SHORT, SLACK, in_bands
+from foretoken.models.cache.pool import SHORT, SLACK, by_cache
 from foretoken.models.cache.rectangle import CHUNK
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.parts import TargetParts
@@ -53,11 +53,11 @@ def fresh(tokens: tuple[int, ...], lean: bool) -> tuple[Tensor, ...]:
 
 def check(found: HuggingFaceModel) -> None:
     """Every text's row is its own, and holds what reading the text alone gives."""
-    for band in found.bands.caches:
+    for band in found.pool.caches:
         assert [one.row for one in band.texts] == list(range(len(band.texts)))
         assert all(one.cache is band for one in band.texts)
         assert len(band.texts) <= band.num_rows
-    for one in found.bands.texts:
+    for one in found.pool.texts:
         assert one.num_slots <= one.cache.num_slots
         if one.tokens:
             for mine, wanted in zip(stored(one), fresh(tuple(one.tokens), found.is_lean), strict=True):
@@ -103,14 +103,14 @@ def test_rows_equal_fresh_prefills_whatever_comes_grows_and_goes(lean: bool, see
             busy.forward([Feed(one, *tree(rng, rng.choice([1, 2, 9, 70]))) for one in chosen])
             for one in chosen:
                 busy.commit(one, path(rng, one))
-        seen.add(len(busy.bands.caches))
+        seen.add(len(busy.pool.caches))
         if step % 6 == 5:
             check(busy)
     check(busy)
     assert max(seen) > 1, "no text ever had to move"
     for one in texts:
         busy.release(one)
-    assert busy.kv_bytes == 0 and len(busy.bands.caches) == 1
+    assert busy.kv_bytes == 0 and len(busy.pool.caches) == 1
 
 
 def in_two_bands(lean: bool) -> tuple[HuggingFaceModel, list[SequenceState]]:
@@ -120,7 +120,7 @@ def in_two_bands(lean: bool) -> tuple[HuggingFaceModel, list[SequenceState]]:
     for seed, (one, length) in enumerate(zip(texts, (5, 700, 33, 1, 60, 900, 12, 20), strict=True)):
         found.prefill(one, text(length, seed))
     found.release(texts.pop(2))
-    assert len(in_bands(texts)) > 1
+    assert len(by_cache(texts)) > 1
     return found, texts
 
 
@@ -287,6 +287,6 @@ def test_networks_over_hidden_states_run_over_several_bands() -> None:
             model_.commit(sequence, range(length))
         feeds.append(Feed(one, [3, 4], states=states[:2]))
         wanted += alone.forward([Feed(other, [3, 4], states=states[:2])])
-    assert len(together.bands.caches) > 1
+    assert len(together.pool.caches) > 1
     for mine, right in zip(together.forward(feeds), wanted, strict=True):
         torch.testing.assert_close(mine.logits, right.logits)

@@ -19,7 +19,7 @@ SHORT = 4 * CHUNK
 """A new text, whose length is not known yet, joins a rectangle of at most so many slots."""
 
 
-class Bands:
+class CachePool:
     """Rectangles of rows, and which text has which row.
 
     Args:
@@ -128,7 +128,7 @@ class Bands:
             cache.trim(rows, slots)
 
 
-def in_bands(sequences: Sequence[SequenceState]) -> list[list[int]]:
+def by_cache(sequences: Sequence[SequenceState]) -> list[list[int]]:
     """Indices of the sequences by the cache that they are in."""
     groups: dict[int, list[int]] = {}
     for index, sequence in enumerate(sequences):
@@ -136,6 +136,6 @@ def in_bands(sequences: Sequence[SequenceState]) -> list[list[int]]:
     return list(groups.values())
 
 
-def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+def take(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
     """Those of the items, of which there may be none at all."""
     return [items[index] for index in indices] if items else []
