@@ -211,7 +211,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             best = row.tokens, row.values
         else:
             sure = self._sure(tree, nodes, self._logits(row))
-            best = self._best(tree, sure)
+            best = self._best(sure)
         for node, mine, values in zip(nodes, *best, strict=True):
             possible = [i for i, value in enumerate(values) if value > -math.inf]
             seen.add(node, [mine[i] for i in possible], [seen.scores[node] + values[i] for i in possible])
@@ -244,15 +244,15 @@ class FeatureDrafter(FeatureReader, Drafter):
         if self._races(tree):
             lengths = [len(text) + seen.depths[node] for node in nodes]
             prefixes = None if sampler.context_free else [[*text, *seen.path_tokens(node)] for node in nodes]
-            rows = ranked(sampler, self.widened(logits), lengths, prefixes)
+            rows = self.narrowed(ranked(sampler, self.widened(logits), lengths, prefixes))
         else:
             rows = logits.float()
         return log_beliefs(rows)
 
-    def _best(self, tree: Growing, sure: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    def _best(self, sure: Tensor) -> tuple[list[list[int]], list[list[float]]]:
         """Per row of log-probabilities its ``width`` best tokens, and the values of these."""
         values, tokens = sure.topk(min(self.width, sure.shape[-1]), -1)
-        return (tokens if self._races(tree) else self.mapped(tokens)).tolist(), values.tolist()
+        return self.mapped(tokens).tolist(), values.tolist()
 
     def _ends(self, tree: Growing, node: int, sure: Tensor) -> bool:
         """Whether a stop rule ends the path with this node, by the log-probabilities [V'] that it was chosen from."""
@@ -275,6 +275,10 @@ class FeatureDrafter(FeatureReader, Drafter):
     def widened(self, logits: Tensor) -> Tensor:
         """Logits [n, V] over the target's ids from the draft's."""
         return logits if self.head is None else self.head.widened(logits)
+
+    def narrowed(self, rows: Tensor) -> Tensor:
+        """Rows [n, V'] over the draft's ids from the target's: sums over all others would cost more than they say."""
+        return rows if self.head is None else self.head.narrowed(rows)
 
     def _most(self, tree: Growing) -> int:
         return min(self.max_nodes, tree.budget.max_nodes)

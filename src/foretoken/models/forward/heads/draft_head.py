@@ -131,6 +131,10 @@ class DraftHead:
         wide[:, self.ids] = logits
         return wide
 
+    def narrowed(self, rows: Tensor) -> Tensor:
+        """Of rows [n, V] over the target's ids what is about tokens that can be guessed, [n, V_d]."""
+        return rows if self.ids is None else rows[:, self.ids]
+
 
 def _same(logits: Tensor) -> Tensor:
     return logits
