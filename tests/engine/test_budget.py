@@ -110,7 +110,7 @@ def test_memory_stays_near_the_limit() -> None:
         busy.step()
         together = max(together, len(busy.running))
         reserved = sum(busy.budget.reserved.values())
-        assert reserved + busy.texts.prefixes.nbytes <= (busy.budget.limit or 0)
+        assert reserved + busy.prefix_cache.prefixes.nbytes <= (busy.budget.limit or 0)
     target = busy.target
     assert together > 2 and target.kv_peak_bytes <= 1.5 * (busy.budget.limit or 0)
     assert target.kv_bytes == 0 and not busy.budget.reserved
@@ -120,11 +120,11 @@ def test_kept_texts_make_room_for_running_ones() -> None:
     busy = limited(600, prefix_bytes=2**24)
     for i in range(3):
         serve(busy, [Request([i + 1] * 100, max_new_tokens=4)])
-    assert len(busy.texts.prefixes) == 3
+    assert len(busy.prefix_cache.prefixes) == 3
     busy.add(Request([9] * 300, max_new_tokens=100))
     busy.step()
     left = busy.budget.left
-    assert left is not None and busy.texts.prefixes.nbytes <= left and len(busy.texts.prefixes) < 3
+    assert left is not None and busy.prefix_cache.prefixes.nbytes <= left and len(busy.prefix_cache.prefixes) < 3
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:

@@ -162,7 +162,7 @@ def test_a_turn_without_drafts_does_not_lose_what_was_read_before() -> None:
     first = one(busy, text(120))
     prompt = [*text(120), *first.output, 3, 1]
     second = one(busy, prompt, max_draft_tokens=0)
-    assert read(second) == (3, 0) and len(busy.texts.prefixes) == 1
+    assert read(second) == (3, 0) and len(busy.prefix_cache.prefixes) == 1
     prompt = [*prompt, *second.output, 8]
     mine, fresh = one(busy, prompt), one(cold, prompt)
     assert read(mine)[0] == 2 and 2 + 16 < read(mine)[1] <= 2 + 16 + 3 + LATE
@@ -177,10 +177,10 @@ def test_what_drafters_have_read_counts_as_kept_memory_and_goes_with_the_text() 
     one(busy, text(120))
     one(without, text(120))
     per_token = draft_of(busy).kv_bytes_per_token
-    more = busy.texts.prefixes.nbytes - without.texts.prefixes.nbytes
+    more = busy.prefix_cache.prefixes.nbytes - without.prefix_cache.prefixes.nbytes
     assert 119 * per_token <= more <= 136 * (per_token + 8)
-    busy.texts.prefixes.shrink(busy.texts.prefixes.nbytes - 1)
-    assert len(busy.texts.prefixes) == 0 and busy.texts.prefixes.nbytes == 0
+    busy.prefix_cache.prefixes.shrink(busy.prefix_cache.prefixes.nbytes - 1)
+    assert len(busy.prefix_cache.prefixes) == 0 and busy.prefix_cache.prefixes.nbytes == 0
     assert read(one(busy, text(120))) == (120, 120)
     assert draft_of(busy).kv_bytes == 0
 
@@ -188,9 +188,9 @@ def test_what_drafters_have_read_counts_as_kept_memory_and_goes_with_the_text() 
 def test_where_both_do_not_fit_the_targets_text_is_kept() -> None:
     without = new(lambda target, draft: NgramDrafter(n=2))
     one(without, text(120))
-    busy = new(prefix_bytes=without.texts.prefixes.nbytes + 100)
+    busy = new(prefix_bytes=without.prefix_cache.prefixes.nbytes + 100)
     first = one(busy, text(120))
-    assert len(busy.texts.prefixes) == 1
+    assert len(busy.prefix_cache.prefixes) == 1
     assert read(one(busy, [*text(120), *first.output, 3], 1)) == (2, 0)
     assert read(one(busy, text(120)))[1] == 120
 

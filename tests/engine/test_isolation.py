@@ -380,11 +380,11 @@ def test_kept_texts_make_room_when_memory_is_full() -> None:
     busy = serving(model_drafter)
     busy.add(Request([3, 4] * 20, max_new_tokens=8))
     clean = {first: run.output for first, run in finished(busy).items()}
-    assert len(busy.texts.prefixes) == 1
+    assert len(busy.prefix_cache.prefixes) == 1
     run = busy.target.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if busy.texts.prefixes.nbytes:
+        if busy.prefix_cache.prefixes.nbytes:
             raise torch.OutOfMemoryError("planted")
         return run(*args, **kwargs)
 

@@ -181,7 +181,7 @@ def test_prompts_whose_probabilities_are_asked_for_are_read_as_a_whole() -> None
     first = one(busy, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
     again = one(busy, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
     assert computed(again) == (60, 60) and again.prompt_logprobs == first.prompt_logprobs
-    assert len(busy.texts.prefixes) == 0
+    assert len(busy.prefix_cache.prefixes) == 0
 
 
 def test_an_ended_or_cancelled_text_can_be_found() -> None:
@@ -200,7 +200,7 @@ def test_a_text_that_was_damaged_by_an_error_is_not_kept() -> None:
     busy.add(Request(LONG, SamplingParams(processors=(processor,)), 4))
     ((run, emission),) = busy.step()
     assert emission.finish_reason == run.finish_reason == "error" and isinstance(emission.error, RuntimeError)
-    assert not busy.busy and len(busy.texts.prefixes) == 0
+    assert not busy.busy and len(busy.prefix_cache.prefixes) == 0
 
 
 def test_hybrid_targets_read_everything_and_write_the_same() -> None:
@@ -288,8 +288,8 @@ def test_the_cache_holds_no_more_than_it_may() -> None:
     busy = engine(target, prefix_bytes=room)
     for seed in range(8):
         one(busy, Request([seed, *LONG], max_new_tokens=8))
-        assert busy.texts.prefixes.nbytes <= room
-    assert len(busy.texts.prefixes) == 2
+        assert busy.prefix_cache.prefixes.nbytes <= room
+    assert len(busy.prefix_cache.prefixes) == 2
     assert computed(one(busy, Request([7, *LONG], max_new_tokens=1)))[0] == 1
     assert computed(one(busy, Request([0, *LONG], max_new_tokens=1)))[0] == 61
 

@@ -185,7 +185,7 @@ def play(mix: Mix, case: Case) -> None:
                 check_same(run, alone(numbers[run.id]))
         budget = busy.budget
         if budget.limit is not None:
-            assert sum(budget.reserved.values()) + busy.texts.prefixes.nbytes <= budget.limit
+            assert sum(budget.reserved.values()) + busy.prefix_cache.prefixes.nbytes <= budget.limit
         if not busy.busy and len(ids) == len(mix.arrivals):
             break
     assert done | gone == set(ids) and not done & gone, "somebody waits for ever"

@@ -266,7 +266,7 @@ def test_a_broken_rule_ends_its_request_and_no_other(
         assert re.search(words, said), said
 
 
-@pytest.mark.parametrize("hook", ["start", "observe", "finish", "at_least", "predicted_from"])
+@pytest.mark.parametrize("hook", ["start", "observe", "finish", "minimum_budget", "predicted_from"])
 def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: str) -> None:
     body = (
         PERIOD
