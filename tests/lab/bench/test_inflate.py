@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 import foretoken as ft
 from foretoken.lab.bench.inflate import inflate, inflation, load_inflated, target_name
 from foretoken.models.base import Feed
-from foretoken.models.cache import bands
+from foretoken.models.cache import pool
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear, weight_bytes
@@ -236,7 +236,7 @@ def test_extra_embeddings_are_widened() -> None:
 
 def test_texts_in_caches_of_their_own_are_counted_as_the_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lean forward runs several rectangles at once: all of them hand out the small model's layers."""
-    monkeypatch.setattr(bands, "SHORT", 0)
+    monkeypatch.setattr(pool, "SHORT", 0)
     _, big = pair()
     assert big.is_lean
     texts = [big.open() for _ in range(2)]
