@@ -100,7 +100,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "models/test_architectures.py": [once],
     "models/test_architectures.py::test_commit_then_continue_is_a_fresh_prefill": [parameter("loaded")],
     "models/test_architectures.py::test_tree_logits_are_those_of_its_paths": [parameter("loaded")],
-    "models/cache/test_bands.py::test_rows_equal_fresh_prefills_whatever_comes_grows_and_goes": [parameter("lean")],
+    "models/cache/test_pool.py::test_rows_equal_fresh_prefills_whatever_comes_grows_and_goes": [parameter("lean")],
     "models/test_bitwise.py": [once, parameter("lean")],
     "models/other/test_branches.py::test_every_node_sees_its_own_path": [once],
     "models/test_every_family.py": [once],

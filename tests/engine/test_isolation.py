@@ -159,7 +159,7 @@ PLANTS: dict[str, Plant] = {
     "controller observe": on("controller", "observe", of_context),
     "prompt": plant_prompt,
     "open": plant_open,
-    "take over": on("texts", "take_over", lambda run, others: is_poisoned(run.context), 0),
+    "take over": on("prefix_cache", "take_over", lambda run, others: is_poisoned(run.context), 0),
     "finish": on("drafter", "finish", of_context, 0),
     "explain": on("controller", "explain", of_context, 0),
     "controller finish": on("controller", "finish", of_context, 0),
@@ -396,7 +396,7 @@ def test_kept_texts_make_room_when_memory_is_full() -> None:
 
 def test_a_text_that_cannot_be_kept_has_its_answer(caplog: pytest.LogCaptureFixture) -> None:
     clean, busy = clean_outputs(ngram_drafter), serving(ngram_drafter)
-    in_method(busy.texts, "keep", Counter(0, MemoryError), of_run)
+    in_method(busy.prefix_cache, "keep", Counter(0, MemoryError), of_run)
     for request in requests():
         busy.add(request)
     done = finished(busy)

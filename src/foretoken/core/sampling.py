@@ -268,23 +268,25 @@ class Sampler:
 
 
 def fixed_tokens(
-    makers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
+    samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
 ) -> list[list[int]]:
     """The tokens that several requests with noise take, by one call: what each one's ``ranking`` is the largest of.
 
     Args:
-        makers: of requests of one recipe, so that the first one's probabilities are everyone's.
+        samplers: of requests of one recipe, so that the first one's probabilities are everyone's.
         logits: [N_i, V] per request.
         lengths: N_i per request, as for :meth:`Sampler.ranking`.
     """
-    tokens = iter(argmaxes(race(makers, logits, lengths))[0])
+    tokens = iter(argmaxes(race(samplers, logits, lengths))[0])
     return [list(islice(tokens, len(each))) for each in lengths]
 
 
-def race(makers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
+def race(samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
     """[N, V] what their tokens are the largest of, all rows of all requests; arguments as for :func:`fixed_tokens`."""
-    log_probs = makers[0].log_probs(torch.cat(list(logits)))
-    noise = [row for sampler, each in zip(makers, lengths, strict=True) for row in sampler.noise_rows(each, log_probs)]
+    log_probs = samplers[0].log_probs(torch.cat(list(logits)))
+    noise = [
+        row for sampler, each in zip(samplers, lengths, strict=True) for row in sampler.noise_rows(each, log_probs)
+    ]
     return torch.stack(noise).add_(log_probs)
 
 

@@ -393,15 +393,16 @@ def test_dynamic_trees(family: str, grow: str, mode: str, monkeypatch: pytest.Mo
     seen_by: list[Candidates] = []
     find = FeatureDrafter._best
 
-    score, scored = FeatureDrafter._sure, dict[int, tuple[Sequence[int], Tensor]]()
+    score, scored = FeatureDrafter._sure, dict[int, tuple[Any, Sequence[int], Tensor]]()
 
     def noted(self: FeatureDrafter, tree: Any, nodes: Sequence[int], logits: Tensor) -> Tensor:
-        scored[id(tree)] = nodes, logits
-        return score(self, tree, nodes, logits)
+        found = score(self, tree, nodes, logits)
+        scored[id(found)] = tree, nodes, logits
+        return found
 
-    def checked(self: FeatureDrafter, tree: Any, sure: Tensor) -> Any:
-        tokens, values = find(self, tree, sure)
-        nodes, logits = scored[id(tree)]
+    def checked(self: FeatureDrafter, sure: Tensor) -> Any:
+        tokens, values = find(self, sure)
+        tree, nodes, logits = scored[id(sure)]
         wide, context = self.widened(logits), tree.context
         for row, node in enumerate(nodes):
             path = tree.seen.path_tokens(node)

@@ -116,7 +116,7 @@ def _serve(llm: Llm, r: Reference, batch: Sequence[int], outputs: list[list[list
 def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
     """Compare every token with the target's own distribution after what came before it."""
     coins = Rng((r.settings.seed + 1_000_003) % SEEDS)  # not the stream of any sample
-    makers = [Sampler(SamplingParams(**r.settings.sampling), len(prompt)) for prompt in r.prompts]
+    samplers = [Sampler(SamplingParams(**r.settings.sampling), len(prompt)) for prompt in r.prompts]
     begin = Counter((i, tuple(o[:n])) for i, made in enumerate(outputs) for o in made for n in range(len(o)))
     found = Evidence()
     sequences = [r.target.open() for _ in r.prompts]
@@ -127,7 +127,7 @@ def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
             jobs = [(i, output) for i, output in enumerate(row) if output is not None]
             for (i, output), logits in zip(jobs, _scored(r.target, sequences, r.prompts, jobs), strict=True):
                 prefixes = [[*r.prompts[i], *output[:n]] for n in range(len(output))]
-                distributions = makers[i].distributions(logits, prefixes)
+                distributions = samplers[i].distributions(logits, prefixes)
                 for n, (token, distribution) in enumerate(zip(output, distributions.cpu().double(), strict=True)):
                     found.places.append(uniform_place(distribution, token, coins.uniform()))
                     beginning = (i, tuple(output[:n]))

@@ -250,21 +250,20 @@ class ModelDrafter(Drafter):
             return
         alike: dict[tuple[Hashable, bool], list[int]] = {}
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
-            recipe = (
-                tree.sampler.recipe if tree.draws or (tree.races and not asks_for_confidence(tree.budget)) else None
-            )
+            plain = tree.draws or (tree.races and not asks_for_confidence(tree.budget))
+            recipe = tree.sampler.recipe if plain else None
             if recipe is not None and tree.seen is None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1:
                 alike.setdefault((recipe, tree.races), []).append(index)
         for (_, races), group in alike.items():
             if len(group) > 1:
                 rows, chosen = [logits[index] for index in group], [trees[index] for index in group]
-                makers = [tree.sampler for tree in chosen]
+                samplers = [tree.sampler for tree in chosen]
                 if races:
-                    drawn = fixed_tokens(makers, rows, [[tree.length(tree.frontier[0])] for tree in chosen])
+                    drawn = fixed_tokens(samplers, rows, [[tree.length(tree.frontier[0])] for tree in chosen])
                     for tree, tokens in zip(chosen, drawn, strict=True):
                         tree.ready[tree.frontier[0]] = (None, tokens)
                     continue
-                distributions = makers[0].distributions(torch.cat(rows), None)
+                distributions = samplers[0].distributions(torch.cat(rows), None)
                 each = draw_each(distributions, [tree.context for tree in chosen])
                 for tree, distribution, token in zip(chosen, distributions, each, strict=True):
                     tree.ready[tree.frontier[0]] = (distribution, [token])

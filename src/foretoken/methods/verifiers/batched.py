@@ -98,8 +98,8 @@ def make_choices(all_scores: Sequence[Scores]) -> None:
         if scores.sampler.noise is not None and scores.sampler.context_free and scores.races_at_once:
             alike.setdefault(scores.sampler.recipe, []).append(scores)
     for group in alike.values():
-        makers, logits = [scores.sampler for scores in group], [scores.logits for scores in group]
-        chosen = fixed_tokens(makers, logits, [scores.lengths for scores in group])
+        samplers, logits = [scores.sampler for scores in group], [scores.logits for scores in group]
+        chosen = fixed_tokens(samplers, logits, [scores.lengths for scores in group])
         for scores, tokens in zip(group, chosen, strict=True):
             scores.chosen = tokens
 

@@ -17,7 +17,7 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.jumped import windows
 from foretoken.models.network.layers import LayerPlan
-from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.recipes.base import Batch, Recipe, mean_of
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
@@ -126,7 +126,8 @@ class JumpRecipe(Recipe):
             part = labels.distance(logits, texts_of(here), here.flatten())
             true = at_rows(batch.taps[f"layer:{config.start}"].float(), here)
             size = true.square().mean(-1).clamp_min(1e-12)
-            distance = ((predicted - true).square().mean(-1) / size).mean()
+            apart = ((predicted - true).square().mean(-1) / size).flatten()
+            distance = mean_of(apart, batch.counted(texts_of(here), here.flatten()))
             total = total + config.decay**step * (part + config.state_weight * distance)
         return total / sum(config.decay**step for step in range(config.steps))
 
