@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
-from foretoken.cli.train_options import Data, Every, SaveMinutes, Steps, load_target
+from foretoken.cli.train_options import Data, Every, SaveMinutes, Steps, keep_freed_memory, load_target
 from foretoken.cli.train_progress import progress_bars, stop_on_signals
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import check_inputs, json_only, print_json, screen
 from foretoken.cli.train_options import (
@@ -29,6 +28,7 @@ from foretoken.cli.train_options import (
     Text,
     WrittenBlocks,
     WrittenTemperature,
+    keep_freed_memory,
     key_values,
     load_target,
 )

@@ -12,7 +12,7 @@ from foretoken.engine.background import Ticket
 from foretoken.engine.output import Output, Piece
 from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer, Gathered
-from foretoken.server.call_formats import LONGEST_PAST, CallFormat, forced, format_of, special_of
+from foretoken.server.call_formats import LONGEST_PAST, CallFormat, choice_of, forced, format_of, special_of
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import bad
 from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
@@ -20,7 +20,6 @@ from foretoken.server.running import outputs_of, pieces_of
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
 from foretoken.server.templates import PLAIN_STOP, Conversation, arguments_of, has_template, prompt_of, takes_effort
-from foretoken.server.tool_choice import choice_of
 from foretoken.server.workers import TEXTS, in_thread
 
 Part = str | Call

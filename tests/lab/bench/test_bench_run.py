@@ -14,13 +14,13 @@ import pytest
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.lab.bench import run as bench_run
 from foretoken.lab.bench.arms import Shared, Unit
-from foretoken.lab.bench.card import card
 from foretoken.lab.bench.partial import Partial, partial_of
 from foretoken.lab.bench.results import UnitResult, acceptance_length, anchored, cell, dumps, positions, speedup_ci95
 from foretoken.lab.bench.run import Bench, BenchSettings, run_bench
 from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.specs import check_arm, split_arm
 from foretoken.lab.bench.summary import BenchResult
+from foretoken.lab.report.cards.written import card
 from foretoken.llm import Llm
 from toys import MarkovTable, llamas, tables
 

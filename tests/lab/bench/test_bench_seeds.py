@@ -17,10 +17,10 @@ from foretoken.core.noise import Noise
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.lab.bench.arms import Shared
-from foretoken.lab.bench.card import card
 from foretoken.lab.bench.results import UnitResult, cell
 from foretoken.lab.bench.run import BenchSettings, run_bench
 from foretoken.lab.bench.summary import BenchResult
+from foretoken.lab.report.cards.written import card
 from foretoken.lab.report.read import read_run
 from foretoken.lab.report.verdict import verdict
 from foretoken.methods.drafters.ngram import NgramDrafter

@@ -17,8 +17,8 @@ pytest.importorskip("httpx", reason="the extra 'bench' is not installed")
 from load_servers import Scripted, running
 
 from foretoken.lab.bench.load import client, figures
+from foretoken.lab.bench.load.client import Drafts, Sample, drafts_of
 from foretoken.lab.bench.load.run import Address, LoadResult, parse_addresses, run_load
-from foretoken.lab.bench.load.sample import Drafts, Sample, drafts_of
 from foretoken.lab.bench.load.settings import Level, LoadSettings, arrivals
 from foretoken.lab.prompts import BenchPrompt
 

@@ -11,8 +11,7 @@ from time import perf_counter
 
 import httpx
 
-from foretoken.lab.bench.load.client import ask, counters, open_client
-from foretoken.lab.bench.load.sample import Drafts, Sample
+from foretoken.lab.bench.load.client import Drafts, Sample, ask, counters, open_client
 from foretoken.lab.bench.load.settings import Ask, Level, LoadSettings, ServerArm, arrivals
 from foretoken.lab.interleave import interleave
 from foretoken.lab.prompts import BenchPrompt

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from foretoken.lab.bench.load.client import Drafts, Sample
 from foretoken.lab.bench.load.drive import Pass
-from foretoken.lab.bench.load.sample import Drafts, Sample
 from foretoken.lab.bench.load.settings import LARGEST_TIE, Level, LoadSettings, ServerArm
 
 PERCENTILES = (50, 90, 99)

@@ -17,9 +17,8 @@ import httpx
 
 from foretoken.core.io.files import write_text
 from foretoken.lab.bench.load import figures
-from foretoken.lab.bench.load.client import find_server, headers_of
+from foretoken.lab.bench.load.client import Sample, find_server, headers_of
 from foretoken.lab.bench.load.drive import Pass, Tell, drive
-from foretoken.lab.bench.load.sample import Sample
 from foretoken.lab.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Ask, LoadSettings, Server, ServerArm
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.loading.measured.cpu import cpu_info

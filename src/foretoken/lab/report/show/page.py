@@ -7,9 +7,8 @@ from importlib.resources import files
 
 from foretoken.lab.report.markup import Markup, join, tag
 from foretoken.lab.report.page import resource
-from foretoken.lab.report.show.run import Round, Shown
+from foretoken.lab.report.show.run import HEADS, Round, Shown, Total
 from foretoken.lab.report.show.texts import visible
-from foretoken.lab.report.show.totals import HEADS, Total
 from foretoken.lab.report.show.tree import draw_tree
 
 MOST_ROUNDS = 200
