@@ -77,7 +77,7 @@ def train_lm_command(
     from transformers.utils import logging as hf_logging
 
     from foretoken.training import lm
-    from foretoken.training.cards.language_model import CardInfo
+    from foretoken.training.cards import CardInfo
     from foretoken.training.loop import Saving
 
     config = lm.LmConfig(

@@ -228,8 +228,7 @@ def _write_card(
     out: Path, report: Any, data: Sequence[Path], target: str, config: DistillConfig, count: int | None = None
 ) -> None:
     """The card with a command that makes this model: options that differ from the defaults, last parts of paths."""
-    from foretoken.training.cards.alignment import write_alignment_card
-    from foretoken.training.cards.parts import command
+    from foretoken.training.cards import command, write_alignment_card
     from foretoken.training.workshop import DistillConfig
 
     method, folder, note = ("distill", out, "") if count is None else ("boost", out.parent, _boost_note(report))

@@ -118,7 +118,7 @@ def train(
 ) -> dict[str, Any]:
     """Load the target, let it answer where that is asked for, train, show it, write the card; returns the report."""
     from foretoken.models.forward.parts import TargetParts
-    from foretoken.training.cards.drafter import write_drafter_card
+    from foretoken.training.cards import write_drafter_card
     from foretoken.training.joint import load_trainable
     from foretoken.training.loop import Saving
     from foretoken.training.recipes import find_recipe

@@ -63,7 +63,7 @@ def specdec_pp_command(
 ) -> None:
     """Train a head that stops drafts before a rejection (SpecDec++); resumes by itself from OUT/checkpoints."""
     chosen, settings = existing_model(model, target), key_values(setting)
-    from foretoken.training.cards.stop_head import write_stop_card
+    from foretoken.training.cards import write_stop_card
     from foretoken.training.loop import Saving
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import TrainConfig, Trainer
