@@ -12,7 +12,7 @@ import typer
 from foretoken.cli.bench_serve import serve_command
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
-from foretoken.cli.output import json_only, progress_bar, screen
+from foretoken.cli.output import json_only, progress_bar, screen, table
 from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm
 from foretoken.registry import find, parse_spec
 
@@ -225,24 +225,20 @@ def _print(console: Console, result: BenchResult, out: Path | None) -> None:
 
 def _print_setting(console: Console, cells: Sequence[Mapping[str, Any]], prefill: Mapping[str, str]) -> None:
     """Speed-ups by category (rows) and arm (columns), and what explains them below."""
-    from rich import box
-    from rich.table import Table
-
     arms = list(dict.fromkeys(c["arm"] for c in cells))
     title = f"speed-up, T={cells[0]['temperature']:g}, batch {cells[0]['batch']}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("category", overflow="fold")
+    shown = table(title, ["category"])
     for arm in arms:
-        table.add_column(arm, justify="right", overflow="fold")
+        shown.add_column(arm, justify="right", overflow="fold")
     for category in dict.fromkeys(c["category"] for c in cells):
         here = {c["arm"]: c for c in cells if c["category"] == category}
-        table.add_row(category, *(_speed(here[arm]) for arm in arms))
+        shown.add_row(category, *(_speed(here[arm]) for arm in arms))
     overall = {c["arm"]: c for c in cells if c["category"] == "overall"}
-    table.add_section()
+    shown.add_section()
     for label, show in _DETAILS.items():
-        table.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
-    table.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
-    console.print(table)
+        shown.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
+    shown.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
+    console.print(shown)
 
 
 def _speed(cell: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from foretoken.cli.output import json_only, progress_bar, screen
+from foretoken.cli.output import json_only, progress_bar, screen, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,23 +193,19 @@ def show(console: Console, result: LoadResult, out: Path | None) -> None:
 
 
 def _table(result: LoadResult) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 0))
-    for name in ("load", "arm"):
-        table.add_column(name, overflow="fold")
-    heads = ["req/s", "tok/s", "TTFT", "TPOT", "latency", "tok/rd"]
     ratios = any(cell["ratios"] for cell in result.cells)
-    for name in [*heads, *(["tok/s x", "TPOT x"] if ratios else [])]:
-        table.add_column(name, justify="right")
+    heads = ["req/s", "tok/s", "TTFT", "TPOT", "latency", "tok/rd", *(["tok/s x", "TPOT x"] if ratios else [])]
+    shown = table(None, ["load", "arm"])
+    shown.padding = (0, 0, 0, 0)
+    for name in heads:
+        shown.add_column(name, justify="right")
     for cell in result.cells:
-        table.add_row(*_row(cell, ratios))
-    table.caption = (
+        shown.add_row(*_row(cell, ratios))
+    shown.caption = (
         "c: concurrency. TTFT, TPOT (time per output token), latency: ms, median|99th percentile. x: over the first"
     )
-    table.caption_justify = "left"
-    return table
+    shown.caption_justify = "left"
+    return shown
 
 
 def _row(cell: Mapping[str, Any], ratios: bool) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.options import Common, Json, check_drafter, with_common
-from foretoken.cli.output import json_only, print_json, progress_bar, screen
+from foretoken.cli.output import json_only, print_json, progress_bar, screen, table
 from foretoken.core.outside import refuse_code
 
 if TYPE_CHECKING:
@@ -168,22 +168,19 @@ def run_on(
 
 
 def print_report(report: Report, settings: Settings) -> None:
-    from rich import box
-    from rich.table import Table
-
     console = screen()
-    table = Table(title="parity", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("drafter", overflow="fold", min_width=12)
-    table.add_column("verifier", no_wrap=True)
-    table.add_column("check", no_wrap=True)
+    shown = table("parity")
+    shown.add_column("drafter", overflow="fold", min_width=12)
+    shown.add_column("verifier", no_wrap=True)
+    shown.add_column("check", no_wrap=True)
     for name in ("outputs", "drafted", "identical", "ties", "differ", "p-value", "sees"):
-        table.add_column(name, justify="right", no_wrap=True)
+        shown.add_column(name, justify="right", no_wrap=True)
     for check in report.checks:
-        table.add_row(*_cells(check), style="red" if check.differences else "")
+        shown.add_row(*_cells(check), style="red" if check.differences else "")
     # In less room Rich leaves the drafters' names out; a narrow terminal may break the lines instead.
     widest = 110
-    table.width = min(widest, console.measure(table, options=console.options.update(width=widest)).maximum)
-    console.print(table, crop=False)
+    shown.width = min(widest, console.measure(shown, options=console.options.update(width=widest)).maximum)
+    console.print(shown, crop=False)
     for skipped in report.skipped:
         console.print(f"skipped {skipped}", style="dim", soft_wrap=True)
     for check in report.checks:

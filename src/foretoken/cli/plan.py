@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.options import Json
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import json_only, print_json, screen, table
 
 if TYPE_CHECKING:
     from foretoken.core.costs import RoundCosts
@@ -153,19 +153,12 @@ def _measured(costs: RoundCosts, drafter: str | None, lengths: list[int], batch:
 
 
 def _print(made: Plan, name: str | None, plot: Path | None) -> None:
-    from rich import box
-    from rich.table import Table
-
     from foretoken.lab.plan.planner import summary
 
     console = screen()
-    style = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-    table = Table(**style)  # type: ignore[arg-type]
-    heads = ["k", "tokens", *_heads(made), "ops", "reads", "from α", "up to c"]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    shown = table(None, (), ["k", "tokens", *_heads(made), "ops", "reads", "from α", "up to c"])
     for row in made.rows:
-        table.add_row(
+        shown.add_row(
             str(row.k),
             f"{row.tokens:.2f}",
             *(f"{x:.2f}x" for x in row.speedups.values()),
@@ -175,16 +168,14 @@ def _print(made: Plan, name: str | None, plot: Path | None) -> None:
             _or_never(row.break_even_c, row.k),
             style="bold" if row is made.best else None,
         )
-    console.print(table)
+    console.print(shown)
     console.print(LEGEND, style="dim", soft_wrap=True)
     if made.trees:
-        table = Table(**style)  # type: ignore[arg-type]
-        for head in ("tree", "nodes", "tokens", *_heads(made)):
-            table.add_column(head, justify="right")
+        shown = table(None, (), ["tree", "nodes", "tokens", *_heads(made)])
         for tree in made.trees:
             speedups = (f"{x:.2f}x" for x in tree.speedups.values())
-            table.add_row(tree.shape, str(tree.nodes), f"{tree.tokens:.2f}", *speedups)
-        console.print(table)
+            shown.add_row(tree.shape, str(tree.nodes), f"{tree.tokens:.2f}", *speedups)
+        console.print(shown)
     _print_changes(made)
     if len(made.batches) > 1:
         best = ", ".join(f"k={k} at {batch}" for batch, k in made.best_by_batch.items())
@@ -199,19 +190,13 @@ def _print(made: Plan, name: str | None, plot: Path | None) -> None:
 
 
 def _print_changes(made: Plan) -> None:
-    from rich import box
-    from rich.table import Table
-
     near = made.best if made.best.k else made.nearest
     if near is None:
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("if")
-    for head in (f"speed-up of k={near.k}", "best k then", "its speed-up"):
-        table.add_column(head, justify="right")
+    shown = table(None, ["if"], [f"speed-up of k={near.k}", "best k then", "its speed-up"])
     for change in made.changes:
-        table.add_row(change.what, f"{change.speedup:.2f}x", str(change.best_k), f"{change.best_speedup:.2f}x")
-    screen().print(table)
+        shown.add_row(change.what, f"{change.speedup:.2f}x", str(change.best_k), f"{change.best_speedup:.2f}x")
+    screen().print(shown)
 
 
 def _heads(made: Plan) -> list[str]:

@@ -12,7 +12,7 @@ import typer
 
 from foretoken.cli.generate import PromptFile, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import check_out, has_colour, json_only, print_json, screen
+from foretoken.cli.output import check_out, has_colour, json_only, print_json, screen, table
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
@@ -244,8 +244,6 @@ def _table_of(trace: Trace) -> list[Total]:
 
 
 def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     from foretoken.cli.explain import coloured, legend, print_rounds
@@ -254,15 +252,15 @@ def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None)
     colour = has_colour(console)
     for name, value in run.facts:
         console.print(Text(f"{name}: ", "dim").append(value, ""), soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = table()
     totals = trace.totals
     rows = [total.cells for total in totals[:MOST_ROWS]]
     told = [i for i in range(len(HEADS)) if any(row[i] for row in rows)]
     for i in told:
-        table.add_column(HEADS[i], justify="left" if i in (0, len(HEADS) - 1) else "right", overflow="fold")
+        shown.add_column(HEADS[i], justify="left" if i in (0, len(HEADS) - 1) else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(row[i] for i in told))
-    console.print(table)
+        shown.add_row(*(row[i] for i in told))
+    console.print(shown)
     if len(totals) > MOST_ROWS:
         console.print(f"{len(totals) - MOST_ROWS} more rows: --out page.html shows them", style="dim", soft_wrap=True)
     if not run.rounds:

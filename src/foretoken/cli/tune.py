@@ -9,7 +9,7 @@ import typer
 
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import json_only, print_json, screen, table
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.layer_skip import SkipSearch, TunedSkips
@@ -105,19 +105,12 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
 
 
 def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
-    from rich import box
-    from rich.table import Table
-
     console = screen()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("skipped", "attention", "MLP"):
-        table.add_column(name, overflow="fold")
-    for name in ("tokens/s", "speed-up", "accepted", "tokens/round"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("plain", "", "", f"{outcome.plain.tokens_per_s:.1f}", "1.00", "", "1.00")
+    shown = table(None, ("skipped", "attention", "MLP"), ("tokens/s", "speed-up", "accepted", "tokens/round"))
+    shown.add_row("plain", "", "", f"{outcome.plain.tokens_per_s:.1f}", "1.00", "", "1.00")
     for name, skips in outcome.sets.items():
         speed = outcome.speeds[name]
-        table.add_row(
+        shown.add_row(
             name,
             *(text.replace("+", " ") for text in skips.options.values()),
             f"{speed.tokens_per_s:.1f}",
@@ -125,7 +118,7 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
             f"{speed.acceptance_rate:.0%}",
             f"{speed.mean_acceptance_length:.2f}",
         )
-    console.print(table)
+    console.print(shown)
     counts = f"{outcome.trials} trials, {len(work.prompts)} prompts of {work.new_tokens} new tokens"
     console.print(f"{counts}; the {outcome.chosen} set is in {out}: --drafter layer_skip:{out}", soft_wrap=True)
     if outcome.speedup(outcome.chosen) <= 1:
@@ -214,17 +207,12 @@ def _checked_filler(
 
 
 def _print_tree(outcome: TunedTree, out: Path) -> None:
-    from rich import box
-    from rich.table import Table
-
     console = screen()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="what trees promise")
-    for name in ("nodes", "ms a round", "tokens a round", "tokens/s"):
-        table.add_column(name, justify="right")
+    shown = table("what trees promise", (), ("nodes", "ms a round", "tokens a round", "tokens/s"))
     for size, (ms, length) in outcome.sizes.items():
         chosen = "bold" if size == len(outcome.choices) else None
-        table.add_row(str(size), f"{ms:.2f}", f"{length:.2f}", f"{1e3 * length / ms:.0f}", style=chosen)
-    console.print(table)
+        shown.add_row(str(size), f"{ms:.2f}", f"{length:.2f}", f"{1e3 * length / ms:.0f}", style=chosen)
+    console.print(shown)
     plain = outcome.speeds["plain"].tokens_per_s
     for name, speed in outcome.speeds.items():
         console.print(

@@ -16,7 +16,6 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.blocks import TEXTS, WrittenBlocks, write_blocks
 from foretoken.training.captured import FeatureStore
 from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, part_file, read_chat, read_tokens
@@ -25,6 +24,7 @@ from foretoken.training.joint import as_served, held_loss, save_target, save_upd
 from foretoken.training.loop import Loop, Progress, RunConfig, Saving
 from foretoken.training.optimizers import autocast, build_optimizers, check_choices
 from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.text_sources import TEXTS, WrittenBlocks, write_blocks
 
 BLOCKS = 8
 """Held-out blocks that accuracies are measured on."""

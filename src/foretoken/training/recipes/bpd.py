@@ -52,6 +52,7 @@ class BpdRecipe(Recipe):
 
     method = "bpd"
     config_class: ClassVar[type[Any]] = BpdSettings
+    net_config = BpdConfig
     net: BpdHeads
     config: BpdSettings
 
@@ -70,11 +71,6 @@ class BpdRecipe(Recipe):
         with torch.no_grad():
             states = self.parts.features(ids[None], ("last",))["last"].float()
         return BpdHeads(self.config, size=float(states.square().mean().sqrt()))
-
-    def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        found = super().stored_config()
-        return {key: found[key] for key in BpdConfig.__dataclass_fields__}
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """The loss of one head; head 1 is drawn only where it can learn."""
