@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from foretoken.engine.request import Emission, Running
     from foretoken.llm import Llm
 
-SOME_FAILED = 1
 FIELDS = ("id", "prompt", "messages", "conversations")
 OPTIONS = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "prediction", "repetition_penalty",
@@ -70,7 +69,7 @@ def batch_command(
     else:
         print(f"{len(jobs) - len(left)} were there, {counts} -> {out}", file=sys.stderr)
     if counts.failed:
-        raise typer.Exit(SOME_FAILED)
+        raise typer.Exit(1)
 
 
 class Counts:

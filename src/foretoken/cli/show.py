@@ -33,7 +33,6 @@ Words = Annotated[
         show_default=False,
     ),
 ]
-SUFFIX = ".jsonl"
 OWN = frozenset({"words", "out", "request", "number", "as_json"})
 """What a trace can be asked with."""
 MOST_ROWS = 40
@@ -176,7 +175,7 @@ def trace_file(words: Sequence[str] | None, given: Collection[str]) -> Path | No
     Raises:
         ValueError: there is no such file, or options of a run stand beside it.
     """
-    if words is None or len(words) != 1 or not words[0].endswith(SUFFIX) or len(words[0].split()) != 1:
+    if words is None or len(words) != 1 or not words[0].endswith(".jsonl") or len(words[0].split()) != 1:
         return None
     file = Path(words[0]).expanduser()
     if not file.is_file():

@@ -13,10 +13,9 @@ from starlette.requests import Request as HttpRequest
 
 from foretoken.engine.background import Ticket
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
-from foretoken.engine.output import Piece
+from foretoken.engine.output import Output, Piece
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
-from foretoken.engine.trace import RoundTrace
 from foretoken.server import usage
 from foretoken.server.errors import ApiError, api_error, bad
 from foretoken.server.limits import log_request
@@ -244,19 +243,20 @@ def fingerprint(serving: Serving) -> str:
     return f"foretoken-{serving.settings.dtype}-{'none' if drafter is None else drafter.name}"
 
 
-def explained(rounds: Sequence[RoundTrace], serving: Serving) -> dict[str, Any]:
-    """Traces, with the texts of their tokens."""
+def explained(body: Shared, told: Output | Piece, serving: Serving) -> dict[str, Any]:
+    """For a choice whose request asks for it: its traces, with the texts of their tokens."""
+    if body.speculative is None or not body.speculative.explain:
+        return {}
     tokenizer = serving.llm.tokenizer
 
     def text(token: int) -> str:
         return str(tokenizer.decode([token])) if tokenizer is not None else str(token)
 
-    return {
-        "rounds": [
-            {**one.as_dict(), "texts": [text(token) for token in one.tokens], "next_text": text(one.next_token)}
-            for one in rounds
-        ]
-    }
+    rounds = [
+        {**one.as_dict(), "texts": [text(token) for token in one.tokens], "next_text": text(one.next_token)}
+        for one in told.rounds
+    ]
+    return {"speculative": {"rounds": rounds, "why": told.why}}
 
 
 class Gathered:

@@ -94,9 +94,7 @@ class _Chat:
         }
         if body.return_token_ids:
             found |= {"token_ids": output.token_ids, "origins": output.origins, "prompt_token_ids": self.turn.prompt}
-        if body.speculative is not None and body.speculative.explain:
-            found["speculative"] = {**explained(output.rounds, self.serving), "why": output.why}
-        return found
+        return found | explained(body, output, self.serving)
 
     # -- streams -----------------------------------------------------------------------------------------------------
 
@@ -132,6 +130,5 @@ class _Chat:
             choice["logprobs"] = chat_logprobs(piece.logprobs, self.texts, body.top_logprobs or 0)
         if body.return_token_ids:
             choice |= {"token_ids": piece.token_ids, "origins": piece.origins}
-        if body.speculative is not None and body.speculative.explain:
-            choice["speculative"] = {**explained(piece.rounds, self.serving), "why": piece.why}
+        choice |= explained(body, piece, self.serving)
         return chunk

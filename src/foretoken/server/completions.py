@@ -24,7 +24,6 @@ from foretoken.server.sse import EventStream
 from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter()
-DEFAULT_TOKENS = 16
 
 
 @router.post("/v1/completions", response_model=None, responses=RESPONSES)
@@ -108,7 +107,7 @@ class _Completions:
     def _requests(self, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
         """What the engine is asked."""
         body = self.body
-        tokens = DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+        tokens = 16 if body.max_tokens is None else max(body.max_tokens, 1)
         asked = [one for one in (body.logprobs if body.echo else None, body.prompt_logprobs) if one is not None]
         return engine_requests(
             self.prompts,
@@ -143,9 +142,7 @@ class _Completions:
             found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.texts, body.prompt_logprobs)
         if body.return_token_ids:
             found |= {"token_ids": ids, "prompt_token_ids": prompt, "origins": output.origins[: len(ids)]}
-        if body.speculative is not None and body.speculative.explain:
-            found["speculative"] = {**explained(output.rounds, self.serving), "why": output.why}
-        return found
+        return found | explained(body, output, self.serving)
 
     def _logprobs(
         self, output: Output, prompt: Sequence[int], ids: Sequence[int], before: int, whole: int
@@ -209,9 +206,7 @@ class _Completions:
         }
         if body.return_token_ids:
             found |= {"token_ids": piece.token_ids, "origins": piece.origins}
-        if body.speculative is not None and body.speculative.explain:
-            found["speculative"] = {**explained(piece.rounds, self.serving), "why": piece.why}
-        return found
+        return found | explained(body, piece, self.serving)
 
 
 class _Place:

@@ -32,8 +32,6 @@ WRITERS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/respo
 """Routes that need a place in the engine."""
 LARGE = 64 * 1024
 """Bytes of a request or an answer behind which memory is given back to the system."""
-DISCARD_S = 1.0
-"""Seconds for the rest of a body that is too large."""
 PIECE = 16 * 1024
 """Bytes of an answer that are handed to a connection at once: the next ones wait until the client has taken these."""
 BETWEEN = "between_events"
@@ -177,7 +175,8 @@ class Gate:
         """Let up to twice the limit arrive: a client that is still sending would see a reset, not the answer."""
         size = 0
         with suppress(TimeoutError):
-            async with asyncio.timeout(DISCARD_S):
+            # Seconds for the rest of a body that is too large
+            async with asyncio.timeout(1.0):
                 while size < 2 * self.max_body:
                     message = await receive()
                     size += len(message.get("body", b""))

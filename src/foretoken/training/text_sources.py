@@ -29,8 +29,6 @@ TEXTS = ("fixed", "teacher", "policy", "mixed")
 Writer = Callable[[Tensor, Sequence[int]], Tensor]
 """``(prompts [n, m], their numbers) -> int64 [n, context + 1]``: continues prompts."""
 BLOCK_TEXTS = ("fixed", "target")
-PROMPT_SHARE = 8
-"""One in so many tokens of a written block is its prompt, from the corpus."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,8 @@ def write_blocks(
         raise ValueError("--text target goes on with texts; for conversations use --answers target")
     if count < corpus.batch:
         raise ValueError(f"{count} written blocks do not fill a batch of {corpus.batch}: ask for more")
-    prompt = max(1, corpus.block // PROMPT_SHARE)
+    # One in so many tokens of a written block is its prompt, from the corpus
+    prompt = max(1, corpus.block // 8)
     steps = range(-(-count // corpus.batch))
     prompts = torch.from_numpy(np.concatenate([corpus(step)[:, :prompt] for step in steps])[:count])
     rows = stored_continuations(

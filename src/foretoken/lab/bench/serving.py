@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from foretoken.engine.request import Running
     from foretoken.methods.drafters.base import Drafter
 
-TRACED_ROUNDS = 48
-"""Rounds of a trace; a long run's later rounds are left out."""
 
 Bare = tuple[Sequence[int], Sequence[int], Sequence[bool]]
 """Tokens, parents and probes of a tree, without its distributions."""
@@ -70,7 +68,8 @@ class RoundRecorder:
     ) -> None:
         if self._first < 0:
             self._first = runs[0].id
-        if runs[0].id == self._first and len(self._trees) < TRACED_ROUNDS:
+        # Rounds of a trace; a long run's later rounds are left out
+        if runs[0].id == self._first and len(self._trees) < 48:
             tree = trees[0]
             self._trees.append(((tree.tokens, tree.parents, tree.probes), verdicts[0], times.draft_s, times.target_s))
 

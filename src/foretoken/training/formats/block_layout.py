@@ -16,8 +16,6 @@ from foretoken.training.formats.base import Target, check_sizes
 from foretoken.training.formats.llama_layer import layer_shape
 from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
 
-MOST_LAYERS = 256
-"""More than any published drafter has."""
 QUANTISED = ("weight_packed", "weight_scale", "qweight", "scales")
 """Last parts of names of tensors in quantised checkpoints."""
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -109,7 +107,8 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
     for key, followed in REFUSED.items():
         if config.get(key) not in followed:
             raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
-    layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
+    # More than any published drafter has
+    layers = whole(config, "num_hidden_layers", most=256)
     return {
         **layer_shape(config),
         "vocab_size": target.parts.vocab_size,

@@ -14,8 +14,6 @@ import httpx
 
 from foretoken.lab.bench.load.settings import Ask, LoadSettings, Server, ServerArm
 
-SALTED_OWNERS = ("foretoken", "vllm")
-"""Who knows ``cache_salt``; others refuse fields that they do not know, or ignore them."""
 COUNTERS = {
     "rounds": "spec_decode_num_drafts",
     "drafted": "spec_decode_num_draft_tokens",
@@ -233,7 +231,8 @@ async def find_server(http: httpx.AsyncClient, name: str, url: str, key: str, mo
     if not model and not listed:
         raise ValueError(f"{url}/v1/models does not say what is served ({answer.status_code}): give --model")
     mine = next((one for one in listed if one.get("id") == model), listed[0] if listed else {})
-    salted = mine.get("owned_by") in SALTED_OWNERS
+    # Who knows ``cache_salt``; others refuse fields that they do not know, or ignore them
+    salted = mine.get("owned_by") in ("foretoken", "vllm")
     return Server(name, url, model or str(mine.get("id")), key, salted, await _about(http, server))
 
 

@@ -11,7 +11,6 @@ from foretoken.lab.bench.load.client import Drafts, Sample
 from foretoken.lab.bench.load.drive import Pass
 from foretoken.lab.bench.load.settings import LARGEST_TIE, Level, LoadSettings, ServerArm
 
-PERCENTILES = (50, 90, 99)
 CURVE = tuple(range(0, 101, 2))
 """Percentiles of a curve."""
 EXAMPLES = 5
@@ -32,7 +31,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     known = [1000 * value for value in values if value is not None]
     if not known:
         return None
-    return {"mean": fmean(known), **{f"p{share}": percentile(known, share) for share in PERCENTILES}}
+    return {"mean": fmean(known), **{f"p{share}": percentile(known, share) for share in (50, 90, 99)}}
 
 
 def curve(values: Iterable[float | None]) -> list[float]:

@@ -14,7 +14,6 @@ from foretoken.lab.report.show.tree import draw_tree
 MOST_ROUNDS = 200
 """Rounds that are drawn; the text has all of them."""
 MOST_REASONS = 16
-MOST_TOTALS = 500
 
 MEANINGS = {
     "accepted": "an accepted draft token",
@@ -72,7 +71,7 @@ def _facts(run: Shown) -> Markup:
 
 def _totals(totals: Sequence[Total]) -> Markup:
     head = tag("tr", *(tag("th", name) for name in HEADS))
-    rows = [tag("tr", *(tag("td", cell) for cell in total.cells)) for total in totals[:MOST_TOTALS]]
+    rows = [tag("tr", *(tag("td", cell) for cell in total.cells)) for total in totals[:500]]
     left = len(totals) - len(rows)
     table = tag("table", tag("thead", head), tag("tbody", *rows))
     more = tag("p", f"{left} more rows are not shown.", class_="caption") if left else ""
