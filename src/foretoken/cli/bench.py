@@ -310,9 +310,13 @@ def _origin(common: Common, arms: Sequence[str], inflate: str | None) -> Origin:
 def _write_card(result: BenchResult, kind: str, file: Path, about: Origin | None) -> None:
     from foretoken.core.io.files import write_text
     from foretoken.lab.report.cards.card import to_json
-    from foretoken.lab.report.cards.written import card, card_of
+    from foretoken.lab.report.cards.written import card_of, markdown_card
 
-    text = card(result.cells, result.summary) if about is None or kind == ".md" else to_json(card_of(result, about))
+    text = (
+        markdown_card(result.cells, result.summary)
+        if about is None or kind == ".md"
+        else to_json(card_of(result, about))
+    )
     try:
         write_text(file, text)
     except OSError as error:

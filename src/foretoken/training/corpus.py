@@ -29,11 +29,6 @@ END_OF_TEXT = "<|endoftext|>"
 PARTS = ("tokens", "learned", "starts")
 
 
-def is_held_out(document: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out split: a property of its content alone."""
-    return int(checksum(document), 16) < fraction * 2**64
-
-
 def held_below(records: Iterable[Record], fraction: float) -> tuple[int, bool]:
     """The hash below which documents are held out, and whether conversations are among them.
 

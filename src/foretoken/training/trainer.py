@@ -24,7 +24,7 @@ from foretoken.training.joint import as_served, held_loss, save_target, save_upd
 from foretoken.training.loop import Loop, Progress, RunConfig, Saving
 from foretoken.training.optimizers import autocast, build_optimizers, check_choices
 from foretoken.training.recipes.base import Batch, Recipe
-from foretoken.training.text_sources import TEXTS, WrittenBlocks, write_blocks
+from foretoken.training.text_sources import BLOCK_TEXTS, WrittenBlocks, write_blocks
 
 BLOCKS = 8
 """Held-out blocks that accuracies are measured on."""
@@ -53,8 +53,8 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         check_choices(self.optimizer, self.precision)
-        if self.text not in TEXTS:
-            raise ValueError(f"text must be one of {', '.join(TEXTS)}, not {self.text!r}")
+        if self.text not in BLOCK_TEXTS:
+            raise ValueError(f"text must be one of {', '.join(BLOCK_TEXTS)}, not {self.text!r}")
 
 
 Evaluate = Callable[[Drafter, LanguageModel], Mapping[str, Any]]

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from foretoken.lab.bench.load.client import Drafts, Sample
 from foretoken.lab.bench.load.drive import Pass
 from foretoken.lab.bench.load.settings import LARGEST_TIE, Level, LoadSettings, ServerArm
@@ -17,27 +19,18 @@ EXAMPLES = 5
 """Differences that are told."""
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` percent lie, between neighbours in a straight line."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     """Mean and percentiles in milliseconds of values in seconds; nothing of no values."""
     known = [1000 * value for value in values if value is not None]
     if not known:
         return None
-    return {"mean": fmean(known), **{f"p{share}": percentile(known, share) for share in (50, 90, 99)}}
+    return {"mean": fmean(known), **{f"p{share}": float(np.percentile(known, share)) for share in (50, 90, 99)}}
 
 
 def curve(values: Iterable[float | None]) -> list[float]:
     """Milliseconds at the percentiles of :data:`CURVE`."""
     known = [1000 * value for value in values if value is not None]
-    return [round(percentile(known, share), 3) for share in CURVE] if known else []
+    return np.percentile(known, CURVE).round(3).tolist() if known else []
 
 
 def drafts_of(passes: Sequence[Pass]) -> Drafts | None:
