@@ -105,11 +105,9 @@ def _parameters() -> list[inspect.Parameter]:
     found = [own["model"], own["target"], own["config"]]
     for one in fields(Settings)[1:]:
         kind: Any = list[str] if isinstance(one.default, tuple) else kinds[one.name]
-        name, names, variable = one.name, (), None
-        if one.name == "api_keys":
-            name, variable = "api_key", "FORETOKEN_API_KEY"
-        elif one.default is False:
-            names = (f"--{name.replace('_', '-')}",)  # there is nothing to switch off
+        name, variable = ("api_key", "FORETOKEN_API_KEY") if one.name == "api_keys" else (one.name, None)
+        # Where a switch is off by default, there is nothing to switch off.
+        names = [f"--{name.replace('_', '-')}"] if one.default is False else []
         option = Given(*names, help=one.metadata["help"], envvar=variable)
         annotation = Annotated[kind | None, option]
         found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
