@@ -64,8 +64,16 @@ def picture() -> str:
 
 def demo() -> str:
     """What the demo printed, shortened to the question, the first answer and the figures."""
-    printed = re.sub(r"\n{3,}", "\n\n", foretoken("demo").strip())
-    return f"```console\n$ make demo\n{printed}\n```"
+    return f"```console\n$ make demo\n{shortened(foretoken('demo'))}\n```"
+
+
+def shortened(printed: str) -> str:
+    """What was printed without rules and empty lines, a long line that comes again as "[the same words]"."""
+    lines: list[str] = []
+    for line in printed.splitlines():
+        said = line.rstrip("─ ")
+        lines += [] if not said else ["[the same words]"] if len(said) > COLUMNS and said in lines else [said]
+    return "\n".join(lines)
 
 
 def recording() -> str:

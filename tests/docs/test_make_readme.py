@@ -69,6 +69,12 @@ def test_the_figures_of_the_front_pages_are_those_that_were_kept() -> None:
         make_readme.part_of("", "demo")
 
 
+def test_a_demo_is_shown_without_repetition() -> None:
+    long = "word " * 30 + "end"
+    printed = f"model\n\n\n{long}\nplain ────\n{long}\n────\n1.0x\n1.0x\n"
+    assert make_readme.shortened(printed).splitlines() == ["model", long, "plain", "[the same words]", "1.0x", "1.0x"]
+
+
 def test_parts_go_between_their_marks() -> None:
     text = "a\n<!-- begin: one -->\nold\n<!-- end: one -->\nb\n<!-- begin: two -->\n<!-- end: two -->\n"
     parts = {"one": lambda: "new \\1", "two": lambda: "2"}
