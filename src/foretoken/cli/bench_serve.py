@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foretoken.lab.bench.load.settings import Level
 
 Number = TypeVar("Number", int, float)
-_FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
+FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
 
 
 def serve_command(
@@ -48,7 +48,7 @@ def serve_command(
         list[Path] | None,
         typer.Option(help="File or folder of prompts, may be given several times; built-in prompts by default."),
     ] = None,
-    format: Annotated[str, typer.Option(help=f"Format of the prompts: {_FORMATS}.")] = "auto",
+    format: Annotated[str, typer.Option(help=f"Format of the prompts: {FORMATS}.")] = "auto",
     category: Annotated[
         list[str] | None, typer.Option(help="Only these categories; may be given several times.")
     ] = None,
@@ -112,14 +112,19 @@ def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst
         raise ValueError("--burst says how many requests of a --rate arrive together: give --rate too")
     if not concurrency and not rate:
         concurrency = ["1,8"]
-    found = [Level("concurrency", value) for value in _numbers("concurrency", concurrency, int)]
-    return [*found, *(Level("rate", value, burst) for value in _numbers("rate", rate, float))]
+    found = [Level("concurrency", value) for value in dict.fromkeys(numbers("concurrency", concurrency, int))]
+    return [*found, *(Level("rate", value, burst) for value in dict.fromkeys(numbers("rate", rate, float)))]
 
 
-def _numbers(name: str, given: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
+def numbers(name: str, given: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
+    """Numbers that were joined by commas or given one by one.
+
+    Raises:
+        ValueError: something else.
+    """
     parts = [part.strip() for text in given or () for part in text.split(",")]
     try:
-        return list(dict.fromkeys(kind(part) for part in parts))
+        return [kind(part) for part in parts]
     except ValueError:
         word = "numbers" if kind is float else "whole numbers"
         raise ValueError(f"--{name} takes {word} joined by commas, not {','.join(parts)!r}") from None
