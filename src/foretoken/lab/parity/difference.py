@@ -100,7 +100,8 @@ def _logit_gap(
 
 def _ranking(sampler: Sampler, params: SamplingParams, logits: Tensor, prefix: Sequence[int]) -> Tensor:
     """[V] the ranking after ``prefix`` with other parameters and the same noise."""
-    return Sampler(params, sampler.prompt_length, sampler.noise).ranking(logits[None], [len(prefix)], [prefix])[0]
+    again = Sampler(params, sampler.prompt_length, sampler.noise, sampler.skipped)
+    return again.ranking(logits[None], [len(prefix)], [prefix])[0]
 
 
 def _kept(sampler: Sampler, logits: Tensor, prefix: Sequence[int], tolerance: float) -> tuple[Tensor, Tensor]:
