@@ -21,20 +21,29 @@ SHAPE = {
     "decoder_start_token_id": 0,
     "pad_token_id": 0,
     "eos_token_id": 1,
+    "tie_word_embeddings": False,
 }
 PROMPTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5, 6], [9], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25]]
 """Of unequal lengths; the first repeats itself, and the second is one token."""
 
 
-def t5(seed: int = 0, config: Any = T5Config, model: Any = T5ForConditionalGeneration, **shape: Any) -> Any:
-    """A model in float64 with weights large enough that what it says depends on all that it reads."""
+def t5(seed: int = 1, config: Any = T5Config, model: Any = T5ForConditionalGeneration, **shape: Any) -> Any:
+    """A model in float64, with small embeddings and large attention, so that a token does not just repeat itself."""
     torch.manual_seed(seed)
     made = model(config(**{**SHAPE, **shape})).double().eval()
     with torch.no_grad():
         for name, weight in made.named_parameters():
             if weight.ndim > 1:
-                weight.copy_(torch.randn_like(weight) * (1.0 if "relative" in name else 2.0 * weight.shape[-1] ** -0.5))
+                weight.copy_(torch.randn_like(weight) * _scale(name, weight.shape[-1]))
     return made
+
+
+def _scale(name: str, width: int) -> float:
+    if "relative" in name or "shared" in name or "embed" in name:
+        return 3.0 if "relative" in name else 0.3
+    if "Attention" in name:
+        return float((0.7 if name.endswith((".q.weight", ".k.weight")) else 3.0) * width**-0.5)
+    return float(2.0 * width**-0.5)
 
 
 def by_transformers(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:

@@ -70,9 +70,10 @@ class SparseModel(TreeRunner):
         rebuild: tokens after which the subset is chosen anew.
         local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query; 0 is the paper's
             rule.
+        offload: keep the target's own keys and values in host memory; the subset is on its device.
 
     Raises:
-        ValueError: an option outside its range.
+        ValueError: an option outside its range, or nothing to be offloaded from.
         CapabilityError: the target has no cache of this sort.
     """
 
@@ -86,6 +87,7 @@ class SparseModel(TreeRunner):
         select: str = "retrieval",
         rebuild: int = 64,
         local: float = 0.5,
+        offload: bool = False,
     ) -> None:
         if not isinstance(target, HuggingFaceModel):
             reason = target.capabilities.missing.get("tree_mask", f"{type(target).__name__} has none")
@@ -94,6 +96,8 @@ class SparseModel(TreeRunner):
         self.budget = budget if budget != 0 else min(max(target.context_length // 4, SMALLEST), LARGEST)
         self.chunk, self.select, self.rebuild, self.local = chunk, select, rebuild, local
         self._check_options()
+        if offload:
+            target.keep_on_host()
         self.target = target
         slots = self.budget + rebuild + SCRATCH_ROOM
         super().__init__(copy.copy(target.forwards), TreeCache(target.cache.num_layers, slots))
@@ -214,12 +218,12 @@ class SparseModel(TreeRunner):
                 if layer in self._ends_only:
                     slots = torch.arange(count - size, count, device=key.device).expand(len(key), -1)
                 elif retrieve:
-                    slots = retrieved_slots(key, queries[layer], self.budget, self.chunk, self.local)
+                    slots = retrieved_slots(key, queries[layer].to(key.device), self.budget, self.chunk, self.local)
                 else:
                     slots = recent_slots(count, self.budget).to(key.device).expand(len(key), -1)
                 key, value = _gathered(key, slots), _gathered(value, slots)
             kept = key.shape[1]
-            own.cache.load(own.row, layer, key, value)
+            own.cache.load(own.row, layer, key.to(self.device), value.to(self.device))
         own.clear_scratch()
         own.tokens[:], own.regime = source.tokens, source.regime
         own.chosen, own.chosen_from, own.kept = True, count, kept
