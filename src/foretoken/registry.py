@@ -183,7 +183,7 @@ ROWS: tuple[Row, ...] = (
              example="staged,k=6,width=3"),
     _drafter("sparse_kv", "SparseKvDrafter", "TriForce, arXiv 2404.11912",
              "The target drafts over a small part of its own cache: the chunks that its last query fits best.",
-             kind="iid, without_replacement or point", needs="keys and values of every token", example="sparse_kv,budget=64"),
+             kind="iid, without_replacement or point", needs="keys and values", example="sparse_kv,budget=64"),
     # Drafters that are trained for one target.
     _drafter("medusa", "MedusaDrafter", "Medusa, arXiv 2401.10774",
              "Extra heads on the last hidden state guess several places at once; their best products form a tree.",

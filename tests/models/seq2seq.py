@@ -49,6 +49,11 @@ def _scale(name: str, width: int) -> float:
 def by_transformers(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
     """``count`` greedy tokens of ``model.generate``, without the one that its decoder begins with."""
     out = model.generate(
-        torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None, **options
+        torch.tensor([prompt]),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        **options,
     )
     return out[0, 1:].tolist()

@@ -250,7 +250,9 @@ def trained(method: str, target: EncoderDecoderModel, steps: int = 40) -> Any:
     for step, tokens in enumerate(texts):
         with torch.enable_grad():
             features = recipe.parts.features(tokens[:, :-1], recipe.taps)
-            recipe.loss(Batch(tokens, features, recipe.parts, step, steps), torch.Generator().manual_seed(step)).backward()
+            recipe.loss(
+                Batch(tokens, features, recipe.parts, step, steps), torch.Generator().manual_seed(step)
+            ).backward()
         optimizer.step()
         optimizer.zero_grad()
     return recipe.drafter({})
@@ -299,7 +301,7 @@ def test_other_families_are_refused_in_one_line(network: Any) -> None:
         assert "\n" not in str(told.value)
     without = t5(decoder_start_token_id=None, num_layers=1, num_decoder_layers=1)
     without.generation_config.decoder_start_token_id = None
-    with pytest.raises(CapabilityError, match="t5: config.json names no decoder_start_token_id"):
+    with pytest.raises(CapabilityError, match=r"t5: config\.json names no decoder_start_token_id"):
         wrap(without)
 
 

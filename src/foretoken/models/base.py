@@ -193,7 +193,7 @@ class LanguageModel(ABC):
         context_length: most tokens that a sequence may hold.
         context_why: what limits it, in words; empty where that is the model's configuration alone.
         eos_token_ids: tokens that end a text.
-        answer_start: tokens that follow every prompt, before anything is drawn (a decoder's, behind an encoder's input).
+        answer_start: tokens that follow every prompt before anything is drawn (a decoder's first ones).
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.

@@ -134,7 +134,10 @@ def test_a_text_within_the_budget_is_the_target(subject: Subject, name: str, lea
 
 
 def masked_logits(
-    target: HuggingFaceModel, context: list[int], kept: list[int], ends: dict[str, Callable[[Tensor], Tensor]] | None = None
+    target: HuggingFaceModel,
+    context: list[int],
+    kept: list[int],
+    ends: dict[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> Tensor:
     """[5, V] of the tree behind ``context`` when only its nodes are kept from most slots: one call of the model.
 

@@ -1,9 +1,9 @@
 """The KV cache: preallocated rows, written in place, one path kept on commit.
 
-Beside :mod:`foretoken.models.cache.state` and :mod:`foretoken.models.cache.cross` the only file that knows Transformers' cache API.  Every layer keeps keys
-[B, H, S, Dk] and values [B, H, S, Dv]; a sequence owns one row; slot ``s`` of a row holds the token at position ``s``
-for committed tokens, and scratch nodes follow in the order in which they were fed.  Positions were given by depth, so
-that a commit only moves rows: rotary embeddings are already right.
+Beside :mod:`foretoken.models.cache.state` and :mod:`foretoken.models.cache.cross` the only file that knows
+Transformers' cache API.  Every layer keeps keys [B, H, S, Dk] and values [B, H, S, Dv]; a sequence owns one row; slot
+``s`` of a row holds the token at position ``s`` for committed tokens, and scratch nodes follow in the order in which
+they were fed.  Positions were given by depth, so that a commit only moves rows: rotary embeddings are already right.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from foretoken.models.base import CapabilityError
 from foretoken.models.network.alone import only_here
 
-
 DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 """What configurations of encoder-decoder models call the number of their decoder's layers."""
 
