@@ -258,7 +258,7 @@ def trained(method: str, target: EncoderDecoderModel, steps: int = 40) -> Any:
     return recipe.drafter({})
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra", "bpd"])
+@pytest.mark.parametrize("method", ["medusa", "hydra", "bpd", "eagle", "eagle3"])
 def test_heads_on_the_decoder_draft(target: EncoderDecoderModel, plain: list[list[int]], method: str) -> None:
     drafter = trained(method, target)
     llm = ft.load(target, drafter, controller="constant")
