@@ -22,6 +22,7 @@ from foretoken.models.network.alone import alone, switched_attention
 from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.network.placement import decoding, device_of
+from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.network.taps import decoder_layers, recording
 from foretoken.models.network.traits import attention_configs, cache_argument, context_length_of, eos_ids
 
@@ -45,7 +46,8 @@ class DecoderForward:
         CapabilityError: positions that are no bias by distance in the first layer, or no token to begin with.
     """
 
-    name, context_why, rotary = "public", "", None
+    name, context_why = "public", ""
+    rotary: ChangingRotary | None = None
     spared: int | None = None
     skips_masked = False
 
