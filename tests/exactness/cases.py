@@ -19,6 +19,7 @@ from trained import taught, trained
 
 from foretoken.core.costs import TargetCost
 from foretoken.loading.draft_models import windowed
+from foretoken.methods.drafters.ahead import AheadDrafter
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.bpd import BpdDrafter
 from foretoken.methods.drafters.cascade import CascadeDrafter
@@ -348,6 +349,14 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("window", lambda target, draft: PardDrafter(near_sighted(draft), k=3, mask=3, nodes=5), network=True),
         Case("trained", lambda target, draft: taught(target, draft), network=True),
+    ],
+    "ahead": [
+        Case(label, lambda target, draft, o=options: AheadDrafter(draft, thread=False, **o), network=True)  # type: ignore[misc]
+        for label, options in {
+            "chain": {"k": 3, "fanout": 1},
+            "wide": {"k": 2, "fanout": 3},
+            "greedy-chain": {"k": 2, "draw": "greedy"},
+        }.items()
     ],
     "online": [
         Case(
