@@ -114,7 +114,7 @@ ROWS: tuple[Row, ...] = (
              kind="iid or point", needs="draft model with a mask token; tree attention", reads="model",
              example="pard,mask=0,k=4"),
     _drafter("ahead", "AheadDrafter", "Speculative speculative decoding (Saguaro), arXiv 2603.03251",
-             "A draft model drafts for the likely outcomes of a round in a second thread, while the target verifies it.",
+             "A draft model drafts for the likely outcomes of a round while the target verifies it.",
              kind="iid or point", needs="draft model", reads="model", example="ahead,k=4,fanout=2"),
     _drafter("online", "OnlineDrafter", "Online speculative decoding, arXiv 2310.07177",
              "A draft model that is trained while it serves, on the positions where the target rejected it.",

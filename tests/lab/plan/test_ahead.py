@@ -106,8 +106,8 @@ def test_the_targets_own_race_is_guessed_more_often() -> None:
     assert raced == pytest.approx(by_hand, abs=0.02)
     assert drawn[0] == pytest.approx(sum(map(min, P, Q)))
     # Tokens 2 and 3 are rejected with .15 and .05; the rest is tokens 0 and 1, equally; 0 is the best by q.
-    assert drawn[1] == pytest.approx(0.2 * 0.5) and drawn[2] == pytest.approx(0.05 * 0.5)
-    assert drawn[3] == pytest.approx(0.15 * 0.5)
+    assert drawn[1] == pytest.approx(0.2 * 0.5) and drawn[2] == pytest.approx(0.15 * 0.5)
+    assert drawn[3] == pytest.approx(0.05 * 0.5)
     same = race_positions(P, P, 2)
     assert same == [1.0, 0.0] and residual_positions(P, P, 2) == [1.0, 0.0]
 

@@ -79,7 +79,8 @@ def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanou
         raise ValueError(f"the chances of candidates sum to {math.fsum(positions):g} > 1: only one of them is right")
     if len(positions) <= fanout:
         raise ValueError(
-            f"{fanout} guesses besides a rejected token need the chances of {fanout + 1} candidates, not {len(positions)}"
+            f"{fanout} guesses besides a rejected token need the chances of {fanout + 1} candidates, not "
+            f"{len(positions)}"
         )
     rate = isinstance(acceptance, float | int)
     reached = theory.survival(float(acceptance), k) if rate else theory.extended(acceptance, k)  # type: ignore[arg-type]
@@ -149,8 +150,8 @@ def ahead_summary(rows: Sequence[AheadRow], contention: float) -> str:
     """Whether it pays, in a sentence or two."""
     best, usual = max(rows, key=lambda row: row.speedup), max(rows, key=lambda row: row.without)
     told = (
-        f"k={best.k} with {best.speedup:.2f}x plain decoding, where drafting between the rounds gives {usual.without:.2f}x "
-        f"(k={usual.k})."
+        f"k={best.k} with {best.speedup:.2f}x plain decoding, where drafting between the rounds gives "
+        f"{usual.without:.2f}x (k={usual.k})."
     )
     if best.speedup > max(usual.without, 1.0):
         return f"Draft ahead: {told} It pays up to a contention factor of {_factor(best.contention)} at k={best.k}."

@@ -197,9 +197,7 @@ class AheadDrafter(ModelDrafter):
 
     # -- the second thread -------------------------------------------------------------------------------------------
 
-    def _begin_ahead(
-        self, contexts: Sequence[Context], trees: Sequence[TokenTree], budgets: Sequence[Budget]
-    ) -> None:
+    def _begin_ahead(self, contexts: Sequence[Context], trees: Sequence[TokenTree], budgets: Sequence[Budget]) -> None:
         """Hand over what is verified now."""
         items = []
         for context, tree, budget in zip(contexts, trees, budgets, strict=True):
