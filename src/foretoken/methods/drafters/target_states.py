@@ -73,7 +73,9 @@ def taps_of(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
     for layer in layers:
         place = layer + num_layers + 1 if layer < 0 else layer
         if not 0 <= place <= num_layers:
-            raise ValueError(f"the target has hidden states 0 to {num_layers} (or -1 to {-num_layers - 1}), not {layer}")
+            raise ValueError(
+                f"the target has hidden states 0 to {num_layers} (or -1 to {-num_layers - 1}), not {layer}"
+            )
         found.append("last" if place == num_layers else f"layer:{place}")
     return tuple(found)
 
