@@ -37,8 +37,8 @@ class DistillConfig(RunConfig):
         written: rows that the target writes, used again and again.
         refresh: steps that share one writing of the student.
         places: places that it learns to guess in one pass, masks standing in all but the first (PARD); 1: no masks.
-        taps: hidden states of the target that it reads beside its tokens (PARD-2), as Transformers counts them, joined by
-            ``+``; ``usual`` for those of the published models; empty for none.
+        taps: hidden states of the target that it reads beside its tokens (PARD-2), as Transformers counts them, joined
+            by ``+``; ``usual`` for those of the published models; empty for none.
         mask_token: id of the mask; -1: the one of its configuration, else a new one behind its vocabulary.
 
     Raises:

@@ -1,6 +1,6 @@
 """What a PARD-2 draft model reads beside every token: a projection of the target's states at the token before it.
 
-An et al. 2026 (arXiv 2605.08632).  Row t of the draft model reads ``embed(x_t) + scale * project(h_(t-1))``, where h are
+An et al. 2026 (arXiv 2605.08632).  Row t of the draft model reads ``embed(x_t) + scale * project(h_(t-1))``: h are
 hidden states of several layers of the target side by side, zero before the first token; masks behind the text read the
 state that its last token has.  Models are trained with and without the states.
 """
