@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.noise import Noise
-from foretoken.methods.drafters.base import BuildContext
+from foretoken.methods.drafters.base import BuildContext, Traits
 from foretoken.methods.drafters.drawing import best, distribution_of, drawn_at, ranked
 from foretoken.methods.drafters.growing import asks_for_confidence, check_growth
 from foretoken.methods.drafters.model import ModelDrafter
@@ -99,6 +99,7 @@ class AheadDrafter(ModelDrafter):
     """
 
     name = "ahead"
+    traits = Traits()  # a text that is cut back has no outcome
 
     def __init__(
         self,
@@ -120,7 +121,6 @@ class AheadDrafter(ModelDrafter):
             raise CapabilityError(f"{type(model).__name__} has no second cache to draft ahead in: use model instead")
         self.twin: LanguageModel = sibling()
         self.fanout, self.rounds, self.hits = fanout, 0, 0
-        self.traits = replace(self.traits, rewinds=False)  # a text that is cut back has no outcome
         self._pool = ThreadPoolExecutor(1, "ahead") if thread else None
         self._job: Future[None] | None = None
 
