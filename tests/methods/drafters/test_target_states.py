@@ -16,7 +16,7 @@ from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.methods.drafters.pard import PardDrafter
 from foretoken.methods.drafters.target_states import FILE, projection_of, read_projection, taps_of
-from foretoken.models.base import CapabilityError
+from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.variants.conditioned import ConditionedModel
 from toys import engine, llama, llamas, outputs, serve, tables
@@ -57,6 +57,14 @@ def by_hand(target: HuggingFaceModel, network: Any, tokens: list[int], k: int, s
     return found
 
 
+def best(target: HuggingFaceModel, drafter: PardDrafter, tokens: list[int], tree: TokenTree, shift: int = 1) -> list[int]:
+    """The chain of the best tokens by hand, as long as the tree."""
+    if len(tree) == 1:
+        return []
+    found: list[int] = by_hand(target, drafter.model.model, tokens, len(tree) - 1, shift).argmax(-1).tolist()
+    return found
+
+
 class Seen:
     """The drafts of every round, and the text that they were made for."""
 
@@ -78,11 +86,11 @@ def test_drafts_are_those_of_the_networks_own_forwards(tmp_path: Path, prompt: l
     """In every round, whatever was accepted: the states stand beside the right tokens, and nothing of masks stays."""
     target, drafter = drafter_of(tmp_path)
     seen = Seen(drafter)
-    serve(engine(target, drafter, max_batch=2), [Request(prompt, max_new_tokens=24), Request(prompt[:2], max_new_tokens=9)])
+    requests = [Request(prompt, max_new_tokens=24), Request(prompt[:2], max_new_tokens=9)]
+    serve(engine(target, drafter, max_batch=2), requests)
     assert len(seen.rounds) > 10
     for tokens, tree in seen.rounds:
-        wanted = by_hand(target, drafter.model.model, tokens, len(tree) - 1).argmax(-1).tolist() if len(tree) > 1 else []
-        assert list(tree.tokens[1:]) == wanted
+        assert list(tree.tokens[1:]) == best(target, drafter, tokens, tree)
 
 
 def test_states_that_are_shifted_too_far_are_detected(tmp_path: Path) -> None:
@@ -92,7 +100,7 @@ def test_states_that_are_shifted_too_far_are_detected(tmp_path: Path) -> None:
     serve(engine(target, drafter), [Request(PROMPT, max_new_tokens=30)])
     for shift in (0, 2):
         wrong = [
-            by_hand(target, drafter.model.model, tokens, len(tree) - 1, shift).argmax(-1).tolist() != list(tree.tokens[1:])
+            best(target, drafter, tokens, tree, shift) != list(tree.tokens[1:])
             for tokens, tree in seen.rounds
             if len(tree) > 1
         ]
@@ -134,9 +142,7 @@ def test_a_text_that_was_read_before_is_gone_on_with(tmp_path: Path) -> None:
     assert second.output == outputs(engine(llamas()[0]), [Request(again, max_new_tokens=12)])[0]
     assert second.stats.num_draft_prompt_tokens_computed < 30
     for tokens, tree in seen.rounds:
-        if len(tree) > 1:
-            wanted = by_hand(target, drafter.model.model, tokens, len(tree) - 1).argmax(-1).tolist()
-            assert list(tree.tokens[1:]) == wanted
+        assert list(tree.tokens[1:]) == best(target, drafter, tokens, tree)
 
 
 def test_a_draft_that_is_asked_for_twice(tmp_path: Path) -> None:
@@ -160,7 +166,7 @@ def test_it_does_not_work_inside_another_drafter(tmp_path: Path) -> None:
 def test_names_of_states() -> None:
     assert taps_of((-1, -8, -16, -24), 36) == ("last", "layer:29", "layer:21", "layer:13")
     assert taps_of((0, 2, -2), 2) == ("layer:0", "last", "layer:1")
-    with pytest.raises(ValueError, match="has hidden states 0 to 2"):
+    with pytest.raises(ValueError, match=r"has hidden states 0 to 2"):
         taps_of((-8,), 2)
 
 
@@ -171,16 +177,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
         PardDrafter(draft, target=target)
     assert PardDrafter(draft, target=target, taps=False).reader is None
     save_file({"other": WEIGHT}, tmp_path / FILE)
-    with pytest.raises(ValueError, match="holds no matrix target_proj.weight"):
+    with pytest.raises(ValueError, match=r"holds no matrix target_proj\.weight"):
         read_projection(tmp_path / FILE)
     wide = HuggingFaceModel(told(llama(noise=0.3), tmp_path, weight=WEIGHT[:, :16].contiguous()))
-    with pytest.raises(ValueError, match="projects 16 numbers .* 2 x 16: .*; taps=false drafts without them"):
+    with pytest.raises(ValueError, match=r"projects 16 numbers .* 2 x 16: .*; taps=false drafts without them"):
         PardDrafter(wide, target=target)
     with pytest.raises(CapabilityError, match="reads tokens only, and no states beside them"):
         ConditionedModel(tables()[1])
     conditioned = ConditionedModel(draft)
-    from foretoken.models.base import Feed
-
     with pytest.raises(ValueError, match="every token of a feed needs a state, or none does"):
         conditioned.forward([Feed(conditioned.open(), [1, 2], states=torch.zeros(1, 16))])
     (tmp_path / FILE).unlink()

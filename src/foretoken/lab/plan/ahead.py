@@ -70,7 +70,7 @@ def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanou
         fanout: tokens that are guessed for every a.
 
     Raises:
-        ValueError: chances outside [0, 1] or of more than 1 in all, fewer than ``fanout`` + 1 of them, or bad arguments.
+        ValueError: chances outside [0, 1] or of more than 1 in all, fewer than ``fanout`` + 1, or bad arguments.
     """
     _check_fanout(fanout)
     for chance in positions:

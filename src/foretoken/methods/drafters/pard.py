@@ -1,7 +1,8 @@
 """A draft model that was taught to fill masks guesses all places of a draft in one pass.
 
-PARD, An et al. 2025 (arXiv 2504.18583); with the target's states beside the tokens PARD-2 (2605.08632).  Behind the tokens that the draft model has not read yet stand k - 1 mask
-tokens, under the usual causal mask: the last token's row guesses the first place, every mask's row the next one.
+PARD, An et al. 2025 (arXiv 2504.18583); with the target's states beside the tokens PARD-2 (2605.08632).  Behind the
+tokens that the draft model has not read yet stand k - 1 mask tokens, under the usual causal mask: the last token's row
+guesses the first place, every mask's row the next one.
 """
 
 from __future__ import annotations

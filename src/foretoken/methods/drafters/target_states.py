@@ -97,10 +97,10 @@ def projection_of(network: Any, target: LanguageModel) -> StateProjection | None
     if own is not None:
         tensors = {f"{NAME}.{name}": value.detach() for name, value in own.named_parameters()}
     else:
-        file = Path(str(getattr(config, "_name_or_path", "") or "")) / FILE
-        if config is None or not file.is_file():
+        folder = str(getattr(config, "_name_or_path", "") or "")
+        if not folder or not (Path(folder) / FILE).is_file():
             return None
-        tensors = read_projection(file)
+        tensors = read_projection(Path(folder) / FILE)
     parts = TargetParts(target)
     layers = getattr(config, "pard2_target_layers", None) or LAYERS
     taps = taps_of([int(layer) for layer in layers], parts.num_layers)
