@@ -140,7 +140,9 @@ def main() -> None:
         "contention": {"target": slower[0], "draft": slower[1]}, "chances": chances, "plan": {}, "runs": {},
     }  # fmt: skip
     for name, each in chances.items():
-        assumed = Assumptions(each[0], c=step / cost[1], v=Measured(TargetCost({n: s / cost[1] for n, s in cost.items()})))
+        assumed = Assumptions(
+            each[0], c=step / cost[1], v=Measured(TargetCost({n: s / cost[1] for n, s in cost.items()}))
+        )
         found["plan"][name] = {
             s: ahead_row(assumed, given.k, given.fanout, s, each).public() for s in (1.0, max(1.0, sum(slower) / 2))
         }

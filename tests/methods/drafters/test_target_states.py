@@ -57,7 +57,9 @@ def by_hand(target: HuggingFaceModel, network: Any, tokens: list[int], k: int, s
     return found
 
 
-def best(target: HuggingFaceModel, drafter: PardDrafter, tokens: list[int], tree: TokenTree, shift: int = 1) -> list[int]:
+def best(
+    target: HuggingFaceModel, drafter: PardDrafter, tokens: list[int], tree: TokenTree, shift: int = 1
+) -> list[int]:
     """The chain of the best tokens by hand, as long as the tree."""
     if len(tree) == 1:
         return []
