@@ -107,7 +107,8 @@ def test_pard_2_comes_with_its_projection(pard: Path, target: Path, tmp_path: Pa
     theirs = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_scale=3.0, pard2_target_layers=[-1, 1])
     with_states(theirs, theirs / place)
     report = import_drafter(theirs, tmp_path / "back", target)
-    assert not report["warnings"] and "warp_model.safetensors" in report["files"]
+    assert not any("pickled" in warning for warning in report["warnings"])
+    assert "warp_model.safetensors" in report["files"]
     llm = foretoken.load(target, drafter=f"{report['drafter']},k=3")
     assert isinstance(llm.drafter, PardDrafter) and llm.drafter.taps == ("last", "layer:1")
     assert isinstance(foretoken.load(target, drafter=f"model:{tmp_path / 'back'}").drafter, PardDrafter)
