@@ -121,7 +121,7 @@ def projection_of(network: Any, target: LanguageModel) -> StateProjection | None
     )
 
 
-def read_projection(file: Path) -> Mapping[str, Tensor]:
+def read_projection(file: Path) -> dict[str, Tensor]:
     """The tensors of a projection's file.
 
     Raises:
