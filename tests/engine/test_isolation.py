@@ -421,7 +421,7 @@ def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog
     busy = serving(ngram_drafter)
     ids = [busy.add(request) for request in requests()]
     busy._admit()
-    busy._read()
+    busy.reader.read()
     in_method(busy.drafter, "finish", Counter(0), of_context)
     busy.cancel(ids[PLACE])
     assert "was dropped" in caplog.text and "planted" in caplog.text

@@ -21,6 +21,7 @@ from foretoken.core.specs import Spec, parse_spec
 from foretoken.engine.request import Request, Running
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
+from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.outside import DrafterError
 from toys import engine, tables
 
@@ -268,13 +269,22 @@ def test_a_broken_rule_ends_its_request_and_no_other(
 
 @pytest.mark.parametrize("hook", ["start", "observe", "finish", "minimum_budget", "predicted_from"])
 def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: str) -> None:
+    usual = f"super().{hook}(context, *more)" if hasattr(Drafter, hook) else "more[0] if more else None"
     body = (
         PERIOD
         + f"""
+    foresight = property(lambda self: self)
+
+    def minimum_budget(self, context, budget):
+        return budget
+
+    def predicted_from(self, context):
+        return None
+
     def {hook}(self, context, *more):
         if context.tokens[0] == {BAD}:
             raise KeyError("lost")
-        return super().{hook}(context, *more)
+        return {usual}
 """
     )
     target, _ = tables()

@@ -109,9 +109,10 @@ class Delivery:
         if run.request.explain:
             run.rounds[-1] = run.rounds[-1].timed(times)
             turn.emission = replace(turn.emission, rounds=run.rounds[-1:])
-        start = self.drafter.predicted_from(run.context) if self.drafter is not None and turn.is_drafted else None
-        if start is not None:
-            run.note_prediction(range(start, start + tree.num_drafts), accepted)
+        if self.drafter is not None and self.drafter.foresight is not None and turn.is_drafted:
+            start = self.drafter.foresight.predicted_from(run.context)
+            if start is not None:
+                run.note_prediction(range(start, start + tree.num_drafts), accepted)
         if self.controller is not None and self.controller.watches and turn.planned:
             batch, nodes = counts
             record = StepRecord(

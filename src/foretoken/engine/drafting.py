@@ -54,6 +54,9 @@ class Drafting:
         controller: how much to guess; needed with a drafter.
         members: names of those of a group, in its order.
         pace: how much drafters may read of texts in a round.
+
+    Attributes:
+        has_outside: whether the drafter, or a member of a group, is none of ours: its proposals are looked at closely.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Drafting:
     ) -> None:
         self.target, self.drafter, self.controller, self.members = target, drafter, controller, members
         self.pace = pace
-        self._has_outside = has_outside(drafter)
+        self.has_outside = has_outside(drafter)
         self._device = getattr(target, "device", None)
 
     def check_member(self, name: str | None) -> None:
@@ -100,10 +103,11 @@ class Drafting:
         if self.drafter is None or self.controller is None or not open_turns:
             return
         chosen, budgets = [], []
+        foresight = self.drafter.foresight
         wanted = self.controller.budgets([turn.run.context for turn in open_turns])
         for turn, asked in zip(open_turns, wanted, strict=True):
             budget = self._as_asked(turn.run, asked)
-            wider = self.drafter.minimum_budget(turn.run.context, budget)
+            wider = budget if foresight is None else foresight.minimum_budget(turn.run.context, budget)
             turn.planned = wider is asked
             budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
             if budget.max_depth > 0 and budget.max_nodes > 0:
@@ -112,7 +116,7 @@ class Drafting:
         if chosen:
             proposed = self.drafter.propose_batch([turn.run.context for turn in chosen], budgets)
             for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
-                check_proposal(tree, turn.run.context, self.drafter, self.target, self._has_outside)
+                check_proposal(tree, turn.run.context, self.drafter, self.target, self.has_outside)
                 turn.tree = truncate(tree, budget.deepest)
 
     def _as_asked(self, run: Running, budget: Budget) -> Budget:

@@ -261,7 +261,7 @@ def test_members_that_do_not_look_are_shown_nothing(monkeypatch: pytest.MonkeyPa
     calls: list[str] = []
     monkeypatch.setattr(SourceDrafter, "observe", lambda self, *_: calls.append(self.name))
     alone, along = NgramDrafter(), SuffixDrafter(share=True)
-    assert (alone.observes, along.observes, ModelDrafter(draft, k=2).observes) == (False, True, False)
+    assert tuple(one.traits.learns for one in (alone, along, ModelDrafter(draft, k=2))) == (False, True, False)
     router = RouterDrafter([alone, along, ModelDrafter(draft, k=3)], costs=(0.0, 0.0, 0.0))
     serve(engine(target, router), [Request(PROMPT, SamplingParams(), 20)])
     assert set(calls) == {"suffix"}

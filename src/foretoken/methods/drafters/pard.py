@@ -7,6 +7,7 @@ tokens, under the usual causal mask: the last token's row guesses the first plac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor
@@ -94,6 +95,7 @@ class PardDrafter(ParallelDrafter):
         if k < 1:
             raise ValueError(f"{self.name} needs k >= 1, not {k}")
         self._shape(nodes, k, width, draw, tree, rewinds=True)
+        self.traits = replace(self.traits, learns=False)
         check_growth(model, branches=False)
         self.model = model
         self.mask = _mask_of(model, mask)
