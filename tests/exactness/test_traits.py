@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from cases import CASES
+
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.model import ModelDrafter
