@@ -143,7 +143,7 @@ def _key(target: LanguageModel, drafter: Drafter) -> str:
     return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
-# -- what is kept of it --------------------------------------------------------------------------------------------------
+# -- what is kept of it ----------------------------------------------------------------------------------------------
 
 
 def cache_file() -> Path:
