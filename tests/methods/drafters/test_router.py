@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,6 +251,7 @@ def test_learners_see_the_rounds_of_others(member: Callable[[], Drafter], contro
 
     learner = member()
     learner.__class__ = Seeing
+    learner.traits = replace(learner.traits, learns=True)
     router = RouterDrafter([learner, ModelDrafter(draft, k=3)], costs=(0.0, 0.0))
     (run,) = serve(engine(target, router, None, controller), [Request(PROMPT, SamplingParams(), 60)])
     assert seen == run.output[: len(seen)] and len(seen) >= 50
