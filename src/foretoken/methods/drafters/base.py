@@ -87,6 +87,7 @@ class Drafter(ABC):
         traits: what it is, by its class or by its options.
         spec: the spec string that it was built from, "" for one that was made by hand.
         target_bytes: weights of the target, 0 where they are not known; what it costs is a share of them.
+        drafters: the members of a group; of any other nobody.
     """
 
     name: ClassVar[str]
@@ -96,6 +97,7 @@ class Drafter(ABC):
     traits: Traits = Traits()
     spec: str = ""
     target_bytes: int = 0
+    drafters: Sequence[Drafter] = ()
 
     @property
     def limits(self) -> Limits:
