@@ -378,8 +378,8 @@ def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
 
 def num_parameters(model: nn.Module) -> int:
     """Numbers in a model's weights, packed ones included."""
-    modules: list[Any] = list(model.modules())
-    packed = [m for m in modules if (isinstance(m, PackedLinear) and not m.tied) or isinstance(m, QuantisedLayer)]
+    packed: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear | QuantisedLayer)]
+    packed = [m for m in packed if isinstance(m, QuantisedLayer) or not m.tied]
     held = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
     return sum(p.numel() for p in model.parameters()) + held
 
