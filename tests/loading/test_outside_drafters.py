@@ -296,6 +296,20 @@ def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: 
     assert re.search(rf"Period\.{hook} {LINE} raised KeyError: 'lost'", str(runs[BAD].error))
 
 
+@pytest.mark.parametrize(("old", "now"), [("free_for", "Traits(free_for="), ("observes", "Traits(learns=")])
+def test_a_method_that_nobody_asks_any_more_is_refused(tmp_path: Path, old: str, now: str) -> None:
+    body = (
+        PERIOD
+        + f"""
+    def {old}(self, *more):
+        return True
+"""
+    )
+    target, _ = tables()
+    with pytest.raises(DrafterError, match=rf"Period {LINE} has a method {old}, .*{re.escape(now)}"):
+        build_drafter(f"{written(tmp_path, body)}:Period", target)
+
+
 def test_errors_of_ours_keep_their_class(tmp_path: Path) -> None:
     """A drafter from outside whose memory is full is no drafter that broke a rule."""
     body = bad("raise MemoryError('full')")

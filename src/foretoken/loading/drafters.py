@@ -32,6 +32,11 @@ from foretoken.registry import OutsideRow, convert_options, find, parse_spec, ro
 Part = str | Drafter | LanguageModel | nn.Module
 """What a drafter can be given as."""
 ACCEPTED = 'give a spec string ("ngram,k=8", "model:PATH"), a drafter, a draft model, a list of these, or None'
+NOW_DATA = {
+    "free_for": "write traits = Traits(free_for=FUNCTION)",
+    "observes": "write traits = Traits(learns=False) where observe does nothing, and nothing where it does",
+}
+"""Methods that drafters had before, and what takes their place: a drafter from outside may still have them."""
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
 
 
@@ -82,6 +87,9 @@ class LoadingContext(BuildContext):
             raise told from error
         if not isinstance(built, Drafter):
             raise DrafterError(f"{place}.build returned {type(built).__name__}, not a drafter")
+        for name, now in NOW_DATA.items():
+            if hasattr(cls, name):
+                raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {now}")
         if not isinstance(built.traits, Traits):
             raise DrafterError(f"{place} has traits of type {type(built.traits).__name__}: write Traits(...)")
         for name in ("max_depth", "max_nodes"):
