@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.models.refusals import Refusal as Refusal
@@ -205,10 +206,12 @@ class LanguageModel(ABC):
         exactness_why: how that is known, in words.
         refused: faster paths that were tried at load and not taken.
         reads: whether its sequences must be fed the text; where not, :meth:`open_beside` takes it over from the target.
+        path: the file that it runs from, where that holds everything about it (llama.cpp's models); else ``None``.
         weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
             use any more.
     """
 
+    path: Path | None = None
     weights_version: int = 0
     reads: bool = True
     forward_name: str = "public"

@@ -97,7 +97,7 @@ class CascadeDrafter(Drafter):
     """
 
     name = "cascade"
-    traits = Traits(rewinds=True)
+    traits = Traits(rewinds=True, learns=False)
 
     def __init__(
         self,

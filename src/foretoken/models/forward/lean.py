@@ -22,7 +22,7 @@ from foretoken.models.forward.lean_families import Family, family_of, part
 from foretoken.models.forward.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary, joined
 from foretoken.models.forward.lean_parts import Norm, norm_of
 from foretoken.models.linear.packing import Projection, is_plain, pays_packed, unpack_linears
-from foretoken.models.linear.product import Product
+from foretoken.models.linear.product import Product, QuantisedLayer, has_quantised
 from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.extra import known_ids, put_in
 from foretoken.models.network.rotary import LeanTurns
@@ -48,7 +48,7 @@ def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
     It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
     where the CPU multiplies that.
     """
-    if owner.exact != "approximate" or owner.dtype != torch.float32 or hasattr(linear, "joined"):
+    if owner.exact != "approximate" or owner.dtype != torch.float32 or isinstance(linear, QuantisedLayer):
         return owner.packing.projection(linear), owner.packing.activations(owner.dtype)
     half = linear.weight.detach().to(torch.bfloat16)
     if pays_packed(half):
@@ -127,7 +127,7 @@ class LeanForward:
     @property
     def is_coarse(self) -> bool:
         """Whether it multiplies in bfloat16 or by quantised weights, whatever the model is in."""
-        quantised = any(hasattr(module, "joined") for module in self.owner.model.modules())
+        quantised = has_quantised(self.owner.model)
         return self.head_dtype == torch.bfloat16 or quantised
 
     def row_dependent(self) -> str | None:
@@ -301,7 +301,7 @@ def _has_plain_linears(model: Any, family: Family) -> bool:
     mlp = () if family.experts else (*family.gate_up, family.up, family.down)
     names = {*family.qkv, family.out, "lm_head", *mlp}
     return hasattr(model, "lm_head") and all(
-        is_plain(module) or hasattr(module, "joined")
+        is_plain(module) or isinstance(module, QuantisedLayer)
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in names
     )

@@ -9,6 +9,7 @@ import torch
 from foretoken.models.checks.fast_paths import Checks
 from foretoken.models.checks.judging import Run
 from foretoken.models.linear.packing import pack_linears, unpack_linears
+from foretoken.models.linear.product import has_quantised
 from foretoken.models.linear.quantised_linear import multiply_dequantised
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def lay_out(network: Network, checks: Checks) -> None:
     """Use the fastest kernels under the public forward; what fails the check is noted in ``network.refused``."""
-    if any(hasattr(module, "joined") for module in network.model.modules()):
+    if has_quantised(network.model):
         reason = checks.fault(f"quantised kernels {network.way}", lambda: (network.run_public, network.dtype, True))
         if reason is not None:
             multiply_dequantised(network.model)
