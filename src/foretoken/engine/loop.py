@@ -23,8 +23,8 @@ prompts read.  Each stage is an object of its own, and :class:`Engine` is the or
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import monotonic
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import torch
