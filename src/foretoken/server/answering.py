@@ -98,7 +98,7 @@ class Answer:
         self._taken(lambda: self._take(count))
 
     def _take(self, count: int) -> None:
-        if (self.body.priority or 0) < 0 and not self.place.caller.priority:
+        if (getattr(self.body, "priority", None) or 0) < 0 and not self.place.caller.priority:
             raise bad(
                 "a priority below 0 comes before other requests, which this key may not: leave it out",
                 "priority",
