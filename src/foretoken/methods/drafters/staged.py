@@ -14,7 +14,6 @@ from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.cascade import CascadeDrafter, Chain, Rule
 from foretoken.methods.drafters.drawing import best, draw_without_replacement
-from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.counts import Places, Ranks
 from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.shapes import Choice, fitting_nodes
@@ -181,7 +180,7 @@ class StagedDrafter(CascadeDrafter):
 
     def _stops_after(self, chain: Chain, depth: int, token: int) -> bool:
         """Whether the budget's stop suppresses what is below a sibling."""
-        return asks_for_confidence(chain.budget) and self._is_last(chain, *chain.places[depth], token)
+        return chain.budget.asks_for_confidence and self._is_last(chain, *chain.places[depth], token)
 
     def _finished(self, chain: Chain) -> TokenTree:
         nodes = chain.nodes if isinstance(chain, Spine) else []
