@@ -205,7 +205,7 @@ def with_options(model: M) -> M:
     found: Any = create_model(
         model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
     )
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 @with_options

@@ -335,12 +335,12 @@ class ModelDrafter(Drafter):
 
     def _expand_by_confidence(self, dynamic: DynamicTree, tree: Growing, seen: Candidates, logits: Tensor) -> None:
         if tree.looked is not None:  # for the whole batch
-            (sure, *best), tree.looked = tree.looked, None
+            (sure, tokens, values), tree.looked = tree.looked, None
         else:
             sure = beliefs(tree, logits)
-            best = [*best_of(sure, dynamic.width)]
+            tokens, values = best_of(sure, dynamic.width)
         levels = min(self.max_depth, tree.budget.max_depth, 1 + self.model.context_length - len(tree.text))
-        dynamic.grow(tree, seen, best[0], best[1], sure, levels)
+        dynamic.grow(tree, seen, tokens, values, sure, levels)
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         if parent in tree.ready:

@@ -205,8 +205,8 @@ def sped_up(
     make: Callable[..., LanguageModel],
     width: int = 1,
 ) -> CascadeDrafter:
-    """The drafter ``name`` over the model that ``make`` makes of its options, sped up by the drafter ``inner``: a cascade,
-    or with ``width`` tokens per place a staged one.
+    """The drafter ``name`` over the model that ``make`` makes of its options, sped up by the drafter ``inner``: a
+    cascade, or with ``width`` tokens per place a staged one.
 
     Raises:
         ValueError: an inner drafter that does not fit, or options for another tree.
