@@ -296,4 +296,4 @@ class AheadDrafter(ModelDrafter):
 
 def _is_plain(budget: Budget) -> bool:
     """Whether no stop rule looks at the draft."""
-    return not asks_for_confidence(budget) and budget.path_stop is None
+    return not budget.asks_for_confidence and budget.path_stop is None
