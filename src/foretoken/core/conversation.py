@@ -141,12 +141,12 @@ def to_answer(messages: Any) -> list[dict[str, Any]]:
     Raises:
         ValueError: as :func:`checked`, or nothing is left.
     """
-    found = checked(messages)
-    while found and found[-1]["role"] == "assistant":
-        found.pop()
-    if not found:
+    transcript = checked(messages)
+    while transcript and transcript[-1]["role"] == "assistant":
+        transcript.pop()
+    if not transcript:
         raise ValueError("the conversation has no message to answer")
-    return found
+    return transcript
 
 
 def _from_turn(turn: Any, name: str) -> dict[str, Any]:

@@ -46,13 +46,13 @@ def quick_costs(target: LanguageModel) -> TargetCost:
         stored = None if key is None else KEPT.read(name)
         if not isinstance(stored, dict):
             began = perf_counter()
-            found = _measure_quickly(target)
+            costs = _measure_quickly(target)
             if key is not None:
-                result = {str(count): seconds for count, seconds in found.items()}
+                result = {str(count): seconds for count, seconds in costs.items()}
                 KEPT.keep(name, result, perf_counter() - began >= WORTH_KEEPING_S)
         else:
-            found = {int(count): float(seconds) for count, seconds in stored.items()}
-        _KNOWN[target] = TargetCost(found)
+            costs = {int(count): float(seconds) for count, seconds in stored.items()}
+        _KNOWN[target] = TargetCost(costs)
     return _KNOWN[target]
 
 
@@ -79,10 +79,10 @@ def _measure_quickly(target: LanguageModel) -> dict[int, float]:
         quickest = dict.fromkeys(usable, math.inf)
         for count in usable * QUICK_TURNS:
             quickest[count] = min(quickest[count], spent(count))
-    found, least = {}, 1e-9
+    costs, least = {}, 1e-9
     for count in sorted(quickest):  # more nodes never take less: what says so is noise
-        found[count] = least = max(least, quickest[count])
-    return found
+        costs[count] = least = max(least, quickest[count])
+    return costs
 
 
 @torch.inference_mode()
@@ -129,7 +129,7 @@ def measure_target(
                     target.commit(sequence, [] if rollback else [0])
                 if turn:
                     times[count].append(spent)
-    measured = {count: max(statistics.median(found), 1e-9) for count, found in times.items() if found}
+    measured = {count: max(statistics.median(seconds), 1e-9) for count, seconds in times.items() if seconds}
     return TargetCost(measured)
 
 

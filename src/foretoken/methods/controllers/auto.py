@@ -158,7 +158,7 @@ class AutoController(Controller):
         batch, own = len(contexts), Counts.pooled([self.state(context)[index] for context in contexts])
         depths = self.depths[index]
         outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, own, depths[-1], batch)
-        found, tokens, squares, done = [], 1.0, 0.0, 0
+        drafts, tokens, squares, done = [], 1.0, 0.0, 0
         for depth in depths:
             for place in range(done, depth):
                 tokens += outlook.survival[place]
@@ -168,17 +168,17 @@ class AutoController(Controller):
             hoped = tokens + EXPLORE * (variance / (outlook.drafts + 1.0)) ** 0.5
             seconds, nodes = self.costs.draft_s(index, depth, batch), 1.0 + depth * self.width[index]
             hoped = min(hoped, 1.0 + depth)
-            found.append(Draft(index, depth, tokens, nodes, seconds, hoped, outlook.share, outlook.drafts))
-        return found
+            drafts.append(Draft(index, depth, tokens, nodes, seconds, hoped, outlook.share, outlook.drafts))
+        return drafts
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def state(self, context: Context) -> list[Counts]:
         """What became of a request's drafts, by member."""
-        found: list[Counts] | None = context.state.get(self)
-        if found is None:
-            found = context.state[self] = [Counts() for _ in self.members]
-        return found
+        counts: list[Counts] | None = context.state.get(self)
+        if counts is None:
+            counts = context.state[self] = [Counts() for _ in self.members]
+        return counts
 
     def observe(self, context: Context, record: StepRecord) -> None:
         """Keep the record until all of the round are there."""

@@ -45,9 +45,9 @@ class Curve:
 
     def add(self, point: tuple[int, int], seconds: float) -> None:
         """One more round at a point, if it still needs one."""
-        found = self.samples.setdefault(point, [])
-        if len(found) < SAMPLES:
-            found.append(seconds)
+        seen = self.samples.setdefault(point, [])
+        if len(seen) < SAMPLES:
+            seen.append(seconds)
             self._line = None
 
     def is_sure(self, point: tuple[int, int]) -> bool:

@@ -56,11 +56,11 @@ class Plan:
 
     def budget(self, members: Sequence[Limits], grouped: bool) -> Budget:
         """As a drafter understands it; one that is no group is not told a ``member``."""
-        found: Budget | None = None
+        budget: Budget | None = None
         for draft in reversed(self.drafts):
             nodes = max(members[draft.member].max_nodes, draft.depth)
-            found = Budget(draft.depth, nodes, member=draft.member if grouped else None, otherwise=found)
-        return found or Budget(0, 0)
+            budget = Budget(draft.depth, nodes, member=draft.member if grouped else None, otherwise=budget)
+        return budget or Budget(0, 0)
 
     def told(self, members: Sequence[Limits], plain_s: float) -> str:
         """What a round of it costs and brings, for people."""

@@ -116,12 +116,12 @@ class MovingThresholdController(StoppingController):
 
     def bar(self, context: Context) -> MovingThreshold:
         """The request's bar."""
-        found: MovingThreshold | None = context.state.get(self)
-        if found is None:
+        bar: MovingThreshold | None = context.state.get(self)
+        if bar is None:
             greedy, sampled = self.starts
-            found = MovingThreshold(greedy if context.sampler.greedy else sampled, self.aim, self.step)
-            context.state[self] = found
-        return found
+            bar = MovingThreshold(greedy if context.sampler.greedy else sampled, self.aim, self.step)
+            context.state[self] = bar
+        return bar
 
     def observe(self, context: Context, record: StepRecord) -> None:
         """Move the bar; rounds without a draft say nothing."""

@@ -72,10 +72,10 @@ class TapoutController(StoppingController):
 
     def rules(self, context: Context) -> Rules:
         """What this request has taught."""
-        found: Rules | None = context.state.get(self)
-        if found is None:
-            found = context.state[self] = Rules([Played() for _ in RULES])
-        return found
+        rules: Rules | None = context.state.get(self)
+        if rules is None:
+            rules = context.state[self] = Rules([Played() for _ in RULES])
+        return rules
 
     def rule(self, context: Context) -> Stop:
         """The rule with the highest bound."""

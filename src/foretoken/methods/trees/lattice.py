@@ -52,12 +52,12 @@ def lattice(root: int, place: Callable[[Sequence[int], Any], Place], depth: int,
         state, ended = open_ends[node]
         if ended or seen.depths[node] >= depth:
             return
-        found = place(seen.path_tokens(node), state)
-        open_ends[node] = found.state, False
-        for rank, (token, value) in enumerate(zip(found.tokens, found.log_probs, strict=True)):
+        following = place(seen.path_tokens(node), state)
+        open_ends[node] = following.state, False
+        for rank, (token, value) in enumerate(zip(following.tokens, following.log_probs, strict=True)):
             if value > -math.inf:
                 heapq.heappush(waiting, (-(seen.scores[node] + value), seen.depths[node] + 1, rank, token, node))
-                ranks_end[node, rank] = found.ends[rank]
+                ranks_end[node, rank] = following.ends[rank]
 
     expand(0)
     while waiting and len(seen) <= nodes:

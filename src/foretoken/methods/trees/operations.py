@@ -135,9 +135,9 @@ def _union(trees: Sequence[TokenTree], kind: Kind) -> tuple[TokenTree, list[list
             row = tree.q_rows[node] if tree.q_rows else -1
             key = (place[tree.parents[node]], tree.tokens[node])
             probe = bool(tree.probes and tree.probes[node])
-            found = certain.get(key) if row < 0 and not probe else None
-            place.append(len(tokens) if found is None else found)
-            if found is not None:
+            same = certain.get(key) if row < 0 and not probe else None
+            place.append(len(tokens) if same is None else same)
+            if same is not None:
                 continue
             if row < 0 and not probe:
                 certain[key] = len(tokens)

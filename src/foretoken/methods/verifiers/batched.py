@@ -116,9 +116,9 @@ def read_weights(all_scores: Sequence[Scores]) -> None:
         if scores.made is None or scores.tree.q is None:
             raise RuntimeError("weights are read of distributions that are made and drawn from")
         read += (scores.made[:-1].gather(1, x), scores.tree.q.gather(1, x))
-    found = iter(torch.cat(read)[:, 0].tolist())
+    weights = iter(torch.cat(read)[:, 0].tolist())
     for scores, count in zip(drawn, counts, strict=True):
-        scores.weights = (list(islice(found, count)), list(islice(found, count)))
+        scores.weights = (list(islice(weights, count)), list(islice(weights, count)))
 
 
 def _distributions_in_order(tree: TokenTree) -> bool:

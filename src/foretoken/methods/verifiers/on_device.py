@@ -78,7 +78,7 @@ def _alike(all_scores: Sequence[Scores]) -> Mapping[Hashable, list[Scores]]:
 
 def _tokens(all_scores: Sequence[Scores], best: list[Tensor]) -> dict[int, Tensor]:
     """The tokens [N] after all nodes, by the identity of the scores, in their order."""
-    found: dict[int, Tensor] = {}
+    by_scores: dict[int, Tensor] = {}
     noises = [(scores.sampler.noise, scores.positions) for scores in all_scores if scores.sampler.noise is not None]
     if noises:
         send_together(noises, all_scores[0].logits)
@@ -88,15 +88,15 @@ def _tokens(all_scores: Sequence[Scores], best: list[Tensor]) -> dict[int, Tenso
         rows = torch.cat(logits) if is_greedy else race([s.sampler for s in group], logits, [s.lengths for s in group])
         values, tokens = rows.max(-1)
         best.append(values)
-        found |= {id(scores): part for scores, part in zip(group, tokens.split([*map(len, logits)]), strict=True)}
-    return {id(scores): found[id(scores)] for scores in all_scores}
+        by_scores |= {id(scores): part for scores, part in zip(group, tokens.split([*map(len, logits)]), strict=True)}
+    return {id(scores): by_scores[id(scores)] for scores in all_scores}
 
 
 def _distributions(all_scores: Sequence[Scores]) -> dict[int, Tensor]:
     """The distributions [N, V] after all nodes, by the identity of the scores."""
-    found: dict[int, Tensor] = {}
+    by_scores: dict[int, Tensor] = {}
     for group in _alike(all_scores).values():
         logits = [scores.logits for scores in group]
         parts = group[0].sampler.distributions(torch.cat(logits), None).split([*map(len, logits)])
-        found |= {id(scores): part for scores, part in zip(group, parts, strict=True)}
-    return found
+        by_scores |= {id(scores): part for scores, part in zip(group, parts, strict=True)}
+    return by_scores

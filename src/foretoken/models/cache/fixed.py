@@ -137,10 +137,10 @@ class FixedCache(TreeCache):
 
     def _parts(self) -> list[Tensor]:
         """All buffers as few tensors [L, R, H, S, D]."""
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for stack, store in zip(self._stacks, (self._keys, self._values), strict=True):
-            found += [stack] if stack is not None else [buffer[None] for buffer in store if buffer is not None]
-        return found
+            parts += [stack] if stack is not None else [buffer[None] for buffer in store if buffer is not None]
+        return parts
 
     # -- ordinary forwards -------------------------------------------------------------------------------------------
 

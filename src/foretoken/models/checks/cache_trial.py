@@ -64,14 +64,14 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     sequence = wrapped.open()
     try:
         wrapped.prefill(sequence, tokens[:KEPT])
-        found = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
+        logits = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
     except Exception as error:
         raise _refusal(model, error) from error
     finally:
         wrapped.release(sequence)
-    if found.shape != wanted[KEPT:last].shape:
+    if logits.shape != wanted[KEPT:last].shape:
         raise CapabilityError(f"{_name(model)} cannot be decoded here: it reads other tokens than it is given")
-    difference = relative(found.float(), wanted[KEPT:last].to(found.device))
+    difference = relative(logits.float(), wanted[KEPT:last].to(logits.device))
     if rollback and not difference <= limit:
         return f"its logits of several tokens differ from those without a cache by {difference:.2g} of their size"
     return None
@@ -87,20 +87,20 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, f
     tokens = _text(vocab_size)
     other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
     try:
-        found, changed = (_forward(model, ids) for ids in (tokens, other))
+        logits, changed = (_forward(model, ids) for ids in (tokens, other))
     except CapabilityError:
         raise
     except Exception as error:
         raise _refusal(model, error) from error
-    difference = relative(changed[:KEPT], found[:KEPT])
+    difference = relative(changed[:KEPT], logits[:KEPT])
     if LIMIT < difference <= LOOKS_AHEAD and _mixes_tokens(model):
-        return found, difference
+        return logits, difference
     if difference > limit:
         raise CapabilityError(
             f"{_name(model)} is no causal language model: what it says of a token depends on later ones "
             "(a BERT-like model needs is_decoder=True in its configuration)"
         )
-    return found, 0.0
+    return logits, 0.0
 
 
 def _mixes_tokens(model: Any) -> bool:
@@ -116,10 +116,10 @@ def _sees_other_rows(layer: Any, model: Any) -> bool:
     others = rows.clone()
     others[:, KEPT:] *= 32
     try:
-        found, changed = (layer(x)[:, :KEPT].float() for x in (rows, others))
+        before, changed = (layer(x)[:, :KEPT].float() for x in (rows, others))
     except Exception:  # no layer over rows of hidden states
         return False
-    return relative(changed, found) > LIMIT
+    return relative(changed, before) > LIMIT
 
 
 def _forward(model: Any, tokens: list[int]) -> Tensor:

@@ -259,8 +259,8 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
         wanted, truth = _sample(model), _truth(model)
         model.separate(FixedCache(before.num_layers, before.max_slots))
         model.graphs = graphs = Graphs(model, recorder or CudaGraphs(model.device))
-        found = _sample(model)
-        reason = graphs.stopped or _difference(wanted, found, truth, model.dtype)
+        logits = _sample(model)
+        reason = graphs.stopped or _difference(wanted, logits, truth, model.dtype)
     except RuntimeError as error:
         reason = _first_line(error)
     if reason:

@@ -61,8 +61,8 @@ class Pass:
 
     def put(self, name: str, x: Tensor, hidden: Sequence[dict[str, Tensor]]) -> None:
         """Hand out the states x [n, D] as a tap: to every group its own, padded."""
-        for group, found in zip(self.groups, hidden, strict=True):
-            found[name] = group.places.padded(x[group.rows])
+        for group, taps in zip(self.groups, hidden, strict=True):
+            taps[name] = group.places.padded(x[group.rows])
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class LeanLayer:
         qkv = self._heads_of(self.qkv(inputs))
         qk = turned(self._normed(qkv), *run.turns[self.rope])
         value = qkv[:, self.size.heads + self.size.kv_heads :]
-        found = [self._looked_up(index, qk[group.rows], value[group.rows], group) for group in run.groups]
-        return self.out(joined(found), residual)
+        attended = [self._looked_up(index, qk[group.rows], value[group.rows], group) for group in run.groups]
+        return self.out(joined(attended), residual)
 
     def _looked_up(self, index: int, qk: Tensor, value: Tensor, group: Group) -> Tensor:
         """Attention [n, H d] of one group's rows, whose keys and values are written first."""

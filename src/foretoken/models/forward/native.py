@@ -144,7 +144,7 @@ class NativeForward(LeanForward):
             for column in range(start, stop)
         ]
         whole = bool(self._model.head.count)
-        found = x.new_empty(len(want), self._outputs)
+        output = x.new_empty(len(want), self._outputs)
         groups, held = self._groups(run, calls)
         turns = [run.turns[rope] for rope in self._ropes]
         cos, sin = (native.pointers(each) for each in zip(*turns, strict=True))
@@ -161,11 +161,11 @@ class NativeForward(LeanForward):
             ),
             *(ctypes.addressof(each) for each in (cos, sin, tapped)),
             *(None if last is None else last.data_ptr(), len(want), ctypes.addressof(rows)),
-            *((None, found.data_ptr()) if whole else (found.data_ptr(), None)),
+            *((None, output.data_ptr()) if whole else (output.data_ptr(), None)),
         )
         native.run(self._model, call, torch.get_num_threads())
         del held
-        logits = self._behind(found) if whole else self._logits(found)
+        logits = self._behind(output) if whole else self._logits(output)
         return self._handed_out(run, calls, logits, states)
 
     def _skipped(self, layers: frozenset[int]) -> bytes:

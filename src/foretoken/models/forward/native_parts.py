@@ -61,16 +61,16 @@ class Description:
     def _linear(self, product: Any) -> Linear:
         if isinstance(product, NativeProduct):
             held: Any = product
-            found = product.linear()
+            described = product.linear()
         elif isinstance(product, Projection) and isinstance(product.layout, NativeLayout) and not product.block:
             held = product.layout.packed
-            found = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())
+            described = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())
         else:
             raise NotCoveredError("its weights are laid out for products of PyTorch's")
         wide = None if product.bias is None else product.bias.float().contiguous()
         self._kept += [held, wide]
-        found.bias = address(wide)
-        return found
+        described.bias = address(wide)
+        return described
 
 
 class BestTokens:
@@ -97,5 +97,5 @@ class BestTokens:
 
     def tokens(self, ids: Sequence[int] | None) -> list[list[int]]:
         """Per row the target's ids, of which ``ids`` can be guessed if not all."""
-        found = [self._places[i : i + self.count] for i in range(0, len(self._places), self.count)]
-        return found if ids is None else [[ids[place] for place in row] for row in found]
+        places = [self._places[i : i + self.count] for i in range(0, len(self._places), self.count)]
+        return places if ids is None else [[ids[place] for place in row] for row in places]

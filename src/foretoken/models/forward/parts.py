@@ -88,12 +88,12 @@ class Fingerprint:
 
 def _digest(weights: Iterable[Tensor], count: int) -> str:
     """A hash over ``count`` rows, evenly spaced, of every weight."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for weight in weights:
         matrix = weight.detach().flatten(0, -2) if weight.ndim > 1 else weight.detach()[:, None]
         rows = matrix[:: max(1, len(matrix) // count)][:count].to(torch.bfloat16).contiguous()
-        found.update(rows.cpu().view(torch.int16).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(rows.cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _sampled(module: Any, count: int) -> Any:
@@ -153,8 +153,8 @@ class TargetParts:
 
     def fingerprint(self) -> Fingerprint:
         """Shapes and hashes of the weights."""
-        found = (_sampled(module, LAYER_ROWS) for module in decoder_layers(self.network).modules())
-        layers = [weight for weight in found if isinstance(weight, Tensor)]
+        sampled = (_sampled(module, LAYER_ROWS) for module in decoder_layers(self.network).modules())
+        layers = [weight for weight in sampled if isinstance(weight, Tensor)]
         kept = [weight for weight in layers if weight.ndim == 1]
         return Fingerprint(
             self.hidden_size,
@@ -170,8 +170,8 @@ class TargetParts:
         """[n, D] embeddings of token ids, without gradient."""
         ids = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), device=self.device)
         with torch.no_grad():
-            found: Tensor = self.embed(ids)
-        return found
+            rows: Tensor = self.embed(ids)
+        return rows
 
     def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Target logits [..., V] of states behind the final norm [..., D], or those of ``ids`` alone; gradients flow
@@ -208,9 +208,9 @@ class TargetParts:
         """Hidden states [b, n, D] by tap name of whole texts [b, n], read without a cache; not at all for no tap."""
         if not taps:
             return {}
-        with torch.set_grad_enabled(grad), recording(self.network, taps) as found:
+        with torch.set_grad_enabled(grad), recording(self.network, taps) as states:
             self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        return dict(found)
+        return dict(states)
 
     @property
     def final_norm(self) -> torch.nn.Module:
@@ -222,11 +222,11 @@ class TargetParts:
         decoder = find_decoder(self.network)[0]
         for name in FINAL_NORMS:
             if isinstance(getattr(decoder, name, None), torch.nn.Module):
-                found: torch.nn.Module = getattr(decoder, name)
-                return found
+                norm: torch.nn.Module = getattr(decoder, name)
+                return norm
         raise CapabilityError(f"{type(decoder).__name__} has no final norm by a known name")
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm of states [..., D] that come out of a layer."""
-        found: Tensor = self.final_norm(hidden)
-        return found
+        normed: Tensor = self.final_norm(hidden)
+        return normed

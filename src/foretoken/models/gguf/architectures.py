@@ -274,29 +274,29 @@ def rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opti
     Raises:
         UncoveredError: a scaling of another kind.
     """
-    found: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
+    rope: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
     if partial != 1.0:
-        found["partial_rotary_factor"] = partial
+        rope["partial_rotary_factor"] = partial
     if "rope_factors_long.weight" in file.tensors:
         for name in ("long", "short"):
-            found[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
+            rope[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
         original = int(file.need("rope.scaling.original_context_length"))
-        return {**found, "rope_type": "longrope", "original_max_position_embeddings": original}
+        return {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
     kind, factor = file.get("rope.scaling.type", "none"), _positive(file, "rope.scaling.factor", 1.0)
     if kind in ("linear", "yarn") and factor != 1.0:
-        found.update(rope_type=kind, factor=factor)
+        rope.update(rope_type=kind, factor=factor)
     elif kind not in ("none", "linear", "yarn"):
         raise UncoveredError(f"{file.path} scales rotary positions by {kind!r}, which is not read here")
-    if found["rope_type"] == "yarn":
-        found["original_max_position_embeddings"] = int(file.need("rope.scaling.original_context_length"))
-    return found
+    if rope["rope_type"] == "yarn":
+        rope["original_max_position_embeddings"] = int(file.need("rope.scaling.original_context_length"))
+    return rope
 
 
 def _positive(file: GgufFile, key: str, usual: float | None = None) -> float:
-    found = float(file.need(key) if usual is None else file.get(key, usual))
-    if not 0 < found < math.inf:
-        raise GgufError(f"{file.path} has {file.architecture}.{key} {found}: convert the model again")
-    return found
+    value = float(file.need(key) if usual is None else file.get(key, usual))
+    if not 0 < value < math.inf:
+        raise GgufError(f"{file.path} has {file.architecture}.{key} {value}: convert the model again")
+    return value
 
 
 def _vocabulary(file: GgufFile) -> int:
@@ -308,9 +308,9 @@ def _vocabulary(file: GgufFile) -> int:
 
 def _one(file: GgufFile, key: str, default: Any = None) -> Any:
     """A value that may be a list with one number for each layer, which must be equal."""
-    found = file.need(key) if default is None else file.get(key, default)
-    if not isinstance(found, list):
-        return found
-    if len(set(found)) != 1:
+    value = file.need(key) if default is None else file.get(key, default)
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
         raise UncoveredError(f"{file.path} has layers with different {key}, which are not read here")
-    return found[0]
+    return value[0]

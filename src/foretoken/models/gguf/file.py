@@ -90,10 +90,10 @@ class GgufFile:
         Raises:
             GgufError: it is not.
         """
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             raise GgufError(f"{self.path} lacks {self.architecture}.{key}: it is incomplete, convert the model again")
-        return found
+        return value
 
 
 def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
@@ -147,30 +147,30 @@ class _Reader:
 
     def metadata(self) -> dict[str, Any]:
         """The values of the header, by key."""
-        found = {}
+        values = {}
         for _ in range(self.num_values):
             key = self._string()
-            found[key] = self._value(self._number("I"))
-        return found
+            values[key] = self._value(self._number("I"))
+        return values
 
     def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
         """What stands behind the values."""
         entries = [self._entry() for _ in range(self.num_tensors)]
         alignment = self.whole(metadata, "general.alignment", ALIGNMENT) or ALIGNMENT
         start = self.place + -self.place % alignment
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in entries:
-            if name in found:
+            if name in tensors:
                 raise self._damaged(f"two tensors are called {name}")
-            found[name] = self._tensor(name, shape, kind, start + offset)
-        return found
+            tensors[name] = self._tensor(name, shape, kind, start + offset)
+        return tensors
 
     def whole(self, metadata: Mapping[str, Any], key: str, usual: int) -> int:
         """A whole number of the header."""
-        found = metadata.get(key, usual)
-        if not isinstance(found, int) or found < 0:
-            raise self._damaged(f"{key} is {str(found)[:20]!r}")
-        return found
+        number = metadata.get(key, usual)
+        if not isinstance(number, int) or number < 0:
+            raise self._damaged(f"{key} is {str(number)[:20]!r}")
+        return number
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dimensions = self._string(), self._number("I")
@@ -216,7 +216,7 @@ class _Reader:
 
     def _strings(self, count: int) -> list[str]:
         """Of a vocabulary, so that nothing but the strings themselves is made for each."""
-        found, place, size = [], self.place, len(self.bytes)
+        strings, place, size = [], self.place, len(self.bytes)
         for _ in range(count):
             start = place + LENGTH.size
             if start > size:
@@ -224,9 +224,9 @@ class _Reader:
             place = start + LENGTH.unpack_from(self.bytes, start - LENGTH.size)[0]
             if place > size:
                 raise self._cut_off(place)
-            found.append(self.bytes[start:place].decode(errors="replace"))
+            strings.append(self.bytes[start:place].decode(errors="replace"))
         self.place = place
-        return found
+        return strings
 
     def _string(self) -> str:
         return self._taken(self._number("Q")).decode(errors="replace")
@@ -238,9 +238,9 @@ class _Reader:
         end = self.place + count
         if end > len(self.bytes):
             raise self._cut_off(end)
-        found = self.bytes[self.place : end]
+        taken = self.bytes[self.place : end]
         self.place = end
-        return found
+        return taken
 
     def _cut_off(self, wanted: int) -> GgufError:
         return self._damaged(f"it has {len(self.bytes)} bytes, and what it lists goes to byte {wanted}")

@@ -62,7 +62,7 @@ class GroupedProduct(NativeProduct):
     def some(self, rows: slice) -> Tensor:
         """Some rows [n, in] of it."""
         places = range(self.shape[0])[rows]
-        found = torch.empty(len(places), self.shape[1])
+        dense = torch.empty(len(places), self.shape[1])
         together = max(1, AT_ONCE // (integers.WIDTH * self.shape[1])) * integers.WIDTH
         first = 0
         while first < len(places):  # rows of the blocks that begin with that of the next place
@@ -70,9 +70,9 @@ class GroupedProduct(NativeProduct):
             count = len(range(places[first], min(start + together, places.stop), places.step))
             last = places[first + count - 1]
             blocks = self._blocks(slice(start // integers.WIDTH, last // integers.WIDTH + 1))
-            found[first : first + count] = blocks[places[first] - start : last - start + 1 : places.step]
+            dense[first : first + count] = blocks[places[first] - start : last - start + 1 : places.step]
             first += count
-        return found
+        return dense
 
     def _blocks(self, blocks: slice) -> Tensor:
         """Rows [n, in] of whole blocks of outputs."""

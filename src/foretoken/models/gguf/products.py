@@ -104,11 +104,11 @@ class StoredEmbedding(nn.Embedding):
 
     def rows(self, ids: Tensor) -> Tensor:
         """[..., D] of ids [...], without the scale."""
-        found = dequantised(self.stored[ids.reshape(-1)], self.kind).to(self.dtype)
-        return found.view(*ids.shape, self.embedding_dim)
+        rows = dequantised(self.stored[ids.reshape(-1)], self.kind).to(self.dtype)
+        return rows.view(*ids.shape, self.embedding_dim)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[..., D] of ids [...]."""
-        found = self.rows(ids)
+        rows = self.rows(ids)
         scale: Any = self._buffers.get("embed_scale")
-        return found if scale is None else found * scale.to(self.dtype)
+        return rows if scale is None else rows * scale.to(self.dtype)

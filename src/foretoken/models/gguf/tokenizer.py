@@ -118,12 +118,12 @@ SPECIAL = {
 def end_ids(file: GgufFile) -> list[int]:
     """Ids of all tokens that end a text or a turn."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = {int(file.metadata[f"tokenizer.ggml.{key}"]) for key in keys if f"tokenizer.ggml.{key}" in file.metadata}
+    ids = {int(file.metadata[f"tokenizer.ggml.{key}"]) for key in keys if f"tokenizer.ggml.{key}" in file.metadata}
     if "tokenizer.ggml.tokens" in file.metadata:
         names, kinds = _tokens(file)
         places = {name: place for place, name in enumerate(names)}
-        found |= {places[name] for name in ENDS if name in places and kinds[places[name]] == Token.CONTROL}
-    return sorted(found)
+        ids |= {places[name] for name in ENDS if name in places and kinds[places[name]] == Token.CONTROL}
+    return sorted(ids)
 
 
 def _tokens(file: GgufFile) -> tuple[Sequence[str], Sequence[int]]:
@@ -192,14 +192,14 @@ def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
     SentencePiece merges the pair whose token has the highest score; a list of merges in that order does the same.
     """
-    found = []
+    merges = []
     for token, score in scores.items():
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
             if left in scores and right in scores:
-                found.append((-score, left, right))
-    found.sort(key=lambda entry: entry[0])
-    return [(left, right) for _, left, right in found]
+                merges.append((-score, left, right))
+    merges.sort(key=lambda entry: entry[0])
+    return [(left, right) for _, left, right in merges]
 
 
 def _known(pairs: Sequence[tuple[str, ...]], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:

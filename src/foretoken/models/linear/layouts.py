@@ -117,19 +117,19 @@ class OneDnnLayout(Layout):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """oneDNN's product."""
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return found
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return product
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """In one call."""
-        found: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
-        return found
+        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
+        return total
 
     @property
     def weight(self) -> Tensor:
         """In row order again."""
-        found: Tensor = self.packed.to_dense()
-        return found
+        dense: Tensor = self.packed.to_dense()
+        return dense
 
     @property
     def num_bytes(self) -> int:
@@ -195,13 +195,13 @@ class HalfLayout(Layout):
     block = 6  # what FBGEMM's kernels take at once on AVX2: more only costs time
 
     def __init__(self, weight: Tensor) -> None:
-        found = halved(weight)
-        if found is None:
+        half = halved(weight)
+        if half is None:
             raise ValueError("float16 does not hold this weight")
         self.activations = torch.float32
-        self._dtype, self._inverse, self._bytes = weight.dtype, 1.0 / found.scale, 2 * weight.numel()
-        self._rounded, self._originals = found.rounded, weight.flatten()[found.rounded]
-        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(found.scaled, None)
+        self._dtype, self._inverse, self._bytes = weight.dtype, 1.0 / half.scale, 2 * weight.numel()
+        self._rounded, self._originals = half.rounded, weight.flatten()[half.rounded]
+        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(half.scaled, None)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The power of two leaves through the activations, without rounding."""
@@ -212,9 +212,9 @@ class HalfLayout(Layout):
     def weight(self) -> Tensor:
         """The same numbers as were given."""
         stored = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        found = (stored.float() * self._inverse).to(self._dtype)
-        found.view(-1)[self._rounded] = self._originals
-        return found
+        dense = (stored.float() * self._inverse).to(self._dtype)
+        dense.view(-1)[self._rounded] = self._originals
+        return dense
 
     @property
     def num_bytes(self) -> int:

@@ -113,9 +113,9 @@ def laid_out(weight: Tensor, layout: str) -> Layout:
     if layout != "auto":
         return _made(weight, layout if layout in usable else "plain") or PlainLayout(weight)
     shape = (int(weight.shape[0]), int(weight.shape[1]))
-    found = _made(weight, fastest_layout(weight.dtype, [shape], usable))
+    fastest = _made(weight, fastest_layout(weight.dtype, [shape], usable))
     others = [name for name in usable if name != "half"]  # which depends on the numbers in a weight
-    return found or _made(weight, fastest_layout(weight.dtype, [shape], others)) or PlainLayout(weight)
+    return fastest or _made(weight, fastest_layout(weight.dtype, [shape], others)) or PlainLayout(weight)
 
 
 def _made(weight: Tensor, layout: str) -> Layout | None:
@@ -286,8 +286,8 @@ def dtype_of(linear: Any) -> torch.dtype:
     """Of a linear layer's weight, packed, quantised or neither; nothing is unpacked."""
     if isinstance(linear, PackedLinear):
         return linear.projection.dtype
-    found: torch.dtype = linear.dtype if hasattr(linear, "joined") else linear.weight.dtype
-    return found
+    dtype: torch.dtype = linear.dtype if hasattr(linear, "joined") else linear.weight.dtype
+    return dtype
 
 
 def joined_weight(linears: Sequence[Any]) -> Tensor:

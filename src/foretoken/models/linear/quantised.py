@@ -44,7 +44,7 @@ of .94 of the drafts are accepted, of one of 1.5B, whose steps are a tenth faste
 @cache
 def available() -> dict[str, type[QuantisedProduct]]:
     """The products that this build of PyTorch has, by name, tried out on a small weight."""
-    found: dict[str, type[QuantisedProduct]] = {}
+    products: dict[str, type[QuantisedProduct]] = {}
     weight, x = torch.linspace(-1, 1, 16 * 32).view(16, 32), torch.ones(1, 32)
     makers: tuple[tuple[type[QuantisedProduct], Callable[[], Any]], ...] = (
         (NativeInt8Product, lambda: Int8Weight.of(weight)),
@@ -60,8 +60,8 @@ def available() -> dict[str, type[QuantisedProduct]]:
             product(quantised(), None)(x)
         except (RuntimeError, NotImplementedError, AttributeError):  # another platform, a build without FBGEMM
             continue
-        found[product.name] = product
-    return found
+        products[product.name] = product
+    return products
 
 
 @cache
@@ -152,13 +152,13 @@ def measured(
     weight = torch.randn(out, width, generator=draws)
     bits = {product.bits for product in products}
     stored: dict[int, Any] = {b: Int4Weight.of(weight, group) if b == 4 else Int8Weight.of(weight) for b in bits}
-    found = dict.fromkeys(products, 0.0)
+    seconds = dict.fromkeys(products, 0.0)
     for product in products:
         made = product(stored[product.bits], None)
         copies = [made, *(made.copied() for _ in range(num_copies - 1))]
         for x in (torch.randn(count, width, generator=draws) for count in rows):
-            found[product] += reading_s(copies, x)
-    return found
+            seconds[product] += reading_s(copies, x)
+    return seconds
 
 
 def reading_s(copies: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:

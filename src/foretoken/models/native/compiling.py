@@ -64,7 +64,7 @@ COMPILING_S = 600
 def compiler() -> str | None:
     """The C++ compiler of this machine."""
     names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
-    return next((found for name in names if (found := shutil.which(name)) is not None), None)
+    return next((path for name in names if (path := shutil.which(name)) is not None), None)
 
 
 def file_name(level: str) -> str:
@@ -80,15 +80,15 @@ def write_library(level: str, file: Path) -> None:
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, it fails, or the file cannot be written.
     """
-    found = compiler()
-    if found is None:
+    program = compiler()
+    if program is None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)")
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
         for source, made in zip(SOURCES, objects, strict=True):
-            run(found, *FLAGS, *LEVELS[level], "-fopenmp", "-c", str(source), "-o", made)
+            run(program, *FLAGS, *LEVELS[level], "-fopenmp", "-c", str(source), "-o", made)
         # Linked without OpenMP's library: its symbols are those that PyTorch has loaded.
-        run(found, "-shared", "-s", *objects, "-o", str(file))
+        run(program, "-shared", "-s", *objects, "-o", str(file))
 
 
 def write_all(folder: Path) -> None:

@@ -91,8 +91,8 @@ class Call(Structure):
 
 def pointers(tensors: Iterable[Tensor | None]) -> Any:
     """An array of the addresses of tensors, null for none; whoever keeps it keeps the tensors."""
-    found = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return (c_void_p * len(found))(*found)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (c_void_p * len(addresses))(*addresses)
 
 
 def numbers(values: Sequence[int]) -> Any:

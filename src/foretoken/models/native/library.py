@@ -62,8 +62,8 @@ def why_not() -> str | None:
     Raises:
         ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
     """
-    found = _loaded()
-    return found if isinstance(found, str) else None
+    library = _loaded()
+    return library if isinstance(library, str) else None
 
 
 def described() -> str:
@@ -72,8 +72,8 @@ def described() -> str:
     Raises:
         ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
     """
-    found = _loaded()
-    return found if isinstance(found, str) else f"{level()}, {found.origin}"
+    library = _loaded()
+    return library if isinstance(library, str) else f"{level()}, {library.origin}"
 
 
 def level() -> str | None:
@@ -85,10 +85,10 @@ def level() -> str | None:
     asked = os.environ.get(SWITCH, "native")
     if asked not in ALLOWED:
         raise ValueError(f"{SWITCH} must be one of {', '.join(ALLOWED)}, not {asked!r}")
-    found = _cpu_level(ALLOWED[asked])
-    if found is None and asked != "native":
+    highest = _cpu_level(ALLOWED[asked])
+    if highest is None and asked != "native":
         raise ValueError(f"{SWITCH}={asked}, and this CPU has no {NEEDS[asked]}: leave it out")
-    return found
+    return highest
 
 
 def _cpu_level(allowed: tuple[str, ...]) -> str | None:
@@ -121,10 +121,10 @@ def function(name: str, kinds: str) -> Callable[..., None]:
     library = _loaded()
     if isinstance(library, str):
         raise RuntimeError(f"no products of our own: {library}")
-    found = library.functions[name]
-    found.argtypes = [KINDS[kind] for kind in kinds]
-    found.restype = None
-    return found
+    entry = library.functions[name]
+    entry.argtypes = [KINDS[kind] for kind in kinds]
+    entry.restype = None
+    return entry
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -148,11 +148,11 @@ def _loaded() -> Library | str:
             fault = f"the wheel's kernels cannot be used: {error}"
             log.warning(fault)
     try:
-        found = _compiled(chosen)
+        functions = _compiled(chosen)
     except (OSError, subprocess.SubprocessError) as error:
         reason = f"the kernels could not be compiled: {str(error).strip().splitlines()[-1]}"
         return f"{fault}; {reason}" if fault else reason
-    return Library(found, f"compiled here; {fault}" if fault else "compiled here")
+    return Library(functions, f"compiled here; {fault}" if fault else "compiled here")
 
 
 def _lacking() -> str | None:

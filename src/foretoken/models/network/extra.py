@@ -109,12 +109,12 @@ def chain_states(
     cache = growing_cache()
     network = model.forwards
     as_is = nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
-    with as_is, switched_attention(network), recording(model.model, ("last",)) as found:
+    with as_is, switched_attention(network), recording(model.model, ("last",)) as states:
         with torch.no_grad():
             run_nodes(network, tokens, [text] * b, cache)
         with within(ids.flatten(1)) as known:
             run_nodes(network, known, plans, cache)
-    return found["last"].view(b, groups, k, -1)
+    return states["last"].view(b, groups, k, -1)
 
 
 def with_chains(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:

@@ -49,10 +49,10 @@ class Windows:
         plans = [_chains(n, row, self.steps + 1) for row in self.columns.tolist()]
         ids = self.tokens.new_zeros(self.columns.shape)  # what is embedded is not read
         network, wide = self.model.forwards, states.to(self.model.dtype)
-        with running(self.model.model, self.plan, wide), recording(self.model.model, taps) as found:
+        with running(self.model.model, self.plan, wide), recording(self.model.model, taps) as recorded:
             run_nodes(network, ids, plans, self.cache)
         self.steps += 1
-        return {name: rows[:, -count:] for name, rows in found.items()}
+        return {name: rows[:, -count:] for name, rows in recorded.items()}
 
 
 def _chains(length: int, columns: Sequence[int], steps: int) -> RowPlan:

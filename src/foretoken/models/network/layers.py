@@ -152,8 +152,8 @@ def _replace(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Non
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    found: Tensor = args[0] if args else kwargs["hidden_states"]
-    return found
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
 
 
 def _check_output(layer: nn.Module, args: Any, output: Any) -> None:

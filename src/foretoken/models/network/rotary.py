@@ -185,8 +185,8 @@ class ChangingRotary:
             column = torch.full_like(inside[..., :1], int(longest))
             given = {} if layer_type is None else {"layer_type": layer_type}
             twin: Any = self._twin(index, key).to(x.device)
-            found = type(twin).forward(twin, x, torch.cat([inside, column], -1), **given)
-            turned = _merged(turned, found, chosen[..., None])
+            new = type(twin).forward(twin, x, torch.cat([inside, column], -1), **given)
+            turned = _merged(turned, new, chosen[..., None])
         return turned
 
     def _twin(self, index: int, key: int) -> nn.Module:
@@ -214,12 +214,12 @@ class LeanTurns:
     def __call__(self, positions: Tensor, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """By layer type, of n nodes' positions [n] and lengths [n]."""
         like = torch.empty(0, dtype=self.dtype, device=positions.device)
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        turns: dict[str, tuple[Tensor, Tensor]] = {}
         for kind in self.kinds:
             cos, sin = self.rotary.turns(0, like, positions[None], lengths[None], kind or None)
             first, second = sin[0].chunk(2, -1)
-            found[kind] = cos[0][:, None], torch.cat([-first, second], -1)[:, None]
-        return found
+            turns[kind] = cos[0][:, None], torch.cat([-first, second], -1)[:, None]
+        return turns
 
 
 def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = None) -> tuple[int, str]:
@@ -294,7 +294,7 @@ def _merged(before: Any, new: Any, chosen: Tensor) -> Any:
 
 def _rereading(model: nn.Module) -> list[nn.Module]:
     """Modules whose preparation of `generate` drops the cache at an original length."""
-    found = []
+    modules = []
     for module in model.modules():
         prepare = getattr(type(module), "prepare_inputs_for_generation", None)
         if prepare is not None and hasattr(getattr(module, "config", None), ORIGINAL):
@@ -303,8 +303,8 @@ def _rereading(model: nn.Module) -> list[nn.Module]:
             except (OSError, TypeError):
                 continue
             if ORIGINAL in source:
-                found.append(module)
-    return found
+                modules.append(module)
+    return modules
 
 
 ORIGINAL = "original_max_position_embeddings"

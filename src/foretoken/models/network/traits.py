@@ -19,16 +19,16 @@ def cache_name(module: Any) -> str | None:
     """
     for inner in module.modules():
         parameters = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
-        found = next((name for name in CACHE_NAMES if name in parameters), None)
-        if found is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-            return found
+        taken = next((name for name in CACHE_NAMES if name in parameters), None)
+        if taken is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            return taken
     return None
 
 
 def context_length_of(config: Any) -> int:
     """Most tokens of a text; where the configuration names none (or -1, as XLNet's does), more than anybody has."""
-    found = int(getattr(config, "max_position_embeddings", 0) or 0)
-    return found if found > 0 else 2**20
+    length = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return length if length > 0 else 2**20
 
 
 def cache_argument(module: Any) -> str:
@@ -94,9 +94,9 @@ def _source(module: Any) -> str:
 
 def attention_configs(model: Any) -> list[Any]:
     """The distinct config objects that attention modules read their implementation from."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())
+            configs[id(config)] = config
+    return list(configs.values())

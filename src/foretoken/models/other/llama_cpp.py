@@ -134,13 +134,13 @@ def _check_magic(path: Path) -> None:
         raise GgufError(fault)
 
 
-def _refusal(path: Path, found: Library) -> str:
+def _refusal(path: Path, llama: Library) -> str:
     """Why llama.cpp did not open a file, in one line."""
-    said = " ".join(found.errors)
+    said = " ".join(llama.errors)
     if any(words in said for words in TRUNCATED):
-        return f"{path} is cut off or damaged ({found.reason()}): copy it again"
+        return f"{path} is cut off or damaged ({llama.reason()}): copy it again"
     if "unknown model architecture" in said or "unsupported model architecture" in said:
         return (
-            f"{path} has an architecture that this llama.cpp does not know ({found.reason()}): update llama-cpp-python"
+            f"{path} has an architecture that this llama.cpp does not know ({llama.reason()}): update llama-cpp-python"
         )
-    return f"llama.cpp cannot load {path}: {found.reason()}"
+    return f"llama.cpp cannot load {path}: {llama.reason()}"

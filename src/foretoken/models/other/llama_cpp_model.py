@@ -98,12 +98,12 @@ class LlamaCppModel(LanguageModel):
     def identity(self) -> str:
         """Tells one file from another: a hash over its size and some of its bytes."""
         size = self.path.stat().st_size
-        found = hashlib.blake2b(str(size).encode(), digest_size=8)
+        digest = hashlib.blake2b(str(size).encode(), digest_size=8)
         with self.path.open("rb") as file:
             for place in range(HASHED_PLACES):
                 file.seek(size * place // HASHED_PLACES)
-                found.update(file.read(4096))
-        return f"{self.weights.architecture}-{found.hexdigest()}"
+                digest.update(file.read(4096))
+        return f"{self.weights.architecture}-{digest.hexdigest()}"
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -120,9 +120,9 @@ class LlamaCppModel(LanguageModel):
     def release(self, sequence: SequenceState) -> None:
         """Free a sequence's cells and ids."""
         self._sequences.remove(sequence)
-        for found in self._branches.pop(sequence.row).ids:
-            self._context.leave(found, 0)
-            self._free.append(found)
+        for own in self._branches.pop(sequence.row).ids:
+            self._context.leave(own, 0)
+            self._free.append(own)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep one scratch path: ids that run through other nodes leave them.
@@ -144,8 +144,8 @@ class LlamaCppModel(LanguageModel):
         branches.commit((), len(sequence.tokens))
         kept = sequence.tokens[:length]
         again = 0 if not self.capabilities.rollback else length
-        for found in branches.ids:
-            self._context.leave(found, again)
+        for own in branches.ids:
+            self._context.leave(own, again)
         branches.rewind(again)
         del sequence.tokens[again:]
         sequence.clear_scratch()
@@ -161,8 +161,8 @@ class LlamaCppModel(LanguageModel):
 
     def _remove(self, removals: Sequence[Removal]) -> None:
         if self.capabilities.rollback:
-            for found, start in removals:
-                self._context.leave(found, start)
+            for own, start in removals:
+                self._context.leave(own, start)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class LlamaCppModel(LanguageModel):
     def _drop_scratch(self, sequence: SequenceState) -> None:
         if self.capabilities.rollback:  # else the engine finds the nodes and drops the request
             branches, length = self._branches[sequence.row], len(sequence.tokens)
-            self._remove([(found, length) for found in branches.ids])
+            self._remove([(own, length) for own in branches.ids])
             branches.commit((), length)
             sequence.clear_scratch()
 
@@ -232,12 +232,12 @@ class LlamaCppModel(LanguageModel):
         sequence, count = feed.sequence, len(feed.tokens)
         old = len(sequence.scratch_tokens)
         sequence.append(feed.tokens, range(old - 1, old - 1 + count) if feed.parents is None else feed.parents)
-        found = self._branches[sequence.row].grow(
+        grown = self._branches[sequence.row].grow(
             sequence.scratch_parents, sequence.scratch_depths, len(sequence.tokens), self._free.pop
         )
-        for source, other, start, end in found[1]:
+        for source, other, start, end in grown[1]:
             self._context.join(source, other, start, end)
-        return found[0]
+        return grown[0]
 
     # -- room --------------------------------------------------------------------------------------------------------
 
@@ -266,9 +266,9 @@ class LlamaCppModel(LanguageModel):
         """
         for row, branches in self._branches.items():
             while len(self._free) < ids and branches.spare and row not in busy:
-                found, _ = branches.spare.popitem()
-                self._context.leave(found, 0)
-                self._free.append(found)
+                spare, _ = branches.spare.popitem()
+                self._context.leave(spare, 0)
+                self._free.append(spare)
         if cells <= self._context.cells and ids <= len(self._free):
             return
         # In a larger context every sequence begins with one id.

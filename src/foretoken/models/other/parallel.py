@@ -239,10 +239,10 @@ class ParallelModel(LanguageModel):
         """A copy of the leader's part of a text; each of the others keeps its own until this one is dropped."""
         self._next += 1
         self._tell("snapshot", text=self._number(sequence), length=length, key=self._next)
-        found: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
-        if found is None:
+        own: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
+        if own is None:
             return None
-        kept = PartSnapshot(found.tokens, found.layers, found.divisible, found.regime, self._next)
+        kept = PartSnapshot(own.tokens, own.layers, own.divisible, own.regime, self._next)
         weakref.finalize(kept, self._forgotten.append, kept.key)
         return kept
 

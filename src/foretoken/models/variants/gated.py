@@ -44,11 +44,11 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
     """
     layers = decoder_layers(network)
     each = [{name: _shape(m) for name, m in layer.named_modules() if _is_linear(name, m)} for layer in layers]
-    found = {name: shape for name, shape in each[0].items() if all(one.get(name) == shape for one in each)}
-    if not found:
+    shapes = {name: shape for name, shape in each[0].items() if all(one.get(name) == shape for one in each)}
+    if not shapes:
         kind = type(layers[0]).__name__
         raise CapabilityError(f"the {kind} layers of this target have no nn.Linear in common that could be updated")
-    return found
+    return shapes
 
 
 def _is_linear(name: str, module: Any) -> bool:

@@ -42,10 +42,11 @@ class InflatedNetwork(Network):
     def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
         """Logits, and taps [b, width, d] of the small model."""
         places = {name: self._place(name) for name in calls[0].taps}
-        found = super().run_all([self._inside(call, tuple(dict.fromkeys(places.values()))) for call in calls])
+        outputs = super().run_all([self._inside(call, tuple(dict.fromkeys(places.values()))) for call in calls])
         narrow = self.shape.small
         return [
-            (logits, {name: hidden[place][..., :narrow] for name, place in places.items()}) for logits, hidden in found
+            (logits, {name: hidden[place][..., :narrow] for name, place in places.items()})
+            for logits, hidden in outputs
         ]
 
     def _inside(self, call: Call, taps: Sequence[str]) -> Call:

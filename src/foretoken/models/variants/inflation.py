@@ -75,10 +75,10 @@ def parse_size(size: str | int) -> int:
     Raises:
         ValueError: no such number.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mb]?)", str(size).strip().lower())
-    if found is None or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mb]?)", str(size).strip().lower())
+    if match is None or float(match[1]) <= 0:
         raise ValueError(f"inflate={size!r} is no number of parameters: use {', '.join(SIZES)} or one like 500m")
-    return round(float(found[1]) * {"": 1, "m": 10**6, "b": 10**9}[found[2]])
+    return round(float(match[1]) * {"": 1, "m": 10**6, "b": 10**9}[match[2]])
 
 
 def shape_for(config: Any, size: str | int) -> Shape:
@@ -144,8 +144,8 @@ def big_config(config: Any, shape: Shape) -> Any:
 def available_bytes() -> int | None:
     """Memory that can be had without swapping, where Linux tells it."""
     info = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
-    return 1024 * int(found[1]) if found else None
+    match = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
+    return 1024 * int(match[1]) if match else None
 
 
 def inflate(
@@ -231,11 +231,11 @@ class _Filler:
     def random(self, *size: int) -> Tensor:
         """Numbers of the pool, from its start over and over."""
         count = math.prod(size)
-        found = torch.empty(count, dtype=self.dtype, device=self.device)
+        numbers = torch.empty(count, dtype=self.dtype, device=self.device)
         whole = count // POOL
-        found[: whole * POOL].view(whole, POOL).copy_(self.pool.expand(whole, POOL))
-        found[whole * POOL :].copy_(self.pool[: count - whole * POOL])
-        return found.view(size)
+        numbers[: whole * POOL].view(whole, POOL).copy_(self.pool.expand(whole, POOL))
+        numbers[whole * POOL :].copy_(self.pool[: count - whole * POOL])
+        return numbers.view(size)
 
     def layer(self, layer: Any, source: Any | None) -> None:
         """One decoder layer; without a ``source`` it adds nothing to the stream."""

@@ -46,10 +46,10 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
     """
     if not isinstance(model, HuggingFaceModel) or not model.capabilities.layer_windows:
         return 0.0
-    found = list(linears(model.model))
-    count = sum(linear.out_features * linear.in_features for linear in found)
+    layers = list(linears(model.model))
+    count = sum(linear.out_features * linear.in_features for linear in layers)
     wanted = count * FEWEST_BYTES["8" if scheme.bits == "8" else "4"]
-    if wanted > MOST_OF_STORED * sum(_stored_bytes(linear, model.dtype) for linear in found):
+    if wanted > MOST_OF_STORED * sum(_stored_bytes(linear, model.dtype) for linear in layers):
         return 0.0
     free = free_bytes()
     if count < SMALLEST or (free is not None and count > MOST_MEMORY * free):
@@ -59,8 +59,8 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
     except (CapabilityError, ValueError):
         return 0.0
     head = model.model.get_output_embeddings()
-    largest = max((one for one in found if one is not head), key=lambda one: one.out_features * one.in_features)
-    return _gain(largest, count, len(found), scheme, model.dtype)
+    largest = max((one for one in layers if one is not head), key=lambda one: one.out_features * one.in_features)
+    return _gain(largest, count, len(layers), scheme, model.dtype)
 
 
 def _stored_bytes(linear: Any, dtype: torch.dtype) -> int:

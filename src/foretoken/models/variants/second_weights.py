@@ -259,9 +259,9 @@ def check_room(needed: int) -> None:
 
 def free_bytes() -> int | None:
     """Memory that can be had; ``None`` where the system does not tell."""
-    found = available_bytes()
-    if found is not None:
-        return found
+    free = available_bytes()
+    if free is not None:
+        return free
     names = getattr(os, "sysconf_names", {})
     if "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

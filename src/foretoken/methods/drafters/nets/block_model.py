@@ -83,7 +83,7 @@ class BlockModel(FeatureModel):
             Feed(sequence, [anchor, *[mask] * (rows - 1)], wanted=0)
             for sequence, anchor in zip(sequences, anchors, strict=True)
         ]
-        found = self.forward(feeds)
+        outputs = self.forward(feeds)
         for sequence in sequences:
             self.commit(sequence, ())
-        return torch.stack([row.taps["state"] for row in found])
+        return torch.stack([row.taps["state"] for row in outputs])

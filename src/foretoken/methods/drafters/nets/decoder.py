@@ -108,8 +108,8 @@ class Attention(nn.Module):
             is_causal=causal,
             enable_gqa=self.config.heads != self.config.kv_heads,
         )
-        found: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return found
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return mixed
 
 
 class DecoderLayer(Attention):
@@ -153,8 +153,8 @@ class DecoderLayer(Attention):
 
     def mlp(self, x: Tensor) -> Tensor:
         """[b, n, D], without the residual."""
-        found: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return found
+        fed: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return fed
 
 
 def rotary(positions: Tensor, dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,8 +91,8 @@ class DsparkNet(PairNet):
 
     def query(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What W2 reads."""
-        found: tuple[Tensor, Tensor | None] = self.markov_head(before, states, memory)
-        return found
+        query: tuple[Tensor, Tensor | None] = self.markov_head(before, states, memory)
+        return query
 
     @property
     def successors(self) -> Tensor:
@@ -116,5 +116,5 @@ class DsparkNet(PairNet):
             return None
         if self.config.confidence == "both":
             states = torch.cat([states, self.markov_head.markov_w1(before).to(states.dtype)], -1)
-        found: Tensor = self.confidence_head.proj(states)[..., 0]
-        return found
+        log_odds: Tensor = self.confidence_head.proj(states)[..., 0]
+        return log_odds

@@ -113,8 +113,8 @@ class JumpNet(nn.Module):
         if self.readout is None:
             return states
         wide = states.float()
-        found: Tensor = wide + self.readout(wide if self.narrow is None else self.narrow(wide))
-        return found
+        read: Tensor = wide + self.readout(wide if self.narrow is None else self.narrow(wide))
+        return read
 
 
 def _rms(rows: Tensor) -> Tensor:

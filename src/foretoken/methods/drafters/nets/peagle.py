@@ -64,8 +64,8 @@ class PeagleNet(Eagle3Net):
     @property
     def mask_feature(self) -> Tensor:
         """[D] the feature of a place behind the text."""
-        found: Tensor = self.fc(self.mask_hidden)[0, 0]
-        return found
+        feature: Tensor = self.fc(self.mask_hidden)[0, 0]
+        return feature
 
     def forward(
         self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None = None, keep: Any = None

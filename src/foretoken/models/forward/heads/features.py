@@ -199,8 +199,8 @@ class FeatureModel(TreeRunner):
         self._renew_native()
         self._is_renewed = True  # what is fused is read next
         if self.native is None or self.native.fuse is None:
-            found: Tensor = self.model.fc(states.float())
-            return found
+            fused: Tensor = self.model.fc(states.float())
+            return fused
         return self.native.fuse(states.to(torch.bfloat16))
 
     def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
@@ -209,9 +209,9 @@ class FeatureModel(TreeRunner):
             self.pool.make_room(feed.sequence, place.committed + len(place.parents))
         began = now(self.device)
         native: Any = self.native
-        found: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
+        rows: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
         self.run_s += now(self.device) - began
         self.num_layer_runs += 1
         self.run_rows += sum(place.new for place in places)
         self.pool.note_size()
-        return found
+        return rows

@@ -62,8 +62,8 @@ class LeanHead:
     @classmethod
     def of(cls, net: nn.Module) -> LeanHead | None:
         """That of a head's network; ``None`` for one without a layer of ours, or with several."""
-        found = [m for m in net.modules() if hasattr(m, "q_proj") and hasattr(getattr(m, "config", None), "kv_heads")]
-        return cls(found[0]) if len(found) == 1 else None
+        layers = [m for m in net.modules() if hasattr(m, "q_proj") and hasattr(getattr(m, "config", None), "kv_heads")]
+        return cls(layers[0]) if len(layers) == 1 else None
 
     @property
     def layer(self) -> LeanLayer:

@@ -87,20 +87,20 @@ class NativeModule(nn.Module):
         if mask is not None:
             mask = mask.to(x.dtype).expand(*(1,) * (4 - mask.ndim), *mask.shape)
         rotary = self._rotary[0]
-        found = self.layer(
+        result = self.layer(
             x,
             position_embeddings=None if rotary is None else rotary(x, positions),
             attention_mask=mask,
             position_ids=positions,
             **{self._cache_argument: None if keep is None else _Kept(keep)},
         )
-        output: Tensor = found[0] if isinstance(found, tuple) else found
+        output: Tensor = result[0] if isinstance(result, tuple) else result
         return self.norm(output) if self.feed == "post_norm" else output
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        found: Tensor = output if self.feed == "post_norm" else self.norm(output)
-        return found
+        state: Tensor = output if self.feed == "post_norm" else self.norm(output)
+        return state
 
     @torch.no_grad()
     def start_from(self, network: nn.Module) -> None:
@@ -166,7 +166,7 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ValueError: an expert lacks a projection, or numbers are left out.
     """
-    found: dict[str, Tensor] = {}
+    stacked: dict[str, Tensor] = {}
     single: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         place, _, rest = name.rpartition(".experts.")
@@ -174,13 +174,13 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if place and len(parts) == 3 and parts[0].isdecimal() and parts[2] == "weight":
             single.setdefault(place, {}).setdefault(parts[1], {})[int(parts[0])] = tensor
         else:
-            found[name] = tensor
+            stacked[name] = tensor
     for place, by_projection in single.items():
         count = 1 + max(number for rows in by_projection.values() for number in rows)
         stacks = {name: _stack(place, name, by_projection.get(name, {}), count) for name in PROJECTIONS}
-        found[f"{place}.experts.gate_up_proj"] = torch.cat([stacks["gate_proj"], stacks["up_proj"]], 1)
-        found[f"{place}.experts.down_proj"] = stacks["down_proj"]
-    return found
+        stacked[f"{place}.experts.gate_up_proj"] = torch.cat([stacks["gate_proj"], stacks["up_proj"]], 1)
+        stacked[f"{place}.experts.down_proj"] = stacks["down_proj"]
+    return stacked
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -213,15 +213,15 @@ def _last_full(network: nn.Module) -> int:
     types: Sequence[str] | None = getattr(config, "layer_types", None)
     if types is None:
         return int(config.num_hidden_layers) - 1
-    found = [index for index, kind in enumerate(types) if kind in FULL]
-    if not found:
+    full = [index for index, kind in enumerate(types) if kind in FULL]
+    if not full:
         raise ValueError(f"{config.model_type} has no full-attention layer, of which its prediction module is made")
-    return found[-1]
+    return full[-1]
 
 
 def _final_norm(decoder: nn.Module) -> nn.Module:
-    found: nn.Module = decoder.norm  # type: ignore[assignment]
-    return found
+    norm: nn.Module = decoder.norm  # type: ignore[assignment]
+    return norm
 
 
 def _norm_class(decoder: nn.Module) -> Any:

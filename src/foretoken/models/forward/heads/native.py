@@ -124,10 +124,10 @@ class NativeHead:
     def _projection(self) -> Any:
         if not isinstance(self.project, DraftHead):
             raise NotCoveredError("its vocabulary projection is of its own kind")
-        found, ids = self.project.native(), self.project.ids
-        self.num_tokens = found.shape[0]
+        product, ids = self.project.native(), self.project.ids
+        self.num_tokens = product.shape[0]
         self.ids = None if ids is None else ids.tolist()
-        return found
+        return product
 
     def _layer(self, pieces: HeadParts) -> native.Layer:
         layer, norm, product = pieces.layer, self._description.norm, self._description.product
@@ -196,8 +196,8 @@ class NativeHead:
         del held
         if best is None and want:
             logits = self.project.behind(logits.float())
-        found = None if best is None else (best.tokens(self.ids), best.values())
-        return self._handed_out(order, counts, wanted, output, logits, found)
+        likeliest = None if best is None else (best.tokens(self.ids), best.values())
+        return self._handed_out(order, counts, wanted, output, logits, likeliest)
 
     def _grouped(
         self, sequences: Sequence[Any], places: Sequence[RowPlan], layer: LayerMask, window: Window
@@ -292,18 +292,18 @@ class NativeHead:
         logits: Tensor,
         best: tuple[list[Any], list[Any]] | None,
     ) -> list[HeadRows]:
-        found: dict[int, HeadRows] = {}
+        by_feed: dict[int, HeadRows] = {}
         row = place = 0
         for i, count, number in zip(order, counts, wanted, strict=True):
             state = {"state": output[row : row + count]}
             rows = logits[place : place + number]
             if best is None:
-                found[i] = HeadRows(rows, state)
+                by_feed[i] = HeadRows(rows, state)
             else:
                 tokens, values = (each[place : place + number] for each in best)
-                found[i] = HeadRows(rows, state, tokens, values, self.project.behind)
+                by_feed[i] = HeadRows(rows, state, tokens, values, self.project.behind)
             row, place = row + count, place + number
-        return [found[i] for i in range(len(order))]
+        return [by_feed[i] for i in range(len(order))]
 
 
 def _mask(rows: Sequence[int], places: Sequence[RowPlan], layer: LayerMask, width: int, used: int) -> Tensor:

@@ -40,8 +40,8 @@ class StackedModules(nn.Module):
     def head_state(self, output: Tensor, step: int = 0) -> Tensor:
         """What the vocabulary projection reads of outputs [..., M D] at a step of the draft."""
         last = min(step, len(self.steps) - 1)
-        found: Tensor = self.steps[last].head_state(output.unflatten(-1, (len(self.steps), -1))[..., last, :])  # type: ignore[operator]
-        return found
+        state: Tensor = self.steps[last].head_state(output.unflatten(-1, (len(self.steps), -1))[..., last, :])  # type: ignore[operator]
+        return state
 
 
 class StackedForward(HeadForward):
@@ -127,11 +127,11 @@ class StackedModel(FeatureModel):
     @torch.inference_mode()
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
         """A copy of the keys and values, and as one more layer of the states that the next place begins with."""
-        found = super().snapshot(sequence, length)
-        if found is None:
+        kept = super().snapshot(sequence, length)
+        if kept is None:
             return None
         states = torch.cat(self._read[id(sequence)])[None, :length]
-        return replace(found, layers=[*found.layers, (states, states[:, :, :0])])
+        return replace(kept, layers=[*kept.layers, (states, states[:, :, :0])])
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
         """Commit the first ``length`` places of a snapshot to an empty sequence."""
