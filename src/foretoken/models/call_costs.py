@@ -20,7 +20,7 @@ from foretoken.core.costs import TargetCost
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.clock import now
-from foretoken.models.machine import WORTH_KEEPING_S, Kept
+from foretoken.models.machine import WORTH_KEEPING_S, KeptResults
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Node counts that a target is measured at by default."""
@@ -29,7 +29,7 @@ QUICK_TEXT, QUICK_TURNS = 64, 3
 MOST_EXPENSIVE = 6.0
 """A call that costs more than this many of one node ends the quick measurement: no draft of that size pays."""
 
-KEPT = Kept("calls")
+KEPT = KeptResults("calls")
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
 
 

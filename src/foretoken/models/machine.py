@@ -89,7 +89,7 @@ def results_file() -> Path:
     return cache_folder() / f"machine-{machine_key()}.json"
 
 
-class Kept:
+class KeptResults:
     """Results of one kind, kept for later runs.
 
     Args:

@@ -16,7 +16,7 @@ from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.clock import now
 from foretoken.models.module import ModuleModel
-from foretoken.models.network.call import Call, Forward, inputs_of, padded_states
+from foretoken.models.network.call import NetworkCall, Forward, inputs_of, padded_states
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.network.taps import check_taps
@@ -353,7 +353,7 @@ class TreeRunner(ModuleModel):
         inputs: Sequence[Sequence[Tensor] | Tensor],
         taps: Sequence[str],
         plan: LayerPlan,
-    ) -> Call:
+    ) -> NetworkCall:
         """The padded [b, width] call of nodes whose sequences share a cache, over the rows that they span."""
         cache = feeds[0].sequence.cache
         by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
@@ -374,7 +374,7 @@ class TreeRunner(ModuleModel):
         states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
         regimes = [text.regime for text in cache.texts[low:high]]
         lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
-        return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
+        return NetworkCall(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
 
     @property
     def _reach(self) -> Window:

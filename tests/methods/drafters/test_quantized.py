@@ -34,7 +34,7 @@ from foretoken.models.linear.quantised_products import (
     IntegerProduct,
     QuantisedProduct,
 )
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import NetworkCall
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.variants import second_weights
 from foretoken.models.variants.second_weights import OwnWeightsModel, QuantisedWeights, Scheme
@@ -187,7 +187,7 @@ def test_a_draft_that_stays_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPa
     whole = LayerPlan(weights=Scheme("8").name)
     QuantizedDrafter(target, "8")
 
-    def quantised(self: Network, calls: list[Call]) -> Any:
+    def quantised(self: Network, calls: list[NetworkCall]) -> Any:
         return run(self, [replace(call, plan=whole) for call in calls])
 
     monkeypatch.setattr(Network, "run_all", quantised)

@@ -23,7 +23,7 @@ REQUEST_WEIGHT = 32.0
 
 
 @dataclass
-class Counts:
+class DraftCounts:
     """What became of drafts: per depth those that were to go there and did (``tries``), and those whose token there
     was accepted (``hits``); tokens of the text where the drafter had a guess (``covered``) or none (``bare``)."""
 
@@ -53,7 +53,7 @@ class Counts:
         self.covered, self.bare = keep * self.covered, keep * self.bare
 
     @classmethod
-    def pooled(cls, parts: Sequence[Counts]) -> Counts:
+    def pooled(cls, parts: Sequence[DraftCounts]) -> DraftCounts:
         """Those of several requests together."""
         tries = [sum(column) for column in zip_longest(*(part.tries for part in parts), fillvalue=0.0)]
         hits = [sum(column) for column in zip_longest(*(part.hits for part in parts), fillvalue=0.0)]
@@ -74,7 +74,7 @@ class AcceptanceModel:
 
     def __init__(self, members: int, keep: float = POPULATION_KEEP) -> None:
         self.keep = keep
-        self.population = {greedy: [Counts() for _ in range(members)] for greedy in (True, False)}
+        self.population = {greedy: [DraftCounts() for _ in range(members)] for greedy in (True, False)}
 
     def start_from(self, member: int, survival: Sequence[float], proposes: float, drafts: float = 16.0) -> None:
         """Begin with what was measured before, worth so many drafts."""
@@ -88,13 +88,13 @@ class AcceptanceModel:
         for counts in (*self.population[True], *self.population[False]):
             counts.discount(self.keep)
 
-    def add(self, greedy: bool, member: int, own: Counts, depth: int, accepted: int) -> None:
+    def add(self, greedy: bool, member: int, own: DraftCounts, depth: int, accepted: int) -> None:
         """A round of a request in which a drafter was asked for ``depth`` tokens (0: it had no guess)."""
         own.discount(REQUEST_KEEP)
         own.add(depth, accepted)
         self.population[greedy][member].add(depth, accepted)
 
-    def outlook(self, greedy: bool, member: int, own: Counts, depth: int, requests: int = 1) -> Outlook:
+    def outlook(self, greedy: bool, member: int, own: DraftCounts, depth: int, requests: int = 1) -> Outlook:
         """For drafts of up to ``depth`` of requests that showed ``own`` together."""
         everyone, weight = self.population[greedy][member], REQUEST_WEIGHT * requests
         chance, survival, known = 1.0, [], PRIOR
@@ -107,7 +107,7 @@ class AcceptanceModel:
         return Outlook(survival, share, everyone.tries[0] if everyone.tries else 0.0)
 
 
-def shrunk(counts: Counts, place: int, prior: float, weight: float) -> float:
+def shrunk(counts: DraftCounts, place: int, prior: float, weight: float) -> float:
     """Chance at a depth, drawn towards ``prior`` as by ``weight`` further tries."""
     if place >= len(counts.tries):
         return prior

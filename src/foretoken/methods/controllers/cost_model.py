@@ -35,7 +35,7 @@ FREE = 0.02
 
 
 @dataclass
-class Curve:
+class CostCurve:
     """A cost: a line over two features, of a ``shape`` known beforehand, and the seconds seen at every point."""
 
     shape: tuple[float, float, float]
@@ -96,8 +96,8 @@ class CostModel:
 
     def __init__(self, members: Sequence[Limits], start: RoundCosts | None = None) -> None:
         self.members = members
-        self.rounds = Curve(ROUND_SHAPE)
-        self.drafts = [Curve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
+        self.rounds = CostCurve(ROUND_SHAPE)
+        self.drafts = [CostCurve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
         self.drift, self.factors = 1.0, [1.0] * len(members)
         self._skip = self.SKIPPED if start is None else 0
         if start is not None:
@@ -142,7 +142,7 @@ class CostModel:
         off = self._learn(self.drafts[member], point, draft_s, self.factors[member])
         self.factors[member] *= math.exp(FACTOR_RATE * off)
 
-    def _learn(self, curve: Curve, point: tuple[int, int], seconds: float, factor: float) -> float:
+    def _learn(self, curve: CostCurve, point: tuple[int, int], seconds: float, factor: float) -> float:
         """Calibrate, or say how far off the round was (natural logarithm)."""
         sure = curve.is_sure(point)
         seconds = max(seconds, 1e-9)

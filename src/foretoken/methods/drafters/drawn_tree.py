@@ -18,7 +18,7 @@ from foretoken.methods.drafters.base import Traits
 from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement
 from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.cost_aware import paying_count
-from foretoken.methods.trees.counts import Counts, Levels, Places, Ranks
+from foretoken.methods.trees.counts import Counts, Levels, StaticTree, Ranks
 from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.sequoia import TYPICAL, Sequoia, values_of_ranks
 from foretoken.methods.trees.shapes import Choice
@@ -35,7 +35,7 @@ def check_draw(name: str, draw: str) -> None:
         raise ValueError(f"{name} needs draw={', '.join(DRAWS[:-1])} or {DRAWS[-1]}, not {draw!r}")
 
 
-def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> Places:
+def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> StaticTree:
     """The shape of what is drawn: a chain, or a tree of distinct siblings, Sequoia's where none is asked for.
 
     Raises:
@@ -48,7 +48,7 @@ def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> Pla
     return places_of(tree, name) if tree else Ranks(Sequoia(nodes, depth).choices())
 
 
-def paying_places(places: Places, costs: TargetCost) -> Places:
+def paying_places(places: StaticTree, costs: TargetCost) -> StaticTree:
     """As much of a tree as pays on this machine, by typical chances of its ranks; a shape by levels stays whole.
 
     One request counts, since a text that is drawn must not depend on who shares the call.
@@ -77,7 +77,7 @@ class DrawnTree:
         most: nodes that the drafter makes at most.
     """
 
-    def __init__(self, context: Context, places: Places, budget: Budget, most: int) -> None:
+    def __init__(self, context: Context, places: StaticTree, budget: Budget, most: int) -> None:
         self.context, self.budget = context, budget
         self.most = min(most, budget.max_nodes)
         self.counts: Counts = places.within(budget.max_depth, self.most)

@@ -40,7 +40,7 @@ from foretoken.methods.drafters.levels import choose_together
 from foretoken.methods.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.methods.drafters.texts import TextReader, close, level
-from foretoken.methods.trees.counts import Levels, Places, Ranks
+from foretoken.methods.trees.counts import Levels, StaticTree, Ranks
 from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.shapes import Choice
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
@@ -112,7 +112,7 @@ class ModelDrafter(Drafter):
         sorts = {(Kind.POINT, True)} | ({(Kind.IID, False)} if self.draw == "iid" else set())
         self.traits = replace(self.traits, draws_trees=True, sorts=frozenset(sorts))
 
-    def _take(self, places: Places, draw: str) -> None:
+    def _take(self, places: StaticTree, draw: str) -> None:
         self.places, self.max_depth, self.draw = places, places.max_depth, draw
         self.dynamic = None
         self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=places.branches, sorts=frozenset())

@@ -15,7 +15,7 @@ from foretoken.methods.trees.base import Candidates
 
 
 @dataclass(frozen=True)
-class Place:
+class Continuations:
     """What may follow a path.
 
     Attributes:
@@ -31,7 +31,7 @@ class Place:
     state: Any = None
 
 
-def lattice(root: int, place: Callable[[Sequence[int], Any], Place], depth: int, nodes: int) -> Candidates:
+def lattice(root: int, place: Callable[[Sequence[int], Any], Continuations], depth: int, nodes: int) -> Candidates:
     """The ``nodes`` likeliest prefixes of at most ``depth`` tokens, the likeliest first.
 
     No prefix is likelier than one that it goes on from, so that they form a tree.  Ties fall to the lower depth, then

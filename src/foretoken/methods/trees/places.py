@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from foretoken.methods.trees.base import Shape
-from foretoken.methods.trees.counts import Levels, Places, Ranks
+from foretoken.methods.trees.counts import Levels, StaticTree, Ranks
 from foretoken.methods.trees.expansion import parse_widths
 from foretoken.methods.trees.shapes import read_tree
 from foretoken.methods.trees.specs import build_tree, dynamic_trees, static_trees
 
 
-def places_of(tree: str, name: str) -> Places:
+def places_of(tree: str, name: str) -> StaticTree:
     """The static tree that an option ``tree`` asks for: child counts per level, a file, or a spec.
 
     Raises:

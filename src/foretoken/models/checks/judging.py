@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 from foretoken.models.cache.masks import LayerMask, RowPlan, additive_mask
 from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 
 if TYPE_CHECKING:
     from foretoken.models.forward.network import Network
 
-Run = Callable[[Call], Outputs]
+Run = Callable[[NetworkCall], Outputs]
 """A forward, public or lean."""
 MOST = 1.5
 """A path's error in units of the public forward's.  Two forwards that round in different places differ by up to 1.3."""
@@ -157,7 +157,7 @@ def probe_logits(network: Network, run: Run, dtype: torch.dtype, ids: Sequence[i
     cache.plan(0, 1, [0], ROWS, ROWS)
     positions = torch.tensor([depths], device=network.device)
     try:
-        logits = run(Call(cache, tokens, positions, masks, [(0, 0, ROWS)], ()))[0][0].cpu().double()
+        logits = run(NetworkCall(cache, tokens, positions, masks, [(0, 0, ROWS)], ()))[0][0].cpu().double()
     except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
         return None
     return logits if bool(torch.isfinite(logits).all()) else None

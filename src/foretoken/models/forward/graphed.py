@@ -23,7 +23,7 @@ from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.checks.judging import APART, MOST, ROUNDING, WIDER, ordinary_ids, widened
 from foretoken.models.clock import now
 from foretoken.models.forward.capture import CudaGraphs, HostFree, Recorder
-from foretoken.models.forward.fixed_step import TREE, Bucket, FixedStep, Outputs, size_of
+from foretoken.models.forward.fixed_step import TREE, Bucket, FixedStep, OutputMemory, size_of
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.layers import WHOLE
 from foretoken.models.network.placement import is_split
@@ -60,7 +60,7 @@ class Graphs:
         self.stopped = ""
         self.followers: list[Graphs] = []
         self._steps: OrderedDict[Bucket, FixedStep] = OrderedDict()
-        self._outputs = Outputs()
+        self._outputs = OutputMemory()
         self._stamp: tuple[Any, ...] = ()
 
     def __len__(self) -> int:

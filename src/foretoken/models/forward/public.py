@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken.models.linear.packing import BlockedProducts
 from foretoken.models.network.alone import switched_attention
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import embedding_rows
 from foretoken.models.network.layers import running
 from foretoken.models.network.placement import decoding
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.models.forward.network import Network
 
 
-def run_public(network: Network, call: Call) -> Outputs:
+def run_public(network: Network, call: NetworkCall) -> Outputs:
     """Logits [n, V] per feed, and taps."""
     ids, width, first = call.ids, call.ids.shape[1], call.first
     mask: Any = {kind: _at_least_zero(network, mask, call) for kind, mask in call.masks.items()}
@@ -45,7 +45,7 @@ def run_public(network: Network, call: Call) -> Outputs:
     return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 
 
-def _at_least_zero(network: Network, mask: Tensor | None, call: Call) -> Tensor:
+def _at_least_zero(network: Network, mask: Tensor | None, call: NetworkCall) -> Tensor:
     """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
     if mask is not None:
         return mask

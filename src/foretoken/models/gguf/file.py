@@ -108,7 +108,7 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
         UncoveredError: a type of tensors that is not read here.
     """
     path = Path(path).expanduser()
-    reader = _Reader(path)
+    reader = _GgufReader(path)
     metadata = reader.metadata()
     if header_only:
         return GgufFile(path, metadata, {})
@@ -118,12 +118,12 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
         name = PART.fullmatch(path.name)
         if name is None or int(name[2]) != 1:
             raise GgufError(f"{path} is one of {parts} parts: give the first, ...-00001-of-....gguf")
-        part = _Reader(path.with_name(f"{name[1]}{number:05}{name[3]}"))
+        part = _GgufReader(path.with_name(f"{name[1]}{number:05}{name[3]}"))
         tensors.update(part.tensors(part.metadata()))
     return GgufFile(path, metadata, tensors)
 
 
-class _Reader:
+class _GgufReader:
     """Goes through one file from its beginning.
 
     Raises:

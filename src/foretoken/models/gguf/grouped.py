@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.gguf.file import GgufTensor
-from foretoken.models.gguf.types import KINDS, PLAIN, Kind
+from foretoken.models.gguf.types import KINDS, PLAIN, QuantisedType
 
 AT_ONCE = 2**19
 """Numbers that are taken apart, or widened, together: they stay in a cache from one operation to the next."""
@@ -173,7 +173,7 @@ def _int8(out: int, width: int) -> Tensor:
     return torch.empty(out, width, dtype=torch.int8)
 
 
-def _kept(values: Tensor, how: Kind) -> Tensor:
+def _kept(values: Tensor, how: QuantisedType) -> Tensor:
     """Values [n, b] as they are kept in memory."""
     if how.bits == 8:
         return values.to(torch.int8) - how.middle

@@ -51,7 +51,7 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
             raise UncoveredError(f"{tensor.name} in {file.path} is stored as {tensor.kind}, which is not read here")
     with header_faults(file), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    fill = _Filling(file, architecture, model, dtype)
+    fill = _WeightFiller(file, architecture, model, dtype)
     fill.check()
     fill.fill()
     _rotate(model, file)
@@ -81,7 +81,7 @@ def stored_as(file: GgufFile) -> str:
     return " ".join(kind for kind, _ in counts.most_common())
 
 
-class _Filling:
+class _WeightFiller:
     """Which tensors of a file are which weights of a network."""
 
     def __init__(self, file: GgufFile, architecture: Architecture, model: Any, dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ MOST_ROUNDED = 1e-3
 """Share of a weight's numbers that may be so small that float16 rounds them; in random weights it is 1e-9."""
 
 
-class Layout(ABC):
+class WeightLayout(ABC):
     """A weight [out, in] and its product.
 
     Attributes:
@@ -76,7 +76,7 @@ class Layout(ABC):
         """Memory of the weight."""
 
 
-class PlainLayout(Layout):
+class PlainLayout(WeightLayout):
     """The weight as it is."""
 
     name = "plain"
@@ -105,7 +105,7 @@ class PlainLayout(Layout):
         return self._weight.nbytes
 
 
-class OneDnnLayout(Layout):
+class OneDnnLayout(WeightLayout):
     """oneDNN's blocked layout, bfloat16 or float32."""
 
     name = "onednn"
@@ -137,7 +137,7 @@ class OneDnnLayout(Layout):
         return self._bytes
 
 
-class NativeLayout(Layout):
+class NativeLayout(WeightLayout):
     """Blocks of 32 outputs for our own bfloat16 kernel, which sums every row in the same order.
 
     Raises:
@@ -184,7 +184,7 @@ class Halved:
     rounded: Tensor
 
 
-class HalfLayout(Layout):
+class HalfLayout(WeightLayout):
     """Float16 weights and float32 activations (FBGEMM).
 
     Raises:
@@ -222,7 +222,7 @@ class HalfLayout(Layout):
         return self._bytes
 
 
-Maker = Callable[[Tensor], Layout]
+Maker = Callable[[Tensor], WeightLayout]
 """Lays a weight [out, in] out."""
 LAYOUTS: dict[str, Maker] = {cls.name: cls for cls in (PlainLayout, OneDnnLayout, NativeLayout, HalfLayout)}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from foretoken.models.linear.layouts import LAYOUTS, NARROW, Layout, PlainLayout, usable_layouts
+from foretoken.models.linear.layouts import LAYOUTS, NARROW, WeightLayout, PlainLayout, usable_layouts
 from foretoken.models.linear.product import Product
 from foretoken.models.linear.product_costs import fastest_layout, least_rows
 from foretoken.models.network.watch import is_hooked
@@ -107,7 +107,7 @@ class Projection:
         return self.layout.plus(x, self.bias, residual)
 
 
-def laid_out(weight: Tensor, layout: str) -> Layout:
+def laid_out(weight: Tensor, layout: str) -> WeightLayout:
     """The weight in a layout, or in the one that is fastest for it; plain where that cannot be."""
     usable = usable_layouts(weight.dtype, weight.device)
     if layout != "auto":
@@ -118,7 +118,7 @@ def laid_out(weight: Tensor, layout: str) -> Layout:
     return fastest or _made(weight, fastest_layout(weight.dtype, [shape], others)) or PlainLayout(weight)
 
 
-def _made(weight: Tensor, layout: str) -> Layout | None:
+def _made(weight: Tensor, layout: str) -> WeightLayout | None:
     try:
         return LAYOUTS[layout](weight)
     except ValueError:

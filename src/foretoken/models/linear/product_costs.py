@@ -20,8 +20,8 @@ from functools import cache, partial
 
 import torch
 
-from foretoken.models.linear.layouts import LAYOUTS, Layout, Maker, usable_layouts
-from foretoken.models.machine import Kept, cache_bytes, timed
+from foretoken.models.linear.layouts import LAYOUTS, WeightLayout, Maker, usable_layouts
+from foretoken.models.machine import KeptResults, cache_bytes, timed
 
 ROWS = (1, 2, 5, 8)
 """Rows that are timed: a plain step, the beginning of speculation, usual rounds."""
@@ -40,7 +40,7 @@ MARGIN = 0.95
 
 Times = dict[int, float]
 """Seconds by number of rows."""
-KEPT = Kept("products")
+KEPT = KeptResults("products")
 
 
 def size_class(out: int, inner: int) -> tuple[int, int]:
@@ -103,7 +103,7 @@ def _measure(make: Maker, dtype: torch.dtype, out: int, inner: int) -> Times:
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(out, inner, generator=generator) / inner**0.5).bfloat16().to(dtype)
     copies = min(MOST_COPIES, max(2, cache_bytes() // weight.nbytes))
-    products: list[Layout] = [make(weight.clone()) for _ in range(copies)]
+    products: list[WeightLayout] = [make(weight.clone()) for _ in range(copies)]
     inputs = [torch.randn(rows, inner, generator=generator).to(products[0].activations) for rows in ROWS]
     with _one_thread():
         return timed({len(x): [partial(product, x, None) for product in products] for x in inputs}, PASSES)

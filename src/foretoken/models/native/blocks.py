@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 from ctypes import Structure, c_long, c_void_p
 
-from foretoken.models.native.forward import Best, Product
+from foretoken.models.native.forward import BestStruct, ProductStruct
 from foretoken.models.native.library import function
 
 
-class Blocks(Structure):
+class BlocksStruct(Structure):
     """K heads of residual blocks with their projections."""
 
     _fields_ = (
         *((name, c_long) for name in ("heads", "width", "residual")),
-        ("first", Product),
+        ("first", ProductStruct),
         ("rest", c_void_p),
         ("depth", c_long),
         ("projections", c_void_p),
@@ -22,13 +22,13 @@ class Blocks(Structure):
     )
 
 
-class BlocksCall(Structure):
+class BlocksCallStruct(Structure):
     """States of some rows, and where what is made of them goes."""
 
-    _fields_ = (("rows", c_long), *((name, c_void_p) for name in ("x", "states", "logits")), ("best", Best))
+    _fields_ = (("rows", c_long), *((name, c_void_p) for name in ("x", "states", "logits")), ("best", BestStruct))
 
 
-def run(blocks: Blocks, call: BlocksCall, threads: int) -> None:
+def run(blocks: BlocksStruct, call: BlocksCallStruct, threads: int) -> None:
     """Run the blocks.
 
     Raises:

@@ -15,24 +15,24 @@ SILU, GELU_TANH = range(2)
 """Activations of a gated MLP."""
 
 
-class Product(Structure):
+class ProductStruct(Structure):
     """Linear layers of one input."""
 
     _fields_ = (("parts", c_void_p), ("count", c_long))
 
 
-class Norm(Structure):
+class NormStruct(Structure):
     """An RMS norm; a null weight for none."""
 
     _fields_ = (("weight", c_void_p), ("eps", c_double))
 
 
-class Layer(Structure):
+class LayerStruct(Structure):
     """A decoder layer."""
 
     _fields_ = (
-        *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
-        *((name, Product) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, NormStruct) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
+        *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_double) for name in ("scaling", "added")),
         *((name, c_long) for name in ("mask", "turn", "norms_all", "activation")),
     )
@@ -42,22 +42,22 @@ ALONE, JOINED, WIDE = range(3)
 """How a drafter's head begins that reads an embedding beside every state; as in the source."""
 
 
-class Model(Structure):
+class ModelStruct(Structure):
     """A stack of layers, its last norm and its head, which may have no parts; of a drafter's head how it begins."""
 
     _fields_ = (
         ("layers", c_void_p),
         *((name, c_long) for name in ("count", "width", "heads", "kv_heads", "dim")),
-        ("last", Norm),
-        ("head", Product),
+        ("last", NormStruct),
+        ("head", ProductStruct),
         ("begins", c_long),
-        ("of_beside", Norm),
-        ("of_state", Norm),
-        ("entry", Product),
+        ("of_beside", NormStruct),
+        ("of_state", NormStruct),
+        ("entry", ProductStruct),
     )
 
 
-class Group(Structure):
+class GroupStruct(Structure):
     """Rows that share a cache."""
 
     _fields_ = (
@@ -67,13 +67,13 @@ class Group(Structure):
     )
 
 
-class Best(Structure):
+class BestStruct(Structure):
     """The likeliest tokens of rows of logits: how many, the scale of logits, and where they go."""
 
     _fields_ = (("count", c_long), ("scale", c_double), ("values", c_void_p), ("places", c_void_p))
 
 
-class Call(Structure):
+class CallStruct(Structure):
     """One forward."""
 
     _fields_ = (
@@ -85,7 +85,7 @@ class Call(Structure):
         *((name, c_void_p) for name in ("cos", "sin", "taps", "last")),
         ("wanted", c_long),
         *((name, c_void_p) for name in ("want", "normed", "logits", "beside")),
-        ("best", Best),
+        ("best", BestStruct),
     )
 
 
@@ -105,7 +105,7 @@ def array(kind: type[Any], items: Sequence[Any]) -> Any:
     return (kind * len(items))(*items)
 
 
-def run(model: Model, call: Call, threads: int) -> None:
+def run(model: ModelStruct, call: CallStruct, threads: int) -> None:
     """Run a forward.
 
     Raises:

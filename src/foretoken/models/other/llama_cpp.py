@@ -27,7 +27,7 @@ class MissingLlamaCppError(GgufError):
     """llama-cpp-python is not installed."""
 
 
-class Library:
+class LlamaLibrary:
     """The loaded library and the errors that it logged.
 
     Attributes:
@@ -65,7 +65,7 @@ WITH_AMX = (
 
 
 @cache
-def library() -> Library:
+def library() -> LlamaLibrary:
     """The library, loaded on first use.
 
     Raises:
@@ -79,7 +79,7 @@ def library() -> Library:
             f"a GGUF file needs llama-cpp-python{'' if absent else f' ({error})'}: "
             "pip install 'foretoken[gguf]' (or `make gguf`), which compiles it for some minutes"
         ) from None
-    return Library(llama_cpp)
+    return LlamaLibrary(llama_cpp)
 
 
 class Weights:
@@ -134,7 +134,7 @@ def _check_magic(path: Path) -> None:
         raise GgufError(fault)
 
 
-def _refusal(path: Path, llama: Library) -> str:
+def _refusal(path: Path, llama: LlamaLibrary) -> str:
     """Why llama.cpp did not open a file, in one line."""
     said = " ".join(llama.errors)
     if any(words in said for words in TRUNCATED):

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
-from foretoken.models.forward.lean_layers import Places
+from foretoken.models.forward.lean_layers import RowPlaces
 from foretoken.models.forward.network import Network
 from foretoken.models.linear.product import Product
 from foretoken.models.network.alone import alone, only_here
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.own_sequences import OwnSequencesModel
 
@@ -210,7 +210,7 @@ class GatedWeights:
         """Memory that the updates take."""
         return sum(weight.nbytes for weight in self.updates.parameters())
 
-    def run(self, network: Network, call: Call) -> Outputs:
+    def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
         lean = self._lean_of(network)
         if lean is None:
@@ -259,13 +259,13 @@ class GatedWeights:
         return _GatedProduct(base, first, second, self._gate)
 
 
-def _behind_the_first(call: Call) -> Tensor | slice:
+def _behind_the_first(call: NetworkCall) -> Tensor | slice:
     """The flat rows of a call that are not in the first column."""
     b, width = call.ids.shape
     if b == 1:
         return slice(1, None)
     columns = torch.arange(width, device=call.ids.device).expand(b, -1)
-    return Places(b, width, call.counts, call.ids.device).taken(columns).nonzero()[:, 0]
+    return RowPlaces(b, width, call.counts, call.ids.device).taken(columns).nonzero()[:, 0]
 
 
 def _writes(weight: Tensor) -> tuple[int, int]:

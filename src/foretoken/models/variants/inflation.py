@@ -36,7 +36,7 @@ POOL = 1 << 20
 
 
 @dataclass(frozen=True)
-class Shape:
+class InflatedShape:
     """What a small model grows to.
 
     Attributes:
@@ -81,7 +81,7 @@ def parse_size(size: str | int) -> int:
     return round(float(match[1]) * {"": 1, "m": 10**6, "b": 10**9}[match[2]])
 
 
-def shape_for(config: Any, size: str | int) -> Shape:
+def shape_for(config: Any, size: str | int) -> InflatedShape:
     """The shape with about ``size`` parameters: heads as they are (only more), width and depth in usual proportion.
 
     Raises:
@@ -96,7 +96,7 @@ def shape_for(config: Any, size: str | int) -> Shape:
     return min(candidates, key=lambda shape: abs(math.log(shape.width / shape.layers / ASPECT)))
 
 
-def _candidate(config: Any, wanted: int, m: int, least: int) -> Shape | None:
+def _candidate(config: Any, wanted: int, m: int, least: int) -> InflatedShape | None:
     """The shape of ``m`` times the width; ``None`` when that is too wide for the number of parameters."""
     width = m * config.hidden_size
     vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
@@ -110,7 +110,7 @@ def _candidate(config: Any, wanted: int, m: int, least: int) -> Shape | None:
     halvings = 0
     while m % 4 == 0:
         m, halvings = m // 4, halvings + 1
-    return Shape(config.hidden_size, m, halvings, layers, units)
+    return InflatedShape(config.hidden_size, m, halvings, layers, units)
 
 
 def head_dim(config: Any) -> int:
@@ -126,7 +126,7 @@ def layer_ends(small: int, big: int) -> list[int]:
     return [i * big // small for i in range(small + 1)]
 
 
-def big_config(config: Any, shape: Shape) -> Any:
+def big_config(config: Any, shape: InflatedShape) -> Any:
     """The configuration of the big model."""
     big = copy.deepcopy(config)
     big.head_dim = head_dim(config)
@@ -150,7 +150,7 @@ def available_bytes() -> int | None:
 
 def inflate(
     model: Any,
-    size: str | int | Shape,
+    size: str | int | InflatedShape,
     seed: int = 0,
     *,
     on_layer: Callable[[int, int], None] = lambda done, layers: None,
@@ -170,7 +170,7 @@ def inflate(
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("cannot inflate a model whose weights are quantised: give its full checkpoint")
     small = model.config.get_text_config()
-    shape = size if isinstance(size, Shape) else shape_for(small, size)
+    shape = size if isinstance(size, InflatedShape) else shape_for(small, size)
     config = big_config(small, shape)
     with torch.device("meta"):
         big = type(model)(config).to(model.dtype)
@@ -220,7 +220,7 @@ def _set(module: nn.Module, **tensors: Tensor | None) -> None:
 class _Filler:
     """Makes the big model's weights, one module at a time."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(self, shape: InflatedShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         generator = torch.Generator().manual_seed(seed)
         # Small enough that sums over any width stay near 1; none is zero.

@@ -32,7 +32,7 @@ from foretoken.models.linear.quantised_linear import QuantisedLinear, is_ready_m
 from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.models.linear.quantised_weights import GROUPS, fits_int4
 from foretoken.models.network.alone import alone
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.layers import _replace
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.inflation import available_bytes
@@ -119,7 +119,7 @@ class QuantisedWeights:
         """Memory that the set takes."""
         return sum(product.nbytes for product in self.all_products)
 
-    def run(self, network: Network, call: Call) -> Outputs:
+    def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
         if self._lean is not None:
             return self._lean.run(call)

@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken.methods.drafters.nets.block import BlockNet, block_mask
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 
 
 class BlockForward(HeadForward):
@@ -28,7 +28,7 @@ class BlockForward(HeadForward):
         self.layer_masks = {}  # the network makes its own
         self.num_layers = self.depth = net.config.layers
 
-    def run(self, call: Call) -> Outputs:
+    def run(self, call: NetworkCall) -> Outputs:
         """No logits; the states [b, width, D] of blocks."""
         cut = call.cache.reads
         nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from foretoken.methods.drafters.nets.peagle import PeagleNet
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import NetworkCall
 
 
 class PeagleForward(HeadForward):
@@ -27,7 +27,7 @@ class PeagleForward(HeadForward):
         own = self.model.embed_tokens
         return super().embedded(ids) if own is None else F.embedding(ids, own.weight.detach()).float()
 
-    def _keep(self, call: Call) -> Any:
+    def _keep(self, call: NetworkCall) -> Any:
         def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             return call.cache.update(key, value, layer)
 

@@ -82,7 +82,7 @@ class NativeBlocks:
         made = [each.native() if isinstance(each, DraftHead) else packed(each) for each in self.projections]
         self.num_tokens = made[0].shape[0]
         places = self._description.products(rest) if rest else None, self._description.products(made)
-        self._blocks = native.Blocks(
+        self._blocks = native.BlocksStruct(
             *(self.heads, self.width, int(pieces.residual), self._description.product(first)),
             *(places[0], depth, places[1], int(len(made) == 1)),
         )
@@ -103,7 +103,7 @@ class NativeBlocks:
         states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)
         scale = self.head.scale
         best = BestTokens(rows, min(top, self.num_tokens), scale) if top and scale is not None else None
-        asked = forward.Best() if best is None else best.asked
-        call = native.BlocksCall(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), asked)
+        asked = forward.BestStruct() if best is None else best.asked
+        call = native.BlocksCallStruct(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), asked)
         native.run(self._blocks, call, torch.get_num_threads())
         return Guessed(logits, [] if best is None else best.tokens(self.ids), self.head.behind)

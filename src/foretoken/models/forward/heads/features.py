@@ -23,7 +23,7 @@ from foretoken.models.forward.heads.native import native_head
 from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.native.library import NotCoveredError
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
@@ -74,11 +74,11 @@ class HeadForward:
         """
         raise CapabilityError("this model cannot run a part of its layers: it is one layer over the target's states")
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """:meth:`run`, call by call."""
         return [self.run(call) for call in calls]
 
-    def run(self, call: Call) -> Outputs:
+    def run(self, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
         if self.head is None:
             return self._run_module(call)
@@ -97,7 +97,7 @@ class HeadForward:
         """Float32 [.., D] of ids."""
         return self.parts.embedding(ids).float()
 
-    def _keep(self, call: Call) -> Any:
+    def _keep(self, call: NetworkCall) -> Any:
         """Where the network's own forward keeps keys and values."""
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class HeadForward:
 
         return keep
 
-    def _run_module(self, call: Call) -> Outputs:
+    def _run_module(self, call: NetworkCall) -> Outputs:
         """The same through the network's own forward, for one whose layer is the target's."""
         (b, width), first, keep = call.ids.shape, call.first, self._keep(call)
         output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], keep)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.forward.lean_families import Family
-from foretoken.models.forward.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary
+from foretoken.models.forward.lean_layers import CacheRows, Heads, LeanLayer, ForwardPass, RowPlaces, Rotary
 from foretoken.models.linear.packing import Packing, has_bfloat16
 from foretoken.models.linear.product_costs import step_s
 from foretoken.models.native import attention as native
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import NetworkCall
 
 LAYER = Family(attention="", mlp="", activation=None)
 """A decoder layer that is its own attention and its own MLP (:mod:`foretoken.methods.drafters.nets.decoder`)."""
@@ -98,10 +98,10 @@ class HeadRun:
         call: padded rows, with ``states``.
     """
 
-    def __init__(self, head: LeanHead, call: Call) -> None:
+    def __init__(self, head: LeanHead, call: NetworkCall) -> None:
         (b, width), mask = call.ids.shape, call.masks[""]
         self.layer = head.layer
-        self.places = Places(b, width, call.counts, call.ids.device)
+        self.places = RowPlaces(b, width, call.counts, call.ids.device)
         self.positions = self.places.taken(call.positions)
         groups = head.size.heads // head.size.kv_heads
         self.dtype = head.dtype
@@ -110,7 +110,7 @@ class HeadRun:
         folded = mask if mask is None or width == 1 or self.layer.native else mask.repeat(1, 1, groups, 1)
         rows = slice(0, len(self.positions))
         self.cache = call.cache
-        self.run = Pass([Group(rows, self.places, {"": folded}, call.cache)], {"": head.rotary(self.positions)})
+        self.run = ForwardPass([CacheRows(rows, self.places, {"": folded}, call.cache)], {"": head.rotary(self.positions)})
 
     def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What any cache of a head does: store keys and values [b, H, n, d], return all of them."""

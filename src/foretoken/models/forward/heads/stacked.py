@@ -21,7 +21,7 @@ from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.mtp import Keep
 from foretoken.models.forward.parts import TargetParts
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 
 
 class StackedModules(nn.Module):
@@ -57,7 +57,7 @@ class StackedForward(HeadForward):
         super().__init__(net, *rest)
         self.depth = len(net.steps)
 
-    def run(self, call: Call) -> Outputs:
+    def run(self, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and the outputs [b, width, M D]."""
         (b, width), first, step = call.ids.shape, call.first, self.step
         embeddings = self.parts.embedding(call.ids).float()
@@ -87,7 +87,7 @@ class StackedForward(HeadForward):
         """The cache of a module."""
         return lambda key, value: cache.update(key, value, index)
 
-    def _mask(self, call: Call, index: int) -> Tensor | None:
+    def _mask(self, call: NetworkCall, index: int) -> Tensor | None:
         """A module's first place is its number: the ones before have no state for it to read."""
         mask = call.masks[""]
         if not index:
