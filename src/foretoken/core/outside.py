@@ -11,16 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ENTRY_POINTS = "foretoken.drafters"
-"""The group of entry points under which a package offers drafters: ``name = "package.module:Class"``."""
-PYTHON = ".py"
-BASE = ("foretoken.methods.drafters.base", "Drafter")
-"""Module and name of the class that drafters derive from; it is not imported here, because that takes seconds."""
-
 
 def is_code(name: str) -> bool:
     """Whether the name in a spec is a class in a file: ``file.py:Class``."""
-    return name.partition(":")[0].endswith(PYTHON)
+    return name.partition(":")[0].endswith(".py")
 
 
 def refuse_code(spec: Any, place: str) -> None:
@@ -88,10 +82,10 @@ def _run(file: Path) -> Any:
 
 @cache
 def installed() -> dict[str, Any]:
-    """The entry points of installed packages by the name of the drafter."""
+    """The entry points of installed packages, ``name = "package.module:Class"``, by the name of the drafter."""
     from importlib.metadata import entry_points
 
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    return {point.name: point for point in entry_points(group="foretoken.drafters")}
 
 
 @cache
@@ -145,4 +139,6 @@ def is_outside(cls: type[Any]) -> bool:
 
 
 def _is_drafter(thing: Any) -> bool:
-    return inspect.isclass(thing) and any((base.__module__, base.__name__) == BASE for base in thing.__mro__)
+    """By the names of its bases: to import the class that drafters derive from takes seconds."""
+    wanted = ("foretoken.methods.drafters.base", "Drafter")
+    return inspect.isclass(thing) and any((base.__module__, base.__name__) == wanted for base in thing.__mro__)

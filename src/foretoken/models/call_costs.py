@@ -26,8 +26,6 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Node counts that a target is measured at by default."""
 QUICK_TEXT, QUICK_TURNS = 64, 3
 """Tokens before the call that is timed quickly, and how often it is after one that warms up."""
-MOST_EXPENSIVE = 6.0
-"""A call that costs more than this many of one node ends the quick measurement: no draft of that size pays."""
 
 KEPT = KeptResults("calls")
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
@@ -74,7 +72,7 @@ def _measure_quickly(target: LanguageModel) -> dict[int, float]:
             usable.append(count)
             seconds = spent(count)
             first = first or seconds
-            if seconds > MOST_EXPENSIVE * first:
+            if seconds > 6 * first:  # no draft of that size pays
                 break
         quickest = dict.fromkeys(usable, math.inf)
         for count in usable * QUICK_TURNS:

@@ -16,7 +16,7 @@ from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.clock import now
 from foretoken.models.module import ModuleModel
-from foretoken.models.network.call import NetworkCall, Forward, inputs_of, padded_states
+from foretoken.models.network.call import Forward, NetworkCall, inputs_of, padded_states
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.network.taps import check_taps

@@ -34,8 +34,6 @@ from foretoken.models.network.watch import Watch
 
 PREFILL_CHUNK = 512
 """Tokens that are read in one forward when no logits are wanted."""
-FLUSH = 8
-"""How far the state may lag behind the text.  In float32 on a CPU, where rows cost most, 4 was slower still."""
 REPLAYS = ("auto", "lazy", "capture")
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
@@ -53,7 +51,7 @@ class StatefulModel(ModuleModel):
         replay: ``"capture"`` makes the state of the accepted tokens from what the recurrences were fed (Gated DeltaNet
             only), ``"lazy"`` feeds those tokens again; ``"auto"`` captures where the model can.
         flush: lazily, from how many such tokens on they are fed in a forward of their own, before nodes that may be
-            rejected (0 or 1: always).
+            rejected (0 or 1: always).  In float32 on a CPU, where rows cost most, 4 was slower than 8.
 
     Raises:
         ValueError: a negative ``flush``, or a form of ``replay`` that is unknown or that the model cannot.
@@ -61,7 +59,7 @@ class StatefulModel(ModuleModel):
             decodes plainly); the message says what differed.
     """
 
-    def __init__(self, model: Any, *, flush: int = FLUSH, replay: str = "auto") -> None:
+    def __init__(self, model: Any, *, flush: int = 8, replay: str = "auto") -> None:
         if replay not in REPLAYS:
             raise ValueError(f"replay must be one of {', '.join(REPLAYS)}, not {replay!r}")
         if flush < 0:

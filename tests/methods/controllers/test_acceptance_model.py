@@ -76,7 +76,10 @@ def test_what_was_long_ago_counts_less_also_where_nothing_came_since() -> None:
         model.add(False, 1, DraftCounts(), 1, 0)
     assert model.outlook(False, 0, DraftCounts(), 1).drafts == pytest.approx(50 * 0.95**16)
     assert (
-        model.outlook(False, 1, DraftCounts(), 1).survival[0] < 0.75 < 0.9 < model.outlook(False, 0, DraftCounts(), 1).survival[0]
+        model.outlook(False, 1, DraftCounts(), 1).survival[0]
+        < 0.75
+        < 0.9
+        < model.outlook(False, 0, DraftCounts(), 1).survival[0]
     )
 
 

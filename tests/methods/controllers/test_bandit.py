@@ -14,7 +14,7 @@ from foretoken.core import Budget, Context, Limits, Rng, StepRecord
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
-from foretoken.methods.controllers.bandit import BudgetArm, BanditController, Table, bonus, parse_costs, parse_lengths
+from foretoken.methods.controllers.bandit import BanditController, BudgetArm, Table, bonus, parse_costs, parse_lengths
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.router import RouterDrafter

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken.core import Limits, StepRecord
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.methods.controllers.cost_model import SAMPLES, SURE, CostModel, CostCurve, bucket, fit
+from foretoken.methods.controllers.cost_model import SAMPLES, SURE, CostCurve, CostModel, bucket, fit
 
 MEMBERS = (Limits("model", 8, 8, relative_cost=0.2), Limits("ngram", 10, 10, relative_cost=0.0))
 SHAPE = (0.8, 0.1, 0.1)

@@ -22,8 +22,6 @@ from foretoken.methods.controllers.plan import Draft, RoundPlan, best_drafts, be
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Draft lengths that are weighed."""
-EXPLORE = 1.5
-"""Standard errors by which drafts may be better than they seem."""
 LONG, FIRST, LATER = 4, 3, 1
 """The longer draft that is measured (the other one has one token), and how often: for the first batch size, others."""
 KEPT, KNOWN = 8, 8
@@ -164,8 +162,9 @@ class AutoController(Controller):
                 tokens += outlook.survival[place]
                 squares += (2 * place + 1) * outlook.survival[place]
             done = depth
+            # Drafts may be better than they seem by 1.5 standard errors.
             variance = max(squares - (tokens - 1.0) ** 2, 0.0)
-            hoped = tokens + EXPLORE * (variance / (outlook.drafts + 1.0)) ** 0.5
+            hoped = tokens + 1.5 * (variance / (outlook.drafts + 1.0)) ** 0.5
             seconds, nodes = self.costs.draft_s(index, depth, batch), 1.0 + depth * self.width[index]
             hoped = min(hoped, 1.0 + depth)
             drafts.append(Draft(index, depth, tokens, nodes, seconds, hoped, outlook.share, outlook.drafts))

@@ -22,8 +22,6 @@ from foretoken.core.costs import RoundCosts
 
 SAMPLES, SURE = 20, 3
 """Rounds that a point is calibrated by, and from which on it tells of drift."""
-LINE_WEIGHT = 5.0
-"""Rounds at a point that the line through all points is worth there: costs jump where kernels change."""
 NOISE = 0.1
 """Standard deviation of a round's time, as a part of it; the parts of a shape are known beforehand to 100 %."""
 ROUND_SHAPE, DRAFT_SHAPE, FREE_SHAPE = (0.85, 0.1, 0.05), (0.25, 0.6, 0.15), (0.96, 0.02, 0.02)
@@ -59,8 +57,9 @@ class CostCurve:
         if self._line is None:
             medians = {point: (median(seen), len(seen)) for point, seen in self.samples.items()}
             self._line = fit(medians, self.shape)
+            # At a point the line through all points is worth five rounds there: costs jump where kernels change.
             self._known = {
-                point: (value / self._on_line(*point)) ** (seen / (seen + LINE_WEIGHT))
+                point: (value / self._on_line(*point)) ** (seen / (seen + 5.0))
                 for point, (value, seen) in medians.items()
             }
         return max(self._on_line(x, y) * self._known.get((bucket(x), bucket(y)), 1.0), 1e-9)

@@ -102,7 +102,9 @@ def _target_s(widths: Sequence[tuple[float, float]], batch: int, costs: CostMode
     return seconds
 
 
-def best_plan(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> tuple[RoundPlan, RoundPlan | None]:
+def best_plan(
+    drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False
+) -> tuple[RoundPlan, RoundPlan | None]:
     """The plan with the highest goodput, and the best one that drafts: each member at the length that is best for it,
     asked in the order of their rates down to any place, or alone."""
     ranked = best_drafts(drafts, batch, costs)

@@ -18,7 +18,7 @@ from foretoken.methods.drafters.base import Traits
 from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement
 from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.cost_aware import paying_count
-from foretoken.methods.trees.counts import Counts, Levels, StaticTree, Ranks
+from foretoken.methods.trees.counts import Counts, Levels, Ranks, StaticTree
 from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.sequoia import TYPICAL, Sequoia, values_of_ranks
 from foretoken.methods.trees.shapes import Choice

@@ -40,7 +40,7 @@ from foretoken.methods.drafters.levels import choose_together
 from foretoken.methods.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.methods.drafters.texts import TextReader, close, level
-from foretoken.methods.trees.counts import Levels, StaticTree, Ranks
+from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
 from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.shapes import Choice
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState

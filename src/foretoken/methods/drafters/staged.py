@@ -15,7 +15,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.cascade import CascadeDrafter, Chain, Rule
 from foretoken.methods.drafters.drawing import best, draw_without_replacement
 from foretoken.methods.drafters.growing import asks_for_confidence
-from foretoken.methods.trees.counts import StaticTree, Ranks
+from foretoken.methods.trees.counts import Ranks, StaticTree
 from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.shapes import Choice, fitting_nodes
 from foretoken.models.base import LanguageModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from foretoken.methods.trees.base import Shape
-from foretoken.methods.trees.counts import Levels, StaticTree, Ranks
+from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
 from foretoken.methods.trees.expansion import parse_widths
 from foretoken.methods.trees.shapes import read_tree
 from foretoken.methods.trees.specs import build_tree, dynamic_trees, static_trees

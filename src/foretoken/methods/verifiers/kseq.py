@@ -10,8 +10,6 @@ from torch import Tensor
 from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.methods.verifiers.base import Coins, Verifier, is_nothing, walk_down, without
 
-BISECTIONS = 16
-
 
 class KseqVerifier(Verifier):
     """Test each of k children of one distribution with p(c) / (rho q(c)), where rho in [1, k] spreads the target over
@@ -53,7 +51,7 @@ def threshold(p: Tensor, q: Tensor, k: int) -> float:
     low, high = 1.0, float(k)
     if k == 1:
         return 1.0
-    for _ in range(BISECTIONS):
+    for _ in range(16):  # bisections
         rho = 0.5 * (low + high)
         beta = overlap(p, q, rho)
         if 1.0 - (1.0 - beta) ** k >= rho * beta:

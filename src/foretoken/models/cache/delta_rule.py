@@ -101,7 +101,9 @@ def _recording(rule: Callable[..., Any], single: Callable[..., Any]) -> Callable
     def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
         tape = getattr(_thread, "tape", None)
         if tape is not None:
-            tape.append(RecurrenceInputs(key, value, given["g"], given["beta"], given.get("use_qk_l2norm_in_kernel", False)))
+            tape.append(
+                RecurrenceInputs(key, value, given["g"], given["beta"], given.get("use_qk_l2norm_in_kernel", False))
+            )
             if key.shape[1] <= FEW and key.device.type == "cpu":
                 return single(query, key, value, *args, **given)
         return rule(query, key, value, *args, **given)

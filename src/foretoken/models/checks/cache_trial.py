@@ -24,10 +24,6 @@ from foretoken.models.network.placement import device_of
 
 ROWS, KEPT = 6, 3
 """Tokens of the trial, and how many of them are read first."""
-LOOKS_AHEAD = 0.3
-"""Relative difference that later tokens make, beyond which a model reads them, whatever its layers do.  Quantised
-layers that scale all tokens of a call together made 0.02 to 0.1."""
-TRIED_LAYERS = 16
 HALF = (torch.bfloat16, torch.float16)
 LIMIT, HALF_LIMIT = 1e-3, 0.5
 """Relative differences that no rounding makes, in float32 (at most 1e-6 in random models) and in 16 bits, where it can
@@ -93,7 +89,8 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, f
     except Exception as error:
         raise _refusal(model, error) from error
     difference = relative(changed[:KEPT], logits[:KEPT])
-    if LIMIT < difference <= LOOKS_AHEAD and _mixes_tokens(model):
+    # Quantised layers that scale all tokens of a call together made 0.02 to 0.1.
+    if LIMIT < difference <= 0.3 and _mixes_tokens(model):
         return logits, difference
     if difference > limit:
         raise CapabilityError(
@@ -107,7 +104,7 @@ def _mixes_tokens(model: Any) -> bool:
     """Whether one of the first linear layers that are not PyTorch's own gives a token something else when others are
     read with it: kernels for 8-bit activations often have one scale for all rows of a call."""
     layers = (m for m in model.modules() if hasattr(m, "in_features") and not is_plain(m))
-    return any(_sees_other_rows(layer, model) for layer in islice(layers, TRIED_LAYERS))
+    return any(_sees_other_rows(layer, model) for layer in islice(layers, 16))
 
 
 def _sees_other_rows(layer: Any, model: Any) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.models.cache.fixed import PATH, FixedCache
 from foretoken.models.cache.masks import LayerMask, RowPlan, ancestor_matrix, unseen
 from foretoken.models.cache.rectangle import Moves
-from foretoken.models.network.call import NetworkCall, Forward
+from foretoken.models.network.call import Forward, NetworkCall
 
 TREE = 128
 """Scratch nodes of a sequence, old and new, that a fixed step can mask."""
@@ -178,7 +178,9 @@ class FixedStep:
         outputs: where it leaves its results.
     """
 
-    def __init__(self, forwards: Forward, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: OutputMemory) -> None:
+    def __init__(
+        self, forwards: Forward, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: OutputMemory
+    ) -> None:
         self.forwards, self.cache, self.bucket, self.outputs = forwards, cache, bucket, outputs
         self.numbers = Numbers(bucket, cache.spare, host, forwards.device)
         self.run: Any = self.program

@@ -38,8 +38,6 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Requests that a step may have."""
 MOST_ROWS = 1024
 """Rows of a whole step: beyond, arithmetic is the larger part, and padding is no longer free."""
-MOST_GRAPHS = 64
-"""Graphs that are kept; the one that was not used for longest is dropped."""
 
 
 class Graphs:
@@ -163,7 +161,7 @@ class Graphs:
                 self.stop(_first_line(error))
                 return None
             self._steps[bucket] = step
-            if len(self._steps) > MOST_GRAPHS:
+            if len(self._steps) > 64:  # the one that was not used for longest goes
                 self._steps.popitem(last=False)
         self._steps.move_to_end(bucket)
         return step
@@ -251,7 +249,7 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
         return "its layers are on several devices, and a graph runs on one"
     if model.rotary is not None:
         return "its rotary embeddings change with the length of the text"
-    if model.context_length < CHECKED_TOKENS:
+    if model.context_length < 32:  # tokens that the check may need
         return f"a context of {model.context_length} tokens is too short to check them"
     before = model.cache
     model.separate(type(before)(before.num_layers, before.max_slots))
@@ -269,10 +267,6 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
         model.run_s, model.run_rows, model.num_layer_runs = 0.0, 0, 0.0
         model.graphs_off = ""
     return reason
-
-
-CHECKED_TOKENS = 32
-"""Tokens that the check may need."""
 
 
 @torch.inference_mode()

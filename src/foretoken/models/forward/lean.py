@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from foretoken.models.checks.fast_paths import Checks
 from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean_families import Family, family_of, part
-from foretoken.models.forward.lean_layers import CacheRows, Heads, LeanLayer, ForwardPass, RowPlaces, Rotary, joined
+from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowPlaces, joined
 from foretoken.models.forward.lean_parts import Norm, norm_of
 from foretoken.models.linear.packing import Projection, is_plain, pays_packed, unpack_linears
 from foretoken.models.linear.product import Product

@@ -20,7 +20,7 @@ from transformers import activations
 from foretoken.models.checks.fast_paths import Checks
 from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean import LeanForward
-from foretoken.models.forward.lean_layers import CacheRows, LeanLayer, ForwardPass
+from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, LeanLayer
 from foretoken.models.forward.lean_parts import GatedMlp
 from foretoken.models.forward.native_parts import Description
 from foretoken.models.native import forward as native

@@ -56,7 +56,9 @@ class Description:
 
     def products(self, projections: Sequence[Any]) -> int:
         """The address of an array of products, each of its own input."""
-        return ctypes.addressof(self.keep(native.array(native.ProductStruct, [self.product(each) for each in projections])))
+        return ctypes.addressof(
+            self.keep(native.array(native.ProductStruct, [self.product(each) for each in projections]))
+        )
 
     def _linear(self, product: Any) -> Linear:
         if isinstance(product, NativeProduct):

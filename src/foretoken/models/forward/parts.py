@@ -19,8 +19,6 @@ from foretoken.models.linear.quantised_linear import QuantisedLinear
 from foretoken.models.network.placement import is_offloaded
 from foretoken.models.network.taps import decoder_layers, find_decoder, recording
 
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-"""What Transformers' decoders call the norm behind their last layer."""
 GGUF = "GGUF"
 """What the storage of weights from a GGUF file begins with."""
 SAMPLED_ROWS = 64
@@ -220,7 +218,7 @@ class TargetParts:
             CapabilityError: the network has none by any known name.
         """
         decoder = find_decoder(self.network)[0]
-        for name in FINAL_NORMS:
+        for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"):
             if isinstance(getattr(decoder, name, None), torch.nn.Module):
                 norm: torch.nn.Module = getattr(decoder, name)
                 return norm

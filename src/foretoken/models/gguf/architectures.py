@@ -36,8 +36,6 @@ BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_l
 LLAMA = {**ATTENTION, **MLP, **NORMS}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 """Stacked experts: the parameter below ``experts``, and the tensors that it is made of, one behind the other."""
-LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models, whose attention is scaled by the width of the model instead of that of a head."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,8 @@ def _olmoe(file: GgufFile) -> Options:
 
 
 def _gemma_scale(file: GgufFile) -> int:
-    """What the attention is scaled by the root of."""
-    if file.need("block_count") == LARGEST_GEMMA[file.architecture]:
+    """What the attention is scaled by the root of: in the 27B models, by their layers, the width of the model."""
+    if file.need("block_count") == {"gemma2": 46, "gemma3": 62}[file.architecture]:
         return int(file.need("embedding_length")) // int(file.need("attention.head_count"))
     return head_dim(file)
 

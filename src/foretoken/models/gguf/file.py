@@ -26,8 +26,6 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """``struct`` formats of the types of values; 8 is a string and 9 an array."""
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
-MOST_DIMENSIONS = 4
-LONGEST_NAME = 64
 ALIGNMENT = 32
 PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\.gguf)")
 """How the files of a model in several parts are called."""
@@ -174,9 +172,9 @@ class _GgufReader:
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dimensions = self._string(), self._number("I")
-        if len(name) > LONGEST_NAME:
+        if len(name) > 64:  # GGML_MAX_NAME
             raise self._damaged(f"the name of a tensor has {len(name)} letters")
-        if dimensions > MOST_DIMENSIONS:
+        if dimensions > 4:  # GGML_MAX_DIMS
             raise self._damaged(f"{name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         return name, shape, self._number("I"), self._number("Q")

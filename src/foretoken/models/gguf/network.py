@@ -25,8 +25,6 @@ from foretoken.models.gguf.types import KINDS, PLAIN
 from foretoken.models.linear.quantised_linear import QuantisedLinear
 
 EMBEDDING, HEAD, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
-ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that become parameters of the rotary embedding."""
 
 
 def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
@@ -122,7 +120,8 @@ class _WeightFiller:
             raise GgufError(
                 f"{file.path} lacks {len(missing)} tensors (first: {missing[0]}): it is incomplete, copy it again"
             )
-        unused = sorted(file.tensors.keys() - wanted - set(ROPE))
+        rotary = {f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")}
+        unused = sorted(file.tensors.keys() - wanted - rotary)
         if unused:
             raise UncoveredError(
                 f"{file.path} has {unused[0]}, for which {self.config.model_type} models have no place"

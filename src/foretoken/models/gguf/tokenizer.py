@@ -61,8 +61,6 @@ PRE: dict[str, Splitting] = {
 """By ``tokenizer.ggml.pre``.  ``tekken``, ``gpt-4o`` and ``llama4`` are the models' own patterns: llama.cpp has no
 classes of capital letters and marks beyond ASCII, and splits a few words of such letters elsewhere."""
 SPACE = "\u2581"
-KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-"""Phi-3's special tokens that take no spaces."""
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
 """Control tokens that end a text or a turn wherever a vocabulary has them, as llama.cpp takes them."""
 
@@ -218,7 +216,7 @@ def _add_special(backend: Any, file: GgufFile, names: Sequence[str], kinds: Sequ
     strips = _takes_spaces(file)
     special, own = [], []
     for name, kind in zip(names, kinds, strict=True):
-        rstrip = strips and name not in KEEP_SPACES
+        rstrip = strips and name not in ("<unk>", "<s>", "<|endoftext|>")  # these of Phi-3's take no spaces
         if kind in (Token.CONTROL, Token.UNKNOWN):
             special.append(AddedToken(name, normalized=False, special=True, rstrip=rstrip))
         elif kind == Token.USER:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 SUPER = 256
 """Numbers of a block of the K types."""
-TABLE_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the 16 values of IQ4_NL stand for, in scales (llama.cpp, ``kvalues_iq4nl``)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,9 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 
 def _iq4_nl(blocks: Tensor) -> Parts:
-    table = torch.tensor(TABLE_IQ4_NL, dtype=torch.int8)
+    # What the 16 values stand for, in scales (llama.cpp, kvalues_iq4nl).
+    values = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    table = torch.tensor(values, dtype=torch.int8)
     return Parts(table[_split(blocks[:, 2:], 2, 4, 16).flatten(1).int()], _half(blocks, 0, 2))
 
 

@@ -34,13 +34,9 @@ from torch.nn import functional as F
 from foretoken.models import native
 from foretoken.models.native import bfloat16
 
-ROWS_HINT = 16
-"""The number of rows that oneDNN's layout is chosen for: the size of a usual speculation."""
 NARROW = (torch.bfloat16, torch.float16)
 LARGEST_EXPONENT = 60
 """Scales beyond two to this power could make activations underflow."""
-MOST_ROUNDED = 1e-3
-"""Share of a weight's numbers that may be so small that float16 rounds them; in random weights it is 1e-9."""
 
 
 class WeightLayout(ABC):
@@ -111,7 +107,8 @@ class OneDnnLayout(WeightLayout):
     name = "onednn"
 
     def __init__(self, weight: Tensor) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+        # The layout is chosen for 16 rows, the size of a usual speculation.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
         self.activations = weight.dtype
         self._bytes = weight.nbytes
 
@@ -239,7 +236,8 @@ def halved(weight: Tensor) -> Halved | None:
         return None
     scaled *= 2.0**exponent
     rounded = (scaled.half().float() != scaled).flatten().nonzero()[:, 0]
-    if len(rounded) > MOST_ROUNDED * weight.numel() or bool((scaled.flatten()[rounded].abs() >= 2.0**-14).any()):
+    # A share of 1e-9 of random weights is so small that float16 rounds it.
+    if len(rounded) > 1e-3 * weight.numel() or bool((scaled.flatten()[rounded].abs() >= 2.0**-14).any()):
         return None
     return Halved(scaled, 2.0**exponent, rounded)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from foretoken.models.linear.layouts import LAYOUTS, NARROW, WeightLayout, PlainLayout, usable_layouts
+from foretoken.models.linear.layouts import LAYOUTS, NARROW, PlainLayout, WeightLayout, usable_layouts
 from foretoken.models.linear.product import Product
 from foretoken.models.linear.product_costs import fastest_layout, least_rows
 from foretoken.models.network.watch import is_hooked

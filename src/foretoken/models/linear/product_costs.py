@@ -20,7 +20,7 @@ from functools import cache, partial
 
 import torch
 
-from foretoken.models.linear.layouts import LAYOUTS, WeightLayout, Maker, usable_layouts
+from foretoken.models.linear.layouts import LAYOUTS, Maker, WeightLayout, usable_layouts
 from foretoken.models.machine import KeptResults, cache_bytes, timed
 
 ROWS = (1, 2, 5, 8)
@@ -29,12 +29,6 @@ SMALLEST, LARGEST = 256, 4096
 """Sides of the weights that are timed; others count as the nearest power of two between them."""
 MOST_COPIES = 16
 """A weight of which so many fit into the cache belongs to a model that does."""
-PASSES = 3
-FILL_S = 7e-6
-"""What filling up, cutting off and adding a residual apart take."""
-NATIVE_WORTH = 0.8
-"""Our kernels may cost a quarter more than others: only with them a whole forward is one call, which brings more than
-that, and only they give a row the same bits in any company."""
 MARGIN = 0.95
 """Another layout than the plain one must be at least 5 % faster: less is noise."""
 
@@ -61,7 +55,8 @@ def least_rows(layout: str, dtype: torch.dtype, out: int, inner: int) -> int:
     No margin is asked for: one row is the slower one in a whole model where it is level here (``docs/log.md``).
     """
     times = product_times(layout, dtype, out, inner)
-    return min(ROWS, key=lambda rows: times[rows] + (FILL_S if rows > 1 else 0.0))
+    fill_s = 7e-6  # filling up, cutting off and adding a residual apart
+    return min(ROWS, key=lambda rows: times[rows] + (fill_s if rows > 1 else 0.0))
 
 
 def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names: Sequence[str]) -> str:
@@ -72,7 +67,9 @@ def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names:
         return "plain"
     costs = {name: sum(n * _cost(name, dtype, *size) for size, n in counts.items()) for name in names}
     if "native" in costs:
-        costs["native"] *= NATIVE_WORTH
+        # Ours may cost a quarter more than others: only with them a whole forward is one call, which brings more than
+        # that, and only they give a row the same bits in any company.
+        costs["native"] *= 0.8
     best = min(costs, key=lambda name: costs[name])
     return best if costs[best] < MARGIN * costs["plain"] else "plain"
 
@@ -106,7 +103,7 @@ def _measure(make: Maker, dtype: torch.dtype, out: int, inner: int) -> Times:
     products: list[WeightLayout] = [make(weight.clone()) for _ in range(copies)]
     inputs = [torch.randn(rows, inner, generator=generator).to(products[0].activations) for rows in ROWS]
     with _one_thread():
-        return timed({len(x): [partial(product, x, None) for product in products] for x in inputs}, PASSES)
+        return timed({len(x): [partial(product, x, None) for product in products] for x in inputs}, turns=3)
 
 
 @contextmanager

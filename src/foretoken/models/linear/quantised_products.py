@@ -23,8 +23,6 @@ from foretoken.models.native.linear import Linear, bytes_linear
 
 WIDE = 64
 """The fewest rows that are worth dequantising a weight for."""
-VECTOR = 32
-"""Inputs that the widest instructions read at once."""
 
 
 class QuantisedProduct(ABC):
@@ -196,7 +194,7 @@ class Int8Product(QuantisedProduct):
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
         self.weight = weight
-        self.missing = -self.shape[1] % VECTOR
+        self.missing = -self.shape[1] % 32  # inputs that the widest instructions read at once
         self.padded = F.pad(weight.values, (0, self.missing)) if self.missing else weight.values
 
     def product(self, x: Tensor) -> Tensor:

@@ -57,8 +57,6 @@ LEVELS = {
 """Instruction sets that kernels are written for, from the least to the most, and what the compiler is told of them."""
 CHECKSUMS = "SHA256SUMS"
 """Beside the libraries of a wheel: a line for each, as ``sha256sum`` writes and reads them."""
-COMPILING_S = 600
-"""A compiler that takes longer for one source is given up: it needs two to ten seconds where nothing else runs."""
 
 
 def compiler() -> str | None:
@@ -129,7 +127,7 @@ def run(*command: str) -> None:
     Raises:
         OSError, subprocess.SubprocessError: it is not there, fails, or takes too long.
     """
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILING_S)
+    try:  # a source takes two to ten seconds where nothing else runs
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     except subprocess.CalledProcessError as error:
         raise OSError(error.stderr or error) from None

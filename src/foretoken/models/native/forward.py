@@ -31,7 +31,10 @@ class LayerStruct(Structure):
     """A decoder layer."""
 
     _fields_ = (
-        *((name, NormStruct) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
+        *(
+            (name, NormStruct)
+            for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")
+        ),
         *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_double) for name in ("scaling", "added")),
         *((name, c_long) for name in ("mask", "turn", "norms_all", "activation")),

@@ -37,8 +37,6 @@ ALLOWED = {
     "portable": ("portable",),
 }
 """Levels that a value of the environment variable leaves."""
-NEEDS = {"avx2": "AVX2", "avx512": "AVX512", "portable": "AVX2"}
-"""What the values ask of an x86-64 CPU."""
 MACHINES = {"x86_64": "x86-64", "aarch64": "64-bit Arm"}
 KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_long, "d": ctypes.c_double}
 """Arguments of functions: a pointer, a whole number, a number."""
@@ -87,7 +85,8 @@ def level() -> str | None:
         raise ValueError(f"{SWITCH} must be one of {', '.join(ALLOWED)}, not {asked!r}")
     highest = _cpu_level(ALLOWED[asked])
     if highest is None and asked != "native":
-        raise ValueError(f"{SWITCH}={asked}, and this CPU has no {NEEDS[asked]}: leave it out")
+        needed = "AVX512" if asked == "avx512" else "AVX2"
+        raise ValueError(f"{SWITCH}={asked}, and this CPU has no {needed}: leave it out")
     return highest
 
 

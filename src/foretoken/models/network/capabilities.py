@@ -7,11 +7,6 @@ from typing import Any
 
 from foretoken.models.base import Capabilities
 
-RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "rwkv", "ssm", "lightning", "kda")
-
-SLOT_READERS = ("get_seq_length(self.layer_idx", "get_query_offset(", "update_indexer(")
-"""What the source of a layer says when it takes positions from the cache slot instead of the position ids."""
-
 
 def detect(model: Any) -> Capabilities:
     """Capabilities of ``model``; ``missing`` names the layer type for each absent one."""
@@ -58,7 +53,8 @@ def _slot_reader(model: Any, config: Any) -> str:
             source = inspect.getsource(inspect.unwrap(kind.forward))
         except (OSError, TypeError):
             continue
-        if any(word in source for word in SLOT_READERS):
+        # What a layer calls that takes positions from the cache slot instead of the position ids.
+        if any(word in source for word in ("get_seq_length(self.layer_idx", "get_query_offset(", "update_indexer(")):
             return kind.__name__
     return ""
 
@@ -71,8 +67,9 @@ def _reaches_tuned_temperature(config: Any) -> bool:
 def _recurrent_layer(model: Any, config: Any) -> str:
     """The first layer type with a recurrent state, else ``"conv"`` if there are convolutions, else an empty string."""
     kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
+    recurrent = ("linear_attention", "mamba", "recurrent", "rwkv", "ssm", "lightning", "kda")
     for kind in kinds:
-        if any(word in kind for word in RECURRENT_LAYERS):
+        if any(word in kind for word in recurrent):
             return kind
     if getattr(model, "_is_stateful", False):
         return next((k for k in getattr(config, "block_types", None) or () if "attention" not in k), "recurrent")

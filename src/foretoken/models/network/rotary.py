@@ -23,9 +23,6 @@ from torch import Tensor, nn
 from foretoken.models.base import LanguageModel, SequenceState
 from foretoken.models.network.layers import _replace
 
-MOST_TWINS = 1024
-"""Lengths whose frequencies are remembered; a dynamic embedding has some for every length."""
-
 
 def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
     """How the frequencies of a rotary embedding follow the length of the text.
@@ -193,7 +190,7 @@ class ChangingRotary:
         """A copy of a module that has run with this length alone: dynamic ones remember the longest that they saw."""
         twin = self._twins.get((index, key))
         if twin is None:
-            if len(self._twins) >= MOST_TWINS:
+            if len(self._twins) >= 1024:  # a dynamic embedding has frequencies for every length
                 self._twins.clear()
             twin = self._twins[index, key] = _copy(self.modules[index].fresh)
         return twin

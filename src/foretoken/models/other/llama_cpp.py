@@ -17,10 +17,6 @@ from foretoken.core.io.checkpoints import gguf_fault
 from foretoken.models.gguf.file import GgufError as GgufError
 
 log = logging.getLogger(__name__)
-ERROR_LEVEL = 4
-"""``GGML_LOG_LEVEL_ERROR``."""
-TRUNCATED = ("not within the file bounds", "failed to read", "exceeds remaining file size")
-"""What llama.cpp says of a file that ends before its header or its weights do."""
 
 
 class MissingLlamaCppError(GgufError):
@@ -42,10 +38,13 @@ class LlamaLibrary:
         module.llama_log_set(self._callback, ctypes.c_void_p(0))
         module.llama_backend_init()
         if b"AMX_INT8 = 1" in module.llama_print_system_info():
-            log.warning(WITH_AMX)
+            log.warning(
+                "this llama.cpp was compiled with AMX, where it can end the process with an illegal instruction "
+                "(llama.cpp, pull request 26954): compile it again with `make gguf`, which leaves AMX out"
+            )
 
     def _log(self, level: int, text: bytes, _: Any) -> None:
-        if level == ERROR_LEVEL:
+        if level == 4:  # GGML_LOG_LEVEL_ERROR
             self.errors.append(text.decode(errors="replace").strip())
 
     def reason(self) -> str:
@@ -56,12 +55,6 @@ class LlamaLibrary:
         last = (told or list(self.errors) or ["no reason given"])[-1]
         head, colon, rest = last.partition(": ")
         return rest if colon and head.isidentifier() else last
-
-
-WITH_AMX = (
-    "this llama.cpp was compiled with AMX, where it can end the process with an illegal instruction "
-    "(llama.cpp, pull request 26954): compile it again with `make gguf`, which leaves AMX out"
-)
 
 
 @cache
@@ -137,7 +130,7 @@ def _check_magic(path: Path) -> None:
 def _refusal(path: Path, llama: LlamaLibrary) -> str:
     """Why llama.cpp did not open a file, in one line."""
     said = " ".join(llama.errors)
-    if any(words in said for words in TRUNCATED):
+    if any(words in said for words in ("not within the file bounds", "failed to read", "exceeds remaining file size")):
         return f"{path} is cut off or damaged ({llama.reason()}): copy it again"
     if "unknown model architecture" in said or "unsupported model architecture" in said:
         return (

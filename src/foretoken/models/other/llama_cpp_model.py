@@ -21,10 +21,6 @@ from foretoken.models.other.llama_cpp import GgufError, Weights
 
 USUAL_CONTEXT = 4096
 """Tokens of a text where none are asked for, unless the model was made for fewer: a cache takes memory at once."""
-SCRATCH_CELLS = 256
-"""Cells beyond one text for its scratch tree."""
-FIRST_IDS = 32
-"""Sequence ids to begin with: llama.cpp compares all pairs of them in every call."""
 HASHED_PLACES = 32
 """Places of a file that go into its identity."""
 NO_LAYERS = "llama.cpp runs a file's layers as a whole and hands out logits only"
@@ -86,8 +82,9 @@ class LlamaCppModel(LanguageModel):
         self._sequences: list[SequenceState] = []
         self._branches: dict[int, Branches] = {}
         self._opened = 0
-        # A recurrent layer keeps a state per id, whether it is used or not.
-        self._start(self.context_length + SCRATCH_CELLS, FIRST_IDS if self.capabilities.tree_mask else 4)
+        # Room for one text and its scratch tree.  Few ids to begin with: llama.cpp compares all pairs of them in every
+        # call, and a recurrent layer keeps a state per id, whether it is used or not.
+        self._start(self.context_length + 256, 32 if self.capabilities.tree_mask else 4)
 
     @property
     def weight_bytes(self) -> int:

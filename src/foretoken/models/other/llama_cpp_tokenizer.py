@@ -12,8 +12,6 @@ from foretoken.models.other.llama_cpp import GgufError, Weights
 
 UNUSED = 2
 """``LLAMA_TOKEN_ATTR_UNUSED``: rows that only fill the vocabulary up."""
-SENTENCEPIECE = 1
-"""``LLAMA_VOCAB_TYPE_SPM``."""
 
 
 class LlamaCppTokenizer:
@@ -92,7 +90,7 @@ class LlamaCppTokenizer:
     @cached_property
     def _adds_space(self) -> bool:
         """Whether encoding puts a space before a text, which decoding takes away again."""
-        if self._c.llama_vocab_type(self._vocab) != SENTENCEPIECE:
+        if self._c.llama_vocab_type(self._vocab) != 1:  # LLAMA_VOCAB_TYPE_SPM
             return False
         return self._weights.metadata("tokenizer.ggml.add_space_prefix") != "false"
 

@@ -29,11 +29,6 @@ from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snap
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.runner import PREFILL_CHUNK
 
-DYING_S = 1.0
-"""Seconds that a process may take to be gone after its connections are."""
-UNSPLIT = ("taps", "layer_windows")
-"""What a split model does not offer: drafters that use it want the weights of the target in one piece."""
-
 
 class PartLost(RuntimeError):
     """A process that holds a part of the model is gone: nothing can be computed any more."""
@@ -81,11 +76,12 @@ class ParallelModel(LanguageModel):
         self.context_why = inner.context_why
         self.eos_token_ids, self.device, self.dtype = inner.eos_token_ids, inner.device, inner.dtype
         reason = f"the model is split over {len(followers) + 1} processes"
+        # Drafters that use these want the weights of the target in one piece.
         self.capabilities = replace(
             inner.capabilities,
             taps=False,
             layer_windows=False,
-            missing={**inner.capabilities.missing, **dict.fromkeys(UNSPLIT, reason)},
+            missing={**inner.capabilities.missing, **dict.fromkeys(("taps", "layer_windows"), reason)},
         )
         self._numbers: dict[int, int] = {}
         self._next = 0
@@ -145,7 +141,7 @@ class ParallelModel(LanguageModel):
 
     def _first_end(self) -> str | None:
         """How one of the others has ended; a broken connection is often seen before the process is gone."""
-        end = time.monotonic() + DYING_S
+        end = time.monotonic() + 1.0
         while True:
             how = next(filter(None, (follower.ended() for follower in self.followers)), None)
             if how is not None or time.monotonic() > end:

@@ -27,12 +27,6 @@ from foretoken.models.variants.own_sequences import OwnSequencesModel
 
 Shape = Sequence[int]
 """[out, in]."""
-Factors = tuple[Tensor, Tensor]
-"""A [r, in] and B [out, r]."""
-
-
-ROUTERS = ("gate", "router")
-"""Linear layers that choose experts; those and the experts see rows in an order of their own."""
 
 
 def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
@@ -52,9 +46,10 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
 
 
 def _is_linear(name: str, module: Any) -> bool:
-    """Plain, laid out for the machine, or quantised by us."""
+    """Plain, laid out for the machine, or quantised by us.  Experts, and what chooses them, see rows in an order of their
+    own."""
     is_one = isinstance(module, nn.Linear) or hasattr(module, "projection") or hasattr(module, "joined")
-    return is_one and "expert" not in name and name.rpartition(".")[2] not in ROUTERS
+    return is_one and "expert" not in name and name.rpartition(".")[2] not in ("gate", "router")
 
 
 def _shape(module: Any) -> list[int]:
@@ -87,8 +82,8 @@ class LowRankUpdates(nn.Module):
                 holder.lora_A = nn.Parameter(torch.randn(rank, width) / rank**0.5)
                 holder.lora_B = nn.Parameter(torch.zeros(out, rank))
 
-    def factors(self, layer: int, name: str) -> Factors | None:
-        """Of a linear layer; ``None`` where it has no update."""
+    def factors(self, layer: int, name: str) -> tuple[Tensor, Tensor] | None:
+        """A [r, in] and B [out, r] of a linear layer; ``None`` where it has no update."""
         if name not in self.shapes:
             return None
         holder: Any = self.layers[layer].get_submodule(name)

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = ("300m", "1b", "3b", "7b")
 """Sizes that are written about; any other number of parameters works too."""
-ASPECT = 100
-"""Width per layer that shapes come near to: 128 in Llama's 1B and 7B, 110 in its 3B."""
 MLP_RATIO = 4.0
 """MLP units per width, before they are fitted to the wanted number of parameters."""
 UNIT = 64
@@ -93,7 +91,8 @@ def shape_for(config: Any, size: str | int) -> InflatedShape:
     candidates = [shape for m in range(1, 257) if (shape := _candidate(config, wanted, m, least)) is not None]
     if not candidates:
         raise ValueError(f"the model cannot be inflated to {wanted} parameters: it has about as many, or more, already")
-    return min(candidates, key=lambda shape: abs(math.log(shape.width / shape.layers / ASPECT)))
+    # Width per layer is 128 in Llama's 1B and 7B, 110 in its 3B.
+    return min(candidates, key=lambda shape: abs(math.log(shape.width / shape.layers / 100)))
 
 
 def _candidate(config: Any, wanted: int, m: int, least: int) -> InflatedShape | None:

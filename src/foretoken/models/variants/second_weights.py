@@ -38,9 +38,6 @@ from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.inflation import available_bytes
 from foretoken.models.variants.own_sequences import OwnSequencesModel
 
-BITS = ("4", "8", "auto")
-ACTIVATIONS = ("8", "15", "auto")
-
 
 @dataclass(frozen=True)
 class Scheme:
@@ -62,7 +59,8 @@ class Scheme:
     head: bool = True
 
     def __post_init__(self) -> None:
-        for name, choices in (("bits", BITS), ("group", GROUPS), ("activations", ACTIVATIONS)):
+        allowed = {"bits": ("4", "8", "auto"), "group": GROUPS, "activations": ("8", "15", "auto")}
+        for name, choices in allowed.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {getattr(self, name)}")
 

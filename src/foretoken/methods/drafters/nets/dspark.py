@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
 
 HEADS = ("vanilla", "gated", "rnn")
-CONFIDENCES = ("", "state", "both")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class DsparkConfig(PairConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head not in HEADS or self.confidence not in CONFIDENCES:
+        if self.head not in HEADS or self.confidence not in ("", "state", "both"):
             raise ValueError(
                 f"dspark needs head={' or head='.join(HEADS)} and confidence=state, both or nothing, "
                 f"not {self.head!r} and {self.confidence!r}"

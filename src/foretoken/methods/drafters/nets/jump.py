@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-EPS = 1e-6
-"""Of the norms in front of the predictor, which have no weights."""
 SMALL = 1e-3
 """Spread of the predictor's first outputs, about: it starts as the token's embedding."""
 
@@ -118,4 +116,5 @@ class JumpNet(nn.Module):
 
 
 def _rms(rows: Tensor) -> Tensor:
-    return F.rms_norm(rows, rows.shape[-1:], eps=EPS)
+    """A norm in front of the predictor, which has no weights."""
+    return F.rms_norm(rows, rows.shape[-1:], eps=1e-6)

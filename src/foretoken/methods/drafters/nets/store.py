@@ -22,8 +22,6 @@ from foretoken.models.forward.parts import Fingerprint, QuantisedTargetWarning
 CONFIG = OURS
 WEIGHTS = "model.safetensors"
 VERSION = 1
-PUBLIC = (".json", ".safetensors", ".bin", ".pt")
-"""Files of such a layout."""
 
 
 def save_drafter(
@@ -99,7 +97,8 @@ def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[
                 f"{folder} is a whole model, not a drafter of the method {method}: give it as MODEL, or with --drafter "
                 f"model:{folder} to draft with it"
             )
-        if method in IMPORTED and folder.is_dir() and any(file.suffix in PUBLIC for file in folder.iterdir()):
+        public = (".json", ".safetensors", ".bin", ".pt")
+        if method in IMPORTED and folder.is_dir() and any(file.suffix in public for file in folder.iterdir()):
             raise ValueError(
                 f"{folder} is in another project's layout (it has no {CONFIG}): import it first, "
                 f"`foretoken import MODEL {folder} --out OUT`, and use {method}:OUT"

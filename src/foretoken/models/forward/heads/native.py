@@ -36,8 +36,6 @@ from foretoken.models.network.watch import Watch, has_hooks
 
 TABLE = 8192
 """Positions whose cosines and sines are kept once they were asked for."""
-UNSEEN = 0x3F80
-"""Any bfloat16 number that is not zero."""
 NOTHING = NotCoveredError("its network is of another kind")
 
 
@@ -311,7 +309,7 @@ def _mask(rows: Sequence[int], places: Sequence[RowPlan], layer: LayerMask, widt
     seen = np.zeros((rows[-1] + 1 - rows[0], width, used), np.bool_)
     for row, place in zip(rows, places, strict=True):
         seen[row - rows[0], : place.new] = row_allowed(place, layer, used)
-    return torch.from_numpy(np.where(seen, np.int16(0), np.int16(UNSEEN)))
+    return torch.from_numpy(np.where(seen, np.int16(0), np.int16(0x3F80)))  # any bfloat16 number that is not zero
 
 
 def native_head(net: Any, parts: TargetParts, project: Any) -> tuple[NativeHead | None, str]:
