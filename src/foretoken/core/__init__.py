@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foretoken.core.budget import Budget, Limits, PathStop
     from foretoken.core.context import Context, Rng
-    from foretoken.core.records import RoundTimes, StepRecord
+    from foretoken.core.records import RoundTimes, StepRecord, Verdict
     from foretoken.core.scores import (
         LARGE,
         NON_FINITE,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     )
     from foretoken.core.tree import Kind, TokenTree
     from foretoken.core.values import OptionError, with_article
-    from foretoken.core.verdict import Verdict
 
 _HOMES = {
     "Budget": "budget",
@@ -46,7 +45,7 @@ _HOMES = {
     "Scores": "scores",
     "StepRecord": "records",
     "TokenTree": "tree",
-    "Verdict": "verdict",
+    "Verdict": "records",
     "argmaxes": "scores",
     "is_large": "scores",
     "with_article": "values",

@@ -75,12 +75,8 @@ def test_what_was_long_ago_counts_less_also_where_nothing_came_since() -> None:
         model.tick()
         model.add(False, 1, DraftCounts(), 1, 0)
     assert model.outlook(False, 0, DraftCounts(), 1).drafts == pytest.approx(50 * 0.95**16)
-    assert (
-        model.outlook(False, 1, DraftCounts(), 1).survival[0]
-        < 0.75
-        < 0.9
-        < model.outlook(False, 0, DraftCounts(), 1).survival[0]
-    )
+    worse, better = (model.outlook(False, member, DraftCounts(), 1).survival[0] for member in (1, 0))
+    assert worse < 0.75 < 0.9 < better
 
 
 def test_a_request_forgets_its_own_rounds() -> None:

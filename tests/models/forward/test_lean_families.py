@@ -13,11 +13,11 @@ import pytest
 import torch
 from checkpoints import new_model, prompt_of
 from families import MODELS, model_of, windows
-from forwards import InFloat64, compare, outputs
+from forwards import InFloat64, agrees, compare, outputs
 from torch.nn import functional as F
 
 from foretoken.models.base import Feed
-from foretoken.models.forward.lean import LeanForward, agrees
+from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_families import FAMILIES
 from foretoken.models.forward.lean_parts import LeanRmsNorm
 from foretoken.models.huggingface import HuggingFaceModel

@@ -19,9 +19,9 @@ from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacemen
 from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.cost_aware import paying_count
 from foretoken.methods.trees.counts import Counts, Levels, Ranks, StaticTree
-from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.sequoia import TYPICAL, Sequoia, values_of_ranks
 from foretoken.methods.trees.shapes import Choice
+from foretoken.methods.trees.specs import places_of
 
 DRAWS = ("iid", "without_replacement", "greedy")
 """How requests that sample without noise get their drafts: a drawn chain, a drawn tree, or the likeliest tokens."""

@@ -41,8 +41,8 @@ from foretoken.methods.drafters.narrowed import described, light_head, projected
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
-from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.shapes import Choice
+from foretoken.methods.trees.specs import places_of
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead

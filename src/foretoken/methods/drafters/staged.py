@@ -16,8 +16,8 @@ from foretoken.methods.drafters.cascade import CascadeDrafter, Chain, Rule
 from foretoken.methods.drafters.drawing import best, draw_without_replacement
 from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.counts import Ranks, StaticTree
-from foretoken.methods.trees.places import places_of
 from foretoken.methods.trees.shapes import Choice, fitting_nodes
+from foretoken.methods.trees.specs import places_of
 from foretoken.models.base import LanguageModel
 
 MOST_NODES = 256

@@ -65,11 +65,6 @@ def objection(kind: Kind, is_tree: bool, rule: type[Verifier], greedy: bool) -> 
     return None
 
 
-def right_verifiers(kind: Kind, is_tree: bool, greedy: bool) -> list[str]:
-    """Registry names of the lossless verifiers for proposals of one sort."""
-    return verifiers_for([(kind, is_tree)], greedy)
-
-
 def verifiers_for(proposals: Iterable[tuple[Kind, bool]], greedy: bool) -> list[str]:
     """Registry names of the lossless verifiers that are right for all sorts of proposals (kind, can branch)."""
     sorts, names = list(proposals), []

@@ -290,12 +290,6 @@ def _not_covered(owner: Network) -> str | None:
     return None
 
 
-def agrees(owner: Network, lean: LeanForward) -> bool:
-    """Whether the forward passes the check (:mod:`foretoken.models.checks.judging`)."""
-    judge = Checks(owner, None).judge
-    return judge is not None and judge.fault(owner, lean.run, lean.dtype, lean.is_coarse) is None
-
-
 def _has_plain_linears(model: Any, family: Family) -> bool:
     """Whether everything that is to be fused is a plain linear layer, or one that we have quantised."""
     mlp = () if family.experts else (*family.gate_up, family.up, family.down)

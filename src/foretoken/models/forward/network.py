@@ -15,8 +15,7 @@ from foretoken.models.checks.fast_paths import Checks, Probe
 from foretoken.models.forward.attention import attention_for
 from foretoken.models.forward.lean import LeanForward, build_lean
 from foretoken.models.forward.native import fastest_of
-from foretoken.models.forward.public import run_public
-from foretoken.models.forward.public_layouts import lay_out
+from foretoken.models.forward.public import lay_out, run_public
 from foretoken.models.linear.packing import Packing, unpack_linears
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.capabilities import detect

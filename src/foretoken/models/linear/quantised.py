@@ -78,8 +78,9 @@ def fastest_draft_product(
     if len(fitting) < 2:
         return fitting[0] if fitting else None
     times = measured(tuple(fitting), out, width, group, (1,))
-    # How much faster a product must be to be worth its error.  With activations of 8 bits .91 instead of .94 of the drafts
-    # of a model of 135M parameters are accepted, .95 instead of .96 of one of 1.5B, whose steps are a tenth faster.
+    # How much faster a product must be to be worth its error.  With activations of 8 bits .91 instead of .94 of the
+    # drafts of a model of 135M parameters are accepted; .95 instead of .96 of one of 1.5B, whose steps are a tenth
+    # faster.
     least = {4: 1.25, 8: 1.0}
     errors = {product: least[product.bits] * (1.06 if product.activations == 8 else 1.0) for product in fitting}
     return min(fitting, key=lambda product: times[product] * errors[product])

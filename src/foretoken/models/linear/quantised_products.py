@@ -162,26 +162,6 @@ def side_by_side(linears: Sequence[Any]) -> QuantisedProduct | None:
     return whole
 
 
-class Dequantised(QuantisedProduct):
-    """The readable twin: an ordinary product with the weights that the numbers stand for."""
-
-    name = "dequantised"
-
-    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
-        super().__init__((len(weight.values), weight.values.shape[1]), bias)
-        self.bits = 8 if isinstance(weight, Int8Weight) else 4
-        self.weight = weight.dequantised()
-
-    def product(self, x: Tensor) -> Tensor:
-        """In float32."""
-        return F.linear(x.float(), self.weight)
-
-    @property
-    def nbytes(self) -> int:
-        """Of float32."""
-        return self.weight.nbytes
-
-
 class Int8Product(QuantisedProduct):
     """int8 weights, the input in bfloat16.
 

@@ -1,4 +1,4 @@
-"""The structures that ``forward.cpp`` reads: a model as data, and one call of it.  Field by field as in the source."""
+"""The structures that ``forward.cpp`` and ``blocks.cpp`` read, field by field as there, and the calls of both."""
 
 from __future__ import annotations
 
@@ -119,3 +119,35 @@ def run(model: ModelStruct, call: CallStruct, threads: int) -> None:
     forward(ctypes.addressof(model), ctypes.addressof(call), threads, ctypes.addressof(failed))
     if failed.value:
         raise MemoryError(f"too little memory for a forward of {call.rows} rows: feed fewer tokens at once")
+
+
+class BlocksStruct(Structure):
+    """K heads of residual blocks with their projections."""
+
+    _fields_ = (
+        *((name, c_long) for name in ("heads", "width", "residual")),
+        ("first", ProductStruct),
+        ("rest", c_void_p),
+        ("depth", c_long),
+        ("projections", c_void_p),
+        ("shared", c_long),
+    )
+
+
+class BlocksCallStruct(Structure):
+    """States of some rows, and where what is made of them goes."""
+
+    _fields_ = (("rows", c_long), *((name, c_void_p) for name in ("x", "states", "logits")), ("best", BestStruct))
+
+
+def run_blocks(blocks: BlocksStruct, call: BlocksCallStruct, threads: int) -> None:
+    """Run the blocks.
+
+    Raises:
+        MemoryError: too little memory for what they keep in between.
+    """
+    failed = c_long(0)
+    compute = function("blocks", "ppnp")
+    compute(ctypes.addressof(blocks), ctypes.addressof(call), threads, ctypes.addressof(failed))
+    if failed.value:
+        raise MemoryError(f"too little memory for heads on {call.rows} rows: draft for fewer requests at once")

@@ -1,4 +1,4 @@
-"""P-EAGLE's network: EAGLE-3 with more layers, and a learned state for places that are not known yet (2602.01469)."""
+"""P-EAGLE: EAGLE-3 with more layers, and a learned state for places that are not known yet (arXiv 2602.01469)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.lean import HeadRun
+from foretoken.models.network.call import NetworkCall
 
 LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores a layer's new keys and values [b, H', n, d] and returns all that its rows may look at [b, H', m, d]."""
@@ -83,3 +86,36 @@ def _of_layer(keep: Any, index: int) -> Keep | None:
     if keep is None or isinstance(keep, HeadRun):
         return keep
     return lambda key, value: keep(index, key, value)
+
+
+class PeagleForward(HeadForward):
+    """The layers of the network."""
+
+    model: PeagleNet
+
+    def __init__(self, net: PeagleNet, *rest: Any) -> None:
+        super().__init__(net, *rest)
+        self.num_layers = self.depth = net.config.num_layers
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """[.., D] of ids, by the network's own embedding where it has one."""
+        own = self.model.embed_tokens
+        return super().embedded(ids) if own is None else F.embedding(ids, own.weight.detach()).float()
+
+    def _keep(self, call: NetworkCall) -> Any:
+        def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return call.cache.update(key, value, layer)
+
+        return keep
+
+
+class PeagleModel(FeatureModel):
+    """Arguments are those of :class:`~foretoken.models.forward.heads.features.HeadForward`."""
+
+    model: PeagleNet
+    kind = PeagleForward
+
+    @torch.no_grad()
+    def mask_states(self, count: int) -> Tensor:
+        """[count, D] features of places behind a text."""
+        return self.model.mask_feature.float().expand(count, -1)

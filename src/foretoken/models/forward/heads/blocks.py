@@ -13,8 +13,8 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.pieces import BlockParts
 from foretoken.models.forward.native_parts import BestTokens, Description
 from foretoken.models.linear.draft_packing import packed
-from foretoken.models.native import blocks as native
-from foretoken.models.native import forward, why_not
+from foretoken.models.native import forward as native
+from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.watch import Watch, has_hooks
 
@@ -103,7 +103,7 @@ class NativeBlocks:
         states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)
         scale = self.head.scale
         best = BestTokens(rows, min(top, self.num_tokens), scale) if top and scale is not None else None
-        asked = forward.BestStruct() if best is None else best.asked
+        asked = native.BestStruct() if best is None else best.asked
         call = native.BlocksCallStruct(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), asked)
-        native.run(self._blocks, call, torch.get_num_threads())
+        native.run_blocks(self._blocks, call, torch.get_num_threads())
         return Guessed(logits, [] if best is None else best.tokens(self.ids), self.head.behind)
