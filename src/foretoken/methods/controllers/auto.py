@@ -49,7 +49,6 @@ class AutoController(Controller):
         self.attach(Limits("", 5, 64))
 
     def attach(self, limits: Limits) -> None:
-        """Learn who can draft, and how deep."""
         self.grouped = bool(limits.members)
         self.members = tuple(limits.members) or (limits,)
         longest = [min(member.max_depth, self.k or member.max_depth) for member in self.members]
@@ -57,7 +56,6 @@ class AutoController(Controller):
         self._reset()
 
     def start_from(self, costs: RoundCosts) -> None:
-        """Begin with costs and acceptances that were measured before."""
         self._start = costs
         self._reset()
 

@@ -91,7 +91,6 @@ class BanditController(Controller):
         return len(self.arms) > 1
 
     def attach(self, limits: Limits) -> None:
-        """Make the arms of what the drafter can draft."""
         count = len(limits.members or (limits,))
         if len(self.costs) > 1 and len(self.costs) != count:
             raise ValueError(f"bandit has {len(self.costs)} costs for {count} drafters: give one per drafter")
@@ -132,7 +131,6 @@ class BanditController(Controller):
         return table.arms[table.playing].budget
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        """Credit the arm with the round."""
         table = self._table(context, record.batch_size)
         arm = table.arms[table.playing]
         arm.rounds += 1

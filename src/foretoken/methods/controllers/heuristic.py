@@ -42,12 +42,10 @@ class HeuristicController(Controller):
         self._nodes = 64
 
     def attach(self, limits: Limits) -> None:
-        """Start from the drafter's own length."""
         self.start = self.start or limits.max_depth
         self._nodes = max(limits.max_nodes, self.high)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The request's current length."""
         return Budget(self._length(context), self._nodes)
 
     def _length(self, context: Context) -> int:

@@ -39,7 +39,6 @@ class HeadStop(PathStop):
 
     @torch.no_grad()
     def follow(self, above: Sequence[float], hidden: Tensor) -> list[float]:
-        """The product of the head's chances along every path."""
         if self._device != hidden.device:
             self.net.to(hidden.device)
             self._device = hidden.device
@@ -47,7 +46,6 @@ class HeadStop(PathStop):
         return [before * chance for before, chance in zip(above, chances, strict=True)]
 
     def ends(self, likelihood: float) -> bool:
-        """Whether one of the path's tokens is likely enough to be rejected."""
         return 1.0 - likelihood > self.threshold
 
 
@@ -110,5 +108,4 @@ class SpecdecPpController(Controller):
         self._budget = Budget(self.k or limits.max_depth, limits.max_nodes, stop=self.stop)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The constant budget with the head as its stop rule."""
         return self._budget

@@ -90,7 +90,6 @@ class StoppingController(Controller):
         self.cap, self.nodes = min(self.k or limits.max_depth, limits.max_depth), limits.max_nodes
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The whole length, with the request's rule."""
         return Budget(self.cap, self.nodes, stop=self.rule(context))
 
     @abstractmethod

@@ -78,13 +78,11 @@ class TapoutController(StoppingController):
         return rules
 
     def rule(self, context: Context) -> Stop:
-        """The rule with the highest bound."""
         rules = self.rules(context)
         rules.playing = rules.best()
         return RULES[rules.playing]
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        """Reward the rule; rounds without a draft say nothing."""
         drafted, accepted = levels(record), record.num_accepted_tokens
         if drafted:
             rules = self.rules(context)

@@ -25,8 +25,6 @@ class KseqVerifier(Verifier):
     kinds = frozenset({Kind.IID})
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Walk down, one threshold per group of children that share a distribution."""
-
         def choose(node: int, children: Sequence[int]) -> int:
             rest = scores.p(node)  # [V]
             for group in _groups(tree, children):

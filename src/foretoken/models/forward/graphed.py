@@ -95,9 +95,8 @@ class Graphs:
         owner.num_layer_runs += WHOLE.count(owner.num_layers)
         results = []
         for row, feed, place in zip(rows, feeds, places, strict=True):
-            wanted = place.new if feed.wanted is None else feed.wanted
             kept = {name: states[row, : place.new] for name, states in hidden.items()}
-            results.append(Rows(logits[row, place.new - wanted : place.new], kept))
+            results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], kept))
         return results
 
     @torch.inference_mode()

@@ -182,12 +182,11 @@ class NativeForward(LeanForward):
         keys, values = cache.buffers(self._like)
         masks = [None if (mask := group.masks[kind]) is None else mask.contiguous() for kind in self._kinds]
         widths = [places.width] * places.b if call.counts is None else list(call.counts)
-        written = cache.planned
         arrays = [native.pointers(keys), native.pointers(values)]
-        arrays += [native.numbers(written.starts), native.numbers(widths), native.pointers(masks)]
+        arrays += [native.numbers(cache.starts), native.numbers(widths), native.pointers(masks)]
         held += [masks, arrays]
         first, second, *others = map(ctypes.addressof, arrays)
-        sizes = cache.num_slots, written.used, written.low, places.b, places.width
+        sizes = cache.num_slots, cache.used, cache.low, places.b, places.width
         return native.GroupStruct(first, second, *sizes, *others)
 
     def _handed_out(

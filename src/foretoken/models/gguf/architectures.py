@@ -89,8 +89,7 @@ def _granite_moe(file: GgufFile) -> Options:
 
 def _qwen3_moe(file: GgufFile) -> Options:
     return {
-        "num_experts": file.need("expert_count"),
-        "num_experts_per_tok": file.need("expert_used_count"),
+        **_olmoe(file),
         "moe_intermediate_size": file.need("expert_feed_forward_length"),
         "norm_topk_prob": True,  # the header does not tell, and llama.cpp does it for all
     }

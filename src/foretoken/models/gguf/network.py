@@ -62,12 +62,7 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
 
 def usual_dtype(file: GgufFile) -> torch.dtype:
     """The dtype of most numbers in matrices, bfloat16 where they are quantised."""
-    counts: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        if len(tensor.shape) > 1:
-            counts[tensor.kind] += tensor.data.nbytes
-    kind = counts.most_common(1)[0][0] if counts else "BF16"
-    return PLAIN.get(kind, torch.bfloat16)
+    return PLAIN.get(stored_as(file).split(" ")[0], torch.bfloat16)
 
 
 def stored_as(file: GgufFile) -> str:

@@ -35,11 +35,9 @@ class WidenedProduct(QuantisedProduct):
         return self.weight.dequantised()
 
     def some(self, rows: slice) -> Tensor:
-        """Some rows [n, in] of it."""
         return self.weight.dequantised(rows)
 
     def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """As for all products, some rows of the matrix at a time."""
         return by_slabs(self, x.to(dtype))
 
     @property
@@ -49,7 +47,6 @@ class WidenedProduct(QuantisedProduct):
 
     @property
     def nbytes(self) -> int:
-        """Of values and scales."""
         return self.weight.nbytes
 
 

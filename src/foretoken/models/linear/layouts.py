@@ -81,23 +81,19 @@ class PlainLayout(WeightLayout):
         self._weight, self._transposed, self.activations = weight, weight.t(), weight.dtype
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``torch.nn.functional.linear``."""
         return F.linear(x, self._weight, bias)
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """In one call where there is no bias."""
         if bias is not None:
             return residual + F.linear(x, self._weight, bias)
         return torch.addmm(residual, x, self._transposed)
 
     @property
     def weight(self) -> Tensor:
-        """The weight itself."""
         return self._weight
 
     @property
     def num_bytes(self) -> int:
-        """As stored."""
         return self._weight.nbytes
 
 
@@ -113,18 +109,15 @@ class OneDnnLayout(WeightLayout):
         self._bytes = weight.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """oneDNN's product."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
         return product
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """In one call."""
         total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
         return total
 
     @property
     def weight(self) -> Tensor:
-        """In row order again."""
         dense: Tensor = self.packed.to_dense()
         return dense
 
@@ -148,16 +141,13 @@ class NativeLayout(WeightLayout):
         self.packed, self._out, self.activations = bfloat16.laid_out(weight), len(weight), weight.dtype
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The kernel's product."""
         return bfloat16.product(x, self.packed, self._out, bias)
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """In one call."""
         return bfloat16.product(x, self.packed, self._out, bias, residual)
 
     @property
     def weight(self) -> Tensor:
-        """In row order again."""
         return bfloat16.in_rows(self.packed, self._out)
 
     @property
@@ -207,7 +197,6 @@ class HalfLayout(WeightLayout):
 
     @property
     def weight(self) -> Tensor:
-        """The same numbers as were given."""
         stored = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
         dense = (stored.float() * self._inverse).to(self._dtype)
         dense.view(-1)[self._rounded] = self._originals
@@ -215,7 +204,6 @@ class HalfLayout(WeightLayout):
 
     @property
     def num_bytes(self) -> int:
-        """Two a weight."""
         return self._bytes
 
 

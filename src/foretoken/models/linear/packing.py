@@ -314,7 +314,8 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
     for parent, name, linear in list(_children(model)):
         if not isinstance(linear, nn.Linear) or not is_plain(linear) or id(linear.weight) in tied:
             continue
-        projection = Projection(linear.weight.detach(), _detached(linear.bias), packing.layout, packing.blocks)
+        bias = None if linear.bias is None else linear.bias.detach()
+        projection = Projection(linear.weight.detach(), bias, packing.layout, packing.blocks)
         if projection.layout.name != "plain":
             setattr(parent, name, PackedLinear(projection))
             count += 1
@@ -393,7 +394,3 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 def _embedded(model: nn.Module) -> set[int]:
     """Ids of the weights of embeddings."""
     return {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
-
-
-def _detached(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach()

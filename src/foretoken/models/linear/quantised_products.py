@@ -124,25 +124,20 @@ class Share(QuantisedProduct):
         self.mark = getattr(whole, "mark", "")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n, in] -> [n, stop - start]."""
         return self.whole(x)[:, self.start : self.stop]
 
     def product(self, x: Tensor) -> Tensor:
-        """Without the bias."""
         return self.whole.product(x)[:, self.start : self.stop]
 
     def dense(self) -> Tensor:
-        """[stop - start, in] float32."""
         return self.whole.some(slice(self.start, self.stop))
 
     def some(self, rows: slice) -> Tensor:
-        """Some rows of it."""
         places = range(self.start, self.stop)[rows]
         return self.whole.some(slice(places.start, places.stop, places.step))
 
     @property
     def nbytes(self) -> int:
-        """Its part of the memory."""
         return self.whole.nbytes * self.shape[0] // self.whole.shape[0]
 
 
@@ -189,7 +184,6 @@ class Int8Product(QuantisedProduct):
 
     @property
     def nbytes(self) -> int:
-        """A byte a weight, two a row."""
         return self.padded.nbytes + self.weight.scale.nbytes
 
 
@@ -218,7 +212,6 @@ class Int4Product(QuantisedProduct):
 
     @property
     def nbytes(self) -> int:
-        """Half a byte a weight, four a group."""
         return self.packed.nbytes + self.scales.nbytes
 
 
@@ -293,7 +286,6 @@ class NativeProduct(QuantisedProduct):
 
     @property
     def nbytes(self) -> int:
-        """Of the weight and its scales, the last block of outputs filled up."""
         return self.packed.nbytes + self.scales.nbytes
 
 
@@ -307,7 +299,6 @@ class NativeInt8Product(NativeProduct):
         self.packed, self.scales = integers.laid_out8(weight)
 
     def linear(self) -> Linear:
-        """With a scale for each output."""
         out, inner = self.shape
         return Linear(linear.EIGHT, inner, out, inner, address(self.packed), address(self.scales))
 
@@ -328,7 +319,6 @@ class NativeInt4Product(NativeProduct):
         self.packed, self.scales = integers.laid_out4(weight)
 
     def linear(self) -> Linear:
-        """With scales and zeros of groups."""
         out, inner = self.shape
         return Linear(linear.FOUR, inner, out, self.group, address(self.packed), address(self.scales))
 
@@ -345,7 +335,6 @@ class NativeInt8ByteProduct(NativeInt8Product):
     name, activations = "int8 weights, own kernel, 8-bit input", 8
 
     def linear(self) -> Linear:
-        """With a scale for each output."""
         return bytes_linear(
             self.shape, 8, self.shape[1], self.packed, self.scales, form=linear.PER_ROW, middle=integers.MIDDLE8
         )
@@ -357,7 +346,6 @@ class NativeInt4ByteProduct(NativeInt4Product):
     name, activations = "int4 weights, own kernel, 8-bit input", 8
 
     def linear(self) -> Linear:
-        """With scales and zeros of groups."""
         form, middle = linear.PAIRS, integers.MIDDLE4
         return bytes_linear(self.shape, 4, self.group, self.packed, self.scales, form=form, zeros=True, middle=middle)
 

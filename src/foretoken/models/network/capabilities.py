@@ -15,7 +15,7 @@ def detect(model: Any) -> Capabilities:
     if recurrent == "conv":
         # Transformers' cache records past convolution inputs, so that the end of a chain can be dropped again.
         reason = f"{config.model_type} has conv layers, which mix neighbouring slots, so that no path can branch off"
-        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
+        return _chains_only(reason)
     if recurrent:
         # Whether its end can be dropped again a trial says (foretoken.models.stateful).
         reason = f"{config.model_type} has {recurrent} layers, whose state cannot be branched"
@@ -23,16 +23,17 @@ def detect(model: Any) -> Capabilities:
             False, False, False, True, False, dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason)
         )
     if _uses_alibi(config):
-        reason = f"{config.model_type} has ALiBi attention layers, which take positions from the cache slot"
-        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
+        return _chains_only(f"{config.model_type} has ALiBi attention layers, which take positions from the cache slot")
     reader = _slot_reader(model, config)
     if reader:
-        reason = f"{config.model_type} has {reader} layers, which take positions from the cache slot"
-        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
+        return _chains_only(f"{config.model_type} has {reader} layers, which take positions from the cache slot")
     if not getattr(model, "_supports_attention_backend", False):
-        reason = f"the attention layers of {config.model_type} do not use Transformers' attention interface"
-        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
+        return _chains_only(f"the attention layers of {config.model_type} do not use Transformers' attention interface")
     return Capabilities()
+
+
+def _chains_only(reason: str) -> Capabilities:
+    return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
 
 
 def _uses_alibi(config: Any) -> bool:

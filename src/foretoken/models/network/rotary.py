@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import LanguageModel, SequenceState
-from foretoken.models.network.layers import _replace
+from foretoken.models.network.layers import replace_forward
 
 
 def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
@@ -79,7 +79,7 @@ class ChangingRotary:
     def of(cls, model: nn.Module) -> ChangingRotary | None:
         """Those of a Transformers model; ``None`` where no frequencies change."""
         modules = [one for module in model.modules() if (one := _changing(module)) is not None]
-        return cls(modules, _rereads(model)) if modules else None
+        return cls(modules, bool(_rereading(model))) if modules else None
 
     # -- texts -------------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class ChangingRotary:
         restores = []
         try:
             for index, one in enumerate(self.modules):
-                restores.append(_replace(one.module, self._forward(index, known)))
+                restores.append(replace_forward(one.module, self._forward(index, known)))
             yield
         finally:
             for restore in reversed(restores):
@@ -233,7 +233,7 @@ def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = N
     if rotary is None:
         why = f"its rotary embeddings change beyond {known.border} tokens, which this forward does not follow"
         return min(context, known.border), why
-    reread_at = [_original_of(module) for module in _rereading(model)]
+    reread_at = [int(module.config.original_max_position_embeddings) for module in _rereading(model)]
     wrong = [length for length in reread_at if length != known.border]
     if wrong or (known.rereads and known._exact):
         border = min([known.border, *wrong])
@@ -289,30 +289,20 @@ def _merged(before: Any, new: Any, chosen: Tensor) -> Any:
     return cut if before is None else torch.where(chosen, cut, before)
 
 
-def _rereading(model: nn.Module) -> list[nn.Module]:
+def _rereading(model: nn.Module) -> list[Any]:
     """Modules whose preparation of `generate` drops the cache at an original length."""
+    original = "original_max_position_embeddings"
     modules = []
     for module in model.modules():
         prepare = getattr(type(module), "prepare_inputs_for_generation", None)
-        if prepare is not None and hasattr(getattr(module, "config", None), ORIGINAL):
+        if prepare is not None and hasattr(getattr(module, "config", None), original):
             try:
                 source = inspect.getsource(inspect.unwrap(prepare))
             except (OSError, TypeError):
                 continue
-            if ORIGINAL in source:
+            if original in source:
                 modules.append(module)
     return modules
-
-
-ORIGINAL = "original_max_position_embeddings"
-
-
-def _rereads(model: nn.Module) -> bool:
-    return bool(_rereading(model))
-
-
-def _original_of(module: Any) -> int:
-    return int(module.config.original_max_position_embeddings)
 
 
 def _factor(one: Changing) -> float:

@@ -18,10 +18,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 
 
-def _param_of(module: Any) -> Any:
-    return module.get_param()
-
-
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody looks at, or changes, what a module reads or gives."""
     return any(True for _ in _hooks(getattr(module, name) for name in HOOKS))
@@ -62,7 +58,8 @@ class Watch:
         self._before = self._members()
         tensors = [*network.parameters(), *_saved_buffers(modules)]
         self._tensors = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta]
-        self._uncounted = {id(_param_of(module)) for module in modules if _updates_in_forward(module)}
+        wrappers: list[Any] = [module for module in modules if _updates_in_forward(module)]
+        self._uncounted = {id(wrapper.get_param()) for wrapper in wrappers}
         self._written = self._counts()
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in self._tensors:

@@ -93,7 +93,9 @@ class Weights:
 
     def __init__(self, path: str | Path, *, vocab_only: bool = False) -> None:
         self.path = Path(path).expanduser()
-        _check_magic(self.path)
+        fault = gguf_fault(self.path)
+        if fault is not None:
+            raise GgufError(fault)
         self.library = library()
         c = self.library.c
         options = c.llama_model_default_params()
@@ -119,12 +121,6 @@ class Weights:
     def architecture(self) -> str:
         """As the header names it."""
         return self.metadata("general.architecture") or "unknown"
-
-
-def _check_magic(path: Path) -> None:
-    fault = gguf_fault(path)
-    if fault is not None:
-        raise GgufError(fault)
 
 
 def _refusal(path: Path, llama: LlamaLibrary) -> str:

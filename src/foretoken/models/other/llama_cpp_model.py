@@ -14,7 +14,15 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import (
+    Capabilities,
+    CapabilityError,
+    Feed,
+    LanguageModel,
+    Rows,
+    SequenceState,
+    check_distinct,
+)
 from foretoken.models.other.branches import Branches, Removal
 from foretoken.models.other.llama_context import CACHE_TYPES, MOST_IDS, PIECE, LlamaContext
 from foretoken.models.other.llama_cpp import GgufError, Weights
@@ -88,7 +96,6 @@ class LlamaCppModel(LanguageModel):
 
     @property
     def weight_bytes(self) -> int:
-        """What the tensors of the file take."""
         return int(self.weights.library.c.llama_model_size(self.weights.handle))
 
     @property
@@ -105,7 +112,6 @@ class LlamaCppModel(LanguageModel):
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:
-        """A new, empty sequence with an id of its own."""
         if not self._free:
             self._make_room(0, 1)
         self._opened += 1
@@ -115,7 +121,6 @@ class LlamaCppModel(LanguageModel):
         return sequence
 
     def release(self, sequence: SequenceState) -> None:
-        """Free a sequence's cells and ids."""
         self._sequences.remove(sequence)
         for own in self._branches.pop(sequence.row).ids:
             self._context.leave(own, 0)
@@ -149,7 +154,6 @@ class LlamaCppModel(LanguageModel):
         self.prefill(sequence, kept[again:])
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Commit ``tokens`` in pieces, without logits."""
         for start in range(0, len(tokens), PIECE):
             piece = tokens[start : start + PIECE]
             self.forward([Feed(sequence, piece, wanted=0)], taps)
@@ -176,8 +180,7 @@ class LlamaCppModel(LanguageModel):
         """
         if taps:
             raise CapabilityError(f"this target has no hidden states: {NO_LAYERS}")
-        if len({feed.sequence.row for feed in feeds}) < len(feeds):
-            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        check_distinct(feeds)
         for feed in feeds:
             self._check(feed)
         try:
@@ -216,7 +219,7 @@ class LlamaCppModel(LanguageModel):
             sequence, count = feed.sequence, len(feed.tokens)
             tokens += feed.tokens
             positions += [len(sequence.tokens) + depth for depth in sequence.scratch_depths[-count:]] if count else []
-            counts.append(count if feed.wanted is None else feed.wanted)
+            counts.append(feed.num_wanted)
             wanted += [place >= count - counts[-1] for place in range(count)]
         began = perf_counter()
         logits = self._context.decode(tokens, positions, ids, wanted)
@@ -226,9 +229,8 @@ class LlamaCppModel(LanguageModel):
 
     def _append(self, feed: Feed) -> list[list[int]]:
         """Add a feed's nodes to the scratch; returns the ids of each."""
-        sequence, count = feed.sequence, len(feed.tokens)
-        old = len(sequence.scratch_tokens)
-        sequence.append(feed.tokens, range(old - 1, old - 1 + count) if feed.parents is None else feed.parents)
+        sequence = feed.sequence
+        sequence.append(feed.tokens, feed.parents_behind(len(sequence.scratch_tokens)))
         grown = self._branches[sequence.row].grow(
             sequence.scratch_parents, sequence.scratch_depths, len(sequence.tokens), self._free.pop
         )

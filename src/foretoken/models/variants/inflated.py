@@ -35,7 +35,6 @@ class InflatedNetwork(Network):
 
     @property
     def extra_rows(self) -> Tensor | None:
-        """[K, D] what ids from ``vocab_size`` on are embedded as."""
         rows = super().extra_rows
         return None if rows is None else self.shape.widened(rows)
 

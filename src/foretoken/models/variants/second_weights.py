@@ -33,7 +33,7 @@ from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.models.linear.quantised_weights import GROUPS, fits_int4
 from foretoken.models.network.alone import alone
 from foretoken.models.network.call import NetworkCall, Outputs
-from foretoken.models.network.layers import _replace
+from foretoken.models.network.layers import replace_forward
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.inflation import available_bytes
 from foretoken.models.variants.own_sequences import OwnSequencesModel
@@ -123,7 +123,7 @@ class QuantisedWeights:
             return self._lean.run(call)
         with alone(network.model), ExitStack() as swapped:
             for linear, product in self.products.items():
-                swapped.callback(_replace(linear, _forward(product)))
+                swapped.callback(replace_forward(linear, _forward(product)))
             return network.run_public(call)
 
 

@@ -103,10 +103,7 @@ class PeagleForward(HeadForward):
         return super().embedded(ids) if own is None else F.embedding(ids, own.weight.detach()).float()
 
     def _keep(self, call: NetworkCall) -> Any:
-        def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            return call.cache.update(key, value, layer)
-
-        return keep
+        return lambda layer, key, value: call.cache.update(key, value, layer)
 
 
 class PeagleModel(FeatureModel):

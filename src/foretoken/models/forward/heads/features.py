@@ -99,11 +99,7 @@ class HeadForward:
 
     def _keep(self, call: NetworkCall) -> Any:
         """Where the network's own forward keeps keys and values."""
-
-        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            return call.cache.update(key, value, 0)
-
-        return keep
+        return lambda key, value: call.cache.update(key, value, 0)
 
     def _run_module(self, call: NetworkCall) -> Outputs:
         """The same through the network's own forward, for one whose layer is the target's."""
@@ -140,7 +136,6 @@ class FeatureModel(TreeRunner):
 
     @property
     def forward_name(self) -> str:  # type: ignore[override]
-        """What runs the network."""
         return self.forwards.name if self.native is None else self.native.name
 
     @property

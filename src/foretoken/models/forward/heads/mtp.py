@@ -53,7 +53,7 @@ class NativeModule(nn.Module):
         self.feed = feed
         self.layer_index = index
         size, eps = int(config.hidden_size), float(config.rms_norm_eps)
-        norm = _norm_class(decoder)
+        norm: Any = type(decoder.norm)  # it knows whether its weights are centred at zero or at one
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.enorm, self.hnorm, self.norm = norm(size, eps=eps), norm(size, eps=eps), norm(size, eps=eps)
         layer_class: Any = type(layers[index])
@@ -107,7 +107,8 @@ class NativeModule(nn.Module):
         """Weights to train from: the target's own layer and final norm, and the mean of both inputs."""
         decoder, layers = find_decoder(network)
         self.layer.load_state_dict(layers[self.layer_index].state_dict())
-        self.norm.load_state_dict(_final_norm(decoder).state_dict())
+        final_norm: Any = decoder.norm
+        self.norm.load_state_dict(final_norm.state_dict())
         half = torch.eye(len(self.eh_proj.weight)) / 2
         self.eh_proj.weight.copy_(torch.cat([half, half], 1))
 
@@ -144,9 +145,8 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
         if name not in given:
             raise ValueError(f"its multi-token prediction module lacks the tensor {name}: the checkpoint is incomplete")
         if name not in wanted:
-            raise ValueError(
-                f"its multi-token prediction module holds a tensor {name} that {_name(made)} does not have"
-            )
+            kind = type(made.layer).__name__
+            raise ValueError(f"its multi-token prediction module holds a tensor {name} that {kind} does not have")
         if wanted[name].shape != given[name].shape:
             raise ValueError(
                 f"{name} of its multi-token prediction module is {list(given[name].shape)} and must be "
@@ -217,20 +217,6 @@ def _last_full(network: nn.Module) -> int:
     if not full:
         raise ValueError(f"{config.model_type} has no full-attention layer, of which its prediction module is made")
     return full[-1]
-
-
-def _final_norm(decoder: nn.Module) -> nn.Module:
-    norm: nn.Module = decoder.norm  # type: ignore[assignment]
-    return norm
-
-
-def _norm_class(decoder: nn.Module) -> Any:
-    """The class of the final norm: it knows whether its weights are centred at zero or at one."""
-    return type(_final_norm(decoder))
-
-
-def _name(module: NativeModule) -> str:
-    return type(module.layer).__name__
 
 
 def modules_of(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:

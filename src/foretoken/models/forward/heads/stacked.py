@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,7 @@ from torch import Tensor, nn
 
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.cache.masks import LayerMask, unseen
-from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
-from foretoken.models.forward.heads.mtp import Keep
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.network.call import NetworkCall, Outputs
 
@@ -73,7 +72,7 @@ class StackedForward(HeadForward):
                 features = inputs[:, :, index - 1]
             elif index and not step:  # within a feed the place before is the row before
                 features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
-            keep, mask = self._keep_of(call.cache, index), self._mask(call, index)
+            keep, mask = partial(call.cache.update, layer_idx=index), self._mask(call, index)
             outputs.append(module(embeddings, features, call.positions, mask, keep))
         output = torch.cat(outputs, -1)
         kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
@@ -82,17 +81,12 @@ class StackedForward(HeadForward):
         )
         return call.taken(logits), {"state": output}
 
-    @staticmethod
-    def _keep_of(cache: TreeCache, index: int) -> Keep:
-        """The cache of a module."""
-        return lambda key, value: cache.update(key, value, index)
-
     def _mask(self, call: NetworkCall, index: int) -> Tensor | None:
         """A module's first place is its number: the ones before have no state for it to read."""
         mask = call.masks[""]
         if not index:
             return mask
-        slots = torch.arange(call.cache.planned.used, device=self.device)
+        slots = torch.arange(call.cache.used, device=self.device)
         if call.cache.reads is not None:
             slots = call.cache.reads.slots(slots[None, None, :, None])[0, 0, :, 0]
         if mask is None:
@@ -120,7 +114,6 @@ class StackedModel(FeatureModel):
         self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
 
     def release(self, sequence: SequenceState) -> None:
-        """Free a row."""
         self._read.pop(id(sequence), None)
         super().release(sequence)
 
