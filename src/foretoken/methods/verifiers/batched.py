@@ -93,7 +93,7 @@ def make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Score
             torch.cat([scores.logits[:count] for scores, count in group]), None
         )
         for (scores, _), part in zip(group, distributions.split(counts), strict=True):
-            scores.made = part
+            scores.batched_p = part
         read_weights([scores for scores, count in group if count > 1])
 
 
@@ -119,9 +119,9 @@ def read_weights(all_scores: Sequence[Scores]) -> None:
     drafts = torch.tensor([x for scores in drawn for x in scores.tree.tokens[1:]], device=drawn[0].logits.device)
     read: list[Tensor] = []
     for scores, x in zip(drawn, drafts[:, None].split(counts), strict=True):
-        if scores.made is None or scores.tree.q is None:
+        if scores.batched_p is None or scores.tree.q is None:
             raise RuntimeError("weights are read of distributions that are made and drawn from")
-        read += (scores.made[:-1].gather(1, x), scores.tree.q.gather(1, x))
+        read += (scores.batched_p[:-1].gather(1, x), scores.tree.q.gather(1, x))
     weights = iter(torch.cat(read)[:, 0].tolist())
     for scores, count in zip(drawn, counts, strict=True):
         scores.weights = (list(islice(weights, count)), list(islice(weights, count)))
@@ -143,28 +143,28 @@ def bring_home(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> l
     drawn = [scores for verifier, scores in pairs if _is_drawn(verifier, scores)]
     with checks_later() as best:
         tokens = _tokens(looked_up, best)
-        made = _distributions(drawn)
+        distributions = _distributions(drawn)
     stays = {*tokens}
     for verifier, scores in pairs:
-        if id(scores) in made and _draws_alone(verifier, scores):
-            scores.made = made[id(scores)]
+        if id(scores) in distributions and _draws_alone(verifier, scores):
+            scores.batched_p = distributions[id(scores)]
             stays.add(id(scores))
     read: list[Tensor] = [*best, *tokens.values()]
     for scores in all_scores:
         if id(scores) not in stays:
-            read += [made.get(id(scores), scores.logits)] + ([] if scores.tree.q is None else [scores.tree.q])
+            read += [distributions.get(id(scores), scores.logits)] + ([] if scores.tree.q is None else [scores.tree.q])
     got = iter(read_together(read))
     check_best([next(got) for _ in best])
     for scores in looked_up:
         scores.chosen = next(got).tolist()
-    return [scores if id(scores) in stays else _home(scores, id(scores) in made, got) for scores in all_scores]
+    return [scores if id(scores) in stays else _home(scores, id(scores) in distributions, got) for scores in all_scores]
 
 
 def _home(scores: Scores, has_distributions: bool, got: Iterator[Tensor]) -> Scores:
     """The same on the host; rules of sampled requests read distributions alone, which stand where the logits were."""
     rows = next(got)
     tree = scores.tree if scores.tree.q is None else replace(scores.tree, q=next(got))
-    return replace(scores, logits=rows, tree=tree, made=rows if has_distributions else None, _distributions={})
+    return replace(scores, logits=rows, tree=tree, batched_p=rows if has_distributions else None, _distributions={})
 
 
 def _is_looked_up(verifier: Verifier, scores: Scores) -> bool:

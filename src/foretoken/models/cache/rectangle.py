@@ -231,10 +231,10 @@ class TreeCache(Cache):
     def take_row(self, source: TreeCache, row: int, target: int, slots: int) -> None:
         """Copy the first ``slots`` slots of a row of another cache to row ``target``."""
         self.reserve(target + 1, slots)
-        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+        for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
             for layer, buffer in enumerate(theirs):
                 if buffer is not None:
-                    self._buffer(mine, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
+                    self._buffer(own, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
 
     def clear(self) -> None:
         """Drop all buffers: the next forward makes new ones, in its own dtype."""

@@ -128,9 +128,9 @@ def _said(kind: str, path: float, plain: float) -> str:
     )
 
 
-def relative(mine: Tensor, theirs: Tensor) -> float:
-    """Size of the difference in units of ``theirs``."""
-    if mine.shape != theirs.shape:
+def relative(tried: Tensor, judged_by: Tensor) -> float:
+    """Size of the difference in units of ``judged_by``."""
+    if tried.shape != judged_by.shape:
         return float("inf")
-    own, judge = mine.cpu().double(), theirs.cpu().double()
+    own, judge = tried.cpu().double(), judged_by.cpu().double()
     return float((own - judge).norm() / judge.norm().clamp_min(1e-30))

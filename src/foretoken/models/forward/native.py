@@ -196,9 +196,9 @@ class NativeForward(LeanForward):
         outputs: list[Outputs] = []
         for group, call in zip(run.groups, calls, strict=True):
             counts = [stop - start for _, start, stop in call.wanted]
-            mine, logits = logits[: sum(counts)], logits[sum(counts) :]
+            rows, logits = logits[: sum(counts)], logits[sum(counts) :]
             hidden = {name: group.places.padded(x[group.rows]) for name, x in states.items()}
-            outputs.append((list(mine.split(counts)), hidden))
+            outputs.append((list(rows.split(counts)), hidden))
         return outputs
 
 

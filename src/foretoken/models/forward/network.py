@@ -134,8 +134,8 @@ class Network:
     def take_weights(self, source: nn.Module) -> None:
         """Copy the weights of ``source``, a network of the same shape, over the present ones."""
         with torch.no_grad():
-            for mine, new in zip(self.model.parameters(), source.parameters(), strict=True):
-                mine.copy_(new)
+            for weight, new in zip(self.model.parameters(), source.parameters(), strict=True):
+                weight.copy_(new)
         if self.fast is not None:
             self.fast = self.fast.again(self)  # its fused weights are copies
 

@@ -58,9 +58,9 @@ class Fingerprint:
     def difference(self, other: Fingerprint) -> str:
         """What is different in words; empty when nothing is."""
         for name in ("hidden_size", "vocab_size", "num_layers"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} is {mine} there and {theirs} here"
+            there, here = getattr(self, name), getattr(other, name)
+            if there != here:
+                return f"{name} is {there} there and {here} here"
         same = self._has_weights_of(other) or self._is_stored_otherwise(other)
         return "" if same else "the shapes agree, but the weights are others"
 

@@ -207,9 +207,9 @@ class HalfLayout(WeightLayout):
         return self._bytes
 
 
-Maker = Callable[[Tensor], WeightLayout]
+LayOut = Callable[[Tensor], WeightLayout]
 """Lays a weight [out, in] out."""
-LAYOUTS: dict[str, Maker] = {cls.name: cls for cls in (PlainLayout, OneDnnLayout, NativeLayout, HalfLayout)}
+LAYOUTS: dict[str, LayOut] = {cls.name: cls for cls in (PlainLayout, OneDnnLayout, NativeLayout, HalfLayout)}
 
 
 def halved(weight: Tensor) -> Halved | None:
@@ -266,7 +266,7 @@ def _has_fbgemm() -> bool:
     return torch.backends.quantized.engine in ("fbgemm", "x86") and _runs(HalfLayout, torch.float32)
 
 
-def _runs(cls: Maker, dtype: torch.dtype) -> bool:
+def _runs(cls: LayOut, dtype: torch.dtype) -> bool:
     """Whether this build of PyTorch has the layout's operators, and they multiply."""
     try:
         layout = cls(torch.eye(16, dtype=dtype))

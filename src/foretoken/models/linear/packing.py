@@ -201,10 +201,10 @@ class Packing:
         alone = len(linears) == 1
         weight = linears[0].weight.detach() if alone else torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        made = Projection(weight, torch.cat(biases) if biases else None, self.layout, self.blocks)
+        projection = Projection(weight, torch.cat(biases) if biases else None, self.layout, self.blocks)
         if self.home is not None:
-            self.home.take_place(linears, made)
-        return made
+            self.home.take_place(linears, projection)
+        return projection
 
 
 def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, block: int = BLOCK) -> Tensor:

@@ -20,7 +20,7 @@ from functools import cache, partial
 
 import torch
 
-from foretoken.models.linear.layouts import LAYOUTS, Maker, WeightLayout, usable_layouts
+from foretoken.models.linear.layouts import LAYOUTS, LayOut, WeightLayout, usable_layouts
 from foretoken.models.machine import KeptResults, cache_bytes, timed
 
 ROWS = (1, 2, 5, 8)
@@ -96,7 +96,7 @@ def _times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Times:
 
 
 @torch.inference_mode()
-def _measure(make: Maker, dtype: torch.dtype, out: int, inner: int) -> Times:
+def _measure(make: LayOut, dtype: torch.dtype, out: int, inner: int) -> Times:
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(out, inner, generator=generator) / inner**0.5).bfloat16().to(dtype)
     copies = min(MOST_COPIES, max(2, cache_bytes() // weight.nbytes))

@@ -152,8 +152,8 @@ def measured(
     stored: dict[int, Any] = {b: Int4Weight.of(weight, group) if b == 4 else Int8Weight.of(weight) for b in bits}
     seconds = dict.fromkeys(products, 0.0)
     for product in products:
-        made = product(stored[product.bits], None)
-        copies = [made, *(made.copied() for _ in range(num_copies - 1))]
+        first = product(stored[product.bits], None)
+        copies = [first, *(first.copied() for _ in range(num_copies - 1))]
         for x in (torch.randn(count, width, generator=draws) for count in rows):
             seconds[product] += reading_s(copies, x)
     return seconds
@@ -169,12 +169,12 @@ def reading_s(copies: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:
 @torch.inference_mode()
 def wide_rows(product: type[QuantisedProduct], out: int, width: int, group: int) -> int:
     """From how many rows on the dequantised weight is faster by a tenth, measured; a large number where it never is."""
-    made = make_product(product, torch.ones(out, width), None, group)
+    tried = make_product(product, torch.ones(out, width), None, group)
     if not product.has_wide or (product.bits == 4 and block4(out) == 0):
         return NEVER
     for rows in (WIDE, 2 * WIDE, 4 * WIDE):
         x = torch.ones(rows, width)
-        seconds = timed({"product": [partial(made.product, x)], "dense": [partial(made.by_dense, x)]}, TRIES)
+        seconds = timed({"product": [partial(tried.product, x)], "dense": [partial(tried.by_dense, x)]}, TRIES)
         if 1.1 * seconds["dense"] < seconds["product"]:
             return rows
     return NEVER

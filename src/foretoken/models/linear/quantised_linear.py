@@ -44,9 +44,9 @@ class QuantisedLinear(nn.Module):
     def of(cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> QuantisedLinear:
         """A layer's weight, quantised."""
         bias = None if linear.bias is None else linear.bias.detach()
-        made = make_product(product, linear.weight, bias, GROUP)
-        made.wide = wide_rows if wide else None
-        return cls(made, linear.weight.dtype)
+        quantised = make_product(product, linear.weight, bias, GROUP)
+        quantised.wide = wide_rows if wide else None
+        return cls(quantised, linear.weight.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -83,8 +83,8 @@ def write_library(level: str, file: Path) -> None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)")
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
-        for source, made in zip(SOURCES, objects, strict=True):
-            run(program, *FLAGS, *LEVELS[level], "-fopenmp", "-c", str(source), "-o", made)
+        for source, compiled in zip(SOURCES, objects, strict=True):
+            run(program, *FLAGS, *LEVELS[level], "-fopenmp", "-c", str(source), "-o", compiled)
         # Linked without OpenMP's library: its symbols are those that PyTorch has loaded.
         run(program, "-shared", "-s", *objects, "-o", str(file))
 

@@ -205,12 +205,12 @@ def _compiled(chosen: str) -> ctypes.CDLL:
     except OSError:  # damaged, or from another system that shares the folder
         pass
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
-        made = Path(folder) / kept.name
-        compiling.write_library(chosen, made)
+        compiled = Path(folder) / kept.name
+        compiling.write_library(chosen, compiled)
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             with replacing(kept) as draft:
-                shutil.copyfile(made, draft)
+                shutil.copyfile(compiled, draft)
         except OSError:  # the cache cannot be written: every process compiles for itself
-            return ctypes.CDLL(str(made))
+            return ctypes.CDLL(str(compiled))
         return ctypes.CDLL(str(kept))

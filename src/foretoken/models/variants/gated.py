@@ -230,8 +230,8 @@ class GatedWeights:
             modules = [layers[layer].get_submodule(name) for name in names]
             return self._product(layer, product, names, [_shape(m)[0] for m in modules], fast.dtype)
 
-        made = fast.with_products(change)
-        return made if seen.issuperset(self.updates.shapes) else None
+        gated = fast.with_products(change)
+        return gated if seen.issuperset(self.updates.shapes) else None
 
     @torch.no_grad()
     def _product(

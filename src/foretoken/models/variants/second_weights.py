@@ -105,12 +105,12 @@ class QuantisedWeights:
             self._lean = owner.fast.again(shadow)
         else:
             for linear in linears(owner.model):
-                pick = scheme.head_product if linear is head else scheme.product
-                product = pick((linear.out_features, linear.in_features))
+                choose = scheme.head_product if linear is head else scheme.product
+                product = choose((linear.out_features, linear.in_features))
                 if product is not None:
-                    made = make_product(product, joined_weight([linear]), linear.bias, scheme.group)
-                    self.products[linear] = made
-                    self.all_products.append(made)
+                    quantised = make_product(product, joined_weight([linear]), linear.bias, scheme.group)
+                    self.products[linear] = quantised
+                    self.all_products.append(quantised)
 
     @property
     def nbytes(self) -> int:
@@ -135,13 +135,13 @@ class QuantisedPacking:
         base: how the model's own layers became projections.
         scheme: how weights are quantised.
         head: the vocabulary projection.
-        made: all products so far.
+        products: all that were made so far.
     """
 
     base: Packing
     scheme: Scheme
     head: Any
-    made: list[QuantisedProduct]
+    products: list[QuantisedProduct]
 
     @property
     def blocks(self) -> bool:
@@ -160,16 +160,18 @@ class QuantisedPacking:
     def projection(self, *linears: Any) -> Product:
         """One product that gives the outputs of all of them side by side; the model's own where none fits."""
         shape = (sum(linear.out_features for linear in linears), linears[0].in_features)
-        pick = self.scheme.head_product if linears[0] is self.head else self.scheme.product
-        product = pick(shape)
+        choose = self.scheme.head_product if linears[0] is self.head else self.scheme.product
+        product = choose(shape)
         if product is None:
             own: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
             shared = own.pop() if len(own) == 1 else None
             return self._copied(linears) if shared is None else shared
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        made = make_product(product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group)
-        self.made.append(made)
-        return made
+        quantised = make_product(
+            product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group
+        )
+        self.products.append(quantised)
+        return quantised
 
     def _copied(self, linears: Sequence[Any]) -> Product:
         return replace(self.base, home=None).projection(*linears)
@@ -284,8 +286,8 @@ class OwnWeightsModel(OwnSequencesModel):
         super().__init__(target, "" if scheme is None else scheme.name)
         self.weights: QuantisedWeights | None = None
         if scheme is not None:
-            made = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
-            self.weights = made if isinstance(made, QuantisedWeights) else None
+            added = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
+            self.weights = added if isinstance(added, QuantisedWeights) else None
 
     @property
     def weight_bytes(self) -> int:

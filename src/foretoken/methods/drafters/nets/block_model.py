@@ -39,8 +39,8 @@ class BlockForward(HeadForward):
         used, rows = call.cache.get_mask_sizes(0)[0], call.ids.shape[1]
         config = self.model.config
         kinds = list(zip(config.reaches, config.causals, strict=True))
-        made = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
-        masks = [made[kind] if kind[0] or cut is None else cut.hidden(made[kind]) for kind in kinds]
+        by_kind = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
+        masks = [by_kind[kind] if kind[0] or cut is None else cut.hidden(by_kind[kind]) for kind in kinds]
 
         def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             call.cache.reads = None if config.reaches[layer] else cut

@@ -14,6 +14,8 @@ from foretoken.models.forward.heads.lean import HeadRun
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores new keys and values [b, H, n, d] and returns all that may be looked at [b, H, m, d]."""
+LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The same for a layer of several, whose index comes first."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +15,6 @@ from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.lean import HeadRun
 from foretoken.models.network.call import NetworkCall
 
-LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Stores a layer's new keys and values [b, H', n, d] and returns all that its rows may look at [b, H', m, d]."""
 DEEPEST = 64
 """Places that a pass may guess at most."""
 
@@ -74,7 +71,7 @@ class PeagleNet(Eagle3Net):
         self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None = None, keep: Any = None
     ) -> Tensor:
         """[b, n, D] of embeddings and features [b, n, D]; the arguments are those of
-        :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, but that ``keep`` is a :data:`LayerKeep` of all
+        :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, but that ``keep`` is a ``LayerKeep`` of all
         layers (or what runs a single one itself)."""
         x = super().forward(embeddings, features, positions, mask, _of_layer(keep, 0))
         for index, layer in enumerate(self.layers, 1):

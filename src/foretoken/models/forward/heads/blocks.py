@@ -79,12 +79,12 @@ class NativeBlocks:
         self.width = first.shape[0] // len(pieces.first)
         depth = len(pieces.rest[0])
         rest = [packed(layers[i]) for i in range(depth) for layers in pieces.rest]
-        made = [each.native() if isinstance(each, DraftHead) else packed(each) for each in self.projections]
-        self.num_tokens = made[0].shape[0]
-        places = self._description.products(rest) if rest else None, self._description.products(made)
+        projections = [each.native() if isinstance(each, DraftHead) else packed(each) for each in self.projections]
+        self.num_tokens = projections[0].shape[0]
+        places = self._description.products(rest) if rest else None, self._description.products(projections)
         self._blocks = native.BlocksStruct(
             *(self.heads, self.width, int(pieces.residual), self._description.product(first)),
-            *(places[0], depth, places[1], int(len(made) == 1)),
+            *(places[0], depth, places[1], int(len(projections) == 1)),
         )
 
     def has_changed(self) -> bool:

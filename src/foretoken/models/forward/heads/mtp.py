@@ -138,14 +138,14 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
     """
     experts = any(".experts." in name for name in tensors)
     with torch.device("meta"):
-        made = NativeModule(network, experts, feed)
-    wanted = made.state_dict()
+        module = NativeModule(network, experts, feed)
+    wanted = module.state_dict()
     given = fused(tensors)
     for name in [*wanted, *sorted(given.keys() - wanted.keys())]:
         if name not in given:
             raise ValueError(f"its multi-token prediction module lacks the tensor {name}: the checkpoint is incomplete")
         if name not in wanted:
-            kind = type(made.layer).__name__
+            kind = type(module.layer).__name__
             raise ValueError(f"its multi-token prediction module holds a tensor {name} that {kind} does not have")
         if wanted[name].shape != given[name].shape:
             raise ValueError(
@@ -153,8 +153,8 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
                 f"{list(wanted[name].shape)}"
             )
     floats = {n: t.to(torch.float32) if t.is_floating_point() else t for n, t in given.items()}
-    made.load_state_dict(floats, assign=True)
-    return made.requires_grad_(False)
+    module.load_state_dict(floats, assign=True)
+    return module.requires_grad_(False)
 
 
 def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -247,10 +247,10 @@ TARGETS_OWN = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv
 
 
 def _qwen(names: Sequence[str]) -> list[dict[str, str]]:
-    mine = [name for name in names if name.startswith("mtp.") and not name.endswith(TARGETS_OWN)]
-    shared = {QWEN[name]: name for name in mine if name in QWEN}
+    module_names = [name for name in names if name.startswith("mtp.") and not name.endswith(TARGETS_OWN)]
+    shared = {QWEN[name]: name for name in module_names if name in QWEN}
     layers: dict[int, dict[str, str]] = {}
-    for name in mine:
+    for name in module_names:
         if name in QWEN:
             continue
         parts = name.split(".", 3)
@@ -258,7 +258,7 @@ def _qwen(names: Sequence[str]) -> list[dict[str, str]]:
             layers.setdefault(int(parts[2]), {})[f"layer.{parts[3]}"] = name
         else:
             shared[name.removeprefix("mtp.")] = name  # is reported when the module is filled
-    if mine and not layers:
+    if module_names and not layers:
         layers[0] = {}
     return [{**shared, **layers[index]} for index in sorted(layers)]
 

@@ -243,10 +243,10 @@ class NativeHead:
     def _buffers(self, cache: TreeCache) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values in bfloat16; what the twin has stored in another dtype is rounded."""
         keys, values = cache.buffers(self.like)
-        for store, mine in ((cache.keys, keys), (cache.values, values)):
-            for i, buffer in enumerate(mine):
+        for store, buffers in ((cache.keys, keys), (cache.values, values)):
+            for i, buffer in enumerate(buffers):
                 if buffer.dtype != torch.bfloat16:
-                    store[i] = mine[i] = buffer.to(torch.bfloat16)
+                    store[i] = buffers[i] = buffer.to(torch.bfloat16)
         return keys, values
 
     def _turns(self, places: Sequence[RowPlan]) -> tuple[Tensor, Tensor]:
