@@ -60,7 +60,7 @@ class DraftCounts:
         return cls(tries, hits, sum(part.covered for part in parts), sum(part.bare for part in parts))
 
 
-class Outlook(NamedTuple):
+class _Outlook(NamedTuple):
     """What a drafter promises: per depth the chance that a draft is accepted at least so far, the share of the text for
     which it has a guess, and the drafts of the population that this rests on."""
 
@@ -94,7 +94,7 @@ class AcceptanceModel:
         own.add(depth, accepted)
         self.population[greedy][member].add(depth, accepted)
 
-    def outlook(self, greedy: bool, member: int, own: DraftCounts, depth: int, requests: int = 1) -> Outlook:
+    def outlook(self, greedy: bool, member: int, own: DraftCounts, depth: int, requests: int = 1) -> _Outlook:
         """For drafts of up to ``depth`` of requests that showed ``own`` together."""
         everyone, weight = self.population[greedy][member], REQUEST_WEIGHT * requests
         chance, survival, known = 1.0, [], PRIOR
@@ -104,7 +104,7 @@ class AcceptanceModel:
             survival.append(chance)
         share = (everyone.covered + 1.0) / (everyone.covered + everyone.bare + 1.0)
         share = (own.covered + weight * share) / (own.covered + own.bare + weight)
-        return Outlook(survival, share, everyone.tries[0] if everyone.tries else 0.0)
+        return _Outlook(survival, share, everyone.tries[0] if everyone.tries else 0.0)
 
 
 def shrunk(counts: DraftCounts, place: int, prior: float, weight: float) -> float:

@@ -16,7 +16,7 @@ from foretoken.core import Budget, Context, Limits, PathStop
 from foretoken.methods.controllers.base import Controller
 
 
-class StopHeads(Protocol):
+class _StopHeads(Protocol):
     """Where trained stop heads come from."""
 
     def stop_head(self, path: str | None) -> tuple[nn.Module, Any]:
@@ -74,7 +74,7 @@ class SpecdecPpController(Controller):
         self._budget = Budget(k or 5, 64, stop=self.stop)
 
     @classmethod
-    def build(cls, path: str | None, context: StopHeads, **options: Any) -> SpecdecPpController:
+    def build(cls, path: str | None, context: _StopHeads, **options: Any) -> SpecdecPpController:
         """From a spec ``specdec_pp[:FOLDER]``; without a folder the head of the built-in draft model.
 
         Raises:

@@ -74,7 +74,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
     Raises:
         ValueError: no acceptance vector, one that is none, or fewer than one node or level.
     """
-    check_acceptance(acceptance)
+    _check_acceptance(acceptance)
     if nodes < 1 or depth < 1:
         raise ValueError(f"sequoia needs nodes >= 1 and depth >= 1, not {nodes} and {depth}")
     sizes = nodes + 2  # m = 0 .. nodes + 1
@@ -99,7 +99,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
     return BestTrees(tuple(acceptance), best, children, left)
 
 
-def check_acceptance(acceptance: Sequence[float]) -> None:
+def _check_acceptance(acceptance: Sequence[float]) -> None:
     """Raises:
     ValueError: not chances of which at most one comes true.
     """

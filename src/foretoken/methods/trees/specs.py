@@ -13,7 +13,7 @@ from foretoken.methods.trees.shapes import read_tree
 from foretoken.registry import make, parse_spec, rows
 
 
-def static_trees() -> list[str]:
+def _static_trees() -> list[str]:
     """Names of the trees of fixed shape."""
     return [row.name for row in rows("tree") if issubclass(row.load(), Shape)]
 
@@ -43,11 +43,11 @@ def places_of(tree: str, name: str) -> StaticTree:
     """
     if tree[:1].isdigit() and not set(tree.lower()) - set("0123456789x"):
         return Levels(parse_widths(tree))
-    if tree.partition(",")[0] in static_trees():
+    if tree.partition(",")[0] in _static_trees():
         return Ranks(build_tree(tree, Shape).choices())
     if tree.endswith(".json") or Path(tree).expanduser().is_file():
         return Ranks(read_tree(tree, name))
     raise ValueError(
         f"tree={tree!r} must be positive child counts per level, for example 3x2x1, a file of `foretoken tune tree`, "
-        f"or one of {', '.join([*static_trees(), *dynamic_trees()])} with its options"
+        f"or one of {', '.join([*_static_trees(), *dynamic_trees()])} with its options"
     )

@@ -58,12 +58,12 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
         each = zip(verifiers, all_scores, rngs, strict=True)
         return [verifier.verify(scores.tree, scores, rng) for verifier, scores, rng in each]
     if all_scores[0].logits.device.type != "cpu":
-        all_scores = bring_home(verifiers, all_scores)
+        all_scores = _bring_home(verifiers, all_scores)
     elif len(all_scores) == 1:
         return [verifiers[0].verify(all_scores[0].tree, all_scores[0], rngs[0])]
     else:
-        make_distributions(verifiers, all_scores)
-        make_choices(all_scores)
+        _make_distributions(verifiers, all_scores)
+        _make_choices(all_scores)
     verdicts: list[Verdict] = []
     late: dict[int, tuple[Tensor, float]] = {}
     for verifier, scores, rng in zip(verifiers, all_scores, rngs, strict=True):
@@ -78,7 +78,7 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
     return verdicts
 
 
-def make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> None:
+def _make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> None:
     """Make the distributions that the rules will ask for, of all requests that sample alike by one call."""
     alike: dict[Hashable, list[tuple[Scores, int]]] = {}
     for verifier, scores in zip(verifiers, all_scores, strict=True):
@@ -94,10 +94,10 @@ def make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Score
         )
         for (scores, _), part in zip(group, distributions.split(counts), strict=True):
             scores.batched_p = part
-        read_weights([scores for scores, count in group if count > 1])
+        _read_weights([scores for scores, count in group if count > 1])
 
 
-def make_choices(all_scores: Sequence[Scores]) -> None:
+def _make_choices(all_scores: Sequence[Scores]) -> None:
     """Look up the tokens after all nodes of requests with noise, of all that sample alike by one call."""
     alike: dict[Hashable, list[Scores]] = {}
     for scores in all_scores:
@@ -110,7 +110,7 @@ def make_choices(all_scores: Sequence[Scores]) -> None:
             scores.chosen = tokens
 
 
-def read_weights(all_scores: Sequence[Scores]) -> None:
+def _read_weights(all_scores: Sequence[Scores]) -> None:
     """p(x) and q(x) of the drafts of chains whose distributions are made, in one transfer."""
     drawn = [scores for scores in all_scores if _distributions_in_order(scores.tree)]
     if len(drawn) < 2:
@@ -132,7 +132,7 @@ def _distributions_in_order(tree: TokenTree) -> bool:
     return tree.q is not None and len(tree.q) == len(tree) - 1 and tuple(tree.q_rows[1:]) == tuple(range(len(tree.q)))
 
 
-def bring_home(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> list[Scores]:
+def _bring_home(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> list[Scores]:
     """Scores whose rules need nothing of the device any more, one draw of requests without a draft left out.
 
     Raises:

@@ -38,7 +38,7 @@ class KseqVerifier(Verifier):
                 for token in tokens:
                     if coins.accept(float(rest[token]), rho * float(q[token])):
                         return token
-                rest = kseq_residual(rest, q, len(group), rho)
+                rest = _residual(rest, q, len(group), rho)
             return coins.draw(rest)
 
         return walk_down(tree, choose)
@@ -64,7 +64,7 @@ def overlap(p: Tensor, q: Tensor, rho: float) -> float:
     return float(torch.minimum(q, p / rho).sum())
 
 
-def kseq_residual(p: Tensor, q: Tensor, k: int, rho: float) -> Tensor:
+def _residual(p: Tensor, q: Tensor, k: int, rho: float) -> Tensor:
     """norm([p - min(q, p / rho) (1 - (1 - beta)^k) / beta]+) [V]; ``p`` when nothing is left or nothing overlaps."""
     shared = torch.minimum(q, p / rho)
     beta = float(shared.sum())

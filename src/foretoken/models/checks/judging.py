@@ -104,7 +104,7 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def without_kernels(model: nn.Module) -> Iterator[None]:
+def _without_kernels(model: nn.Module) -> Iterator[None]:
     """Inside the block quantised layers multiply by the numbers that their weights stand for, in float32.
 
     Where a kernel reads activations in few bits, they are rounded as it does: that is a part of what it computes.
@@ -194,7 +194,7 @@ class Judge:
     @classmethod
     def of(cls, network: Network, ids: Sequence[int]) -> Judge | None:
         """``None`` for a model that cannot be run on the probe; float64 models are their own judge."""
-        with without_kernels(network.model):
+        with _without_kernels(network.model):
             own = probe_logits(network, network.run_public, network.dtype, ids)
         if own is None:
             return None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foretoken.models.stateful import StatefulModel
 
 
-class ErrorLimits(NamedTuple):
+class _ErrorLimits(NamedTuple):
     """Relative differences that are rounding, beyond :data:`foretoken.models.checks.judging.MOST` times those of a
     fresh reading, both against a fresh reading in the next wider precision.
 
@@ -36,7 +36,7 @@ class ErrorLimits(NamedTuple):
     mean: float
 
 
-HALF, EXACT = ErrorLimits(0.02, 0.05), ErrorLimits(1e-4, 3e-4)
+HALF, EXACT = _ErrorLimits(0.02, 0.05), _ErrorLimits(1e-4, 3e-4)
 """A state that a forward of several tokens ignores makes 0.07 to 1, a rule for single tokens that leaves a clamp out
 (nemotron_h, zamba2) 1e-3 in float32."""
 READ, STEP, CHAIN = 12, 13, 17

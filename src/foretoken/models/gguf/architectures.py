@@ -123,7 +123,7 @@ def _gemma3(file: GgufFile) -> Options:
         "layer_types": _windows(file, 6),
         "final_logit_softcapping": file.get("final_logit_softcapping"),
         "rope_parameters": {
-            "full_attention": rope_of(file, 1_000_000.0),
+            "full_attention": _rope_of(file, 1_000_000.0),
             "sliding_attention": {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base_swa", 10000.0)},
         },
     }
@@ -143,7 +143,7 @@ def _phi3(file: GgufFile) -> Options:
         "original_max_position_embeddings": file.get(
             "rope.scaling.original_context_length", file.need("context_length")
         ),
-        "rope_parameters": rope_of(file, partial=int(file.get("rope.dimension_count", 0)) / head_dim(file) or 1.0),
+        "rope_parameters": _rope_of(file, partial=int(file.get("rope.dimension_count", 0)) / head_dim(file) or 1.0),
     }
 
 
@@ -236,7 +236,7 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
         "pad_token_id": None,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
-        "rope_parameters": rope_of(file),
+        "rope_parameters": _rope_of(file),
         "_name_or_path": str(file.path),
     }
     values.update(architecture.options(file))
@@ -265,7 +265,7 @@ def head_dim(file: GgufFile) -> int:
     return width
 
 
-def rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Options:
+def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Options:
     """Parameters of the rotary embedding, as Transformers has them.
 
     Raises:

@@ -180,7 +180,7 @@ class _GgufReader:
         return name, shape, self._number("I"), self._number("Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], number: int, place: int) -> GgufTensor:
-        kind, block, size = block_of(number)
+        kind, block, size = _block_of(number)
         if not kind:
             raise UncoveredError(f"{name} in {self.path} is of type {number}, which is unknown")
         width = shape[-1] if shape else 1
@@ -248,7 +248,7 @@ class _GgufReader:
 
 
 @cache
-def block_of(number: int) -> tuple[str, int, int]:
+def _block_of(number: int) -> tuple[str, int, int]:
     """Name, numbers and bytes of a block of a type of tensors; an empty name for a type that the package lacks."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 

@@ -43,7 +43,7 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
 
     architecture = architecture_of(file)
     config = config_of(file, architecture)
-    dtype = usual_dtype(file) if dtype is None else dtype
+    dtype = _usual_dtype(file) if dtype is None else dtype
     for tensor in file.tensors.values():
         if tensor.kind not in KINDS and tensor.kind not in PLAIN:
             raise UncoveredError(f"{tensor.name} in {file.path} is stored as {tensor.kind}, which is not read here")
@@ -60,7 +60,7 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     return model.eval()
 
 
-def usual_dtype(file: GgufFile) -> torch.dtype:
+def _usual_dtype(file: GgufFile) -> torch.dtype:
     """The dtype of most numbers in matrices, bfloat16 where they are quantised."""
     return PLAIN.get(stored_as(file).split(" ")[0], torch.bfloat16)
 

@@ -34,7 +34,7 @@ UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9]{3}")
 
 
 @dataclass(frozen=True)
-class Splitting:
+class _Splitting:
     """How a text is split into words, whose bytes are merged.
 
     Attributes:
@@ -48,15 +48,15 @@ class Splitting:
     bos: bool = False
 
 
-PRE: dict[str, Splitting] = {
-    "default": Splitting(UNNAMED),
-    **dict.fromkeys(("gpt-2", "olmo", "mpt", "phi-2", "jais"), Splitting((GPT2,))),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Splitting((LLAMA3,), whole=True, bos=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), Splitting((QWEN2,))),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Splitting((DIGIT, GPT2))),
-    "tekken": Splitting((TEKKEN,), whole=True, bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Splitting((GPT4O,))),
+PRE: dict[str, _Splitting] = {
+    "default": _Splitting(UNNAMED),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "phi-2", "jais"), _Splitting((GPT2,))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _Splitting((LLAMA3,), whole=True, bos=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Splitting((LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _Splitting((QWEN2,))),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Splitting((DIGIT, GPT2))),
+    "tekken": _Splitting((TEKKEN,), whole=True, bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Splitting((GPT4O,))),
 }
 """By ``tokenizer.ggml.pre``.  ``tekken``, ``gpt-4o`` and ``llama4`` are the models' own patterns: llama.cpp has no
 classes of capital letters and marks beyond ASCII, and splits a few words of such letters elsewhere."""
@@ -175,7 +175,7 @@ def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple
     unknown = _named(file, "unknown_token_id", names) or next(
         (token for token, place in vocabulary.items() if kinds[place] == Token.UNKNOWN), None
     )
-    model = models.BPE(vocabulary, merges_of(mergeable), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    model = models.BPE(vocabulary, _merges_of(mergeable), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
     prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
     before = [normalizers.Prepend(SPACE)] if prefix else []
@@ -185,7 +185,7 @@ def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple
     return backend, True
 
 
-def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """All ways to put two tokens together to a third, that of the highest score first.
 
     SentencePiece merges the pair whose token has the highest score; a list of merges in that order does the same.

@@ -92,7 +92,7 @@ class Projection:
 
     def _apply(self, x: Tensor) -> Tensor:
         if self.block:
-            return in_blocks(self._product, x, self.block)
+            return _in_blocks(self._product, x, self.block)
         if len(x) < self.least:
             return self._product(torch.cat((x, self._filler[len(x) - 1 :])))[: len(x)]
         return self._product(x)
@@ -178,7 +178,7 @@ class Packing:
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype, device: torch.device, blocks: bool, in_place: bool) -> Packing:
         """For a whole model: 16-bit weights all get one layout, so that activations have one dtype throughout."""
-        shapes = [tuple(m.weight.shape) for m in plain_linears(model)]
+        shapes = [tuple(m.weight.shape) for m in _plain_linears(model)]
         narrow = dtype in NARROW and shapes
         layout = fastest_layout(dtype, shapes, usable_layouts(dtype, device)) if narrow else "auto"
         return cls(layout, blocks, Home(model) if in_place else None)
@@ -207,7 +207,7 @@ class Packing:
         return projection
 
 
-def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, block: int = BLOCK) -> Tensor:
+def _in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, block: int = BLOCK) -> Tensor:
     """``product(x)`` for x [n, in], computed on ``block`` rows at a time (the last block is filled up with zeros)."""
     n = len(x)
     x = F.pad(x, (0, 0, 0, -n % block))
@@ -222,11 +222,11 @@ class BlockedProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             x, *rest = args
-            rows = in_blocks(lambda part: F.linear(part, *rest, **kwargs), x.reshape(-1, x.shape[-1]))
+            rows = _in_blocks(lambda part: F.linear(part, *rest, **kwargs), x.reshape(-1, x.shape[-1]))
             return rows.view(*x.shape[:-1], -1)
         if func is torch.addmm and args[0].dim() == 1:
             bias, x, weight = args
-            return in_blocks(lambda part: torch.addmm(bias, part, weight, **kwargs), x)
+            return _in_blocks(lambda part: torch.addmm(bias, part, weight, **kwargs), x)
         return func(*args, **kwargs)
 
 
@@ -277,7 +277,7 @@ def is_plain(module: nn.Module) -> bool:
     return its_own and not is_hooked(module)
 
 
-def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
+def _plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
     """The modules below ``model`` that :func:`is_plain` holds for."""
     return (module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module))
 
@@ -351,7 +351,7 @@ def check_packable(model: Any) -> None:
     Raises:
         ValueError: it has no linear layers, or they are on a device or in a dtype that has the plain layout alone.
     """
-    kinds = {(m.weight.device, m.weight.dtype) for m in plain_linears(model)}
+    kinds = {(m.weight.device, m.weight.dtype) for m in _plain_linears(model)}
     if not kinds:
         raise ValueError(f"pack=True: {type(model).__name__} has no torch.nn.Linear layers that could be packed")
     if all(usable_layouts(dtype, device) == ("plain",) for device, dtype in kinds):

@@ -43,7 +43,7 @@ KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_long, "d": ctypes.c
 log = logging.getLogger("foretoken")
 
 
-class KernelLibrary(NamedTuple):
+class _KernelLibrary(NamedTuple):
     """The library that was loaded, and where it comes from."""
 
     functions: ctypes.CDLL
@@ -132,7 +132,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 @cache
-def _loaded() -> KernelLibrary | str:
+def _loaded() -> _KernelLibrary | str:
     """The library, or why there is none."""
     lacking = _lacking()
     if lacking is not None:
@@ -142,7 +142,7 @@ def _loaded() -> KernelLibrary | str:
     if shipped.exists():
         try:
             compiling.check(shipped)
-            return KernelLibrary(ctypes.CDLL(str(shipped)), "from the wheel")
+            return _KernelLibrary(ctypes.CDLL(str(shipped)), "from the wheel")
         except OSError as error:  # damaged, or made for another C library
             fault = f"the wheel's kernels cannot be used: {error}"
             log.warning(fault)
@@ -151,7 +151,7 @@ def _loaded() -> KernelLibrary | str:
     except (OSError, subprocess.SubprocessError) as error:
         reason = f"the kernels could not be compiled: {str(error).strip().splitlines()[-1]}"
         return f"{fault}; {reason}" if fault else reason
-    return KernelLibrary(functions, f"compiled here; {fault}" if fault else "compiled here")
+    return _KernelLibrary(functions, f"compiled here; {fault}" if fault else "compiled here")
 
 
 def _lacking() -> str | None:

@@ -42,7 +42,7 @@ def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Changing:
+class _Changing:
     """One rotary module of a model.
 
     Attributes:
@@ -69,7 +69,7 @@ class ChangingRotary:
         border: most tokens of a text that has the short frequencies throughout.
     """
 
-    def __init__(self, modules: Sequence[Changing], rereads: bool) -> None:
+    def __init__(self, modules: Sequence[_Changing], rereads: bool) -> None:
         self.modules, self.rereads = modules, rereads
         self.border = min(one.border for one in modules)
         self._exact = any(one.rule == "each" for one in modules) or len({one.border for one in modules}) > 1
@@ -245,7 +245,7 @@ def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = N
     return (max(context, int(known.border * min(factors))) if factors else context), ""
 
 
-def _changing(module: nn.Module) -> Changing | None:
+def _changing(module: nn.Module) -> _Changing | None:
     kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
     if kinds is None or config is None:
         return None
@@ -261,7 +261,7 @@ def _changing(module: nn.Module) -> Changing | None:
         for k in changing
     }
     rule = "two" if {rules[kind] for kind in changing} == {"two"} and len(borders) == 1 else "each"
-    return Changing(module, _fresh(module), rule, min(borders))
+    return _Changing(module, _fresh(module), rule, min(borders))
 
 
 def _copy(module: nn.Module) -> nn.Module:
@@ -305,7 +305,7 @@ def _rereading(model: nn.Module) -> list[Any]:
     return modules
 
 
-def _factor(one: Changing) -> float:
+def _factor(one: _Changing) -> float:
     """By how much a dynamic embedding stretches the original length."""
     parameters: Any = one.module.config.rope_parameters  # type: ignore[union-attr]
     by_type = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]

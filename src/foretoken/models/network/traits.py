@@ -56,7 +56,7 @@ def layer_masks(model: Any) -> dict[str, LayerMask]:
     """Which masks the model's forward wants: by layer type where it takes a dictionary, else one under ``""``."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    if not takes_mask_dict(model):
+    if not _takes_mask_dict(model):
         # Without layer types a model either slides everywhere (mistral, phi3) or nowhere.
         return {"": LayerMask("sliding", window) if window and _slides(model) else LayerMask()}
     kinds = {
@@ -71,7 +71,7 @@ def layer_masks(model: Any) -> dict[str, LayerMask]:
     return {name: kinds[name] for name in sorted(types)}
 
 
-def takes_mask_dict(model: Any) -> bool:
+def _takes_mask_dict(model: Any) -> bool:
     """Whether the decoder's forward accepts one mask per layer type."""
     return any("causal_mask_mapping" in _source(module) for module in _decoders(model))
 

@@ -77,12 +77,12 @@ class LlamaCppModel(LanguageModel):
         self.cache_type = cache_type
         self.weights = Weights(path)
         self.path = self.weights.path
-        self.capabilities = capabilities_of(self.weights)
+        self.capabilities = _capabilities_of(self.weights)
         c, handle = self.weights.library.c, self.weights.handle
         trained = int(c.llama_model_n_ctx_train(handle)) or USUAL_CONTEXT
         self.context_length = context_length or min(trained, USUAL_CONTEXT)
         self.vocab_size = int(c.llama_vocab_n_tokens(self.weights.vocab))
-        self.eos_token_ids = eog_ids(self.weights)
+        self.eos_token_ids = _eog_ids(self.weights)
         self.device = torch.device("cpu")
         self.dtype = c.llama_ftype_name(c.llama_model_ftype(handle)).decode()
         self.rounds_like = _rounding(self.dtype, cache_type)
@@ -300,7 +300,7 @@ class LlamaCppModel(LanguageModel):
             self._score(feeds)
 
 
-def capabilities_of(weights: Weights) -> Capabilities:
+def _capabilities_of(weights: Weights) -> Capabilities:
     """What a file's architecture can do.
 
     Raises:
@@ -326,7 +326,7 @@ def _rounding(weights: str, cache_type: str) -> torch.dtype:
     return torch.float16 if weights == "F16" else torch.bfloat16
 
 
-def eog_ids(weights: Weights) -> frozenset[int]:
+def _eog_ids(weights: Weights) -> frozenset[int]:
     """All tokens that end a text or a turn, as llama.cpp reads them from the file."""
     c, vocab = weights.library.c, weights.vocab
     return frozenset(token for token in range(c.llama_vocab_n_tokens(vocab)) if c.llama_vocab_is_eog(vocab, token))

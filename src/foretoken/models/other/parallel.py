@@ -52,7 +52,7 @@ class Follower(Protocol):
 
 
 @dataclass(frozen=True)
-class PartSnapshot(Snapshot):
+class _PartSnapshot(Snapshot):
     """The leader's part of a text that was kept.
 
     Attributes:
@@ -230,12 +230,12 @@ class ParallelModel(LanguageModel):
         own: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
         if own is None:
             return None
-        kept = PartSnapshot(own.tokens, own.layers, own.divisible, own.regime, self._next)
+        kept = _PartSnapshot(own.tokens, own.layers, own.divisible, own.regime, self._next)
         weakref.finalize(kept, self._forgotten.append, kept.key)
         return kept
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
-        if not isinstance(snapshot, PartSnapshot):
+        if not isinstance(snapshot, _PartSnapshot):
             raise ValueError("this text was kept by another model")
         self._tell("restore", text=self._number(sequence), key=snapshot.key, length=length)
         self._together(lambda: self.inner.restore(sequence, snapshot, length))

@@ -183,7 +183,7 @@ class _GatedProduct:
         return out
 
 
-class GatedWeights:
+class _GatedWeights:
     """Runs a network so that every row of a text but its first one goes through the updates.
 
     A network on a lean or native forward gets a lean one over the same weights, whose products add the updates; on the
@@ -287,7 +287,7 @@ class GatedModel(OwnSequencesModel):
         name = f"updates {id(updates)}"  # which are held as long as they can be asked for by it
         super().__init__(target, name)
         updates.check(self.target.model)
-        self.weights = GatedWeights(updates)
+        self.weights = _GatedWeights(updates)
         self.target.forwards.put_weights(name, self.weights)
 
     @property

@@ -101,7 +101,7 @@ class QuantisedWeights:
         head = owner.model.get_output_embeddings()
         if owner.fast is not None:
             shadow = copy.copy(owner)
-            shadow.packing = QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
+            shadow.packing = _QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
             self._lean = owner.fast.again(shadow)
         else:
             for linear in linears(owner.model):
@@ -128,7 +128,7 @@ class QuantisedWeights:
 
 
 @dataclass(frozen=True)
-class QuantisedPacking:
+class _QuantisedPacking:
     """A :class:`~foretoken.models.linear.packing.Packing` whose projections are quantised.
 
     Attributes:

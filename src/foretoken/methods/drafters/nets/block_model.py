@@ -17,7 +17,7 @@ from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.network.call import NetworkCall, Outputs
 
 
-class BlockForward(HeadForward):
+class _BlockForward(HeadForward):
     """The layers of a block network."""
 
     model: BlockNet
@@ -58,7 +58,7 @@ class BlockModel(FeatureModel):
     """
 
     model: BlockNet
-    kind = BlockForward
+    kind = _BlockForward
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:

@@ -85,7 +85,7 @@ def _of_layer(keep: Any, index: int) -> Keep | None:
     return lambda key, value: keep(index, key, value)
 
 
-class PeagleForward(HeadForward):
+class _PeagleForward(HeadForward):
     """The layers of the network."""
 
     model: PeagleNet
@@ -107,7 +107,7 @@ class PeagleModel(FeatureModel):
     """Arguments are those of :class:`~foretoken.models.forward.heads.features.HeadForward`."""
 
     model: PeagleNet
-    kind = PeagleForward
+    kind = _PeagleForward
 
     @torch.no_grad()
     def mask_states(self, count: int) -> Tensor:

@@ -72,11 +72,11 @@ def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str
     difference = for_target.difference(target)
     if difference:
         raise ValueError(f"{folder} was trained for another target: {difference}")
-    warn_of_storage(str(folder), for_target, target)
+    _warn_of_storage(str(folder), for_target, target)
     return description
 
 
-def warn_of_storage(name: str, trained_for: Fingerprint, target: Fingerprint) -> None:
+def _warn_of_storage(name: str, trained_for: Fingerprint, target: Fingerprint) -> None:
     """Say so where a network meets its model with weights that are stored otherwise: verification keeps the text."""
     doubt = trained_for.doubt(target)
     if doubt:

@@ -43,7 +43,7 @@ class StackedModules(nn.Module):
         return state
 
 
-class StackedForward(HeadForward):
+class _StackedForward(HeadForward):
     """The modules in a row.
 
     Attributes:
@@ -103,8 +103,8 @@ class StackedModel(FeatureModel):
         count: M.
     """
 
-    forwards: StackedForward
-    kind = StackedForward
+    forwards: _StackedForward
+    kind = _StackedForward
 
     def __init__(
         self, net: StackedModules, parts: TargetParts, target: LanguageModel, project: Any | None = None
