@@ -67,9 +67,9 @@ def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names:
         return "plain"
     costs = {name: sum(n * _cost(name, dtype, *size) for size, n in counts.items()) for name in names}
     if "native" in costs:
-        # Ours may cost twice what others do, timed alone: only with them a whole forward is one call, and only they give
-        # a row the same bits in any company.  Models of 135M and 0.5B whose products were timed at 1.4 to 1.7 times
-        # the best others ran 1.3 to 3 times as fast with ours, with AVX2 and with AVX-512 (docs/log.md).
+        # Ours may cost twice what others do, timed alone: only with them a whole forward is one call, and only they
+        # give a row the same bits in any company.  Models of 135M and 0.5B whose products were timed at 1.4 to 1.7
+        # times the best others ran 1.3 to 3 times as fast with ours, with AVX2 and with AVX-512 (docs/log.md).
         costs["native"] *= 0.5
     best = min(costs, key=lambda name: costs[name])
     return best if costs[best] < MARGIN * costs["plain"] else "plain"
