@@ -149,11 +149,7 @@ class Feed:
 
 
 def check_distinct(feeds: Sequence[Feed]) -> None:
-    """Refuse two feeds of one call for one sequence.
-
-    Raises:
-        ValueError: there are such.
-    """
+    """Refuse two feeds of one call for one sequence, by a ``ValueError``."""
     if len({id(feed.sequence) for feed in feeds}) < len(feeds):
         raise ValueError("two feeds of one forward belong to the same sequence: join them")
 
