@@ -303,10 +303,10 @@ _LATER: ContextVar[list[Tensor] | None] = ContextVar("largest entries that are c
 def checks_later() -> Iterator[list[Tensor]]:
     """Inside the block nobody waits for a device to learn whether rows are finite: their largest entries are collected
     there, and whoever reads them with something else hands them to :func:`check_best`."""
-    found: list[Tensor] = []
-    token = _LATER.set(found)
+    largest: list[Tensor] = []
+    token = _LATER.set(largest)
     try:
-        yield found
+        yield largest
     finally:
         _LATER.reset(token)
 

@@ -141,6 +141,21 @@ class Feed:
     after: int | None = None
     states: Tensor | None = None
 
+    @property
+    def num_wanted(self) -> int:
+        """``wanted`` as a number."""
+        return len(self.tokens) if self.wanted is None else self.wanted
+
+    def parents_behind(self, old: int) -> Sequence[int]:
+        """The parents of its nodes in a scratch that has ``old`` nodes already."""
+        return range(old - 1, old - 1 + len(self.tokens)) if self.parents is None else self.parents
+
+
+def check_distinct(feeds: Sequence[Feed]) -> None:
+    """Refuse two feeds of one call for one sequence, by a ``ValueError``."""
+    if len({id(feed.sequence) for feed in feeds}) < len(feeds):
+        raise ValueError("two feeds of one forward belong to the same sequence: join them")
+
 
 @dataclass(frozen=True)
 class Rows:

@@ -17,10 +17,10 @@ from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import Traits
 from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement
 from foretoken.methods.trees.cost_aware import paying_count
-from foretoken.methods.trees.counts import Counts, Levels, Places, Ranks
-from foretoken.methods.trees.places import places_of
+from foretoken.methods.trees.counts import Counts, Levels, Ranks, StaticTree
 from foretoken.methods.trees.sequoia import TYPICAL, Sequoia, values_of_ranks
 from foretoken.methods.trees.shapes import Choice
+from foretoken.methods.trees.specs import places_of
 
 DRAWS = ("iid", "without_replacement", "greedy")
 """How requests that sample without noise get their drafts: a drawn chain, a drawn tree, or the likeliest tokens."""
@@ -34,7 +34,7 @@ def check_draw(name: str, draw: str) -> None:
         raise ValueError(f"{name} needs draw={', '.join(DRAWS[:-1])} or {DRAWS[-1]}, not {draw!r}")
 
 
-def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> Places:
+def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> StaticTree:
     """The shape of what is drawn: a chain, or a tree of distinct siblings, Sequoia's where none is asked for.
 
     Raises:
@@ -47,7 +47,7 @@ def drawn_places(draw: str, tree: str, name: str, nodes: int, depth: int) -> Pla
     return places_of(tree, name) if tree else Ranks(Sequoia(nodes, depth).choices())
 
 
-def paying_places(places: Places, costs: TargetCost) -> Places:
+def paying_places(places: StaticTree, costs: TargetCost) -> StaticTree:
     """As much of a tree as pays on this machine, by typical chances of its ranks; a shape by levels stays whole.
 
     One request counts, since a text that is drawn must not depend on who shares the call.
@@ -81,7 +81,7 @@ class DrawnTree:
         distributions: what was drawn from [V], if anything was; ``q_rows`` are each node's place in it.
     """
 
-    def __init__(self, context: Context, places: Places, budget: Budget, most: int) -> None:
+    def __init__(self, context: Context, places: StaticTree, budget: Budget, most: int) -> None:
         self.context, self.budget, self.sampler = context, budget, context.sampler
         self.most = min(most, budget.max_nodes)
         self.counts: Counts = places.within(budget.max_depth, self.most)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from foretoken.core import Budget, Context
 from foretoken.methods.drafters.drawn_tree import DrawnTree
 from foretoken.methods.trees.base import Candidates
-from foretoken.methods.trees.counts import Places
+from foretoken.methods.trees.counts import StaticTree
 from foretoken.models.base import CapabilityError, LanguageModel, Rows, SequenceState
 
 
@@ -43,7 +43,7 @@ class Growing(DrawnTree):
     def __init__(
         self,
         context: Context,
-        places: Places,
+        places: StaticTree,
         budget: Budget,
         most: int,
         sequence: SequenceState,

@@ -40,9 +40,9 @@ from foretoken.methods.drafters.narrowed import described, light_head, projected
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.methods.trees.base import Candidates
-from foretoken.methods.trees.counts import Levels, Places, Ranks
-from foretoken.methods.trees.places import places_of
+from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
 from foretoken.methods.trees.shapes import Choice
+from foretoken.methods.trees.specs import places_of
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -115,7 +115,7 @@ class ModelDrafter(Drafter):
         sorts = {(Kind.POINT, True)} | ({(Kind.IID, False)} if self.draw == "iid" else set())
         self.traits = replace(self.traits, draws_trees=True, sorts=frozenset(sorts))
 
-    def _take(self, places: Places, draw: str) -> None:
+    def _take(self, places: StaticTree, draw: str) -> None:
         self.places, self.max_depth, self.draw = places, places.max_depth, draw
         self.dynamic = None
         self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=places.branches, sorts=frozenset())

@@ -15,9 +15,9 @@ from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.methods.drafters.base import BuildContext, Drafter
 from foretoken.methods.drafters.cascade import CascadeDrafter, Chain, Rule
 from foretoken.methods.drafters.drawing import best, draw_without_replacement
-from foretoken.methods.trees.counts import Places, Ranks
-from foretoken.methods.trees.places import places_of
+from foretoken.methods.trees.counts import Ranks, StaticTree
 from foretoken.methods.trees.shapes import Choice, fitting_nodes
+from foretoken.methods.trees.specs import places_of
 from foretoken.models.base import LanguageModel
 
 MOST_NODES = 256
@@ -229,7 +229,7 @@ def comb(k: int, width: int) -> list[Choice]:
     return [*spine, *((*(0,) * depth, rank) for depth in range(k) for rank in range(1, width))]
 
 
-def listed(places: Places) -> list[Choice]:
+def listed(places: StaticTree) -> list[Choice]:
     """The nodes of a static tree, parents and earlier siblings first.
 
     Raises:
