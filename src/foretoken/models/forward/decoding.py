@@ -19,7 +19,7 @@ from foretoken.models.cache.cross import Crossed, Encoded, crossed, encoded, pla
 from foretoken.models.cache.masks import LayerMask
 from foretoken.models.forward.attention import attention_for
 from foretoken.models.network.alone import alone, switched_attention
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.network.placement import decoding, device_of
 from foretoken.models.network.rotary import ChangingRotary
@@ -104,11 +104,11 @@ class DecoderForward:
             self.model(decoder_input_ids=ids[1:, :1], **given)
         return encoded(states[0], cache)
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """Logits [n, V] per feed, and taps."""
         return [self._run(call) for call in calls]
 
-    def _run(self, call: Call) -> Outputs:
+    def _run(self, call: NetworkCall) -> Outputs:
         ids, (width, first) = call.ids, (call.ids.shape[1], call.first)
         low = call.cache.planned.low
         other = self._side_by_side([text.encoded for text in call.cache.texts[low : low + len(ids)]])
@@ -135,7 +135,7 @@ class DecoderForward:
         if self._last is not None and any(one is known for known in self._last.inputs):
             self._last = None
 
-    def _mask(self, call: Call, low: int) -> Tensor:
+    def _mask(self, call: NetworkCall, low: int) -> Tensor:
         """[b, H, width, used] what is added to attention scores: the bias by distance, and who may be looked at."""
         keys = torch.arange(call.cache.num_read).repeat(len(call.ids), 1)
         for row, text in enumerate(call.cache.texts[low : low + len(call.ids)]):

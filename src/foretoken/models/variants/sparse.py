@@ -49,7 +49,6 @@ class SparseState(SequenceState):
 
     @property
     def num_slots(self) -> int:
-        """Slots of its row that hold something."""
         return self.committed_slots + len(self.scratch_tokens)
 
 
