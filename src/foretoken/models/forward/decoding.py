@@ -110,7 +110,7 @@ class DecoderForward:
 
     def _run(self, call: NetworkCall) -> Outputs:
         ids, (width, first) = call.ids, (call.ids.shape[1], call.first)
-        low = call.cache.planned.low
+        low = call.cache.low
         other = self._side_by_side([text.encoded for text in call.cache.texts[low : low + len(ids)]])
         with switched_attention(self), recording(self.model, call.taps) as hidden:
             decoding(self.model)
