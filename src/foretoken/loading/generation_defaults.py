@@ -67,8 +67,10 @@ def read_defaults(source: Any) -> GenerationDefaults:
     if isinstance(source, LanguageModel) or is_gguf(source):
         return GenerationDefaults()
     if not isinstance(source, str | Path):
+        from transformers import GenerationConfig
+
         config: Any = getattr(source, "generation_config", None)
-        found = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
+        found = config.to_diff_dict() if isinstance(config, GenerationConfig) else {}
         return _defaults(found, f"the {type(source).__name__}'s generation_config", "generation_config")
     if is_builtin(source):
         return GenerationDefaults()

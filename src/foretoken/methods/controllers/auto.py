@@ -38,7 +38,7 @@ class AutoController(Controller):
     """Argmax of goodput over drafter, length (``k`` at most; by default what the drafters make) and none."""
 
     name = "auto"
-    weighs_costs = True
+    weighs_costs = uses_costs = True
     keep = POPULATION_KEEP
 
     def __init__(self, k: int | None = None) -> None:

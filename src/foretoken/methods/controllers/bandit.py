@@ -73,6 +73,7 @@ class BanditController(Controller):
     """
 
     name = "bandit"
+    uses_costs = True
 
     def __init__(
         self, lengths: str = "", explore: float = 0.1, delta: float = 0.05, c: str = "", share: bool = True

@@ -38,7 +38,7 @@ class BpdDrafter(Drafter):
 
     name = "bpd"
     taps = ("last",)
-    traits = Traits(prefers_noise=True)
+    traits = Traits(prefers_noise=True, learns=False)
 
     def __init__(self, heads: BpdHeads, parts: TargetParts, k: int | None = None) -> None:
         trained = heads.config.k

@@ -97,7 +97,7 @@ class CascadeDrafter(Drafter):
     """
 
     name = "cascade"
-    traits = Traits(rewinds=True)
+    traits = Traits(rewinds=True, learns=False)
 
     def __init__(
         self,
@@ -361,4 +361,4 @@ class CascadeDrafter(Drafter):
 
 def _greedy(sampler: Sampler) -> Sampler:
     """The same pipeline at temperature 0."""
-    return Sampler(replace(sampler.params, temperature=0.0), sampler.prompt_length)
+    return Sampler(replace(sampler.params, temperature=0.0), sampler.prompt_length, skipped=sampler.skipped)

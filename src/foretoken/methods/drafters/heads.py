@@ -62,7 +62,7 @@ class HeadsDrafter(Drafter):
     """
 
     taps = ("last",)
-    traits = Traits(prefers_noise=True)
+    traits = Traits(prefers_noise=True, learns=False)
     net_config: ClassVar[type[Any]]
     net_class: ClassVar[type[Any]]
 
@@ -98,7 +98,8 @@ class HeadsDrafter(Drafter):
         self.traits = replace(type(self).traits, draws_trees=len(set(self.parents)) < len(self.parents))
         if self.draws:
             self.places = Ranks(self.choices)
-            self.traits = traits_of(self.draw, self.traits.draws_trees, self.places.branches)
+            drawn = traits_of(self.draw, self.traits.draws_trees, self.places.branches)
+            self.traits = replace(drawn, learns=self.traits.learns)
         self.values: list[float] = []
         self.costs: TargetCost | None = None
 

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -80,7 +80,10 @@ class ModelDrafter(Drafter):
     """
 
     name = "model"
-    traits = Traits(rewinds=True)
+    traits = Traits(rewinds=True, learns=False)
+    draws_together: ClassVar[bool] = True
+    """Whether the children of several requests may be drawn by one call: distributions are made here, and drawn from as
+    usual."""
     dynamic: DynamicTree | None = None
     head: DraftHead | None = None
     """The vocabulary projection that takes the place of the draft model's, over the tokens that can be guessed."""
@@ -243,7 +246,7 @@ class ModelDrafter(Drafter):
         One by one that takes longer to call than to run, and a draft model's round is short.  (An argmax is one call:
         several at once were no faster.)  On a device all children of a level are chosen together.
         """
-        if not self._draws_as_usual or (logits and is_large(logits[0])):
+        if not self.draws_together or (logits and is_large(logits[0])):
             return
         if logits and logits[0].device.type != "cpu":
             choose_together(trees, logits, self._width, self.draw == "iid")
@@ -267,11 +270,6 @@ class ModelDrafter(Drafter):
                 each = draw_each(distributions, [tree.context for tree in chosen])
                 for tree, distribution, token in zip(chosen, distributions, each, strict=True):
                     tree.ready[tree.frontier[0]] = (distribution, [token])
-
-    @property
-    def _draws_as_usual(self) -> bool:
-        """Whether no subclass makes distributions, or draws from them, in a way of its own, request by request."""
-        return all(getattr(type(self), name) is getattr(ModelDrafter, name) for name in _ONE_BY_ONE)
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         """One draft forward for the trees that grow, a feed for each."""
@@ -395,6 +393,3 @@ class ModelDrafter(Drafter):
             return TokenTree(tuple(tree.tokens), tuple(tree.parents))
         distributions = torch.stack(tree.distributions) if len(tree.distributions) > 1 else tree.distributions[0][None]
         return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.traits.kind, distributions, tuple(tree.q_rows))
-
-
-_ONE_BY_ONE = ("_expand", "_add_children", "_candidates")

@@ -31,6 +31,12 @@ FULL = "16"
 """``bits`` that quantise nothing: for tests, and to see what the rest of a round costs."""
 
 
+def pays_here(context: BuildContext) -> bool:
+    """Whether the target is big, and a short measurement of one layer's products promises anything; not of a network
+    that the caller hands in, perhaps with every request, and that gets no second weights unasked."""
+    return isinstance(context.source, str | Path) and expected_gain(context.target, Scheme()) >= PAYS
+
+
 class QuantizedDrafter(ModelDrafter):
     """Drafts with the target's own network, its linear layers quantised.
 
@@ -50,7 +56,7 @@ class QuantizedDrafter(ModelDrafter):
     """
 
     name = "quantized"
-    traits = replace(ModelDrafter.traits, rewinds=False)  # drafts grow on the target's own sequence
+    traits = replace(ModelDrafter.traits, rewinds=False, free_for=pays_here)  # drafts grow on the target's own sequence
 
     def __init__(
         self,
@@ -124,12 +130,6 @@ class QuantizedDrafter(ModelDrafter):
     def cost_beside(self, target_bytes: int) -> float:
         """The second weights, and the projection that takes the place of theirs."""
         return share_of_bytes(self.model.weight_bytes + (self.head.weight_bytes if self.head else 0), target_bytes)
-
-    @classmethod
-    def free_for(cls, context: BuildContext) -> bool:
-        """For big targets, where a short measurement of one layer's products promises anything; not for a network that
-        the caller hands in, perhaps with every request, and that gets no second weights unasked."""
-        return isinstance(context.source, str | Path) and expected_gain(context.target, Scheme()) >= PAYS
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Grow all trees level by level, and leave the target's sequences as they were."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.methods.drafters.base import BuildContext, Drafter
+from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
 from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.methods.drafters.vocabulary import (
@@ -68,6 +68,7 @@ class RetokenizeDrafter(Drafter):
     """
 
     name = "retokenize"
+    traits = Traits(learns=False)
 
     def __init__(
         self,

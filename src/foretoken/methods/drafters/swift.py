@@ -57,6 +57,7 @@ class SwiftDrafter(OwnLayersDrafter):
 
     name = "swift"
     traits = replace(OwnLayersDrafter.traits, prefers_noise=True)
+    draws_together = False  # every node of the chain has siblings of its own
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ class UnoDrafter(ParallelDrafter):
         if draw == "without_replacement" and not tree and depth > 1:
             self._shape(max(1, nodes - 1), depth - 1, width, draw, tree)
             self.places, self.max_depth, self.max_nodes = _OneFirst(self.places), depth, nodes
-        self.traits = replace(self.traits, runs_target=True)
+        self.traits = replace(self.traits, runs_target=True, learns=False)
         device = getattr(target, "device", None)
         self.net = (net if device is None else net.to(device)).eval()
         if net.config.vocab_size != target.vocab_size:

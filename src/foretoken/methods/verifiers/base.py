@@ -59,6 +59,8 @@ class Verifier(ABC):
             too.
         asks_choices: whether all that it asks of a greedy request, or of one with noise, is the token after a node.
         reads_logits: whether it looks at the logits of requests that sample, not at their distributions alone.
+        verifies_alone: whether its :meth:`verify` is more than :meth:`decide_fast` with fresh coins: then it is asked
+            request by request.
     """
 
     name: ClassVar[str]
@@ -69,6 +71,7 @@ class Verifier(ABC):
     races: ClassVar[bool] = False
     asks_choices: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
+    verifies_alone: ClassVar[bool] = False
 
     @abstractmethod
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:

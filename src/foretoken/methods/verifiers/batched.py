@@ -54,7 +54,7 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
         ValueError: a chain rule met a node with two children.
         NonFiniteLogitsError: NaN logits, or no finite logit left.
     """
-    if any(type(one).verify is not Verifier.verify for one in verifiers):
+    if any(one.verifies_alone for one in verifiers):
         each = zip(verifiers, all_scores, rngs, strict=True)
         return [verifier.verify(scores.tree, scores, rng) for verifier, scores, rng in each]
     if all_scores[0].logits.device.type != "cpu":

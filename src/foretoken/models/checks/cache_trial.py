@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.checks.self_test import relative
 from foretoken.models.linear.packing import is_plain
+from foretoken.models.linear.product import has_quantised
 from foretoken.models.network.alone import alone
 from foretoken.models.network.placement import device_of
 
@@ -48,7 +49,7 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
 
 def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     rollback = wrapped.capabilities.rollback
-    coarse = getattr(wrapped, "exact", "") == "approximate" or any(hasattr(m, "joined") for m in model.modules())
+    coarse = getattr(wrapped, "exact", "") == "approximate" or has_quantised(model)
     limit = HALF_LIMIT if model.dtype in HALF or coarse else LIMIT  # quantised kernels give out bfloat16
     wanted, mixed = _without_cache(model, wrapped.vocab_size, limit)
     if mixed:

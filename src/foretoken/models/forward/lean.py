@@ -22,7 +22,7 @@ from foretoken.models.forward.lean_families import Family, family_of, part
 from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowPlaces, joined
 from foretoken.models.forward.lean_parts import Norm, norm_of
 from foretoken.models.linear.packing import Projection, is_plain, pays_packed, unpack_linears
-from foretoken.models.linear.product import Product
+from foretoken.models.linear.product import Product, QuantisedLayer, has_quantised
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import known_ids, put_in
 from foretoken.models.network.rotary import LeanTurns
@@ -48,7 +48,7 @@ def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
     It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
     where the CPU multiplies that.
     """
-    if owner.exact != "approximate" or owner.dtype != torch.float32 or hasattr(linear, "joined"):
+    if owner.exact != "approximate" or owner.dtype != torch.float32 or isinstance(linear, QuantisedLayer):
         return owner.packing.projection(linear), owner.packing.activations(owner.dtype)
     half = linear.weight.detach().to(torch.bfloat16)
     if pays_packed(half):
@@ -127,7 +127,7 @@ class LeanForward:
     @property
     def is_coarse(self) -> bool:
         """Whether it multiplies in bfloat16 or by quantised weights, whatever the model is in."""
-        quantised = any(hasattr(module, "joined") for module in self.owner.model.modules())
+        quantised = has_quantised(self.owner.model)
         return self.head_dtype == torch.bfloat16 or quantised
 
     def row_dependent(self) -> str | None:
@@ -192,14 +192,14 @@ class LeanForward:
         ]
         x = joined(states)
         if calls[0].states is None:
-            x = self._embed(x)
+            x = self.embedded(x)
         if self.turns is None:
             return ForwardPass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
         told = [call.positions + 1 if call.lengths is None else call.lengths for call in calls]
         lengths = joined([place.taken(each) for place, each in zip(places, told, strict=True)])
         return ForwardPass(groups, self.turns(positions, lengths)), x
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def embedded(self, ids: Tensor) -> Tensor:
         """What the first layer reads [n, D] of ids [n]."""
         rows, first = self.owner.extra_rows, self.owner.vocab_size
         x = self.look_up(ids if rows is None else known_ids(ids, first)).to(self.dtype)
@@ -295,7 +295,7 @@ def _has_plain_linears(model: Any, family: Family) -> bool:
     mlp = () if family.experts else (*family.gate_up, family.up, family.down)
     names = {*family.qkv, family.out, "lm_head", *mlp}
     return hasattr(model, "lm_head") and all(
-        is_plain(module) or hasattr(module, "joined")
+        is_plain(module) or isinstance(module, QuantisedLayer)
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in names
     )

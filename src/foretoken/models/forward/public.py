@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.linear.packing import BlockedProducts
+from foretoken.models.linear.product import has_quantised
 from foretoken.models.network.alone import switched_attention
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import embedding_rows
@@ -65,7 +66,7 @@ def _at_least_zero(network: Network, mask: Tensor | None, call: NetworkCall) -> 
 
 def lay_out(network: Network, checks: Checks) -> None:
     """Use the fastest kernels under the public forward; what fails the check is noted in ``network.refused``."""
-    if any(hasattr(module, "joined") for module in network.model.modules()):
+    if has_quantised(network.model):
         reason = checks.fault(f"quantised kernels {network.way}", lambda: (network.run_public, network.dtype, True))
         if reason is not None:
             multiply_dequantised(network.model)

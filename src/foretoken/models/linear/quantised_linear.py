@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError
 from foretoken.models.linear.packing import is_plain
+from foretoken.models.linear.product import QuantisedLayer
 from foretoken.models.linear.quantised import (
     WITHOUT_BYTES,
     available,
@@ -27,7 +28,7 @@ GROUP = 32
 """Weights that share an int4 scale."""
 
 
-class QuantisedLinear(nn.Module):
+class QuantisedLinear(QuantisedLayer):
     """Drop-in for an ``nn.Linear`` on CPU, for models that the library loaded itself.
 
     Args:

@@ -59,6 +59,7 @@ class LlamaCppModel(LanguageModel):
     """
 
     forward_name = "llama.cpp"
+    path: Path
 
     def __init__(
         self,

@@ -19,7 +19,8 @@ from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_layers import RowPlaces
 from foretoken.models.forward.network import Network
-from foretoken.models.linear.product import Product
+from foretoken.models.linear.packing import PackedLinear
+from foretoken.models.linear.product import Product, QuantisedLayer
 from foretoken.models.network.alone import alone, only_here
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.taps import decoder_layers
@@ -46,8 +47,8 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
 
 
 def _is_linear(name: str, module: Any) -> bool:
-    """Plain, laid out for the machine, or quantised by us; experts, and what chooses them, reorder rows."""
-    is_one = isinstance(module, nn.Linear) or hasattr(module, "projection") or hasattr(module, "joined")
+    """Plain, laid out for the machine, or quantised by us; what chooses experts reorders rows."""
+    is_one = isinstance(module, nn.Linear | PackedLinear | QuantisedLayer)
     return is_one and "expert" not in name and name.rpartition(".")[2] not in ("gate", "router")
 
 
