@@ -91,6 +91,8 @@ class SamplingParams:
 
 FILTERS = ("top_k", "top_p", "min_p")
 """Parameters that cut tokens off."""
+NO_FILTERS = {name: getattr(SamplingParams, name) for name in FILTERS}
+"""Values that cut none off."""
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -110,14 +112,17 @@ class Sampler:
         params: how tokens are drawn.
         prompt_length: where the generated part of a prefix begins (presence and frequency penalties, noise).
         noise: of a request whose draws its seed fixes.  A greedy request has no use for it.
+        skipped: tokens at the beginning that the repetition penalty does not see (an encoder's input).
 
     Attributes:
         fixed: whether every prefix has one token that follows it, the largest of :meth:`ranking`.
     """
 
-    def __init__(self, params: SamplingParams, prompt_length: int = 0, noise: Noise | None = None) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_length: int = 0, noise: Noise | None = None, skipped: int = 0
+    ) -> None:
         self.params = params
-        self.prompt_length = prompt_length
+        self.prompt_length, self.skipped = prompt_length, skipped
         self.greedy = params.temperature == 0
         self.noise = None if self.greedy else noise
         self.fixed = self.greedy or self.noise is not None
@@ -128,7 +133,7 @@ class Sampler:
             and not params.processors
         )
         self._plain = self._context_free and not params.logit_bias
-        self._filters = not self.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self._filters = not self.greedy and any(getattr(params, name) != off for name, off in NO_FILTERS.items())
 
     @property
     def context_free(self) -> bool:
@@ -140,7 +145,7 @@ class Sampler:
         """Equal ones make equal distributions of equal logits; ``None`` where the prefix counts, or single tokens
         do."""
         params = self.params
-        return (params.temperature, params.top_k, params.top_p, params.min_p) if self.context_free else None
+        return (params.temperature, *(getattr(params, name) for name in FILTERS)) if self.context_free else None
 
     def distribution(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         """[V] float distribution at the end of ``prefix`` from logits [V]; one-hot when greedy.
@@ -208,8 +213,9 @@ class Sampler:
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=scores.device)
             scores[ids] += torch.tensor(list(params.logit_bias.values()), dtype=scores.dtype, device=scores.device)
-        if params.repetition_penalty != 1.0 and prefix:
-            seen = torch.tensor(sorted(set(prefix)), device=scores.device)
+        written = prefix[self.skipped :]
+        if params.repetition_penalty != 1.0 and written:
+            seen = torch.tensor(sorted(set(written)), device=scores.device)
             value = scores[seen]
             scores[seen] = torch.where(value < 0, value * params.repetition_penalty, value / params.repetition_penalty)
         generated = prefix[self.prompt_length :]
@@ -297,10 +303,10 @@ _LATER: ContextVar[list[Tensor] | None] = ContextVar("largest entries that are c
 def checks_later() -> Iterator[list[Tensor]]:
     """Inside the block nobody waits for a device to learn whether rows are finite: their largest entries are collected
     there, and whoever reads them with something else hands them to :func:`check_best`."""
-    found: list[Tensor] = []
-    token = _LATER.set(found)
+    largest: list[Tensor] = []
+    token = _LATER.set(largest)
     try:
-        yield found
+        yield largest
     finally:
         _LATER.reset(token)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.models.refusals import Refusal as Refusal
@@ -30,6 +31,7 @@ class Capabilities:
         taps: hands out hidden states.
         layer_windows: can run a part of its layers.
         missing: for every capability that is absent, the layer type that lacks it, in words.
+        prompt_logits: scores the tokens of a prompt (an encoder does not).
     """
 
     tree_mask: bool = True
@@ -38,6 +40,7 @@ class Capabilities:
     taps: bool = True
     layer_windows: bool = True
     missing: dict[str, str] = field(default_factory=dict)
+    prompt_logits: bool = True
 
 
 class CapabilityError(ValueError):
@@ -138,6 +141,21 @@ class Feed:
     after: int | None = None
     states: Tensor | None = None
 
+    @property
+    def num_wanted(self) -> int:
+        """``wanted`` as a number."""
+        return len(self.tokens) if self.wanted is None else self.wanted
+
+    def parents_behind(self, old: int) -> Sequence[int]:
+        """The parents of its nodes in a scratch that has ``old`` nodes already."""
+        return range(old - 1, old - 1 + len(self.tokens)) if self.parents is None else self.parents
+
+
+def check_distinct(feeds: Sequence[Feed]) -> None:
+    """Refuse two feeds of one call for one sequence, by a ``ValueError``."""
+    if len({id(feed.sequence) for feed in feeds}) < len(feeds):
+        raise ValueError("two feeds of one forward belong to the same sequence: join them")
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -191,6 +209,7 @@ class LanguageModel(ABC):
         context_length: most tokens that a sequence may hold.
         context_why: what limits it, in words; empty where that is the model's configuration alone.
         eos_token_ids: tokens that end a text.
+        answer_start: tokens that follow every prompt before anything is drawn (a decoder's first ones).
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.
@@ -202,10 +221,12 @@ class LanguageModel(ABC):
         exactness_why: how that is known, in words.
         refused: faster paths that were tried at load and not taken.
         reads: whether its sequences must be fed the text; where not, :meth:`open_beside` takes it over from the target.
+        path: the file that it runs from, where that holds everything about it (llama.cpp's models); else ``None``.
         weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
             use any more.
     """
 
+    path: Path | None = None
     weights_version: int = 0
     reads: bool = True
     forward_name: str = "public"
@@ -214,6 +235,7 @@ class LanguageModel(ABC):
     exactness_why: str = "this kind of model was not tried"
     refused: tuple[Refusal, ...] = ()
     context_why: str = ""
+    answer_start: tuple[int, ...] = ()
     run_s: float = 0.0
     run_rows: int = 0
     threads: int = 1
