@@ -21,8 +21,7 @@ import numpy as np
 
 from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.assumptions import Assumptions
-from foretoken.lab.plan.speedup import SUM_TOLERANCE, Acceptance
-from foretoken.lab.plan.trees import trial_acceptance
+from foretoken.lab.plan.speedup import SUM_TOLERANCE, Acceptance, trial_acceptance
 
 
 @dataclass(frozen=True)
