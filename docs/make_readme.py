@@ -35,15 +35,17 @@ BUILTIN = ("show", "def read_lines(path):", "--drafter", "model,tree=3x2x1", "--
 SHOWN = ("show", NAME, PROMPT, "--drafter", "suffix", "--max-new-tokens", "48", "--round", "2")
 REAL_KEYS = ("machine", "environment", "model", "prompts", "new_tokens", "speed")
 WORDS = {
-    "head": "tokens/s", "greedy": "greedy", "heat": "T={:g}", "plain": "plain", "lookup": "prompt lookup",
-    "and": " and ", "comma": ", ", "prompts": "{} conversations of {} tokens",
-    "said": "{}, 2 threads; {}, arms in turns, prompt included, medians; same files.",
+    "head": "tokens/s", "greedy": "greedy", "heat": "T={:g}", "plain": "plain decoding", "best": "its best",
+    "with": "{1} ({0})", "over": "best over theirs", "comma": ", ", "prompts": "{} conversations of {} tokens",
+    "said": "Two threads; {}; all ways in turns in one run, prompt included, medians. Transformers and llama.cpp: "
+            "plain decoding or prompt lookup, whichever is faster; llama.cpp reads the same file.",
 }  # fmt: skip
 """Of the table of real models."""
 CHINESE_WORDS = {
-    "head": "每秒 token 数", "greedy": "贪心", "heat": "T={:g}", "plain": "普通解码", "lookup": "prompt lookup",
-    "and": "、", "comma": "，", "prompts": "{} 段对话、每段 {} 个 token",
-    "said": "{}，2 个线程；{}；各方轮流运行，含提示，取中位数；同一批文件。",
+    "head": "每秒 token 数", "greedy": "贪心", "heat": "T={:g}", "plain": "普通解码", "best": "最快的方法",
+    "with": "{1}（{0}）", "over": "与对方最快之比", "comma": "，", "prompts": "{} 段对话、每段 {} 个 token",
+    "said": "2 个线程；{}；各方在同一次运行中轮流进行，含提示，取中位数。"
+            "Transformers 和 llama.cpp 取普通解码与 prompt lookup 中较快者；llama.cpp 读同一个文件。",
 }  # fmt: skip
 COLUMNS = 104
 """Width of the recorded terminal, in letters."""
@@ -62,8 +64,16 @@ def picture() -> str:
 
 def demo() -> str:
     """What the demo printed, shortened to the question, the first answer and the figures."""
-    printed = re.sub(r"\n{3,}", "\n\n", foretoken("demo").strip())
-    return f"```console\n$ make demo\n{printed}\n```"
+    return f"```console\n$ make demo\n{shortened(foretoken('demo'))}\n```"
+
+
+def shortened(printed: str) -> str:
+    """What was printed without rules and empty lines, a long line that comes again as "[the same words]"."""
+    lines: list[str] = []
+    for line in printed.splitlines():
+        said = line.rstrip("─ ")
+        lines += [] if not said else ["[the same words]"] if len(said) > COLUMNS and said in lines else [said]
+    return "\n".join(lines)
 
 
 def recording() -> str:
@@ -87,7 +97,7 @@ def drafters() -> str:
 
 
 def real() -> str:
-    """Tokens per second of real models, a column per model and temperature.
+    """Tokens per second of real models, a row per machine, model and temperature.
 
     Raises:
         ValueError: no figures are kept yet.
@@ -116,33 +126,46 @@ def commit() -> str:
 
 
 def real_table(runs: Sequence[Mapping[str, Any]], words: Mapping[str, str] = WORDS) -> str:
-    """A row per way of decoding, a column per model and temperature, and a line of conditions."""
-    columns = [(run, heat) for run in runs for heat in run["speed"]]
-    ways = dict.fromkeys(way for run, heat in columns for way in run["speed"][heat])
-    heats = [words["greedy"] if float(heat) == 0 else words["heat"].format(float(heat)) for _, heat in columns]
-    heads = [f"{run['title']}{words['comma']}{heat}" for (run, _), heat in zip(columns, heats, strict=True)]
-    lines = [f"| {words['head']} | {' | '.join(heads)} |", f"|---|{'---|' * len(columns)}"]
-    for way in sorted(ways, key=lambda name: (_engine(name) == "foretoken", _engine(name))):
-        rates = [run["speed"][heat].get(way) for run, heat in columns]
-        best = [rate is not None and rate == max(run["speed"][heat].values())
-                for rate, (run, heat) in zip(rates, columns, strict=True)]  # fmt: skip
-        cells = ["" if rate is None else f"{'**' if top else ''}{rate:.0f}{'**' if top else ''}"
-                 for rate, top in zip(rates, best, strict=True)]  # fmt: skip
-        lines.append(f"| {_engine(way)} {_named(way, words)} | {' | '.join(cells)} |")
-    machines = "; ".join(dict.fromkeys(str(run["machine"]) for run in runs))
-    prompts = dict.fromkeys(words["prompts"].format(run["prompts"], run["new_tokens"]) for run in runs)
-    return "\n".join([*lines, "", words["said"].format(machines, words["and"].join(prompts))])
+    """A row per machine, model and temperature, the ways of decoding side by side, and a line of conditions."""
+    theirs = ("Transformers", "llama.cpp")
+    heads = [words["head"], *theirs, f"foretoken {words['plain']}", "`auto`", words["best"], words["over"]]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---|' * (len(heads) - 1)}"]
+    for run in runs:
+        for heat, speed in run["speed"].items():
+            rates = {
+                name: max((rate for way, rate in speed.items() if _engine(way) == name), default=None)
+                for name in theirs
+            }
+            ours = {way: rate for way, rate in speed.items() if _engine(way) == "foretoken"}
+            best = max((way for way in ours if way != "plain"), key=lambda way: ours[way])
+            rival = max((rate for rate in rates.values() if rate is not None), default=None)
+            warm = words["greedy"] if float(heat) == 0 else words["heat"].format(float(heat))
+            cells = [
+                words["with"].format(_cpu(run["machine"]), f"{run['title']}{words['comma']}{warm}"),
+                *(_rate(rates[name]) for name in theirs), _rate(ours.get("plain")), _rate(ours.get("auto")),
+                f"{ours[best]:.0f} (`{best}`)", "" if rival is None else f"**{ours[best] / rival:.1f}**",
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    counts = [_span([run[key] for run in runs]) for key in ("prompts", "new_tokens")]
+    return "\n".join([*lines, "", words["said"].format(words["prompts"].format(*counts))])
 
 
 def _engine(way: str) -> str:
-    first = way.split()[0]
-    return {"transformers": "Transformers", "llama.cpp": "llama.cpp"}.get(first, "foretoken")
+    return {"transformers": "Transformers", "llama.cpp": "llama.cpp"}.get(way.split()[0], "foretoken")
 
 
-def _named(way: str, words: Mapping[str, str]) -> str:
-    theirs = way.removeprefix("transformers ").removeprefix("llama.cpp ")
-    said = {"plain": words["plain"], "prompt lookup": words["lookup"]}.get(theirs, theirs)
-    return said if theirs != way or way == "plain" else f"`{way}`"
+def _cpu(machine: str) -> str:
+    """``Intel Xeon, AMX`` of a machine in words: its name and the widest of its instruction sets."""
+    name, _, sets = machine.replace("(R)", "").replace(" Processor", "").partition(", x86_64 with ")
+    return f"{name}, {sets.split(', ')[0]}" if sets else name
+
+
+def _span(counts: Sequence[int]) -> str:
+    return "-".join(str(count) for count in sorted({min(counts), max(counts)}))
+
+
+def _rate(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:.0f}"
 
 
 # -- the README ------------------------------------------------------------------------------------------------------

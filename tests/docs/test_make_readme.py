@@ -14,33 +14,47 @@ from pages import ROOT
 
 
 def test_the_table_of_real_models() -> None:
-    run = {"title": "m.gguf", "machine": "a CPU", "prompts": 12, "new_tokens": 128}
-    speed = {"0.0": {"plain": 10.0, "suffix": 20.4, "llama.cpp plain": 5.0}, "1.0": {"plain": 9.0}}
-    lines = make_readme.real_table([{**run, "speed": speed}, {**run, "title": "n", "speed": {"0.0": {"suffix": 3.0}}}])
-    assert lines.splitlines() == [
-        "| tokens/s | m.gguf, greedy | m.gguf, T=1 | n, greedy |",
-        "|---|---|---|---|",
-        "| llama.cpp plain | 5 |  |  |",
-        "| foretoken plain | 10 | **9** |  |",
-        "| foretoken `suffix` | **20** |  | **3** |",
+    run = {
+        "title": "m.gguf",
+        "machine": "Intel(R) Xeon(R) Processor, x86_64 with AMX, AVX2",
+        "prompts": 12,
+        "new_tokens": 128,
+    }
+    speed = {
+        "0.0": {
+            "plain": 10.0,
+            "suffix": 20.4,
+            "llama.cpp plain": 4.6,
+            "llama.cpp prompt lookup": 5.0,
+            "transformers plain": 2.0,
+        },
+        "1.0": {"plain": 9.0, "auto": 9.4, "ngram": 8.0},
+    }
+    other = {**run, "title": "n", "machine": "a CPU", "speed": {"0.0": {"suffix": 3.0}}}
+    lines = make_readme.real_table([{**run, "speed": speed}, other])
+    assert lines.splitlines()[:-1] == [
+        "| tokens/s | Transformers | llama.cpp | foretoken plain decoding | `auto` | its best | best over theirs |",
+        "|---|---|---|---|---|---|---|",
+        "| m.gguf, greedy (Intel Xeon, AMX) | 2 | 5 | 10 |  | 20 (`suffix`) | **4.1** |",
+        "| m.gguf, T=1 (Intel Xeon, AMX) |  |  | 9 | 9 | 9 (`auto`) |  |",
+        "| n, greedy (a CPU) |  |  |  |  | 3 (`suffix`) |  |",
         "",
-        "a CPU, 2 threads; 12 conversations of 128 tokens, arms in turns, prompt included, medians; same files.",
     ]
+    assert lines.splitlines()[-1].startswith(
+        "Two threads; 12 conversations of 128 tokens; all ways in turns in one run"
+    )
 
 
 def test_the_table_in_chinese() -> None:
     run = {"title": "m.gguf", "machine": "a CPU", "prompts": 12, "new_tokens": 128}
     speed = {"0.0": {"plain": 10.0, "ngram": 20.4, "llama.cpp prompt lookup": 5.0}}
     lines = make_readme.real_table([{**run, "speed": speed}], make_readme.CHINESE_WORDS)
-    assert lines.splitlines() == [
-        "| 每秒 token 数 | m.gguf，贪心 |",
-        "|---|---|",
-        "| llama.cpp prompt lookup | 5 |",
-        "| foretoken 普通解码 | 10 |",
-        "| foretoken `ngram` | **20** |",
-        "",
-        "a CPU，2 个线程；12 段对话、每段 128 个 token；各方轮流运行，含提示，取中位数；同一批文件。",
+    assert lines.splitlines()[:3] == [
+        "| 每秒 token 数 | Transformers | llama.cpp | foretoken 普通解码 | `auto` | 最快的方法 | 与对方最快之比 |",
+        "|---|---|---|---|---|---|---|",
+        "| m.gguf，贪心（a CPU） |  | 5 | 10 |  | 20 (`ngram`) | **4.1** |",
     ]
+    assert "2 个线程；12 段对话、每段 128 个 token；" in lines
 
 
 def test_the_figures_of_the_front_pages_are_those_that_were_kept() -> None:
@@ -53,6 +67,12 @@ def test_the_figures_of_the_front_pages_are_those_that_were_kept() -> None:
     assert "每秒 token 数" in page and "output identical: yes" in make_readme.part_of(page, "demo")
     with pytest.raises(ValueError, match="there is no part 'demo'"):
         make_readme.part_of("", "demo")
+
+
+def test_a_demo_is_shown_without_repetition() -> None:
+    long = "word " * 30 + "end"
+    printed = f"model\n\n\n{long}\nplain ────\n{long}\n────\n1.0x\n1.0x\n"
+    assert make_readme.shortened(printed).splitlines() == ["model", long, "plain", "[the same words]", "1.0x", "1.0x"]
 
 
 def test_parts_go_between_their_marks() -> None:
@@ -91,7 +111,7 @@ def test_a_recording_is_what_the_terminal_received() -> None:
     found = [(p.line, p.column, p.text, p.style) for p in terminal.pieces(events, 20)]
     assert found == [(0, 0, "green", "green"), (1, 0, "x" * 20, ""), (2, 0, "xxxxxTrue", "")]
     assert events[-1][0] - events[0][0] > 0.2
-    shown, slower = terminal.paced(events, 1.0)
+    shown, slower = terminal.paced([(0.1, "a"), (0.4, "b")], 1.0)  # not as they came: a busy machine is slow itself
     assert slower > 1 and shown[-1][0] - shown[0][0] <= terminal.PAUSE_S + 0.1  # a silence is cut
     drawn = ElementTree.fromstring(terminal.drawn("program", events, 20, "title"))
     words = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]

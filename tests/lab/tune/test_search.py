@@ -244,8 +244,8 @@ def test_a_network_and_a_copier_make_a_router() -> None:
     world = World(GOOD)
     outcome = tune(job(world))
     (grouped,) = {way.drafter for way in (row.way for row in outcome.rows) if way.controller == "auto"}
-    assert grouped.startswith("router,drafters=(quantized,bits=4,k=8|")
-    members = {"quantized,bits=4,k=8", "suffix,share=false"}
+    assert grouped.startswith("router,drafters=(quantized,bits=4|")
+    members = {"quantized,bits=4", "suffix,share=false"}
     assert members <= set(outcome.costs.drafters)
 
 

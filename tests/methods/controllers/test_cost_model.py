@@ -29,12 +29,13 @@ def true_draft_s(depth: int, asked: int) -> float:
 
 
 def calibrated(rounds: int = 6, noise: float = 0.0, seed: int = 0, skip: int = 0) -> CostModel:
-    """Plain rounds and drafts of one and of four tokens, for one request and for four."""
+    """Plain rounds (two: the first one, behind drafts, says nothing) and drafts of one and of four tokens, for one
+    request and for four."""
     costs, rng = CostModel(MEMBERS), random.Random(seed)
     costs._skip = skip
     for _ in range(rounds):
         for batch in (1, 4):
-            for depth in (0, 1, 4):
+            for depth in (0, 0, 1, 4):
                 slow = rng.lognormvariate(0.0, noise)
                 nodes = batch * (1 + depth)
                 draft_s = true_draft_s(depth, batch) if depth else 0.0
@@ -99,6 +100,22 @@ def test_a_machine_that_gets_slower_makes_nothing_more_expensive() -> None:
         costs.observe(record(1, 1, 1.5 * true_round_s(1, 1)), -1, 0, 0)
     assert costs.drift == pytest.approx(1.5, rel=0.02)
     assert [costs.round_s(1, 1), costs.round_s(4, 20), costs.draft_s(0, 4, 4)] == before
+
+
+def test_a_plain_round_behind_a_network_s_draft_says_nothing() -> None:
+    """The draft's weights were in the cache, and not the target's; what copies has no weights."""
+    costs = calibrated(rounds=SAMPLES)
+    model, copies = record(1, 5, true_round_s(1, 5), true_draft_s(4, 1)), record(1, 5, true_round_s(1, 5), 1e-4)
+    costs.observe(model, 0, 4, 1)
+    drift = costs.drift
+    costs.observe(record(1, 1, 2 * true_round_s(1, 1)), -1, 0, 0)
+    assert costs.drift == pytest.approx(drift, rel=1e-6)
+    costs.observe(record(1, 1, 2 * true_round_s(1, 1)), -1, 0, 0)
+    assert costs.drift > 1.01 * drift
+    drift = costs.drift
+    costs.observe(copies, 1, 4, 1)
+    costs.observe(record(1, 1, 3 * true_round_s(1, 1)), -1, 0, 0)
+    assert costs.drift > 1.01 * drift
 
 
 def test_a_pause_moves_little() -> None:

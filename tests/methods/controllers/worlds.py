@@ -31,7 +31,8 @@ class Member:
 
 @dataclass
 class World:
-    """What rounds cost and give."""
+    """What rounds cost and give; a target whose weights a draft has pushed out of the processor's cache takes
+    ``evicted`` times as long, then and in the next round."""
 
     members: list[Member]
     node_s: float = 0.001
@@ -39,7 +40,9 @@ class World:
     noise: float = 0.05
     speed: Callable[[int], float] = lambda _: 1.0
     seed: int = 0
+    evicted: float = 1.0
     rounds: int = 0
+    is_warm: bool = True
     rng: random.Random = field(init=False)
     written: dict[int, int] = field(default_factory=dict)
 
@@ -70,8 +73,10 @@ class World:
         drafts = [self.drafted(budget, c) for budget, c in zip(budgets, contexts, strict=True)]
         nodes = sum(1 + depth for _, depth, _ in drafts)
         slow = self.speed(self.rounds) * self.rng.lognormvariate(0.0, self.noise)
-        target_s = slow * (self.call_s + self.node_s * nodes)
         asked = {member: depth for member, depth, _ in drafts if depth}
+        ran = any(not self.members[member].is_free for member in asked)
+        cold, self.is_warm = ran or not self.is_warm, not ran
+        target_s = slow * (self.call_s + self.node_s * nodes) * (self.evicted if cold else 1.0)
         draft_s = slow * sum(self.members[m].call_s + self.members[m].step_s * depth for m, depth in asked.items())
         total_s = target_s + draft_s + 0.002 * slow
         tokens = 0

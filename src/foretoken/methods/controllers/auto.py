@@ -76,7 +76,7 @@ class AutoController(Controller):
         self._budget, self._given, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
         self._credit = CREDIT
-        self._waited = 0  # choices since plain decoding was measured again
+        self._waited, self._again = 0, False  # choices since plain decoding was measured again, and whether it is now
         self._measures, self._pads, self._batch, self._seen = False, False, 1, list[tuple[Context, StepRecord]]()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -109,10 +109,10 @@ class AutoController(Controller):
             models = [i for i, one in enumerate(self.members) if one.relative_cost and one.name not in (known or ())]
             lengths = {index: sorted({1, min(LONG, self.depths[index][-1])}) for index in models}
             plain = [(-1, 0)] if known is None else []
-            points = [*plain, *((index, depth) for index in models for depth in lengths[index])]
             times = LATER if self._to_measure else FIRST
-            cold = plain * (self.costs.SKIPPED if times == FIRST else 0)  # rounds of which nothing is learned
-            todo = self._to_measure[size] = cold + points * times
+            cold = self.costs.SKIPPED if times == FIRST else 1  # rounds of which nothing is learned
+            drafts = [(index, depth) for index in models for depth in lengths[index]]
+            todo = self._to_measure[size] = plain * (cold + times) + drafts * times
         batch = len(contexts)
         while todo and max(map(remaining, contexts)) > ENDING:
             member, depth = todo.pop(0)
@@ -141,16 +141,20 @@ class AutoController(Controller):
         return best_plan(expected, len(contexts), self.costs, self._pads)[0]
 
     def _plain_is_due(self, batch: int) -> bool:
-        """Whether to decode plainly for one round, to learn what that costs.
+        """Whether to decode plainly for a round, to learn what that costs; behind drafts of a network for two.
 
         At first caches are cold, or another process was in the way; drafts are asked again anyway, this is not.
         """
+        if self._again:
+            self._again = False
+            return True
         seen = self.costs.plain_rounds(batch)
         self._waited += 1
         close = self.chosen.goodput * self.costs.round_s(batch, batch) < CLOSE
         if not (self.chosen.drafts and close and seen < SAMPLES and self._waited > seen):
             return False
         self._waited = 0
+        self._again = any(self.members[draft.member].relative_cost for draft in self.chosen.drafts)
         return True
 
     def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:

@@ -56,7 +56,7 @@ class QuantizedDrafter(ModelDrafter):
         self,
         target: LanguageModel,
         bits: str = "auto",
-        k: int = 5,
+        k: int = 8,
         group: int = 32,
         tree: str = "",
         draw: str = "",
