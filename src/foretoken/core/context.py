@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,8 @@ class Context:
         salt: drafts may be learned from other requests' texts only where this is the same.
         forced: tokens that must follow given output tokens, where the request has a constraint.
         texts: what drafters' models have read of the request (a ``DraftTexts``); theirs and the engine's business.
+        beside: trees of members of a group that copy and were not asked this round, by member: the text that comes
+            tells a controller what they are worth, and they are never scored.
     """
 
     request_id: int
@@ -73,6 +75,7 @@ class Context:
     salt: str = ""
     forced: Callable[[Sequence[int]], list[int]] | None = None
     texts: Any = None
+    beside: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def root(self) -> int:

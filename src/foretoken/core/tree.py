@@ -108,6 +108,16 @@ class TokenTree:
             nodes.append(node)
         return nodes[::-1]
 
+    def matched(self, tokens: Sequence[int]) -> int:
+        """How many of ``tokens`` a path below the root begins with."""
+        node = 0
+        for count, token in enumerate(tokens):
+            below = [child for child in self.children[node] if self.tokens[child] == token]
+            if not below:
+                return count
+            node = below[0]
+        return len(tokens)
+
     def guessed_by(self, drafter: int) -> TokenTree:
         """The same tree with the index of the drafter at every node but the root."""
         named = object.__new__(TokenTree)

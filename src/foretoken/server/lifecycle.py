@@ -46,8 +46,10 @@ def listener(settings: Settings) -> socket.socket:
 def run(settings: Settings, sock: socket.socket) -> int:
     """Serve until a signal comes or the engine stops; returns the exit code."""
     from foretoken.server.app import create_app
+    from foretoken.server.memory import share_arenas
     from foretoken.server.serving import Serving
 
+    share_arenas()
     serving = Serving(settings)
     return run_app(create_app(settings, serving), serving, sock)
 

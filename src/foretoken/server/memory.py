@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import sys
 import threading
 from collections.abc import Callable
 
+ARENA_MAX = -8
+"""glibc's M_ARENA_MAX in ``mallopt``."""
 AFTER_S = 1.0
 """Seconds from the end of something large until memory is given back: once for all that end meanwhile."""
 
@@ -20,6 +23,16 @@ def trim() -> None:
     call = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
     if call is not None:
         call(0)
+
+
+def share_arenas(most: int = 2) -> bool:
+    """Let all threads of this process share ``most`` arenas; false where the C library has no such setting.
+
+    By default every new thread gets one, up to eight for each core, and each keeps the most that its threads ever
+    held at once: in a soak of twenty minutes a server grew by 39 MB in steps of 8 to 12, with two by 5.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    return mallopt is not None and mallopt(ARENA_MAX, most) == 1
 
 
 class FreedMemory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from foretoken.core import Limits
 from foretoken.methods.controllers.acceptance_model import (
     DEPTH_WEIGHT,
     FIRST_WEIGHT,
@@ -13,6 +14,10 @@ from foretoken.methods.controllers.acceptance_model import (
     AcceptanceModel,
     Counts,
 )
+
+
+def members(count: int, cost: float = 0.2) -> list[Limits]:
+    return [Limits(f"m{i}", 8, 8, relative_cost=cost) for i in range(count)]
 
 
 def test_counts_by_hand() -> None:
@@ -35,7 +40,7 @@ def test_pooled_counts_are_those_of_all() -> None:
 
 def test_shrinkage_by_hand() -> None:
     """Four drafts of the population, three accepted; a request's own two, none."""
-    model, own = AcceptanceModel(1, keep=1.0), Counts()
+    model, own = AcceptanceModel(members(1), keep=1.0), Counts()
     for accepted in (1, 1, 1, 0):
         model.add(False, 0, Counts(), 1, accepted)
     usual = (3 + FIRST_WEIGHT * PRIOR) / (4 + FIRST_WEIGHT)
@@ -50,7 +55,7 @@ def test_shrinkage_by_hand() -> None:
 
 
 def test_a_deeper_place_is_like_the_one_before_it_until_seen() -> None:
-    model = AcceptanceModel(1, keep=1.0)
+    model = AcceptanceModel(members(1), keep=1.0)
     for _ in range(10**4):
         model.add(False, 0, Counts(), 2, 1)  # the first token is always right, the second never
     first, second = model.outlook(False, 0, Counts(), 2).survival
@@ -58,7 +63,7 @@ def test_a_deeper_place_is_like_the_one_before_it_until_seen() -> None:
 
 
 def test_requests_of_one_kind_say_nothing_of_the_other() -> None:
-    model = AcceptanceModel(2)
+    model = AcceptanceModel(members(2))
     for _ in range(20):
         model.add(True, 1, Counts(), 1, 1)
     unseen = model.outlook(False, 1, Counts(), 1)
@@ -67,7 +72,7 @@ def test_requests_of_one_kind_say_nothing_of_the_other() -> None:
 
 
 def test_what_was_long_ago_counts_less_also_where_nothing_came_since() -> None:
-    model = AcceptanceModel(2, keep=0.95)
+    model = AcceptanceModel(members(2), keep=0.95)
     for member in (0, 1):
         for _ in range(50):
             model.add(False, member, Counts(), 1, 1)
@@ -80,15 +85,28 @@ def test_what_was_long_ago_counts_less_also_where_nothing_came_since() -> None:
     )
 
 
+def test_a_text_tells_more_of_what_copies_than_of_a_network() -> None:
+    """Where few texts can be copied, four drafts that were right move what copies, and hardly a network."""
+    outlooks = []
+    for cost in (0.0, 0.2):
+        model, own = AcceptanceModel(members(1, cost), keep=1.0), Counts()
+        for _ in range(100):
+            model.add(True, 0, Counts(), 1, 0)
+        for _ in range(4):
+            model.add(True, 0, own, 1, 1)
+        outlooks.append(model.outlook(True, 0, own, 1).survival[0])
+    assert outlooks[0] > 0.5 and outlooks[1] < 0.2
+
+
 def test_a_request_forgets_its_own_rounds() -> None:
-    model, own = AcceptanceModel(1), Counts()
+    model, own = AcceptanceModel(members(1)), Counts()
     model.add(False, 0, own, 1, 1)
     model.add(False, 0, own, 1, 0)
     assert own.tries == pytest.approx([1 + REQUEST_KEEP]) and own.hits == pytest.approx([REQUEST_KEEP])
 
 
 def test_the_share_of_the_text_with_guesses() -> None:
-    model, own = AcceptanceModel(1, keep=1.0), Counts()
+    model, own = AcceptanceModel(members(1), keep=1.0), Counts()
     for _ in range(1000):
         model.add(False, 0, own, 4, 2)  # three tokens
         model.add(False, 0, own, 0, 0)  # one
@@ -97,8 +115,20 @@ def test_the_share_of_the_text_with_guesses() -> None:
 
 
 def test_a_profile_is_worth_some_drafts() -> None:
-    model = AcceptanceModel(1)
+    model = AcceptanceModel(members(1))
     model.start_from(0, (0.5, 0.1), proposes=0.5)
     outlook = model.outlook(True, 0, Counts(), 2)
     assert outlook.survival[0] == pytest.approx(0.51, abs=0.01) and outlook.survival[1] < 0.2
     assert outlook.drafts == 16 and outlook.share == pytest.approx(0.63, abs=0.02)
+
+
+def test_one_copied_text_promises_no_other_text_long_drafts() -> None:
+    """Half of the texts repeat themselves: what follows a first token is theirs, and a text whose first tokens fail is
+    none of them.  By hand, with eight own drafts and four of others, (8 * 0 + 4 * .5) / 12 at every depth."""
+    model, own = AcceptanceModel(members(1, 0.0), keep=1.0), Counts()
+    for _ in range(1000):
+        model.add(True, 0, Counts(), 8, 8)
+        model.add(True, 0, Counts(), 8, 0)
+    own.tries, own.hits = [8.0], [0.0]
+    survival = model.outlook(True, 0, own, 8).survival
+    assert survival == pytest.approx([4 * 0.5 / 12] * 8, rel=0.02)

@@ -70,6 +70,24 @@ def test_auto_knows_what_plain_decoding_costs_when_nothing_evicts_the_target(acc
     assert rate >= 0.95 * best_fixed(world, batch, rounds=3000)
 
 
+@pytest.mark.parametrize("shows", [True, False])
+def test_auto_changes_to_copying_where_a_text_repeats_itself(shows: bool) -> None:
+    """A network pays, and copying seven times as much in every fourth text: guesses beside the network's show
+    it in a few rounds, and trials later."""
+    members = [Member(0.04, 0.85), Member(0.0005, 0.05, is_free=True, copied=0.97, deepest=10)]
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for seed in range(6):
+        played = World(members, seed=seed, shows=shows)
+        controller = attached(played)
+        for request in range(16):
+            found = played.play(controller, contexts(1, start=request), 30)
+            rates[request % 4 == 3] += [found] if request >= 4 else []
+    network = World(members).play(Fixed(0, 8), contexts(1), 3000)
+    prose, copied = (sum(rates[copies]) / len(rates[copies]) for copies in (False, True))
+    assert prose >= 0.93 * network
+    assert (copied >= 6.0 * network) is shows, copied / network
+
+
 def test_a_controller_that_only_drafts_does_lose() -> None:
     """The check above can fail."""
     world = World(WORLDS["expensive draft"])

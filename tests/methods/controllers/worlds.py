@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from foretoken.core import Budget, Context, Limits, Rng, StepRecord
+from foretoken.core import Budget, Context, Limits, Rng, StepRecord, TokenTree
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.methods.controllers.base import Controller
 
@@ -18,7 +18,8 @@ from foretoken.methods.controllers.base import Controller
 @dataclass(frozen=True)
 class Member:
     """A drafter of a world: seconds per round and per level, chance of the first token and of further ones, share of
-    the text that it has guesses for."""
+    the text that it has guesses for; with ``copied`` the chance of all tokens in every fourth request, whose text
+    repeats itself."""
 
     step_s: float
     accepts: float
@@ -27,12 +28,19 @@ class Member:
     call_s: float = 0.0
     further: float | None = None
     is_free: bool = False
+    copied: float | None = None
+
+    def chances(self, request: int) -> tuple[float, float]:
+        """Of the first token and of further ones."""
+        if self.copied is not None and request % 4 == 3:
+            return self.copied, self.copied
+        return self.accepts, self.accepts if self.further is None else self.further
 
 
 @dataclass
 class World:
     """What rounds cost and give; a target whose weights a draft has pushed out of the processor's cache takes
-    ``evicted`` times as long, then and in the next round."""
+    ``evicted`` times as long, then and in the next round.  With ``shows`` free members are guessed beside others."""
 
     members: list[Member]
     node_s: float = 0.001
@@ -43,6 +51,7 @@ class World:
     evicted: float = 1.0
     rounds: int = 0
     is_warm: bool = True
+    shows: bool = False
     rng: random.Random = field(init=False)
     written: dict[int, int] = field(default_factory=dict)
 
@@ -85,7 +94,11 @@ class World:
                 context.request_id, 1 + depth, depth, accepted, len(contexts), draft_s, target_s, 0.0, total_s,
                 self.rounds, nodes, member if depth else -1, depth,
             )  # fmt: skip
-            if grows:
+            if self.shows and depth and not self.members[member].is_free:
+                free = [i for i, one in enumerate(self.members) if one.is_free]
+                context.beside = {i: self.beside(i, context, 1 + accepted) for i in free}
+                context.tokens.extend([0] * (1 + accepted))
+            elif grows:
                 context.tokens.extend([0] * (1 + accepted))
             controller.observe(context, record)
             tokens += 1 + accepted
@@ -101,12 +114,22 @@ class World:
             member = self.members[index]
             if random.Random(1000 * context.request_id + 10 * stretch + index).random() < member.answers:
                 depth = min(choice.max_depth, member.deepest)
-                accepted, further = 0, member.accepts if member.further is None else member.further
-                while accepted < depth and self.rng.random() < (further if accepted else member.accepts):
-                    accepted += 1
-                return index, depth, accepted
+                return index, depth, self.accepted(member, context.request_id, depth)
             choice = choice.otherwise
         return -1, 0, 0
+
+    def accepted(self, member: Member, request: int, depth: int) -> int:
+        """How many of ``depth`` tokens are accepted."""
+        first, further = member.chances(request)
+        count = 0
+        while count < depth and self.rng.random() < (further if count else first):
+            count += 1
+        return count
+
+    def beside(self, index: int, context: Context, written: int) -> TokenTree:
+        """A guess that begins as the text goes on, and then differs."""
+        right = self.accepted(self.members[index], context.request_id, min(written, self.members[index].deepest))
+        return TokenTree.chain(0, [0] * right + [1] * (self.members[index].deepest - right))
 
 
 def contexts(count: int, start: int = 0, written: int = 99, max_length: int = 0) -> list[Context]:

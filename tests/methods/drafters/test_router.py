@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from foretoken import registry
-from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
-from foretoken.core.sampling import SamplingParams
+from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
@@ -107,6 +107,20 @@ def test_the_member_that_is_named_drafts(member: int) -> None:
     router = Logged([ModelDrafter(target, k=2), ModelDrafter(draft, k=2)])
     serve(engine(target, router, None, Naming(member)), [Request(PROMPT, max_new_tokens=20)])
     assert set(router.chosen[:-1]) == {member}
+
+
+@pytest.mark.parametrize("member", [0, 1, None])
+def test_what_copies_is_noted_beside_a_network_that_was_named(member: int | None) -> None:
+    """Not where it drafts itself, and not where nobody chooses: then nobody learns from it."""
+    target, draft = tables()
+    router = RouterDrafter([ModelDrafter(draft, k=2), NgramDrafter(n=2, k=4)])
+    context = Context(0, [0, 1, 2, 3, 0, 1], 6, Sampler(SamplingParams()), Rng(0), sequence=target.open())
+    budget = Budget(3, 64, member=member, otherwise=Budget(3, 64, member=1) if member == 0 else None)
+    (tree,) = router.propose_batch([context], [budget])
+    assert len(tree) > 1
+    assert {index: list(one.tokens) for index, one in context.beside.items()} == (
+        {1: [1, 2, 3, 0, 1]} if member == 0 else {}
+    )
 
 
 # -- rules over guesses ----------------------------------------------------------------------------------------------

@@ -221,3 +221,9 @@ def test_independent_siblings_beside_draws_without_replacement_are_sequences_of_
 def test_trees_with_different_roots_do_not_merge() -> None:
     with pytest.raises(ValueError, match="different roots"):
         merge([TokenTree.root_only(1), TokenTree.root_only(2)])
+
+
+def test_how_far_a_tree_says_what_was_written() -> None:
+    tree = TokenTree((9, 1, 2, 3, 4), (-1, 0, 0, 2, 3))
+    assert [tree.matched(tokens) for tokens in ([], [5], [1], [1, 3], [2, 3, 4, 7], [2, 4])] == [0, 0, 1, 1, 3, 1]
+    assert TokenTree.root_only(9).matched([9]) == 0

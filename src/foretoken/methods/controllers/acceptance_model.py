@@ -12,14 +12,17 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
+from foretoken.core import Limits
+
 REQUEST_KEEP = 0.98
 """What a round is worth one round later, within its request."""
 POPULATION_KEEP = 0.998
 """The same for all requests together: also what was not asked is forgotten, and so explored again."""
 PRIOR, FIRST_WEIGHT, DEPTH_WEIGHT = 0.6, 2.0, 4.0
 """Chance where nothing is known and the drafts that it is worth; drafts that the depth before one is worth."""
-REQUEST_WEIGHT = 32.0
-"""Drafts, and tokens of the text, that the population is worth beside a request's own."""
+REQUEST_WEIGHT, COPIER_WEIGHT = 32.0, 4.0
+"""Drafts, and tokens of the text, that the population is worth beside a request's own; of a drafter that copies, whose
+luck is that of the text: a list that repeats itself is copied nine times in ten, prose hardly ever."""
 
 
 @dataclass
@@ -72,9 +75,10 @@ class Outlook(NamedTuple):
 class AcceptanceModel:
     """Counts of all requests, by drafter, apart for greedy and sampled ones; one round later they count ``keep``."""
 
-    def __init__(self, members: int, keep: float = POPULATION_KEEP) -> None:
+    def __init__(self, members: Sequence[Limits], keep: float = POPULATION_KEEP) -> None:
         self.keep = keep
-        self.population = {greedy: [Counts() for _ in range(members)] for greedy in (True, False)}
+        self.copies = [not member.relative_cost for member in members]
+        self.population = {greedy: [Counts() for _ in members] for greedy in (True, False)}
 
     def start_from(self, member: int, survival: Sequence[float], proposes: float, drafts: float = 16.0) -> None:
         """Begin with what was measured before, worth so many drafts."""
@@ -96,15 +100,34 @@ class AcceptanceModel:
 
     def outlook(self, greedy: bool, member: int, own: Counts, depth: int, requests: int = 1) -> Outlook:
         """For drafts of up to ``depth`` of requests that showed ``own`` together."""
-        everyone, weight = self.population[greedy][member], REQUEST_WEIGHT * requests
+        everyone, copies = self.population[greedy][member], self.copies[member]
+        weight = (COPIER_WEIGHT if copies else REQUEST_WEIGHT) * requests
         chance, found, known = 1.0, [], PRIOR
         for place in range(depth):
             known = shrunk(everyone, place, known, DEPTH_WEIGHT if place else FIRST_WEIGHT)
-            chance *= shrunk(own, place, known, weight)
+            chance *= known if copies else shrunk(own, place, known, weight)
             found.append(chance)
+        if copies:
+            found = mixed(own, found, weight)
         share = (everyone.covered + 1.0) / (everyone.covered + everyone.bare + 1.0)
         share = (own.covered + weight * share) / (own.covered + own.bare + weight)
         return Outlook(found, share, everyone.tries[0] if everyone.tries else 0.0)
+
+
+def mixed(own: Counts, others: Sequence[float], weight: float) -> list[float]:
+    """Survival by depth of a drafter that copies: a text repeats itself or does not, so that a request's own drafts
+    count at all depths against the whole drafts of others, worth ``weight``.
+
+    Depth by depth, one copied text among many would promise long drafts to every text: a first token that is accepted
+    once in ten times would be followed by others' nine in ten.
+    """
+    drafts = own.tries[0] if own.tries else 0.0
+    chance, known, found = 1.0, others[0], []
+    for place, promised in enumerate(others):
+        known = shrunk(own, place, known, DEPTH_WEIGHT if place else 0.0)
+        chance *= known
+        found.append((drafts * chance + weight * promised) / (drafts + weight))
+    return found
 
 
 def shrunk(counts: Counts, place: int, prior: float, weight: float) -> float:

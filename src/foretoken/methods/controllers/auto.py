@@ -65,7 +65,7 @@ class AutoController(Controller):
 
     def _reset(self) -> None:
         self.costs = CostModel(self.members, self._start)
-        self.acceptance = AcceptanceModel(len(self.members), self.keep)
+        self.acceptance = AcceptanceModel(self.members, self.keep)
         for index, member in enumerate(self.members):
             cost = None if self._start is None else self._start.drafters.get(member.name)
             if cost is not None and cost.survival:
@@ -211,6 +211,7 @@ class AutoController(Controller):
                     width = record.num_draft_tokens / max(depth, 1)
                     self.width[answered] += 0.05 * (width - self.width[answered])
                     break
+            self._learn_beside(context, context.tokens[before:])
         self._account(seen, asked)
         record = seen[-1][1]
         counts = [record.num_nodes for _, record in seen]
@@ -218,6 +219,13 @@ class AutoController(Controller):
             self._pads = record.round_nodes >= record.batch_size * max(counts)
         member, depth = next(iter(asked)) if len(asked) == 1 else (-1, 0)
         self.costs.observe(record, member, depth, sum(asked.values()))
+
+    def _learn_beside(self, context: Context, written: Sequence[int]) -> None:
+        """Learn from drafts that were not asked for: what was written is what they would have been compared with."""
+        for member, tree in context.beside.items():
+            depth, own = min(max(tree.depths), len(written)), self.state(context)[member]
+            self.acceptance.add(context.sampler.greedy, member, own, depth, tree.matched(written))
+        context.beside = {}
 
     def _account(self, seen: Sequence[tuple[Context, StepRecord]], asked: Mapping[tuple[int, int], int]) -> None:
         """What the round has won or lost against plain decoding, by what rounds cost: a pause of the machine is none.

@@ -16,7 +16,7 @@ from foretoken.methods.drafters.base import BuildContext, Drafter
 from foretoken.methods.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.methods.drafters.guess_rules import GuessRule
 from foretoken.methods.drafters.outside import check_proposal
-from foretoken.methods.drafters.sources import Guess
+from foretoken.methods.drafters.sources import Guess, SourceDrafter
 from foretoken.models.base import LanguageModel
 
 
@@ -63,6 +63,7 @@ class RouterDrafter(GroupDrafter):
         own = (member.cost_beside(size) for member, size in zip(drafters, sizes, strict=True))
         self.costs = tuple(costs) or tuple(own)
         self._cheapest_first = sorted(range(len(drafters)), key=self.costs.__getitem__)
+        self._copiers = [i for i, one in enumerate(drafters) if isinstance(one, SourceDrafter) and not self.costs[i]]
         self.max_nodes = max(member.max_nodes for member in drafters)
 
     @classmethod
@@ -114,12 +115,23 @@ class RouterDrafter(GroupDrafter):
                 for i, tree in zip(some, found, strict=True):
                     if len(tree) > 1:
                         trees[i] = self._owned(contexts[i], index, tree)
+                        self._guess_beside(contexts[i], orders[i][: place + 1])
                     else:
                         waiting.append(i)
         for i in waiting:
             if i in spare:
                 trees[i] = self._guessed(contexts[i], *spare[i])
         return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
+
+    def _guess_beside(self, context: Context, asked: Sequence[tuple[int, Budget]]) -> None:
+        """Where a network has drafted, note what the members that copy would have guessed: it costs next to nothing,
+        and a controller learns by it that a text repeats itself."""
+        index, budget = asked[-1]
+        if budget.member is None or not self.costs[index]:
+            return
+        others = [i for i in self._copiers if i not in [member for member, _ in asked]]
+        most = {i: Budget(self.drafters[i].max_depth, self.drafters[i].max_nodes) for i in others}
+        context.beside = {i: ask(self.drafters[i], [context], [most[i]])[0] for i in others}
 
     def _weigh(
         self, rule: GuessRule, contexts: Sequence[Context], budgets: Sequence[Budget], trees: list[TokenTree | None]
