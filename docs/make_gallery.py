@@ -83,8 +83,8 @@ INTRO = """# Gallery
 
 <!-- Made by docs/make_gallery.py from the registry: change that, not this. -->
 
-Every method of `foretoken methods`; its page has the paper. The Chinese names are those of the [articles](../zh/articles.md).
-Pictures are rounds of the built-in model, drawn by `foretoken show`.
+Every method of `foretoken methods`; its page has the paper. The Chinese names are those of the
+[articles](../zh/articles.md). Pictures are rounds of the built-in model, drawn by `foretoken show`.
 """
 
 
