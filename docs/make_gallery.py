@@ -37,7 +37,7 @@ class Place:
 PLACES = (
     Place("Independent drafting", "产生草稿 · Independent Drafting（独立的草稿模型）",
           "A second, smaller language model guesses.", "drafter",
-          ("model", "pard", "online", "shared_vocab", "retokenize")),
+          ("model", "pard", "ahead", "online", "shared_vocab", "retokenize")),
     Place("Self-drafting: trained heads", "产生草稿 · Self-Drafting（多头、自回归头、lookahead token）",
           "Small networks on the target's hidden states guess.", "drafter",
           ("bpd", "medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "pass_tokens",
@@ -149,6 +149,7 @@ MOST_NODES = 12
 SPECS = {
     "eagle": "eagle,nodes=8,depth=4", "eagle3": "eagle3,nodes=8,depth=4", "medusa": "medusa,nodes=8",
     "peagle": "peagle,nodes=8", "dflash": "dflash,nodes=8", "dflash2": "dflash2,nodes=8", "dspark": "dspark,nodes=8",
+    "ahead": "ahead,k=4,fanout=2",
     "pard": "pard,mask=0,k=4,nodes=8", "uno": "uno,k=4,nodes=8",
     "hydra": "hydra,nodes=8", "lookahead": "lookahead,w=3,n=3,g=3", "recycling": "recycling,nodes=8",
     "model": "model,tree=2x2x1", "jacobi": "jacobi,m=4",

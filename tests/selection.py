@@ -103,6 +103,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "models/cache/test_pool.py::test_rows_equal_fresh_prefills_whatever_comes_grows_and_goes": [parameter("lean")],
     "models/test_bitwise.py": [once, parameter("lean")],
     "models/other/test_branches.py::test_every_node_sees_its_own_path": [once],
+    "models/test_encoder_decoder.py::test_heads_on_the_decoder_draft": [once],
     "models/test_every_family.py": [once],
     "models/forward/test_graphs.py::test_a_session_of_any_shapes": [parameter("recorder")],
     "models/forward/test_graphs.py::test_other_families_pass_the_check": [once],

@@ -113,6 +113,9 @@ ROWS: tuple[Row, ...] = (
              "A draft model that was taught to fill masks guesses all places of a draft in one pass.",
              kind="iid or point", needs="draft model with a mask token; tree attention", reads="model",
              example="pard,mask=0,k=4"),
+    _drafter("ahead", "AheadDrafter", "Speculative speculative decoding (Saguaro), arXiv 2603.03251",
+             "A draft model drafts for the likely outcomes of a round while the target verifies it.",
+             kind="iid or point", needs="draft model", reads="model", example="ahead,k=4,fanout=2"),
     _drafter("online", "OnlineDrafter", "Online speculative decoding, arXiv 2310.07177",
              "A draft model that is trained while it serves, on the positions where the target rejected it.",
              kind="iid, without_replacement or point", needs="draft model", reads="model",
@@ -183,7 +186,7 @@ ROWS: tuple[Row, ...] = (
              example="staged,k=6,width=3"),
     _drafter("sparse_kv", "SparseKvDrafter", "TriForce, arXiv 2404.11912",
              "The target drafts over a small part of its own cache: the chunks that its last query fits best.",
-             kind="iid, without_replacement or point", needs="full attention layers", example="sparse_kv,budget=64"),
+             kind="iid, without_replacement or point", needs="keys and values", example="sparse_kv,budget=64"),
     # Drafters that are trained for one target.
     _drafter("medusa", "MedusaDrafter", "Medusa, arXiv 2401.10774",
              "Extra heads on the last hidden state guess several places at once; their best products form a tree.",

@@ -214,3 +214,30 @@ def test_a_picture_that_cannot_be_written(run: Any, tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     check(run("plan", "--alpha", "0.7", "--plot", str(tmp_path / "folder.png")), "cannot write the plot")
     check(run("plan", "--alpha", "0.7", "--plot", "/proc/plan.png"), "cannot write the plot")
+
+
+def test_drafting_ahead(run: Any) -> None:
+    """A table beside the plan's, and one line that says yes or no."""
+    options = ("plan", "--alpha", "0.7", "--c", "0.1", "--k", "1-4", "--ahead", "2", "--positions", "0.7,0.12,0.05")
+    apart, shared = run(*options), run(*options, "--contention", "1.9")
+    assert apart.code == shared.code == 0
+    assert apart.out.splitlines()[-1].startswith("Draft ahead: k=4 with ")
+    assert shared.out.splitlines()[-1].startswith("Do not draft ahead at a contention factor of 1.9: ")
+    rows = run(*options, "--json").json["ahead"]
+    assert [row["k"] for row in rows] == [1, 2, 3, 4] and all(row["pays"] for row in rows)
+    assert rows[3]["rows"] == 10 and rows[3]["hits"] == pytest.approx((1 - 0.7**4) * 0.17 / 0.3 + 0.7**4 * 0.82)
+    assert run("plan", "--alpha", "0.7", "--json").json["ahead"] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--contention", "1.5"), "--contention goes with --ahead"),
+        (("--ahead", "2", "--contention", "0.5"), "a contention factor is a number >= 1"),
+        (("--ahead", "2", "--batch", "4"), "leave out --batch and --guesses"),
+        (("--ahead", "2", "--positions", "0.7,0.1"), "need the chances of 3 candidates, not 2"),
+    ],
+)
+def test_what_ahead_refuses(run: Any, more: tuple[str, ...], says: str) -> None:
+    result = run("plan", "--alpha", "0.7", *more)
+    assert result.code == 2 and says in result.err and len(result.err.strip().splitlines()) == 1

@@ -8,6 +8,7 @@ instead of tables.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from trained import taught, trained
 
 from foretoken.core.costs import TargetCost
 from foretoken.loading.draft_models import windowed
+from foretoken.methods.drafters.ahead import AheadDrafter
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.bpd import BpdDrafter
 from foretoken.methods.drafters.cascade import CascadeDrafter
@@ -83,6 +85,7 @@ from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.heads.mtp import NativeModule
 from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.variants.gated import linear_shapes
 from foretoken.models.variants.second_weights import OwnWeightsModel, Scheme
 from foretoken.models.variants.sparse import SparseModel
@@ -255,6 +258,14 @@ BLOCKS: dict[Any, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 """By drafter, shapes of networks and options."""
 
 
+def pard2(target: LanguageModel, draft: Any, **options: Any) -> PardDrafter:
+    """A draft model with a random projection of two of the target's states beside its tokens."""
+    network, size = copy.deepcopy(draft.model), TargetParts(target).hidden_size
+    network.target_proj = random_weights(torch.nn.Linear(2 * size, size)).to(network.dtype)
+    network.config.pard2_target_layers, network.config.pard2_scale = [-1, 1], 0.3
+    return PardDrafter(HuggingFaceModel(network), k=3, mask=3, nodes=5, target=target, **options)
+
+
 def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassTokensDrafter:
     """Random look-ahead tokens."""
     net = PassTokens(PassTokensConfig(TargetParts(target).hidden_size, learned))
@@ -348,6 +359,16 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("window", lambda target, draft: PardDrafter(near_sighted(draft), k=3, mask=3, nodes=5), network=True),
         Case("trained", lambda target, draft: taught(target, draft), network=True),
+        Case("states", lambda target, draft: pard2(target, draft), network=True),
+        Case("states-points", lambda target, draft: pard2(target, draft, draw="greedy"), network=True),
+    ],
+    "ahead": [
+        Case(label, lambda target, draft, o=options: AheadDrafter(draft, thread=False, **o), network=True)  # type: ignore[misc]
+        for label, options in {
+            "chain": {"k": 3, "fanout": 1},
+            "wide": {"k": 2, "fanout": 3},
+            "greedy-chain": {"k": 2, "draw": "greedy"},
+        }.items()
     ],
     "online": [
         Case(

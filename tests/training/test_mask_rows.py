@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.core.sampling import SamplingParams
+from foretoken.core import Context, Rng
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import load_model
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
@@ -19,6 +20,7 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.training.distill import Distiller, teach_mask
 from foretoken.training.mask_rows import kept_counts, mask_ids, mask_rows, rows_mask, seeds_of, with_text
+from foretoken.training.state_rows import StateRows, layers_of
 from foretoken.training.workshop import DistillConfig
 from toys import engine, llama, serve
 
@@ -187,3 +189,92 @@ def test_masks_learn(tmp_path: Path) -> None:
     assert length >= max(1.3, fresh + 0.1)
     drafter.max_depth = 1
     assert length > acceptance(drafter, target) + 0.05  # places behind the first are guessed by masks
+
+
+# -- with the target's states (PARD-2) -------------------------------------------------------------------------------
+
+
+def test_settings_of_states() -> None:
+    assert layers_of("usual") == (-1, -8, -16, -24) and layers_of("-1+2") == (-1, 2) and layers_of("") == ()
+    with pytest.raises(ValueError, match="go with places above 1"):
+        DistillConfig(taps="usual")
+    with pytest.raises(ValueError, match="taps must be usual, or hidden states"):
+        DistillConfig(places=4, taps="last")
+
+
+def test_rows_count_by_the_chance_of_what_their_masks_stand_for() -> None:
+    logits = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(5, (2, 7), generator=torch.Generator().manual_seed(1))
+    anchors, depths = torch.tensor([0, 3, 1, 2]), torch.tensor([0, 0, 1, 3])
+    found = StateRows.weights(logits, tokens, anchors, depths)
+    p = torch.softmax(logits, -1)
+    for text in range(2):
+        chance = [float(p[text, at - 1, tokens[text, at]]) for at in range(1, 6)]  # of the tokens 1 to 5
+        assert found[text].tolist() == pytest.approx([1, 1, chance[1], chance[2] * chance[3] * chance[4]])
+
+
+@torch.no_grad()
+def test_a_row_that_learns_reads_what_a_row_that_drafts_reads(tmp_path: Path) -> None:
+    """State and place of every mask behind every anchor, against the drafter's own rows."""
+    target, student = HuggingFaceModel(llama(32)), deepcopy(llama(32, seed=1))
+    worker = distiller(target, student, tmp_path, mask_token=MASK, taps="-1+1", places=3)
+    assert worker.states is not None
+    student.target_proj.double()
+    student.config.pard2_scale = 0.02
+    tokens = torch.randint(31, (1, 9), generator=torch.Generator().manual_seed(0))
+    pairs = [(a, d) for a in range(9) for d in (1, 2) if a + d < 9]
+    anchors, depths = with_text(9, *(torch.tensor(part) for part in zip(*pairs, strict=True)))
+    hidden = target.model(input_ids=tokens, output_hidden_states=True).hidden_states
+    kept = torch.Generator().manual_seed(1)  # the text keeps its states
+    ids = mask_ids(tokens, len(anchors) - 9, MASK)
+    states = {"last": hidden[-1].double(), "layer:1": hidden[1].double()}
+    student.target_proj.float()
+    embedded = worker.states.embedded(ids, states, anchors, kept)
+    student.target_proj.double()
+    seen = rows_mask(anchors, depths)
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill_(~seen, -torch.inf)[None, None]
+    trained = student(inputs_embeds=embedded, position_ids=(anchors + depths)[None], attention_mask=mask).logits[0]
+    drafter = PardDrafter(HuggingFaceModel(student), k=3, mask=MASK, width=1, target=target)
+    assert drafter.reader is not None
+    for anchor in range(9):
+        text = tokens[0, : anchor + 1].tolist()
+        context = Context(0, text, len(text), Sampler(SamplingParams(), len(text)), Rng(0))
+        if anchor:
+            context.hidden = target.prefill(target.open(), text[:-1], drafter.taps)
+        drafter.start(context)
+        drafter.reader.read_up_to_end([context])
+        drafted = drafter.reader.guesses([context], [3])[id(context)]
+        for depth in range(min(3, 9 - anchor)):
+            (row,) = ((anchors == anchor) & (depths == depth)).nonzero()[:, 0].tolist()
+            assert torch.allclose(trained[row], drafted[depth], atol=1e-4)
+
+
+def test_states_are_dropped_in_some_texts(tmp_path: Path) -> None:
+    target = HuggingFaceModel(llama(32, dtype=torch.float32))
+    student = deepcopy(llama(32, seed=1, dtype=torch.float32))
+    worker = distiller(target, student, tmp_path, mask_token=MASK, taps="-1")
+    assert worker.states is not None
+    ids, states = torch.zeros(200, 3, dtype=torch.long), {"last": torch.ones(200, 3, 16)}
+    found = worker.states.embedded(ids, states, torch.arange(3), torch.Generator().manual_seed(0))
+    plain = student.get_input_embeddings()(ids)
+    assert torch.equal(found[:, 0], plain[:, 0])  # nothing before the first token
+    dropped = (found[:, 1:] == plain[:, 1:]).flatten(1).all(1)
+    assert 0.04 < float(dropped.float().mean()) < 0.18
+
+
+def test_what_is_written_drafts_with_states(tmp_path: Path) -> None:
+    """A folder whose model is as any other, and the projection beside it; what was learnt is what is loaded."""
+    target = HuggingFaceModel(llama(32, dtype=torch.float32))
+    student = deepcopy(llama(32, seed=1, dtype=torch.float32))
+    worker = distiller(target, student, tmp_path, mask_token=MASK, taps="-1+1")
+    tokens, weights = torch.randint(30, (2, 13), generator=torch.Generator().manual_seed(2)), torch.ones(2, 12)
+    worker.mask_loss(tokens, weights, 0).backward()
+    assert float(student.target_proj.weight.grad.abs().sum()) > 0
+    worker.shop.tokenizer = None
+    worker._save()
+    assert hasattr(student, "target_proj")
+    loaded = load_model(tmp_path)
+    drafter = PardDrafter(loaded, k=4, target=target)
+    assert drafter.reader is not None and drafter.taps == ("last", "layer:1")
+    stored = drafter.reader.projection.weight.float()
+    assert torch.equal(stored, student.target_proj.weight.detach().bfloat16().float())

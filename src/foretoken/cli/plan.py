@@ -13,6 +13,7 @@ from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
     from foretoken.core.costs import RoundCosts
+    from foretoken.lab.plan.ahead import AheadRow
     from foretoken.lab.plan.assumptions import Assumptions
     from foretoken.lab.plan.planner import Plan
 
@@ -54,6 +55,13 @@ def plan_command(
     positions: Annotated[
         str | None, typer.Option(help="For trees: chance of the first, second, ... sibling, e.g. 0.6,0.15,0.05.")
     ] = None,
+    ahead: Annotated[
+        int | None, typer.Option(min=1, help="Draft during verification for so many tokens after each accepted length.")
+    ] = None,
+    contention: Annotated[
+        float,
+        typer.Option(help="With --ahead: how much slower each is while both run; 1: two devices, 2: all is shared."),
+    ] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="PNG file: speed-up against k, c and batch size.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -69,6 +77,7 @@ def plan_command(
 
     given, name = _assumptions(alpha, survival, c, overhead, v, operations, profile, drafter, lengths, batches[0])
     given = replace(given, guesses=guesses)
+    ahead_rows = _ahead_rows(given, lengths, batches, siblings, ahead, contention)
     with json_only(as_json):
         made = plan(given, lengths, batches, shapes, siblings)
         if plot is not None:
@@ -77,12 +86,14 @@ def plan_command(
             draw(made, plot)
         if not as_json:
             _print(made, name, plot)
+            _print_ahead(ahead_rows, contention)
     if as_json:
         found = {
             "drafter": name,
             **made.public(),
             "summary": summary(made),
             "plot": None if plot is None else str(plot),
+            "ahead": [row.public() for row in ahead_rows],
         }
         print_json(found)
 
@@ -142,6 +153,26 @@ def _measured(costs: RoundCosts, drafter: str | None, lengths: list[int], batch:
     found = {name: Assumptions.measured(costs, name) for name in names}
     best = max(found, key=lambda name: max(found[name].speedup(k, batch) for k in lengths))
     return found[best], best
+
+
+def _ahead_rows(
+    given: Assumptions,
+    lengths: list[int],
+    batches: list[int],
+    siblings: list[float] | None,
+    ahead: int | None,
+    contention: float,
+) -> list[AheadRow]:
+    """What drafting during verification gives; empty where nobody asks."""
+    from foretoken.lab.plan.ahead import ahead_rows
+
+    if ahead is None:
+        if contention != 1.0:
+            raise ValueError("--contention goes with --ahead")
+        return []
+    if batches[0] != 1 or given.guesses != 1:
+        raise ValueError("--ahead is worked out for one request with one chain: leave out --batch and --guesses")
+    return ahead_rows(given, lengths, ahead, contention, siblings)
 
 
 # -- showing ---------------------------------------------------------------------------------------------------------
@@ -207,6 +238,25 @@ def _print_changes(made: Plan) -> None:
     for change in made.changes:
         table.add_row(change.what, f"{change.speedup:.2f}x", str(change.best_k), f"{change.best_speedup:.2f}x")
     screen().print(table)
+
+
+def _print_ahead(rows: list[AheadRow], contention: float) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from foretoken.lab.plan.ahead import ahead_summary
+
+    if not rows:
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in ("k", "outcomes", "guessed", "work", "ahead", "between rounds", "contention up to"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        most = "never" if row.contention is None else f"{row.contention:.2f}"
+        speeds = (f"{row.speedup:.2f}x", f"{row.without:.2f}x")
+        table.add_row(str(row.k), str(row.rows), f"{row.hits:.0%}", f"{row.work:.2f}", *speeds, most)
+    screen().print(table)
+    screen().print(ahead_summary(rows, contention), style="bold", soft_wrap=True)
 
 
 def _heads(made: Plan) -> list[str]:

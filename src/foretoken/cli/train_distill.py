@@ -54,6 +54,9 @@ def distill_command(
     refresh: Annotated[int, typer.Option(min=1, help="Steps that share one writing of the student.")] = 8,
     places: Annotated[int, typer.Option(min=1, help="Guess so many places in one pass, by masks (PARD: 8).")] = 1,
     mask_token: Annotated[int, typer.Option(help="Id of the mask; -1: as configured, else a new token.")] = -1,
+    taps: Annotated[
+        str, typer.Option(help="With --places: hidden states of the target read beside the tokens (PARD-2): usual.")
+    ] = "",
     lr: Rate = 1e-3,
     seed: int = 0,
     corpus: Corpus = None,
@@ -72,7 +75,7 @@ def distill_command(
     config = DistillConfig(
         loss=loss, text=text, mix=mix, beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
         context=context, prompt=prompt, written=written, refresh=refresh, lr=lr, seed=seed,
-        places=places, mask_token=mask_token,
+        places=places, mask_token=mask_token, taps=taps,
     )  # fmt: skip
     with json_only(as_json), stop_on_signals() as stop, _bars() as bars, stop.in_steps(bars.say, out):
         shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)

@@ -110,14 +110,17 @@ class Sampler:
         params: how tokens are drawn.
         prompt_length: where the generated part of a prefix begins (presence and frequency penalties, noise).
         noise: of a request whose draws its seed fixes.  A greedy request has no use for it.
+        skipped: tokens at the beginning that the repetition penalty does not see (an encoder's input).
 
     Attributes:
         fixed: whether every prefix has one token that follows it, the largest of :meth:`ranking`.
     """
 
-    def __init__(self, params: SamplingParams, prompt_length: int = 0, noise: Noise | None = None) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt_length: int = 0, noise: Noise | None = None, skipped: int = 0
+    ) -> None:
         self.params = params
-        self.prompt_length = prompt_length
+        self.prompt_length, self.skipped = prompt_length, skipped
         self.greedy = params.temperature == 0
         self.noise = None if self.greedy else noise
         self.fixed = self.greedy or self.noise is not None
@@ -208,8 +211,9 @@ class Sampler:
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=scores.device)
             scores[ids] += torch.tensor(list(params.logit_bias.values()), dtype=scores.dtype, device=scores.device)
-        if params.repetition_penalty != 1.0 and prefix:
-            seen = torch.tensor(sorted(set(prefix)), device=scores.device)
+        written = prefix[self.skipped :]
+        if params.repetition_penalty != 1.0 and written:
+            seen = torch.tensor(sorted(set(written)), device=scores.device)
             value = scores[seen]
             scores[seen] = torch.where(value < 0, value * params.repetition_penalty, value / params.repetition_penalty)
         generated = prefix[self.prompt_length :]

@@ -35,6 +35,8 @@ def check(request: Request, target: LanguageModel) -> None:
         value = getattr(request, name)
         if value is not None and value < 0:
             raise OptionError(name, f"{name} must be at least 0, not {value}")
+    if request.prompt_logprobs is not None and not target.capabilities.prompt_logits:
+        raise OptionError("prompt_logprobs", f"prompt_logprobs: {target.capabilities.missing['prompt_logits']}")
     if request.min_tokens > request.max_new_tokens:
         raise OptionError(
             "min_tokens", f"min_tokens={request.min_tokens} is more than max_new_tokens={request.max_new_tokens}"

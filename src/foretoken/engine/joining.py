@@ -12,7 +12,7 @@ from foretoken.core.noise import Noise, random_seed
 from foretoken.core.sampling import LogitsProcessor, Sampler
 from foretoken.engine.conditional import LanguageRound, whole_params
 from foretoken.engine.ends import ends_of, rules_of
-from foretoken.engine.processors import AllowedTokens, BadWords, MinTokens
+from foretoken.engine.processors import AllowedTokens, BadWords, MinTokens, OfAnswer
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stopping import Stopper
 from foretoken.models.base import LanguageModel
@@ -53,8 +53,11 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     # A string of a language is drawn as a whole, with one uniform: noise belongs to tokens.
     noise = Noise(seed) if seed is not None and races and request.language is None else None
     params = request.params if request.language is None else whole_params(request.params)
-    params = replace(params, processors=(*params.processors, *rules(request, target, tokenizer)))
-    sampler = Sampler(params, len(tokens), noise)
+    # What an encoder reads is no part of the text whose tokens are penalised or processed.
+    skipped = len(tokens) - len(target.answer_start) if target.answer_start else 0
+    given = [OfAnswer(one, skipped) for one in params.processors] if skipped else params.processors
+    params = replace(params, processors=(*given, *rules(request, target, tokenizer)))
+    sampler = Sampler(params, len(tokens), noise, skipped)
     context = Context(request_id, tokens, len(tokens), sampler, Rng(seed or 0), prediction=request.prediction)
     context.max_length = len(tokens) + request.max_new_tokens
     context.salt = request.cache_salt

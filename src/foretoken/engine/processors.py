@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+
+class OfAnswer:
+    """A processor that sees the answer alone: Transformers shows the decoder's text, not what the encoder reads.
+
+    Args:
+        processor: the caller's.
+        skipped: tokens of the text that are the encoder's.
+    """
+
+    def __init__(self, processor: Callable[[Tensor, Tensor], Tensor], skipped: int) -> None:
+        self._processor, self._skipped = processor, skipped
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, V] as the processor makes them of the answer so far."""
+        return self._processor(input_ids[:, self._skipped :], scores)
 
 
 class MinTokens:

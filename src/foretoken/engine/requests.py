@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import monotonic
 from typing import Any
@@ -168,6 +168,8 @@ class Requests(ABC):
             ValueError: what :meth:`check` refuses.
         """
         self.check(request)
+        if self.target.answer_start:
+            request = replace(request, prompt=[*request.prompt, *self.target.answer_start])
         run = join(self._ids + 1, request, self.target, self.tokenizer, self._races(request))
         self._ids += 1
         if arrived_s is not None:

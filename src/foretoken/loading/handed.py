@@ -46,8 +46,9 @@ def check_handed_in(source: Any) -> None:
         raise LoadError(f"{with_article(name)} keeps a part of every weight here: save it, and load its path")
     if not hasattr(getattr(source, "config", None), "get_text_config"):
         raise LoadError(f"{with_article(name)} is no Transformers model (it has no configuration): {EXPECTED}")
-    if getattr(source.config, "is_encoder_decoder", False):
-        raise LoadError(f"{name} is an encoder and a decoder, and only decoders alone are run: give a causal model")
+    network: Any = source
+    if getattr(network.config, "is_encoder_decoder", False) and network.get_output_embeddings() is None:
+        raise LoadError(f"{name} has no vocabulary projection: give the model for conditional generation")
     check_method(getattr(source.config, "quantization_config", None), name)
     shared = next((type(weight).__name__ for weight in source.parameters() if hasattr(weight, "device_mesh")), "")
     if shared:

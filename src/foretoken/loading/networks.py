@@ -43,21 +43,25 @@ def from_pretrained(
         split: how it is split over processes.
 
     Raises:
-        LoadError: it cannot be loaded, is incomplete, or is no decoder alone.
+        LoadError: it cannot be loaded, is incomplete, or is to be split and has an encoder.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.utils import logging as hf_logging
 
     told = quantisation_of(path)
     check_method(told, path)
     place = f"{path} (quantised with {told['quant_method']})" if told.get("quant_method") else path
-    _check_decoder_alone(path)
+    has_encoder = _has_encoder(path)
+    if has_encoder and split is not None:
+        raise LoadError(f"{path} is an encoder and a decoder, which cannot be split: leave tensor_parallel out")
+    # Some encoder-decoder models have a causal class too, which would load half of them.
+    auto: Any = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
 
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             path,
             dtype=dtype or "auto",
             use_safetensors=True,
@@ -100,23 +104,15 @@ def _check_fetched(path: str) -> None:
         check_no_drafter(Path(folder))
 
 
-def _check_decoder_alone(path: str) -> None:
-    """Refuse an encoder with a decoder: some would load as a decoder that was never told what to decode.
-
-    Raises:
-        LoadError: the configuration says that it is one.
-    """
+def _has_encoder(path: str) -> bool:
+    """Whether the configuration says that it is an encoder with a decoder."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception:  # whatever is wrong with it, loading the model says so
-        return
-    if getattr(config, "is_encoder_decoder", False):
-        raise LoadError(
-            f"{path} is an encoder and a decoder ({config.model_type}), and only decoders alone are run: give a causal "
-            "model"
-        )
+        return False
+    return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -20,7 +20,8 @@ def wrap(
 
     Models that cannot take trees get :class:`~foretoken.models.sequential.SequentialModel`, or
     :class:`~foretoken.models.stateful.StatefulModel` where they have recurrent layers whose state survives a trial.
-    Models whose logits depend on how many tokens are read at once are decoded token by token.
+    Models whose logits depend on how many tokens are read at once are decoded token by token.  Encoder-decoder models
+    are :class:`~foretoken.models.encoder_decoder.EncoderDecoderModel`.
     ``in_place`` lets linear layers be packed, and ``probe`` gives the text that fast paths are tried on (see
     :class:`~foretoken.models.huggingface.HuggingFaceModel`).
 
@@ -29,6 +30,10 @@ def wrap(
     """
     if isinstance(model, LanguageModel):
         return model
+    if getattr(model.config, "is_encoder_decoder", False):
+        from foretoken.models.encoder_decoder import EncoderDecoderModel
+
+        return EncoderDecoderModel(model, exact=exact)
     from foretoken.models.checks.cache_trial import cache_fault
     from foretoken.models.sequential import SequentialModel
 

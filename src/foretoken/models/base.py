@@ -30,6 +30,7 @@ class Capabilities:
         taps: hands out hidden states.
         layer_windows: can run a part of its layers.
         missing: for every capability that is absent, the layer type that lacks it, in words.
+        prompt_logits: scores the tokens of a prompt (an encoder does not).
     """
 
     tree_mask: bool = True
@@ -38,6 +39,7 @@ class Capabilities:
     taps: bool = True
     layer_windows: bool = True
     missing: dict[str, str] = field(default_factory=dict)
+    prompt_logits: bool = True
 
 
 class CapabilityError(ValueError):
@@ -191,6 +193,7 @@ class LanguageModel(ABC):
         context_length: most tokens that a sequence may hold.
         context_why: what limits it, in words; empty where that is the model's configuration alone.
         eos_token_ids: tokens that end a text.
+        answer_start: tokens that follow every prompt before anything is drawn (a decoder's first ones).
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.
@@ -214,6 +217,7 @@ class LanguageModel(ABC):
     exactness_why: str = "this kind of model was not tried"
     refused: tuple[Refusal, ...] = ()
     context_why: str = ""
+    answer_start: tuple[int, ...] = ()
     run_s: float = 0.0
     run_rows: int = 0
     threads: int = 1

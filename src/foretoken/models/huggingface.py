@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.models.cache.host import HostCache
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import Window
 from foretoken.models.checks.fast_paths import Probe
@@ -71,7 +72,7 @@ class HuggingFaceModel(TreeRunner):
         """Fused copies of the weights are made anew; open sequences keep a cache that nobody else writes to."""
         self.forwards.renew()
         graphs, self.graphs = self.graphs, None
-        self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
+        self.cache = self.cache.fresh()
         self._watch = None  # the checks open texts of their own
         self._choose()
         if graphs is not None:
@@ -117,8 +118,24 @@ class HuggingFaceModel(TreeRunner):
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
         self.forwards.unpack()
         self.graphs, self.graphs_off = None, "the model was unpacked"
-        self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
+        self.cache = self.cache.fresh()
         self._watch = Watch(self.model)
+
+    def keep_on_host(self) -> None:
+        """Keep keys and values in host memory from now on; a forward has those of one layer at a time on its device.
+
+        Raises:
+            ValueError: the model is on the CPU, or sequences are open.
+        """
+        if self.device.type == "cpu":
+            raise ValueError("offload=true is for a target on a GPU: on the CPU keys and values are in host memory")
+        if self._sequences:
+            raise ValueError("requests are running: finish or close them before keys and values go to host memory")
+        graphs, self.graphs = self.graphs, None
+        self.graphs_off = "its keys and values are in host memory"
+        if graphs is not None:
+            graphs.stop(self.graphs_off)
+        self.cache = HostCache(self.cache.num_layers, self.cache.max_slots)
 
     @property
     def num_ids(self) -> int:

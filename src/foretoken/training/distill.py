@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
-from foretoken.core.io.files import save_model
+from foretoken.core.io.files import replacing, save_model
 from foretoken.loading import BUILTIN
 from foretoken.methods.drafters.learning.divergences import divergence
 from foretoken.methods.drafters.pard import MASK
+from foretoken.methods.drafters.target_states import FILE, NAME
+from foretoken.models.network.taps import recording
 from foretoken.training.checkpoint import check_same, latest_checkpoint, read_meta
 from foretoken.training.curves import AlignmentCurve
 from foretoken.training.loop import Loop, Progress, Saving, identity_of
 from foretoken.training.mask_rows import mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.optimizers import build_optimizers, vocabulary_of
+from foretoken.training.state_rows import OWN_SHARE, StateRows, layers_of, stored_apart
 from foretoken.training.text_sources import TextSource
 from foretoken.training.workshop import DistillConfig, Workshop
 
@@ -57,6 +62,8 @@ class Distiller:
         if config.context > longest:
             raise ValueError(f"--context {config.context} is longer than the draft model's {longest}")
         self.mask = teach_mask(student, config, len(shop.tokenizer)) if config.places > 1 else -1
+        layers = layers_of(config.taps)
+        self.states = StateRows(student, shop.parts, layers) if layers else None
         self.shop, self.student, self.out, self.config, self.name = shop, student.eval(), out, config, name
         self.extra = dict(extra or {})
         self.source = source if source is not None else shop.source(student)
@@ -95,12 +102,22 @@ class Distiller:
             on_step=on_step,
             saving=saving,
         )
-        _cast_parameters(self.student, torch.bfloat16)
-        save_model(self.student, self.shop.tokenizer, self.out)
-        _cast_parameters(self.student, torch.float32)
+        self._save()
         after = dict(evaluate(self.student)) if evaluate is not None else None  # of what was stored
         loop.curve.add(self.config.steps, None, after)
         return loop.finish(self._report(after, loop.spent_s))
+
+    def _save(self) -> None:
+        """The model in Hugging Face's layout, and beside it what projects the target's states."""
+        _cast_parameters(self.student, torch.bfloat16)
+        projection = getattr(self.student, NAME, None)
+        if projection is not None:
+            with replacing(self.out / FILE) as file:
+                save_file(stored_apart(self.student), file, {"format": "pt"})
+        save_model(self.student, self.shop.tokenizer, self.out)
+        if projection is not None:
+            setattr(self.student, NAME, projection)
+        _cast_parameters(self.student, torch.float32)
 
     def is_done(self) -> bool:
         """Whether ``out`` holds the model that this run would give.
@@ -132,16 +149,26 @@ class Distiller:
         seen = rows_mask(anchors, depths).to(device)
         columns = (anchors + depths).to(device)
         text = tokens[:, :-1].to(device)
+        taps = () if self.states is None else self.states.taps
+        with torch.no_grad(), recording(self.shop.parts.network, tuple(dict.fromkeys(taps))) as hidden:
+            wanted = self.shop.parts.network(input_ids=text, use_cache=False).logits
         with torch.autocast(device.type, dtype=torch.bfloat16):
+            ids = mask_ids(text, len(anchors) - n, self.mask)
+            read = {"input_ids": ids}
+            if self.states is not None:
+                read = {"inputs_embeds": self.states.embedded(ids, hidden, anchors.to(device), generator)}
             drafted = self.student(
-                input_ids=mask_ids(text, len(anchors) - n, self.mask),
+                **read,
                 position_ids=columns.expand(len(text), -1),
                 attention_mask=torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf)[None, None],
                 use_cache=False,
             ).logits
-        with torch.no_grad():
-            wanted = self.shop.parts.network(input_ids=text, use_cache=False).logits
-        return self._weighted(wanted, drafted, columns.expand(len(text), -1), weights.to(device)[:, columns])
+        counts, own = weights.to(device)[:, columns], None
+        if self.states is not None:
+            ids = tokens.to(device)
+            counts = counts * self.states.weights(wanted, ids, anchors.to(device), depths.to(device))
+            own = ids[:, columns + 1]
+        return self._weighted(wanted, drafted, columns.expand(len(text), -1), counts, own)
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean divergence per position of rows ``tokens`` int64 [b, n + 1], ``weights`` [b, n]."""
@@ -153,16 +180,21 @@ class Distiller:
             wanted = self.shop.parts.network(input_ids=ids, use_cache=False).logits
         return self._weighted(wanted, drafted, torch.arange(ids.shape[1], device=device).expand_as(ids), weights)
 
-    def _weighted(self, wanted: Tensor, drafted: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+    def _weighted(
+        self, wanted: Tensor, drafted: Tensor, columns: Tensor, weights: Tensor, own: Tensor | None = None
+    ) -> Tensor:
         """Weighted mean divergence of the student's logits [b, m, V'] from the target's [b, n, V] at ``columns``
-        [b, m]; ``weights`` [b, m]."""
+        [b, m]; ``weights`` [b, m].  With the text's ``own`` next tokens [b, m] their cross entropy counts, too."""
         starts = torch.arange(len(wanted), device=columns.device)[:, None] * wanted.shape[1]
         places, weights = (columns + starts).flatten(), weights.to(columns.device).flatten()
         wanted, drafted = wanted.flatten(0, 1), drafted.flatten(0, 1)
         total = drafted.new_zeros((), dtype=torch.float32)
         for some in weights.nonzero()[:, 0].split(CPU_CHUNK if columns.device.type == "cpu" else CHUNK):
             p, q = wanted[places[some], : self.width], drafted[some, : self.width]
-            total = total + (divergence(self.config.loss, p, q, self.config.beta) * weights[some]).sum()
+            each = divergence(self.config.loss, p, q, self.config.beta)
+            if own is not None:
+                each = each + OWN_SHARE * F.cross_entropy(q.float(), own.flatten()[some], reduction="none")
+            total = total + (each * weights[some]).sum()
         return total / weights.sum()
 
     def _report(self, after: Mapping[str, Any] | None, spent_s: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, read_tokens
 from foretoken.training.loop import RunConfig
+from foretoken.training.state_rows import layers_of
 from foretoken.training.text_sources import TEXTS, FixedText, PolicyText, TeacherText, TextSource
 from foretoken.training.written import stored_continuations, write_continuations
 
@@ -36,6 +37,8 @@ class DistillConfig(RunConfig):
         written: rows that the target writes, used again and again.
         refresh: steps that share one writing of the student.
         places: places that it learns to guess in one pass, masks standing in all but the first (PARD); 1: no masks.
+        taps: hidden states of the target that it reads beside its tokens (PARD-2), as Transformers counts them, joined
+            by ``+``; ``usual`` for those of the published models; empty for none.
         mask_token: id of the mask; -1: the one of its configuration, else a new one behind its vocabulary.
 
     Raises:
@@ -54,6 +57,7 @@ class DistillConfig(RunConfig):
     refresh: int = 8
     places: int = 1
     mask_token: int = -1
+    taps: str = ""
 
     def __post_init__(self) -> None:
         check_loss(self.loss, self.beta)
@@ -65,6 +69,8 @@ class DistillConfig(RunConfig):
             raise ValueError(f"prompt={self.prompt} must leave room to write in a context of {self.context}")
         if self.mask_token < -1 or (self.places == 1 and self.mask_token != -1):
             raise ValueError("mask_token must be a token's id, and goes with places above 1")
+        if layers_of(self.taps) and self.places == 1:
+            raise ValueError("taps, the target's states beside the tokens, go with places above 1")
         if self.places >= self.context:
             raise ValueError(f"places={self.places} must be fewer than the {self.context} tokens of a row")
         for name in ("steps", "batch_size", "written", "refresh", "places"):

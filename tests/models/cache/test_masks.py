@@ -122,3 +122,13 @@ def test_a_hidden_slot_has_a_finite_score_and_no_weight(dtype: torch.dtype) -> N
     assert bool((weights[mask < 0] == 0).all())
     lowest = torch.softmax((seen + mask.masked_fill(mask < 0, torch.finfo(dtype).min)).float(), -1)
     assert torch.equal(weights, lowest)
+
+
+def test_a_part_of_a_text_is_its_end() -> None:
+    """Ten slots of forty tokens hold the last ten: windows and chunks are counted in positions."""
+    row = RowPlan(10, [-1, 0], [0, 1], 2, base=40)
+    sliding = row_allowed(row, LayerMask("sliding", 5), 12)
+    assert [seen.nonzero()[0].tolist() for seen in sliding] == [[6, 7, 8, 9, 10], [7, 8, 9, 10, 11]]
+    chunked = row_allowed(row, LayerMask("chunked", 7), 12)  # 40 and 41 are in the chunk that begins at 35
+    assert [seen.nonzero()[0].tolist() for seen in chunked] == [[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10, 11]]
+    assert row_allowed(row, LayerMask(), 12).sum() == 11 + 12

@@ -133,8 +133,16 @@ def test_a_text_within_the_budget_is_the_target(subject: Subject, name: str, lea
     target.release(source)
 
 
-def masked_logits(target: HuggingFaceModel, context: list[int], kept: list[int]) -> Tensor:
-    """[5, V] of the tree behind ``context`` when only its nodes are kept from most slots: one call of the model."""
+def masked_logits(
+    target: HuggingFaceModel,
+    context: list[int],
+    kept: list[int],
+    ends: dict[str, Callable[[Tensor], Tensor]] | None = None,
+) -> Tensor:
+    """[5, V] of the tree behind ``context`` when only its nodes are kept from most slots: one call of the model.
+
+    ``ends``: of layers with windows, by their type, which differences of positions [n, n] they look at.
+    """
     tokens, parents = TREE
     count, total = len(context), len(context) + len(tokens)
     allowed = torch.ones(total, total, dtype=torch.bool).tril()
@@ -146,9 +154,17 @@ def masked_logits(target: HuggingFaceModel, context: list[int], kept: list[int])
         while node >= 0:
             allowed[count + len(depths) - 1, count + node] = True
             node = parents[node]
-    mask = torch.zeros(1, 1, total, total, dtype=target.dtype)
-    mask.masked_fill_(~allowed, torch.finfo(target.dtype).min)
     positions = torch.tensor([[*range(count), *(count + depth for depth in depths)]])
+
+    def additive(seen: Tensor) -> Tensor:
+        mask = torch.zeros(1, 1, total, total, dtype=target.dtype)
+        return mask.masked_fill_(~seen, torch.finfo(target.dtype).min)
+
+    mask: Any = additive(allowed)
+    if ends is not None:
+        allowed[count:, :count] = True
+        near = {kind: additive(allowed & rule(positions[0])) for kind, rule in ends.items()}
+        mask = {"full_attention": mask, **near}
     out = target.model(torch.tensor([[*context, *tokens]]), attention_mask=mask, position_ids=positions)
     return out.logits[0, count:]
 
@@ -165,6 +181,71 @@ def test_a_subset_is_the_target_with_the_other_slots_masked(subject: Subject, na
     wanted = masked_logits(target, source.tokens, recent_slots(50, 20).tolist())
     assert close(mine, wanted)
     assert not close(mine, target.forward([Feed(source, *TREE)])[0].logits)
+    sparse.release(sequence)
+    target.release(source)
+
+
+def in_window(size: int) -> Callable[[Tensor], Tensor]:
+    return lambda places: places[:, None] - places[None] < size
+
+
+def in_chunk(size: int) -> Callable[[Tensor], Tensor]:
+    return lambda places: places[:, None] // size == places[None] // size
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("gemma3", {"sliding_attention": in_window(8)}),
+        ("gemma2", {"sliding_attention": in_window(8)}),
+        ("llama4", {"chunked_attention": in_chunk(8)}),
+    ],
+)
+@torch.inference_mode()
+def test_layers_with_windows_keep_the_end(
+    subject: Subject, name: str, ends: dict[str, Callable[[Tensor], Tensor]], lean: bool
+) -> None:
+    """Their window is whole; only the layers that see all of the text see a part of it."""
+    target = subject(name, lean)
+    source = opened(target, 50)
+    sparse = SparseModel(target, budget=20, select="recent")
+    assert 0 < len(sparse._ends_only) < target.num_layers
+    sequence = beside(sparse, source)
+    mine = sparse.forward([Feed(sequence, *TREE)])[0].logits
+    assert close(mine, masked_logits(target, source.tokens, recent_slots(50, 20).tolist(), ends))
+    assert not close(mine, target.forward([Feed(source, *TREE)])[0].logits)
+    sparse.release(sequence)
+    target.release(source)
+
+
+@pytest.mark.parametrize("select", ["retrieval", "recent"])
+def test_a_model_that_slides_everywhere_loses_nothing(subject: Subject, select: str) -> None:
+    """All of a window of 8 is among the last 20 slots; later texts go on behind the subset."""
+    target = subject("mistral_sliding", True)
+    source = opened(target, 50)
+    sparse = SparseModel(target, budget=20, chunk=4, select=select)
+    sequence = beside(sparse, source)
+    for model, each in ((target, source), (sparse, sequence)):
+        model.forward([Feed(each, *TREE)])
+        model.commit(each, [0, 2, 4])
+    after = [model.forward([Feed(each, [9, 3])])[0].logits for model, each in ((sparse, sequence), (target, source))]
+    assert close(*after)
+    sparse.release(sequence)
+    target.release(source)
+
+
+def test_retrieval_takes_as_many_slots_of_every_layer(subject: Subject) -> None:
+    """Layers that see all choose by their queries; the others keep the last ones, in order."""
+    target = subject("gemma3", True)
+    source = opened(target, 45)
+    sparse = SparseModel(target, budget=20, chunk=4)
+    sequence = beside(sparse, source)
+    for layer in sparse._ends_only:
+        keys: Any = target.cache.keys[layer]
+        mine: Any = sparse.cache.keys[layer]
+        assert torch.equal(mine[sequence.row, :, :17], keys[source.row, :, 45 - 17 : 45])
+    assert sequence.num_slots == 17  # four chunks of 4, and the last token
     sparse.release(sequence)
     target.release(source)
 
@@ -351,20 +432,6 @@ def test_a_failed_choice_leaves_no_scratch_and_no_watcher(monkeypatch: pytest.Mo
 def test_wrong_options_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         SparseModel(HuggingFaceModel(llama()), **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("mistral_sliding", r"mistral has sliding_attention layers \(size 8\)"),
-        ("gemma3", r"gemma3_text has sliding_attention layers \(size 8\)"),
-        ("gemma2", "gemma2 has sliding_attention layers"),
-        ("llama4", "llama4_text has chunked_attention layers"),
-    ],
-)
-def test_layers_with_windows_are_named(subject: Subject, name: str, words: str) -> None:
-    with pytest.raises(CapabilityError, match=words):
-        SparseModel(subject(name, True))
 
 
 def test_compressed_keys_cannot_be_compared_with_queries(subject: Subject) -> None:

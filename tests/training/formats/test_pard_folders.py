@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tiny_nets import VOCAB, drafts, save_target
 
 import foretoken
@@ -89,3 +91,36 @@ def test_its_acceptance_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"6 are expected, .*: likely causes are another target"):
         import_drafter(pard, tmp_path / "again", target, check=AcceptanceCheck(6.0))
     assert not (tmp_path / "again").exists()
+
+
+def with_states(folder: Path, place: Path) -> None:
+    """A projection of two of the target's states, in a file."""
+    hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
+    weight = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(0))
+    place.parent.mkdir(exist_ok=True)
+    save_file({"target_proj.weight": weight}, place)
+
+
+@pytest.mark.parametrize("place", ["warp_model.safetensors", "../pard_warp_model/model.safetensors"])
+def test_pard_2_comes_with_its_projection(pard: Path, target: Path, tmp_path: Path, place: str) -> None:
+    """From beside the model, or from where its training writes it; the text stays the target's."""
+    theirs = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_scale=3.0, pard2_target_layers=[-1, 1])
+    with_states(theirs, theirs / place)
+    report = import_drafter(theirs, tmp_path / "back", target)
+    assert not any("pickled" in warning for warning in report["warnings"])
+    assert "warp_model.safetensors" in report["files"]
+    llm = foretoken.load(target, drafter=f"{report['drafter']},k=3")
+    assert isinstance(llm.drafter, PardDrafter) and llm.drafter.taps == ("last", "layer:1")
+    assert isinstance(foretoken.load(target, drafter=f"model:{tmp_path / 'back'}").drafter, PardDrafter)
+    without = foretoken.load(target, drafter=f"{report['drafter']},k=3,taps=false")
+    plain = foretoken.load(target, drafter=None)
+    texts = [found.generate([1, 2, 3], max_new_tokens=12).token_ids for found in (llm, without, plain)]
+    assert texts[0] == texts[1] == texts[2]
+    assert drafts(target, f"{report['drafter']},k=3") != drafts(target, f"{report['drafter']},k=3,taps=false")
+
+
+def test_pard_2_of_another_target_is_refused(pard: Path, target: Path, tmp_path: Path) -> None:
+    theirs = with_mask(tmp_path / "theirs", pard, pard2=True, pard2_target_layers=[-1, 1, 0])
+    with_states(theirs, theirs / "warp_model.safetensors")
+    with pytest.raises(ValueError, match="it was trained for another one; taps=false drafts without them"):
+        foretoken.load(target, drafter=f"pard:{theirs}")

@@ -137,11 +137,13 @@ def transformers_output(target: LanguageModel, prompt: list[int], settings: Sett
         repetition_penalty=settings.greedy.get("repetition_penalty", 1.0),
         eos_token_id=eos or None,
         pad_token_id=eos[0] if eos else 0,
+        decoder_start_token_id=target.answer_start[0] if target.answer_start else None,
     )
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    return list(out[0, len(prompt) :].tolist())
+    begin = len(target.answer_start) or len(prompt)  # a decoder's output does not hold what its encoder reads
+    return list(out[0, begin:].tolist())
 
 
 def stop_cases(plain: Llm, prompts: Sequence[list[int]], expected: Sequence[list[int]], s: Settings) -> list[StopCase]:
@@ -170,7 +172,7 @@ def _eos_bias(target: LanguageModel, prompt: list[int], output: list[int], place
     if not target.eos_token_ids:
         return {}
     eos = min(target.eos_token_ids)
-    logits = next_logits(target, [*prompt, *output[:place]]).cpu().double()
+    logits = next_logits(target, [*prompt, *target.answer_start], output[:place]).cpu().double()
     gap = float(logits.max() - logits[eos])
     return {"logit_bias": {eos: gap + 0.5}} if math.isfinite(gap) else {}
 

@@ -66,6 +66,9 @@ def first_difference(
         ValueError: the sampler leaves the next token to chance.
     """
     sampler = sampler or Sampler(SamplingParams(), len(prompt))
+    if target.answer_start:  # the text goes on behind these, and what is before them is an encoder's input
+        sampler = Sampler(sampler.params, len(prompt) + len(target.answer_start), sampler.noise, len(prompt))
+        prompt = [*prompt, *target.answer_start]
     if not sampler.fixed:
         raise ValueError("sampled outputs can be compared token by token only with the noise of their seed")
     if list(one) == list(other):
@@ -73,7 +76,7 @@ def first_difference(
     shorter = min(len(one), len(other))
     position = next((i for i in range(shorter) if one[i] != other[i]), shorter)
     prefix = [*prompt, *one[:position]]
-    logits = next_logits(target, prefix)
+    logits = next_logits(target, prompt, one[:position])
     tolerance = tie_tolerance(logits, getattr(target, "rounds_like", logits.dtype))
     if position == shorter:
         return Difference(position, None, tolerance)
@@ -100,7 +103,8 @@ def _logit_gap(
 
 def _ranking(sampler: Sampler, params: SamplingParams, logits: Tensor, prefix: Sequence[int]) -> Tensor:
     """[V] the ranking after ``prefix`` with other parameters and the same noise."""
-    return Sampler(params, sampler.prompt_length, sampler.noise).ranking(logits[None], [len(prefix)], [prefix])[0]
+    again = Sampler(params, sampler.prompt_length, sampler.noise, sampler.skipped)
+    return again.ranking(logits[None], [len(prefix)], [prefix])[0]
 
 
 def _kept(sampler: Sampler, logits: Tensor, prefix: Sequence[int], tolerance: float) -> tuple[Tensor, Tensor]:
@@ -130,10 +134,11 @@ def _moved(params: SamplingParams, factor: float) -> SamplingParams:
 
 
 @torch.inference_mode()
-def next_logits(target: LanguageModel, tokens: Sequence[int]) -> Tensor:
-    """[V] logits after ``tokens``, scored as plain decoding would."""
-    sequence = target.open()
+def next_logits(target: LanguageModel, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+    """[V] logits after a prompt, with what answers to it begin with, and ``output``, scored as plain decoding would."""
+    sequence, tokens = target.open(), [*prompt, *output]
     try:
+        target.expect(sequence, len(prompt))
         target.prefill(sequence, tokens[:-1])
         return target.forward([Feed(sequence, tokens[-1:])])[0].logits[0]
     finally:

@@ -116,17 +116,21 @@ def _serve(llm: Llm, r: Reference, batch: Sequence[int], outputs: list[list[list
 def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
     """Compare every token with the target's own distribution after what came before it."""
     coins = Rng((r.settings.seed + 1_000_003) % SEEDS)  # not the stream of any sample
-    samplers = [Sampler(SamplingParams(**r.settings.sampling), len(prompt)) for prompt in r.prompts]
+    start = r.target.answer_start
+    prompts = [[*prompt, *start] for prompt in r.prompts]
+    params = SamplingParams(**r.settings.sampling)
+    samplers = [Sampler(params, len(p), skipped=len(p) - len(start) if start else 0) for p in prompts]
     begin = Counter((i, tuple(o[:n])) for i, made in enumerate(outputs) for o in made for n in range(len(o)))
     found = Evidence()
-    sequences = [r.target.open() for _ in r.prompts]
+    sequences = [r.target.open() for _ in prompts]
     try:
-        for sequence, prompt in zip(sequences, r.prompts, strict=True):
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            r.target.expect(sequence, len(prompt))
             r.target.prefill(sequence, prompt[:-1])
         for row in zip_longest(*outputs):
             jobs = [(i, output) for i, output in enumerate(row) if output is not None]
-            for (i, output), logits in zip(jobs, _scored(r.target, sequences, r.prompts, jobs), strict=True):
-                prefixes = [[*r.prompts[i], *output[:n]] for n in range(len(output))]
+            for (i, output), logits in zip(jobs, _scored(r.target, sequences, prompts, jobs), strict=True):
+                prefixes = [[*prompts[i], *output[:n]] for n in range(len(output))]
                 distributions = samplers[i].distributions(logits, prefixes)
                 for n, (token, distribution) in enumerate(zip(output, distributions.cpu().double(), strict=True)):
                     found.places.append(uniform_place(distribution, token, coins.uniform()))

@@ -12,7 +12,7 @@ from foretoken.registry import parse_spec, rows, split_specs
 
 PATTERNS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "drafter.json")
 """Files of a folder that decide what it computes."""
-BUILT_IN = dict.fromkeys(("model", "online", "shared_vocab", "retokenize", "cascade", "staged"), "draft")
+BUILT_IN = dict.fromkeys(("model", "ahead", "online", "shared_vocab", "retokenize", "cascade", "staged"), "draft")
 """Drafters that use the built-in draft model where they are given no other."""
 Checksums = dict[str, str]
 """SHA-256 by the file's name."""

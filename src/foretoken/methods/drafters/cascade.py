@@ -361,4 +361,4 @@ class CascadeDrafter(Drafter):
 
 def _greedy(sampler: Sampler) -> Sampler:
     """The same pipeline at temperature 0."""
-    return Sampler(replace(sampler.params, temperature=0.0), sampler.prompt_length)
+    return Sampler(replace(sampler.params, temperature=0.0), sampler.prompt_length, skipped=sampler.skipped)

@@ -107,8 +107,13 @@ def largest(logits: Tensor, count: int, head: DraftHead | None = None) -> list[l
 
 def draw_iid(distribution: Tensor, count: int, context: Context) -> list[int]:
     """``count`` independent draws from ``distribution`` [V]."""
+    return drawn_at(distribution, context.rng.uniforms(count))
+
+
+def drawn_at(distribution: Tensor, uniforms: Sequence[float]) -> list[int]:
+    """What given uniforms draw from ``distribution`` [V]."""
     cdf = distribution.cumsum(0)
-    points = torch.tensor(context.rng.uniforms(count), dtype=distribution.dtype, device=distribution.device) * cdf[-1]
+    points = torch.tensor(uniforms, dtype=distribution.dtype, device=distribution.device) * cdf[-1]
     drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(distribution) - 1)
     found: list[int] = _positive(distribution, drawn).tolist()
     return found

@@ -1,22 +1,25 @@
 """A draft model that was taught to fill masks guesses all places of a draft in one pass.
 
-PARD, An et al. 2025 (arXiv 2504.18583).  Behind the tokens that the draft model has not read yet stand k - 1 mask
-tokens, under the usual causal mask: the last token's row guesses the first place, every mask's row the next one.
+PARD, An et al. 2025 (arXiv 2504.18583); with the target's states beside the tokens PARD-2 (2605.08632).  Behind the
+tokens that the draft model has not read yet stand k - 1 mask tokens, under the usual causal mask: the last token's row
+guesses the first place, every mask's row the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
 from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.drafters.growing import check_growth, readable, widened
 from foretoken.methods.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.target_states import TargetStates, projection_of
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.cache.window import Window
@@ -72,13 +75,16 @@ class PardDrafter(ParallelDrafter):
         tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
             ``nodes`` nodes by default.
         target: the model that is drafted for; its vocabulary may be padded to another width than the draft model's.
+        taps: let a draft model that was trained with the target's states (PARD-2) read them.
 
     Raises:
-        ValueError: an option outside its range, or no mask token.
+        ValueError: an option outside its range, no mask token, or states of another target.
         CapabilityError: the draft model cannot be rolled back.
     """
 
     name = "pard"
+    reader: TargetStates | None = None
+    """What reads the text with the target's states beside it."""
 
     def __init__(
         self,
@@ -90,6 +96,7 @@ class PardDrafter(ParallelDrafter):
         draw: str = "iid",
         tree: str = "",
         target: LanguageModel | None = None,
+        taps: bool = True,
     ) -> None:
         if k < 1:
             raise ValueError(f"{self.name} needs k >= 1, not {k}")
@@ -99,7 +106,17 @@ class PardDrafter(ParallelDrafter):
         self.mask = _mask_of(model, mask)
         self.target_bytes = 0 if target is None else target.weight_bytes
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
+        if taps and target is not None:
+            self._read_states(target)
         self.head = None
+
+    def _read_states(self, target: LanguageModel) -> None:
+        """Read the target's states where the draft model was trained with them: its text cannot be cut back then."""
+        network = getattr(self.model, "model", None)
+        projection = None if network is None else projection_of(network, target)
+        if projection is not None:
+            self.reader = TargetStates(self.model, projection, self.mask, self.vocab_size)
+            self.taps, self.traits = self.reader.taps, replace(self.traits, rewinds=False)
 
     @property
     def head(self) -> DraftHead | None:
@@ -109,6 +126,8 @@ class PardDrafter(ParallelDrafter):
     @head.setter
     def head(self, head: DraftHead | None) -> None:
         self.ids = ModelIds(self.model.vocab_size, self.vocab_size, head)
+        if self.reader is not None:
+            self.reader.head = head
 
     @classmethod
     def build(
@@ -123,10 +142,11 @@ class PardDrafter(ParallelDrafter):
         **options: Any,
     ) -> Self:
         """From a spec ``pard[:PATH]``: load the draft model and check that it fits the target.  ``quantize``,
-        ``vocab``, ``window`` and ``sink`` are those of ``model``.
+        ``vocab``, ``window`` and ``sink`` are those of ``model``; ``taps=false`` drafts without the target's states.
 
         Raises:
-            ValueError: another tokenizer, no mask token, an option outside its choices, or no such draft vocabulary.
+            ValueError: another tokenizer, no mask token, an option outside its choices, no such draft vocabulary, or
+                states of another target.
             CapabilityError: a draft vocabulary for a model that hands out no hidden states, or a window for one that
                 reads the whole text.
         """
@@ -153,6 +173,23 @@ class PardDrafter(ParallelDrafter):
         """The draft model's weights, and how many tokens it can guess."""
         return [{**told, **described(self.model, self.head)} for told in super().describe()]
 
+    # -- a request's life --------------------------------------------------------------------------------------------
+
+    def start(self, context: Context) -> None:
+        """Put the target's states of the prompt aside, where they are read."""
+        if self.reader is not None:
+            self.reader.start(context)
+
+    @property
+    def observes(self) -> bool:
+        """Only where it reads the target's states."""
+        return self.reader is not None
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Put the target's states of the round aside, where they are read."""
+        if self.reader is not None:
+            self.reader.observe(context, tree, scores, verdict)
+
     def rewind(self, context: Context, length: int) -> None:
         """Take back committed tokens; the last token of a text is always fed again, so it is never one of them."""
         sequence: SequenceState | None = context.state.get(self)
@@ -162,6 +199,8 @@ class PardDrafter(ParallelDrafter):
     def finish(self, context: Context) -> None:
         """Free the draft model's row."""
         close(self, context)
+        if self.reader is not None:
+            self.reader.finish(context)
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -176,17 +215,31 @@ class PardDrafter(ParallelDrafter):
         """
         trees = [TokenTree.root_only(context.root) for context in contexts]
         texts = [readable(c.tokens, self.model.vocab_size, self.vocab_size) for c in contexts]
-        is_level = level(self, TextReader(self.model), contexts, texts)
         depths = [self._depth(text, budget) for text, budget in zip(texts, budgets, strict=True)]
-        ready = [i for i in range(len(contexts)) if is_level[i] and depths[i] > 0 and texts[i]]
-        if ready:
-            feeds = [self._feed(contexts[i].state[self], texts[i], depths[i]) for i in ready]
-            rows = projected(self.head, self.model.forward, feeds)
-            for i, row in zip(ready, rows, strict=True):
-                guess = self._guess(contexts[i], row.logits)
-                sharing = len(ready) if contexts[i].sampler.fixed else 1
+        logits = self._logits(contexts, texts, depths)
+        for i, context in enumerate(contexts):
+            if id(context) in logits:
+                guess = self._guess(context, logits[id(context)])
+                sharing = len(logits) if context.sampler.fixed else 1
                 trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
         return trees
+
+    def _logits(
+        self, contexts: Sequence[Context], texts: Sequence[Sequence[int]], depths: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """Logits [depth, V'] of the places behind the texts that can be drafted for, by ``id`` of their requests."""
+        if self.reader is None:
+            is_level = level(self, TextReader(self.model), contexts, texts)
+        else:
+            is_level = self.reader.read_up_to_end(contexts)
+        ready = [i for i in range(len(contexts)) if is_level[i] and depths[i] > 0 and texts[i]]
+        if not ready:
+            return {}
+        if self.reader is not None:
+            return self.reader.guesses([contexts[i] for i in ready], [depths[i] for i in ready])
+        feeds = [self._feed(contexts[i].state[self], texts[i], depths[i]) for i in ready]
+        rows = projected(self.head, self.model.forward, feeds)
+        return {id(contexts[i]): row.logits for i, row in zip(ready, rows, strict=True)}
 
     def _depth(self, text: Sequence[int], budget: Budget) -> int:
         room = 1 + self.model.context_length - len(text)

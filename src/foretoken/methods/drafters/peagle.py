@@ -17,18 +17,18 @@ from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.drafters.eagle3 import vocabulary_head
 from foretoken.methods.drafters.features import load_net
+from foretoken.methods.drafters.masked import MaskedReader
 from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleNet
 from foretoken.methods.drafters.nets.peagle_model import PeagleModel
 from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
-from foretoken.methods.drafters.reading import FeatureReader
-from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 
 
-class PeagleDrafter(FeatureReader, ParallelDrafter):
+class PeagleDrafter(MaskedReader, ParallelDrafter):
     """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
 
     Args:
@@ -70,7 +70,7 @@ class PeagleDrafter(FeatureReader, ParallelDrafter):
         self._shape(nodes, k or self.net.config.places, width, draw, tree)
         super().__init__(model)
         model.window = Window(window, sink)
-        self.taps = tuple(dict.fromkeys(self.net.config.taps))
+        self.taps, self.mask = tuple(dict.fromkeys(self.net.config.taps)), self.net.config.mask_token
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
@@ -111,11 +111,6 @@ class PeagleDrafter(FeatureReader, ParallelDrafter):
         """Fused features [n, D]."""
         return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
 
-    def finish(self, context: Context) -> None:
-        """Free the row."""
-        super().finish(context)
-        context.state.pop((self, "first"), None)
-
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
@@ -128,7 +123,7 @@ class PeagleDrafter(FeatureReader, ParallelDrafter):
         level = self.read_up_to_end(contexts)
         depths = [self._depth(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
         ready = [i for i in range(len(contexts)) if level[i] and depths[i] > 0]
-        logits = self._score([contexts[i] for i in ready], [depths[i] for i in ready])
+        logits = self.guesses([contexts[i] for i in ready], [depths[i] for i in ready])
         for i in ready:
             context, rows = contexts[i], logits.get(id(contexts[i]))
             if rows is not None:
@@ -140,35 +135,9 @@ class PeagleDrafter(FeatureReader, ParallelDrafter):
         room = 1 + self.model.context_length - len(context.tokens)
         return min(self.max_depth, budget.max_depth, budget.max_nodes, room)
 
-    def _score(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Tensor]:
-        """Logits [depth, V_d] of the places behind every text, by ``id`` of its request; masks are dropped again."""
-        feeds, fed = [], []
-        for context, depth in zip(contexts, depths, strict=True):
-            count = len(context.state[self, "pending"])
-            if count or ((self, "first") in context.state and depth > 1):
-                feeds.append(self._with_masks(context, count, depth - 1))
-                fed.append((context, count))
-        rows = self.model.forward(feeds) if feeds else []
-        known = {id(c): c.state[self, "first"] for c in contexts if (self, "first") in c.state}
-        for (context, count), row in zip(fed, rows, strict=True):
-            self.model.commit(context.state[self], range(count))
-            if count:
-                context.state[self, "pending"].skip_to(len(context.state[self].tokens))
-                context.state[self, "first"] = row.logits[:1]
-                known[id(context)] = row.logits
-            else:
-                known[id(context)] = torch.cat([known[id(context)], row.logits])
-        return known
-
-    def _with_masks(self, context: Context, count: int, masks: int) -> Feed:
-        """The next ``count`` places of the text, and masks behind them."""
-        mask, states = self.net.config.mask_token, self.model.mask_states(masks)
-        if not count:
-            return Feed(context.state[self], [mask] * masks, wanted=masks, states=states)
-        text = self.feed(context, count, 1)
-        read = text.states if text.states is not None else states[:0]
-        tokens = [*text.tokens, *[mask] * masks]
-        return Feed(text.sequence, tokens, wanted=1 + masks, states=torch.cat([read, states.to(read)]))
+    def mask_states(self, count: int, last: Tensor | None) -> Tensor:
+        """A learned state, the same for all."""
+        return self.model.mask_states(count)
 
 
 def _model(net: PeagleNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> PeagleModel:

@@ -65,6 +65,8 @@ class FeatureReader:
     """
 
     taps: Sequence[str] = ("last",)
+    skipped: int = 1
+    """First tokens of a text that the network does not read: the pair at place t holds token t + skipped."""
 
     def __init__(self, model: FeatureModel, wanted: int = 1) -> None:
         self.model, self.wanted = model, wanted
@@ -107,20 +109,30 @@ class FeatureReader:
         """Read all but the last places of long texts; says for which requests that is all that was missing."""
         for context in contexts:
             context.state[self, "pending"].add(context, self.taps)
-        return level(self, _PairReader(self), contexts, [context.tokens[1:] for context in contexts])
+        texts = [self.tokens_of(context)[self.skipped :] for context in contexts]
+        return level(self, _PairReader(self), contexts, texts)
+
+    def tokens_of(self, context: Context) -> Sequence[int]:
+        """The text in the network's own ids."""
+        return context.tokens
 
     def feed(self, context: Context, count: int, wanted: int) -> Feed:
         """The next places that were not read."""
         sequence: SequenceState = context.state[self]
-        first = len(sequence.tokens) + 1
+        first = len(sequence.tokens) + self.skipped
         states = self.features(context.state[self, "pending"].first(count))
-        return Feed(sequence, context.tokens[first : first + count], wanted=wanted, states=states)
+        return Feed(sequence, self.tokens_of(context)[first : first + count], wanted=wanted, states=states)
 
     def keep(self, context: Context) -> None:
         """Keep the places that were fed."""
         sequence: SequenceState = context.state[self]
         self.model.commit(sequence, range(len(sequence.scratch_tokens)))
-        context.state[self, "pending"].skip_to(len(sequence.tokens))
+        self.skip_read(context)
+
+    def skip_read(self, context: Context) -> None:
+        """Forget the features of places that were kept."""
+        sequence: SequenceState = context.state[self]
+        context.state[self, "pending"].skip_to(len(sequence.tokens) - 1 + self.skipped)
 
 
 class _PairReader(TextReader):
@@ -135,9 +147,8 @@ class _PairReader(TextReader):
         from another text."""
         if sequence.scratch_tokens:
             self.model.commit(sequence, ())
-        unread: Unread = context.state[self.reader, "pending"]
-        unread.skip_to(len(sequence.tokens))
-        return len(unread)
+        self.reader.skip_read(context)
+        return len(context.state[self.reader, "pending"])
 
     def read(self, parts: Sequence[tuple[Context, SequenceState, Sequence[int]]]) -> None:
         """Read pieces one after the other."""

@@ -29,10 +29,11 @@ class SparseKvDrafter(ModelDrafter):
         select: ``"retrieval"`` (what the last query fits best) or ``"recent"`` (the first 16 tokens and the last ones).
         rebuild: tokens after which the subset is chosen anew.
         local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query.
+        offload: keep the target's own keys and values in host memory: only what drafts read stays on its device.
 
     Raises:
-        ValueError: an option outside its range.
-        CapabilityError: the target has no cache of keys and values, or layers that do not see the whole text.
+        ValueError: an option outside its range, or ``offload`` for a target on the CPU.
+        CapabilityError: the target has no cache of keys and values.
     """
 
     name = "sparse_kv"
@@ -49,8 +50,9 @@ class SparseKvDrafter(ModelDrafter):
         select: str = "retrieval",
         rebuild: int = 64,
         local: float = 0.5,
+        offload: bool = False,
     ) -> None:
-        super().__init__(SparseModel(target, budget, chunk, select, rebuild, local), k, tree, draw, target)
+        super().__init__(SparseModel(target, budget, chunk, select, rebuild, local, offload), k, tree, draw, target)
 
     @classmethod
     def build(

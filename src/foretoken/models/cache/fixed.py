@@ -34,6 +34,8 @@ class FixedCache(TreeCache):
         ceiling: slots beyond which its rows are not doubled, but made as long as they must be.
     """
 
+    movable = False
+
     def __init__(self, num_layers: int, max_slots: int) -> None:
         self._stacks: list[Tensor | None] = [None, None]
         self._places: tuple[Tensor, Tensor] | None = None  # rows [b, 1] and slots [b, n] of a fixed step

@@ -111,7 +111,7 @@ def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
     if layer.kind != "full" or layer.back:
         depths = np.asarray(row.depths)
         query = (row.first_position + depths[old:])[:, None]
-        keys = np.arange(used)
+        keys = np.arange(used) + row.first_position - row.seen  # a part of a text is taken as the end of it
         keys[c : c + m] = row.first_position + depths
         if layer.kind == "sliding":
             allowed &= query - keys < layer.size

@@ -23,8 +23,8 @@ class CachePool:
     """Rectangles of rows, and which text has which row.
 
     Args:
-        first: the cache that is always there.  One that is no plain :class:`TreeCache` (whose buffers graphs hold by
-            their addresses) stays the only one and keeps its size.
+        first: the cache that is always there.  One whose buffers graphs hold by their addresses stays the only one
+            and keeps its size.
 
     Attributes:
         peak_bytes: the most memory that the caches have taken.
@@ -33,7 +33,7 @@ class CachePool:
     def __init__(self, first: TreeCache) -> None:
         self.caches = [first]
         self.peak_bytes = 0
-        self._movable = type(first) is TreeCache
+        self._movable = first.movable
         self._sizes: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -93,8 +93,7 @@ class CachePool:
         return sum(cache.num_bytes() for cache in self.caches)
 
     def _another(self) -> TreeCache:
-        first = self.first
-        self.caches.append(TreeCache(first.num_layers, first.max_slots))
+        self.caches.append(self.first.fresh())
         return self.caches[-1]
 
     @staticmethod

@@ -1,9 +1,9 @@
 """The KV cache: preallocated rows, written in place, one path kept on commit.
 
-Beside :mod:`foretoken.models.cache.state` the only file that knows Transformers' cache API.  Every layer keeps keys
-[B, H, S, Dk] and values [B, H, S, Dv]; a sequence owns one row; slot ``s`` of a row holds the token at position ``s``
-for committed tokens, and scratch nodes follow in the order in which they were fed.  Positions were given by depth, so
-that a commit only moves rows: rotary embeddings are already right.
+Beside :mod:`foretoken.models.cache.state` and :mod:`foretoken.models.cache.cross` the only file that knows
+Transformers' cache API.  Every layer keeps keys [B, H, S, Dk] and values [B, H, S, Dv]; a sequence owns one row; slot
+``s`` of a row holds the token at position ``s`` for committed tokens, and scratch nodes follow in the order in which
+they were fed.  Positions were given by depth, so that a commit only moves rows: rotary embeddings are already right.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class TreeCache(Cache):
     Attributes:
         texts: the sequences whose rows these are, in order (:mod:`foretoken.models.cache.pool`).
         reads: the slots that the planned forward reads; ``None``: all.
+        movable: whether its texts may move to another cache beside it.
     """
+
+    movable = True
 
     def __init__(self, num_layers: int, max_slots: int) -> None:
         super().__init__(layers=[])
@@ -253,6 +256,10 @@ class TreeCache(Cache):
             for layer, buffer in enumerate(theirs):
                 if buffer is not None:
                     self._buffer(mine, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
+
+    def fresh(self) -> TreeCache:
+        """An empty cache for the same layers."""
+        return TreeCache(self.num_layers, self.max_slots)
 
     def clear(self) -> None:
         """Drop all buffers: the next forward makes new ones, in its own dtype."""

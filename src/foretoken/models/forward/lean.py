@@ -192,14 +192,14 @@ class LeanForward:
         ]
         x = joined(states)
         if calls[0].states is None:
-            x = self._embed(x)
+            x = self.embedded(x)
         if self.turns is None:
             return Pass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
         told = [call.positions + 1 if call.lengths is None else call.lengths for call in calls]
         lengths = joined([place.taken(each) for place, each in zip(places, told, strict=True)])
         return Pass(groups, self.turns(positions, lengths)), x
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def embedded(self, ids: Tensor) -> Tensor:
         """What the first layer reads [n, D] of ids [n]."""
         rows, first = self.owner.extra_rows, self.owner.vocab_size
         x = self.look_up(ids if rows is None else known_ids(ids, first)).to(self.dtype)

@@ -142,13 +142,16 @@ class TargetParts:
         self.head: Any = network.get_output_embeddings()
         self.hidden_size = int(getattr(self.head, "in_features", 0) or self.head.weight.shape[1])
         self.vocab_size = model.vocab_size
-        self.num_layers = int(config.num_hidden_layers)
+        self.num_layers = len(decoder_layers(network))
         self.device: torch.device = network.device
         # Families scale or cap their logits behind the projection.
         self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
+        if getattr(config, "scale_decoder_outputs", False):
+            self._scale *= self.hidden_size**-0.5
         self._cap = getattr(config, "final_logit_softcapping", None)
+        self.answer_start = model.answer_start
         self._packed: Projection | None = None
 
     def fingerprint(self) -> Fingerprint:
@@ -205,12 +208,21 @@ class TargetParts:
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
     def features(self, tokens: Tensor, taps: Sequence[str], grad: bool = False) -> dict[str, Tensor]:
-        """Hidden states [b, n, D] by tap name of whole texts [b, n], read without a cache; not at all for no tap."""
+        """Hidden states [b, n, D] by tap name of whole texts [b, n], read without a cache; not at all for no tap.
+
+        A target with an encoder writes the text as its answer to the first half of it.
+        """
         if not taps:
             return {}
+        start = len(self.answer_start)
         with torch.set_grad_enabled(grad), recording(self.network, taps) as found:
-            self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        return dict(found)
+            if start:
+                given = tokens[:, : max(1, tokens.shape[1] // 2)]
+                begun = torch.cat([tokens.new_tensor(self.answer_start).expand(len(tokens), -1), tokens], 1)
+                self.network(input_ids=given, decoder_input_ids=begun, use_cache=False)
+            else:
+                self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return {name: states[:, start:] for name, states in found.items()}
 
     @property
     def final_norm(self) -> torch.nn.Module:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from foretoken.models.base import CapabilityError
 from foretoken.models.network.alone import only_here
 
+DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
+"""What configurations of encoder-decoder models call the number of their decoder's layers."""
+
 
 def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """The module that runs the decoder layers of a Transformers causal LM and ends with the final norm, and the layers.
@@ -20,6 +23,9 @@ def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """
     config: Any = model.config
     wanted = config.get_text_config().num_hidden_layers
+    if getattr(config, "is_encoder_decoder", False):  # whose layers come in two lists
+        wanted = next((n for n in (getattr(config, name, None) for name in DECODER_LAYERS) if n), wanted)
+        model = model.get_decoder()  # type: ignore[operator]
     for module in model.modules():
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) == wanted and wanted:

@@ -58,7 +58,8 @@ class SparseModel(TreeRunner):
 
     The subset is copied once and then stands for ``rebuild`` tokens, which this model reads itself and keeps behind
     it.  Positions are those of the text, so that keys need no correction.  A text of at most ``budget`` tokens is
-    there as a whole: then this model is the target.
+    there as a whole: then this model is the target.  Layers with a window or chunks have the end of the text, slot for
+    slot, whatever is chosen for the others: they look at nothing before their window.
 
     Args:
         target: the model whose weights and cache are read; nothing of it is copied or changed.
@@ -69,10 +70,11 @@ class SparseModel(TreeRunner):
         rebuild: tokens after which the subset is chosen anew.
         local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query; 0 is the paper's
             rule.
+        offload: keep the target's own keys and values in host memory; the subset is on its device.
 
     Raises:
-        ValueError: an option outside its range.
-        CapabilityError: the target has no cache of this sort, or layers that do not see the whole text.
+        ValueError: an option outside its range, or nothing to be offloaded from.
+        CapabilityError: the target has no cache of this sort.
     """
 
     reads = False
@@ -85,14 +87,17 @@ class SparseModel(TreeRunner):
         select: str = "retrieval",
         rebuild: int = 64,
         local: float = 0.5,
+        offload: bool = False,
     ) -> None:
         if not isinstance(target, HuggingFaceModel):
             reason = target.capabilities.missing.get("tree_mask", f"{type(target).__name__} has none")
             raise CapabilityError(f"sparse_kv needs a target with a cache of keys and values: {reason}")
-        _check_layers(target)
+        self._ends_only = windowed_layers(target)
         self.budget = budget if budget != 0 else min(max(target.context_length // 4, SMALLEST), LARGEST)
         self.chunk, self.select, self.rebuild, self.local = chunk, select, rebuild, local
         self._check_options()
+        if offload:
+            target.keep_on_host()
         self.target = target
         slots = self.budget + rebuild + SCRATCH_ROOM
         super().__init__(copy.copy(target.forwards), TreeCache(target.cache.num_layers, slots))
@@ -203,20 +208,22 @@ class SparseModel(TreeRunner):
         source, kept = own.source, 0
         count = len(source.tokens)
         retrieve = count > self.budget and self.select == "retrieval"
-        queries = self.queries(source, root) if retrieve else {}
+        queries = self.queries(source, root) if retrieve and len(self._ends_only) < self.num_layers else {}
+        size = num_retrieved(count, self.budget, self.chunk) if retrieve else self.budget
         for layer, (keys, values) in enumerate(zip(source.cache.keys, source.cache.values, strict=True)):
             if keys is None or values is None:
                 continue
             key, value = keys[source.row, :, :count], values[source.row, :, :count]  # [H, count, D]
             if count > self.budget:
-                slots = (
-                    retrieved_slots(key, queries[layer], self.budget, self.chunk, self.local)
-                    if retrieve
-                    else recent_slots(count, self.budget).to(key.device).expand(len(key), -1)
-                )
+                if layer in self._ends_only:
+                    slots = torch.arange(count - size, count, device=key.device).expand(len(key), -1)
+                elif retrieve:
+                    slots = retrieved_slots(key, queries[layer].to(key.device), self.budget, self.chunk, self.local)
+                else:
+                    slots = recent_slots(count, self.budget).to(key.device).expand(len(key), -1)
                 key, value = _gathered(key, slots), _gathered(value, slots)
             kept = key.shape[1]
-            own.cache.load(own.row, layer, key, value)
+            own.cache.load(own.row, layer, key.to(self.device), value.to(self.device))
         own.clear_scratch()
         own.tokens[:], own.regime = source.tokens, source.regime
         own.chosen, own.chosen_from, own.kept = True, count, kept
@@ -249,11 +256,11 @@ def retrieved_slots(keys: Tensor, query: Tensor, budget: int, chunk: int, local:
     """
     heads, count, _ = keys.shape
     whole = count // chunk * chunk
+    room = (num_retrieved(count, budget, chunk) - (count - whole)) // chunk
     wide = torch.promote_types(keys.dtype, torch.float32)
     means = keys[:, :whole].unflatten(1, (-1, chunk)).mean(2, dtype=wide)  # [H, whole / chunk, D]
     asked = query.to(wide).view(heads, -1, query.shape[-1]).mean(1)  # [H, D]
     scores = torch.einsum("hcd,hd->hc", means, asked)
-    room = (budget - (count - whole)) // chunk
     latest = min(int(local * budget) // chunk, room - 1)
     scores[:, 0] = torch.inf
     scores[:, scores.shape[1] - latest :] = torch.inf
@@ -262,6 +269,12 @@ def retrieved_slots(keys: Tensor, query: Tensor, budget: int, chunk: int, local:
     chosen = (best[:, :, None] * chunk + inside).flatten(1)
     rest = torch.arange(whole, count, device=keys.device).expand(heads, -1)
     return torch.cat([chosen, rest], 1)
+
+
+def num_retrieved(count: int, budget: int, chunk: int) -> int:
+    """How many slots of ``count`` are chosen: whole chunks, and what follows the last one."""
+    rest = count % chunk
+    return (budget - rest) // chunk * chunk + rest
 
 
 def recent_slots(count: int, budget: int) -> Tensor:
@@ -280,12 +293,13 @@ def _own(sequence: SequenceState) -> SparseState:
     return sequence
 
 
-def _check_layers(target: HuggingFaceModel) -> None:
-    """Windows and chunks are counted in slots, which a subset does not have one per position."""
-    for name, mask in target.forwards.layer_masks.items():
+def windowed_layers(target: HuggingFaceModel) -> frozenset[int]:
+    """Layers whose window or chunk ends before the context does: of a long text they see the end only."""
+    masks = target.forwards.layer_masks
+    kinds = list(getattr(target.config, "layer_types", None) or ())
+    found = set()
+    for layer in range(target.num_layers):
+        mask = masks[kinds[layer]] if "" not in masks else masks[""]
         if mask.kind != "full" and mask.size < target.context_length:
-            kind = name or f"{mask.kind}_attention"
-            raise CapabilityError(
-                f"sparse_kv needs layers that see the whole text, and {target.config.model_type} has {kind} layers "
-                f"(size {mask.size})"
-            )
+            found.add(layer)
+    return frozenset(found)

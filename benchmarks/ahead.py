@@ -1,0 +1,157 @@
+"""Does drafting during verification pay here?  A target, a draft model, three arms in turns, and what a plan says.
+
+    OMP_NUM_THREADS=1 python benchmarks/ahead.py TARGET DRAFT [--k 4] [--fanout 2] [--prompts 4] [--tokens 64]
+
+Measures v(n), c, the contention factor of a target's call beside a draft call, and how often the target's token is the
+drafter's first, second, ... candidate: greedy, in the race on the request's noise, and after a rejection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from statistics import median
+from threading import Event, Thread
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import foretoken as ft
+from foretoken.core.costs import TargetCost
+from foretoken.lab.plan.ahead import ahead_row, race_positions, residual_positions
+from foretoken.lab.plan.assumptions import Assumptions, Measured
+from foretoken.models.base import Feed, LanguageModel
+
+TEXTS = [
+    "Write a function that returns the n-th Fibonacci number, and explain it.",
+    "Explain in a few sentences why the sky is blue.",
+    "def read_lines(path):\n",
+    "Give three tips for learning a new language.",
+]
+RANKS = 6
+
+
+def seconds(call: Callable[[], Any], turns: int = 12) -> float:
+    """The median of a call."""
+    found = []
+    for _ in range(turns + 2):
+        began = perf_counter()
+        call()
+        found.append(perf_counter() - began)
+    return median(found[2:])
+
+
+def calls(model: LanguageModel, text: list[int]) -> Callable[[int], Callable[[], None]]:
+    """Forwards of n rows behind a text, nothing of which is kept."""
+    sequence = model.open()
+    model.prefill(sequence, text)
+
+    def of(rows: int) -> Callable[[], None]:
+        def call() -> None:
+            model.forward([Feed(sequence, [5] * rows)])
+            model.commit(sequence, ())
+
+        return call
+
+    return of
+
+
+def contention(target: Callable[[], None], draft: Callable[[], None]) -> tuple[float, float]:
+    """How much slower a target's call is while draft calls run in a second thread, and those beside it."""
+    alone, draft_alone, stop, count = seconds(target), seconds(draft), Event(), [0]
+
+    def beside() -> None:
+        while not stop.is_set():
+            draft()
+            count[0] += 1
+
+    thread = Thread(target=beside)
+    thread.start()
+    began = perf_counter()
+    together = seconds(target)
+    spent = perf_counter() - began
+    stop.set()
+    thread.join()
+    return together / alone, spent / max(count[0], 1) / draft_alone
+
+
+@torch.inference_mode()
+def ranks(target: LanguageModel, draft: LanguageModel, texts: list[list[int]]) -> dict[str, list[float]]:
+    """Chances of candidates at every place of texts that the target wrote, by the way in which requests sample."""
+    found: dict[str, list[list[float]]] = {"greedy": [], "race": [], "residual": []}
+    for text in texts:
+        rows = []
+        for model in (target, draft):
+            sequence = model.open()
+            rows.append(model.forward([Feed(sequence, text)])[0].logits[len(text) // 2 :: 4].double())
+            model.release(sequence)
+        size = min(row.shape[-1] for row in rows)
+        for wanted, guessed in zip(rows[0][:, :size], rows[1][:, :size], strict=True):
+            order = guessed.argsort(descending=True)[:RANKS].tolist()
+            found["greedy"].append([float(int(wanted.argmax()) == token) for token in order])
+            # Nearly all of both is on few tokens: the others are left out of the race.
+            few = torch.unique(torch.cat([wanted.topk(200).indices, guessed.topk(200).indices]))
+            p, q = (torch.softmax(row[few], -1).tolist() for row in (wanted, guessed))
+            found["race"].append(race_positions(p, q, RANKS, trials=200))
+            found["residual"].append(residual_positions(p, q, RANKS))
+    return {name: torch.tensor(each).mean(0).tolist() for name, each in found.items()}
+
+
+def race_arms(llms: dict[str, Any], tokens: int, prompts: int, temperature: float) -> dict[str, Any]:
+    """Arms in turns over the same prompts; whether all texts are equal."""
+    spent, texts = dict.fromkeys(llms, 0.0), {name: [] for name in llms}
+    for i, prompt in enumerate(TEXTS[:prompts]):
+        for name in [*llms, *reversed(llms)]:
+            began = perf_counter()
+            out = llms[name].generate(prompt, max_new_tokens=tokens, temperature=temperature, seed=i, ignore_eos=True)
+            spent[name] += perf_counter() - began
+            texts[name].append(out.token_ids)
+    first = next(iter(texts.values()))
+    speed = {name: 2 * tokens * min(prompts, len(TEXTS)) / seconds for name, seconds in spent.items()}
+    return {"tokens_per_s": speed, "identical": all(each == first for each in texts.values())}
+
+
+def main() -> None:
+    """Print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target")
+    parser.add_argument("draft")
+    for name, value in (("k", 4), ("fanout", 2), ("prompts", 4), ("tokens", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = parser.parse_args()
+    options = f"{given.draft},k={given.k}"
+    llms = {
+        "plain": ft.load(given.target, drafter=None),
+        "between": ft.load(given.target, drafter=f"model:{options}", controller="constant"),
+        "ahead": ft.load(given.target, drafter=f"ahead:{options},fanout={given.fanout}", controller="constant"),
+    }
+    target, drafter = llms["plain"].target, llms["ahead"].drafter
+    text = llms["plain"].generate(TEXTS[0], max_new_tokens=96, ignore_eos=True).token_ids
+    of_target, of_draft = calls(target, text), calls(drafter.model, text)
+    cost = {n: seconds(of_target(n)) for n in (1, given.k + 1, (given.k + 1) * given.fanout)}
+    step = seconds(of_draft(1))
+    slower = contention(of_target(given.k + 1), of_draft((given.k + 1) * given.fanout))
+    written = [llms["plain"].generate(p, max_new_tokens=96, ignore_eos=True).token_ids for p in TEXTS[: given.prompts]]
+    chances = ranks(target, drafter.model, written)
+    found: dict[str, Any] = {
+        "threads": torch.get_num_threads(), "v_ms": {n: s * 1e3 for n, s in cost.items()}, "c": step / cost[1],
+        "contention": {"target": slower[0], "draft": slower[1]}, "chances": chances, "plan": {}, "runs": {},
+    }  # fmt: skip
+    for name, each in chances.items():
+        assumed = Assumptions(
+            each[0], c=step / cost[1], v=Measured(TargetCost({n: s / cost[1] for n, s in cost.items()}))
+        )
+        found["plan"][name] = {
+            s: ahead_row(assumed, given.k, given.fanout, s, each).public() for s in (1.0, max(1.0, sum(slower) / 2))
+        }
+    for temperature in (0.0, 1.0):
+        drafter.rounds = drafter.hits = 0
+        run = race_arms(llms, given.tokens, given.prompts, temperature)
+        found["runs"][temperature] = {**run, "hits": drafter.hits / max(drafter.rounds, 1)}
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""When drafting the likely outcomes of a round during its verification pays.
+
+Speculative speculative decoding (Saguaro), https://arxiv.org/abs/2603.03251.  An outcome (a, y) is how many of the k
+draft tokens are accepted and the token after them.  While the target scores the drafts, the drafter guesses ``fanout``
+tokens y for every a and drafts k tokens behind each, all outcomes in calls of (k + 1) fanout rows.  If the outcome is
+among them the next draft is there when the round ends; otherwise it is made as usual.
+
+Words and units are those of :mod:`foretoken.lab.plan.speedup`.  The *contention factor* s says how much slower each of
+two calls is while both run: 1 for devices of their own, 2 where they share all that limits them.  Above 2 running both
+at once is slower than one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from foretoken.lab.plan import speedup as theory
+from foretoken.lab.plan.assumptions import Assumptions
+from foretoken.lab.plan.speedup import SUM_TOLERANCE, Acceptance
+from foretoken.lab.plan.trees import trial_acceptance
+
+
+@dataclass(frozen=True)
+class AheadRow:
+    """Drafts of k tokens, one request, all times in plain rounds.
+
+    Attributes:
+        k: draft tokens.
+        rows: outcomes that are drafted for, the rows of a draft call.
+        hits: chance that the outcome of a round is one of them.
+        work: what drafting them costs alone.
+        speedup: over plain decoding, drafting ahead.
+        without: the same, drafting between the rounds.
+        contention: the contention factor up to which drafting ahead is no slower; ``None``: not even at 1.
+    """
+
+    k: int
+    rows: int
+    hits: float
+    work: float
+    speedup: float
+    without: float
+    contention: float | None
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is faster than drafting between the rounds."""
+        return self.speedup > self.without
+
+    def public(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return {**asdict(self), "pays": self.pays}
+
+
+def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanout: int) -> float:
+    """The chance that the outcome of a round is among those that were drafted for.
+
+    A round that ends at a draft token (a < k) has one of the tokens that the drafter ranks second and lower there, by
+    the chances of ``positions``; one that accepts all k drafts has any.
+
+    Args:
+        acceptance: alpha, or a survival vector.
+        k: draft tokens per round.
+        positions: chance that the target's token is the drafter's first, second, ... candidate.
+        fanout: tokens that are guessed for every a.
+
+    Raises:
+        ValueError: chances outside [0, 1] or of more than 1 in all, fewer than ``fanout`` + 1, or bad arguments.
+    """
+    _check_fanout(fanout)
+    for chance in positions:
+        theory.check_alpha(chance, "a chance of --positions")
+    if math.fsum(positions) > 1.0 + SUM_TOLERANCE:
+        raise ValueError(f"the chances of candidates sum to {math.fsum(positions):g} > 1: only one of them is right")
+    if len(positions) <= fanout:
+        raise ValueError(
+            f"{fanout} guesses besides a rejected token need the chances of {fanout + 1} candidates, not "
+            f"{len(positions)}"
+        )
+    rate = isinstance(acceptance, float | int)
+    reached = theory.survival(float(acceptance), k) if rate else theory.extended(acceptance, k)  # type: ignore[arg-type]
+    first = min(positions[0], 1.0)
+    others = math.fsum(positions[1 : fanout + 1]) / (1.0 - first) if first < 1.0 else 1.0
+    whole = reached[-1] if reached else 1.0
+    return (1.0 - whole) * min(others, 1.0) + whole * min(math.fsum(positions[:fanout]), 1.0)
+
+
+def ahead_row(
+    given: Assumptions, k: int, fanout: int, contention: float, positions: Sequence[float] | None = None
+) -> AheadRow:
+    """What drafting ahead gives for drafts of k tokens of one request.
+
+    The target's call takes v + (s - 1) min(w, v) where w is the work that runs beside it; the round then waits for what
+    is left of that work, max(w - v, 0), and drafts as usual if the outcome was not guessed.
+
+    Args:
+        given: acceptance and costs; a draft call of n rows costs c v(n) / v(1), as a target's does.
+        k: draft tokens per round.
+        fanout: tokens that are guessed for every number of accepted drafts.
+        contention: s.
+        positions: chances of candidates; by default those of fresh trials at the rate of the first place, an upper
+            estimate.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+    _check_fanout(fanout)
+    if k < 1:
+        raise ValueError(f"drafting ahead needs drafts of k >= 1 tokens, not {k}")
+    if not (math.isfinite(contention) and contention >= 1.0):
+        raise ValueError(f"a contention factor is a number >= 1 (1: nothing is shared), not {contention:g}")
+    if positions is None:
+        rate = given.acceptance
+        alpha = float(rate) if isinstance(rate, float | int) else float(theory.extended(rate, 1)[0])
+        positions = trial_acceptance(alpha, fanout + 1)
+    hits = hit_chance(given.acceptance, k, positions, fanout)
+    rows, plain = (k + 1) * fanout, given.v(1)
+    call = given.v(given.nodes(k)) / plain
+    step, fixed = given.c / plain, given.overhead / plain
+    work = step * (given.v(k + 1) + k * given.v(rows)) / plain
+    beside, waits = min(work, call), max(work - call, 0.0)
+    rest = waits + (1.0 - hits) * k * step + fixed
+    spare = hits * k * step - waits
+    most = (1.0 + spare / beside if beside > 0 else math.inf) if spare >= 0 else None
+    tokens = given.tokens(k)
+    return AheadRow(
+        k,
+        rows,
+        hits,
+        work,
+        tokens / (call + (contention - 1.0) * beside + rest),
+        tokens / (call + k * step + fixed),
+        most,
+    )
+
+
+def ahead_rows(
+    given: Assumptions, ks: Sequence[int], fanout: int, contention: float, positions: Sequence[float] | None = None
+) -> list[AheadRow]:
+    """:func:`ahead_row` for several draft lengths."""
+    return [ahead_row(given, k, fanout, contention, positions) for k in ks if k]
+
+
+def ahead_summary(rows: Sequence[AheadRow], contention: float) -> str:
+    """Whether it pays, in a sentence or two."""
+    best, usual = max(rows, key=lambda row: row.speedup), max(rows, key=lambda row: row.without)
+    told = (
+        f"k={best.k} with {best.speedup:.2f}x plain decoding, where drafting between the rounds gives "
+        f"{usual.without:.2f}x (k={usual.k})."
+    )
+    if best.speedup > max(usual.without, 1.0):
+        return f"Draft ahead: {told} It pays up to a contention factor of {_factor(best.contention)} at k={best.k}."
+    most = max(rows, key=lambda row: -1.0 if row.contention is None else row.contention)
+    where = (
+        "no contention factor would make it pay"
+        if most.contention is None
+        else f"it would be no slower up to a contention factor of {_factor(most.contention)} (k={most.k})"
+    )
+    return f"Do not draft ahead at a contention factor of {contention:g}: {told} At these costs {where}."
+
+
+# -- how guessable outcomes are when requests sample -------------------------------------------------------------------
+
+
+def race_positions(
+    p: Sequence[float], q: Sequence[float], count: int, trials: int = 4000, seed: int = 0
+) -> list[float]:
+    """Chances that the target's token is the first, second, ... of the drafter's race on the same noise.
+
+    The noise belongs to the request (:mod:`foretoken.core.noise`), so that the drafter can run the target's own race
+    with its q: what it ranks second is what follows if the first is rejected.
+
+    Args:
+        p: the target's distribution [V].
+        q: the drafter's.
+        count: candidates.
+        trials: races that are run.
+        seed: of their noise.
+
+    Raises:
+        ValueError: no distributions of one vocabulary.
+    """
+    target, drafter = _distributions(p, q)
+    noise = np.random.default_rng(seed).exponential(size=(trials, len(target)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        right = np.where(target > 0, noise / target, np.inf).argmin(1)
+        ranked = np.where(drafter > 0, noise / drafter, np.inf)
+    better = (ranked < np.take_along_axis(ranked, right[:, None], 1)).sum(1)
+    guessed = np.isfinite(np.take_along_axis(ranked, right[:, None], 1)[:, 0])
+    return [float(((better == place) & guessed).mean()) for place in range(count)]
+
+
+def residual_positions(p: Sequence[float], q: Sequence[float], count: int) -> list[float]:
+    """The same under the rule of rejection: the chance that a token drawn from q is accepted, and then, for a token
+    that comes from the rest max(p - q, 0), the chances of the drafter's best other tokens.
+
+    Args:
+        p: the target's distribution [V].
+        q: the drafter's.
+        count: candidates, the drawn token among them.
+
+    Raises:
+        ValueError: no distributions of one vocabulary.
+    """
+    target, drafter = _distributions(p, q)
+    rest = np.maximum(target - drafter, 0.0)
+    lost = np.maximum(drafter - target, 0.0)  # drawn and rejected, by token
+    total = float(rest.sum())
+    found = [1.0 - total] + [0.0] * (count - 1)
+    order = np.argsort(-drafter, kind="stable")
+    for x in np.flatnonzero(lost):
+        others = order[order != x][: count - 1]
+        for place, y in enumerate(others, 1):
+            found[place] += float(lost[x]) * float(rest[y]) / total
+    return found[:count]
+
+
+def _distributions(p: Sequence[float], q: Sequence[float]) -> tuple[Any, Any]:
+    target, drafter = np.asarray(p, float), np.asarray(q, float)
+    for values in (target, drafter):
+        if values.ndim != 1 or values.shape != target.shape or (values < 0).any():
+            raise ValueError("p and q must be distributions over the same tokens")
+        if abs(float(values.sum()) - 1.0) > SUM_TOLERANCE:
+            raise ValueError(f"a distribution sums to 1, not to {float(values.sum()):g}")
+    return target, drafter
+
+
+def _check_fanout(fanout: int) -> None:
+    if fanout < 1:
+        raise ValueError(f"drafting ahead needs at least one guess for every outcome, not {fanout}")
+
+
+def _factor(value: float | None) -> str:
+    return "any size" if value is None or math.isinf(value) else f"{value:.2f}"

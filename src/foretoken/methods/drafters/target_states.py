@@ -1,0 +1,184 @@
+"""What a PARD-2 draft model reads beside every token: a projection of the target's states at the token before it.
+
+An et al. 2026 (arXiv 2605.08632).  Row t of the draft model reads ``embed(x_t) + scale * project(h_(t-1))``: h are
+hidden states of several layers of the target side by side, zero before the first token; masks behind the text read the
+state that its last token has.  Models are trained with and without the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretoken.core import Context
+from foretoken.methods.drafters.masked import MaskedReader
+from foretoken.methods.drafters.narrowed import projected
+from foretoken.methods.drafters.reading import Unread
+from foretoken.models.base import Feed, LanguageModel, Rows
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.variants.conditioned import ConditionedModel
+
+FILE = "warp_model.safetensors"
+"""Beside a draft model its projection: ``target_proj.weight`` [D, m D_target], perhaps ``target_proj.bias`` [D]."""
+NAME = "target_proj"
+SCALE = 0.02
+"""Of the published models."""
+LAYERS = (-1, -8, -16, -24)
+"""Theirs, as Transformers counts hidden states: 0 the embedding, -1 the output of the final norm."""
+
+
+@dataclass(frozen=True)
+class StateProjection:
+    """A projection of the target's hidden states to the draft model's width.
+
+    Attributes:
+        weight: [D, m D_target].
+        bias: [D], or ``None``.
+        scale: of what is added to an embedding.
+        taps: m hidden states of the target by name, in the order in which they stand side by side.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    taps: tuple[str, ...]
+
+    @property
+    def width(self) -> int:
+        """D_target."""
+        return self.weight.shape[1] // len(self.taps)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """[n, D] of states [n, m D_target] side by side."""
+        return F.linear(states.to(self.weight), self.weight, self.bias) * self.scale
+
+
+def taps_of(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
+    """Names of hidden states that Transformers counts from 0, the embedding, to ``num_layers``, behind the final norm;
+    or from the end, by negative numbers.
+
+    Raises:
+        ValueError: a number that is none of them.
+    """
+    found = []
+    for layer in layers:
+        place = layer + num_layers + 1 if layer < 0 else layer
+        if not 0 <= place <= num_layers:
+            raise ValueError(
+                f"the target has hidden states 0 to {num_layers} (or -1 to {-num_layers - 1}), not {layer}"
+            )
+        found.append("last" if place == num_layers else f"layer:{place}")
+    return tuple(found)
+
+
+def projection_of(network: Any, target: LanguageModel) -> StateProjection | None:
+    """The projection of a draft model: one that is being trained, or that of its folder; ``None`` where it has none.
+
+    Args:
+        network: the draft model, whose configuration says which states it reads (``pard2_target_layers``,
+            ``pard2_scale``).
+        target: whose states.
+
+    Raises:
+        ValueError: a damaged file, or a projection of another target's states.
+        CapabilityError: the target hands out no hidden states.
+    """
+    config = getattr(network, "config", None)
+    own = getattr(network, NAME, None)
+    if own is not None:
+        tensors = {f"{NAME}.{name}": value.detach() for name, value in own.named_parameters()}
+    else:
+        folder = str(getattr(config, "_name_or_path", "") or "")
+        if not folder or not (Path(folder) / FILE).is_file():
+            return None
+        tensors = read_projection(Path(folder) / FILE)
+    parts = TargetParts(target)
+    layers = getattr(config, "pard2_target_layers", None) or LAYERS
+    taps = taps_of([int(layer) for layer in layers], parts.num_layers)
+    reference = next(network.parameters())
+    dtype = reference.dtype if reference.is_floating_point() else torch.bfloat16
+    weight, bias = tensors[f"{NAME}.weight"], tensors.get(f"{NAME}.bias")
+    hidden = int(config.get_text_config().hidden_size)  # type: ignore[union-attr]
+    if tuple(weight.shape) != (hidden, len(taps) * parts.hidden_size):
+        raise ValueError(
+            f"this draft model projects {weight.shape[1]} numbers of its target's states, and this target has "
+            f"{len(taps)} x {parts.hidden_size}: it was trained for another one; taps=false drafts without them"
+        )
+    return StateProjection(
+        weight.to(reference.device, dtype),
+        None if bias is None else bias.to(reference.device, dtype),
+        float(getattr(config, "pard2_scale", SCALE)),
+        taps,
+    )
+
+
+def read_projection(file: Path) -> dict[str, Tensor]:
+    """The tensors of a projection's file.
+
+    Raises:
+        ValueError: it is damaged, or holds none.
+    """
+    try:
+        found: dict[str, Tensor] = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} is damaged or half-written: copy it again ({error})") from None
+    weight = found.get(f"{NAME}.weight")
+    if weight is None or weight.dim() != 2:
+        raise ValueError(f"{file} holds no matrix {NAME}.weight, the projection of the target's states")
+    return found
+
+
+class TargetStates(MaskedReader):
+    """Reads the text for a draft model, with the projected state of the token before beside every token.
+
+    Args:
+        model: the draft model.
+        projection: of the target's states.
+        mask: id of the mask token.
+        vocab_size: V of the target.
+
+    Attributes:
+        head: the vocabulary projection that takes the place of the draft model's, if one does.
+    """
+
+    skipped = 0
+
+    def __init__(self, model: LanguageModel, projection: StateProjection, mask: int, vocab_size: int) -> None:
+        self.model: Any = ConditionedModel(model)
+        self.wanted, self.projection, self.mask, self.vocab_size = 1, projection, mask, vocab_size
+        self.taps = tuple(dict.fromkeys(projection.taps))
+        self.head: DraftHead | None = None
+
+    def start(self, context: Context) -> None:
+        """Put the prompt's states aside; the first token has none before it, which reads as zero."""
+        nothing = self.projection.weight.new_zeros(1, self.projection.width)
+        unread = context.state[self, "pending"] = Unread(-1, [dict.fromkeys(self.taps, nothing)], 1)
+        unread.add(context, self.taps)
+
+    def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
+        """What is added to embeddings [n, D], of the target's hidden states by tap."""
+        return self.projection(torch.cat([hidden[tap].to(self.projection.weight) for tap in self.projection.taps], -1))
+
+    def tokens_of(self, context: Context) -> Sequence[int]:
+        """Token 0 stands for ids that only the target has."""
+        own, tokens = self.model.vocab_size, context.tokens
+        return tokens if own >= self.vocab_size else [token if token < own else 0 for token in tokens]
+
+    def mask_states(self, count: int, last: Tensor | None) -> Tensor:
+        """The state of the last token, again."""
+        if last is None:
+            raise ValueError("a mask stands behind a token that was read")
+        return last.expand(count, -1)
+
+    def scored(self, feeds: Sequence[Feed]) -> list[Rows]:
+        """With the logits of the head."""
+        return projected(self.head, self.model.forward, feeds)

@@ -1,0 +1,110 @@
+"""What a decoder keeps of its encoder's input: keys and values of its cross-attention, computed once per text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from foretoken.models.cache.masks import unseen
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """An encoder's input, as the decoder reads it.
+
+    Attributes:
+        states: [n, D] the encoder's hidden states.
+        layers: per decoder layer the keys and values [1, H, n, d] of its cross-attention.
+    """
+
+    states: Tensor
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        tensors = [self.states, *(tensor for pair in self.layers for tensor in pair)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Crossed:
+    """Several inputs side by side, the shorter ones filled up behind their end.
+
+    Attributes:
+        inputs: one per row; ``None`` for a row that takes no part.
+        cache: the keys and values of all layers, [b, H, n, d].
+        length: n, that of the longest.
+    """
+
+    inputs: Sequence[Encoded | None]
+    cache: Cache
+    length: int
+
+    def is_of(self, inputs: Sequence[Encoded | None]) -> bool:
+        """Whether it was made of these very inputs."""
+        return len(inputs) == len(self.inputs) and all(a is b for a, b in zip(inputs, self.inputs, strict=True))
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[b, 1, 1, n] additive: who may be looked at.  A row that takes no part looks at what fills it up."""
+        like = next(one for one in self.inputs if one is not None).states
+        mask = like.new_zeros(len(self.inputs), 1, 1, self.length)
+        for row, one in enumerate(self.inputs):
+            if one is not None:
+                mask[row, :, :, len(one.states) :] = unseen(like.dtype)
+        return mask
+
+
+def crossed(inputs: Sequence[Encoded | None]) -> Crossed:
+    """Inputs side by side.
+
+    Args:
+        inputs: one per row, at least one of them there.
+    """
+    there = [one for one in inputs if one is not None]
+    length = max(len(one.states) for one in there)
+    cache = DynamicCache()
+    for layer in range(len(there[0].layers)):
+        keys, values = (_filled(inputs, there[0], layer, which, length) for which in (0, 1))
+        cache.update(keys, values, layer)
+    return Crossed(list(inputs), cache, length)
+
+
+def _filled(inputs: Sequence[Encoded | None], like: Encoded, layer: int, which: int, length: int) -> Tensor:
+    """[b, H, length, d] keys or values of one layer."""
+    if len(inputs) == 1:
+        return like.layers[layer][which]
+    _, heads, _, size = like.layers[layer][which].shape
+    joined = like.states.new_zeros(len(inputs), heads, length, size)
+    for row, one in enumerate(inputs):
+        if one is not None:
+            joined[row, :, : len(one.states)] = one.layers[layer][which][0]
+    return joined
+
+
+def with_crossed(own: Cache, other: Crossed) -> EncoderDecoderCache:
+    """The cache that a decoder's forward is given: its own keys and values, and those of the encoder's input."""
+    return EncoderDecoderCache(own, other.cache)
+
+
+def reading_cache() -> EncoderDecoderCache:
+    """An empty cache, into which a decoder's forward writes what it makes of the encoder's input."""
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+
+def encoded(states: Tensor, cache: Any) -> Encoded:
+    """What such a forward has written, beside the encoder's hidden states [n, D]."""
+    return Encoded(states, [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers])
+
+
+def placeholder(other: Crossed, size: int) -> Tensor:
+    """[b, n, size] in place of the encoder's hidden states, whose keys and values are there: it takes no memory."""
+    like = next(one for one in other.inputs if one is not None).states
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(len(other.inputs), other.length, size)

@@ -1,0 +1,84 @@
+"""Whether an encoder-decoder model says here what its own forward says, tried out on two short texts.
+
+The trial has what decoding has: inputs of two lengths side by side, a chain and a tree.  A family whose forward reads
+positions, masks or its cache in another way fails it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed
+from foretoken.models.checks.cache_trial import HALF, HALF_LIMIT, LIMIT
+from foretoken.models.checks.self_test import relative
+
+if TYPE_CHECKING:
+    from foretoken.models.encoder_decoder import EncoderDecoderModel
+
+INPUTS = ((3, 10, 17, 24, 31), (5, 8))
+"""Tokens of two encoders' inputs."""
+CHAIN = (11, 4, 13)
+TREE, PARENTS = (7, 9, 12), (0, 0, 1)
+"""Behind the tokens that an answer begins with: the chain of the first text, the tree of the second."""
+
+
+@torch.inference_mode()
+def check_answers(model: EncoderDecoderModel) -> None:
+    """Compare a model with its own forward.
+
+    Raises:
+        CapabilityError: they differ, or a forward fails.
+    """
+    try:
+        mine, own = _here(model), _by_its_own_forward(model)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+        raise CapabilityError(f"{model.config.model_type} cannot be decoded here: {': '.join(lines)}") from error
+    if not own.isfinite().all():  # damaged weights: decoding says so, with the place
+        return
+    difference = relative(mine, own)
+    if not difference <= (HALF_LIMIT if model.dtype in HALF else LIMIT):
+        raise CapabilityError(
+            f"{model.config.model_type} cannot be decoded here: its logits of a tree differ from those of its own "
+            f"forward by {difference:.2g} of their size"
+        )
+
+
+def _ids(model: EncoderDecoderModel, tokens: Sequence[int]) -> list[int]:
+    return [token % model.vocab_size for token in tokens]
+
+
+def _here(model: EncoderDecoderModel) -> Tensor:
+    """[n, V]: the last rows of the chain and of the tree, in one call."""
+    start = list(model.answer_start)
+    sequences = [model.open() for _ in INPUTS]
+    try:
+        for sequence, tokens in zip(sequences, INPUTS, strict=True):
+            model.prefill(sequence, _ids(model, tokens))
+        first = len(start) - 1
+        chain = Feed(sequences[0], [*start, *_ids(model, CHAIN)], wanted=len(CHAIN))
+        parents = [*range(-1, first), *(first + parent for parent in PARENTS)]
+        tree = Feed(sequences[1], [*start, *_ids(model, TREE)], parents, wanted=len(TREE))
+        return torch.cat([rows.logits.float() for rows in model.forward([chain, tree])])
+    finally:
+        for sequence in reversed(sequences):
+            model.release(sequence)
+
+
+def _by_its_own_forward(model: EncoderDecoderModel) -> Tensor:
+    """The same rows of texts that are read whole, without a cache."""
+    paths = [
+        (INPUTS[0], CHAIN, 3),
+        *((INPUTS[1], path, 1) for path in ((TREE[0],), (TREE[1],), (TREE[0], TREE[2]))),
+    ]
+    rows = []
+    for tokens, answer, count in paths:
+        text = [*model.answer_start, *_ids(model, answer)]
+        given, said = (torch.tensor([ids], device=model.device) for ids in (_ids(model, tokens), text))
+        out = model.model(input_ids=given, decoder_input_ids=said, use_cache=False)
+        rows.append(out.logits[0, -count:].float())
+    return torch.cat(rows)

@@ -1,0 +1,222 @@
+"""Encoder-decoder models as target or draft model: the prompt is the encoder's input, the answer the decoder's text.
+
+To the engine and to drafters a text is what it always is: the prompt and what was written behind it.  The prompt is
+followed by the tokens that every answer begins with (``answer_start``), so that the last token of the prompt is the
+decoder's first, and ``ngram`` finds what it copies in the encoder's input, too.  A sequence knows how many of its
+tokens are the encoder's (``given``); they take no slots.  See ``docs/encoder_decoder.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed, Rows, SequenceState, Snapshot
+from foretoken.models.cache.cross import Encoded
+from foretoken.models.cache.masks import RowPlan
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.checks.answer_trial import check_answers
+from foretoken.models.forward.decoding import DecoderForward
+from foretoken.models.network.alone import alone
+from foretoken.models.network.watch import Watch
+from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
+
+UNKNOWN = -1
+
+
+@dataclass
+class AnswerState(SequenceState):
+    """A text whose first tokens are an encoder's input.
+
+    Attributes:
+        given: how many of its tokens are the encoder's; -1: not known yet.
+        encoded: what the decoder keeps of them, once all are there.
+    """
+
+    given: int = UNKNOWN
+    encoded: Encoded | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def num_committed(self) -> int:
+        """Slots of committed tokens: the encoder's tokens have none."""
+        return max(0, len(self.tokens) - max(self.given, 0)) if self.encoded is not None else 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of its row that hold something."""
+        return self.num_committed + len(self.scratch_tokens)
+
+
+class EncoderDecoderModel(TreeRunner):
+    """Runs an encoder-decoder ``PreTrainedModel`` over prompts and the trees of their answers.
+
+    Args:
+        model: one with a vocabulary projection, whose decoder has positions as T5 has them.
+        exact: as for :class:`~foretoken.models.huggingface.HuggingFaceModel`.
+
+    Raises:
+        CapabilityError: a decoder with other positions, without a token to begin with, or whose logits here are not
+            those of its own forward.
+    """
+
+    forwards: DecoderForward
+
+    def __init__(self, model: Any, *, exact: str = "distribution") -> None:
+        forwards = DecoderForward(model, exact)
+        super().__init__(forwards, TreeCache(forwards.num_layers, forwards.context_length + SCRATCH_ROOM))
+        self.answer_start = forwards.answer_start
+        self.graphs_off = "an encoder-decoder model runs no fixed shapes"
+        self._most_given = 0
+        with alone(model):
+            check_answers(self)
+            self._watch = Watch(model)
+
+    def _renew(self) -> None:
+        """Open sequences keep a cache that nobody else writes to."""
+        self.forwards.renew()
+        self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
+        super()._renew()
+
+    @property
+    def config(self) -> Any:
+        """Its configuration."""
+        return self.forwards.config
+
+    @property
+    def exact(self) -> str:
+        """What its arithmetic must keep."""
+        return self.forwards.exact
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> SequenceState:
+        """A new, empty sequence.  Unless :meth:`expect` says otherwise, what is prefilled first is the encoder's."""
+        self.follow()
+        return self.pool.open(AnswerState(row=0))
+
+    def open_beside(self, source: SequenceState | None) -> SequenceState:
+        """A new sequence for a draft of the answer that the target writes in ``source``.
+
+        Raises:
+            CapabilityError: the target has no encoder, so that nobody knows which tokens are this one's input.
+        """
+        if not isinstance(source, AnswerState) or source.given == UNKNOWN:
+            raise CapabilityError("a draft model with an encoder needs a target with an encoder, whose input it reads")
+        sequence = _own(self.open())
+        sequence.given = source.given
+        return sequence
+
+    def expect(self, sequence: SequenceState, length: int) -> None:
+        """The prompt has ``length`` tokens, with those that the answer begins with."""
+        own = _own(sequence)
+        if own.given == UNKNOWN:
+            own.given = max(0, length - len(self.answer_start))
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free a row, and what is kept of the encoder's input."""
+        super().release(sequence)
+        self.forwards.forget(_own(sequence).encoded)
+
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Keep the first ``length`` tokens; an encoder's input that is cut is read anew when it is whole again."""
+        super().rewind(sequence, length)
+        if length < _own(sequence).given:
+            _own(sequence).encoded = None
+
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """None: every token of an encoder's input sees all others, so that a beginning is worth nothing."""
+        return None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of keys and values of open sequences, those of encoders' inputs included."""
+        return self.pool.num_bytes() + self._given_bytes()
+
+    @property
+    def kv_peak_bytes(self) -> int:
+        """The most that either has taken, added up."""
+        return self.pool.peak_bytes + self._most_given
+
+    def _given_bytes(self) -> int:
+        inputs = (_own(text).encoded for text in self.pool.texts)
+        return sum(one.nbytes for one in inputs if one is not None)
+
+    @cached_property
+    def kv_bytes_per_token(self) -> int:
+        """What a token of an answer takes; one of a prompt takes as much in cross-attention."""
+        other = copy.copy(self)
+        other.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
+        sequence = other.open()
+        other.prefill(sequence, self.answer_start[:1])
+        other.forward([Feed(sequence, self.answer_start[:1], wanted=0)])
+        return sequence.cache.slot_bytes
+
+    def _slots(self, sequence: SequenceState) -> int:
+        return _own(sequence).num_committed
+
+    def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
+        if after is not None:
+            raise CapabilityError("nodes hang from the end of an answer only, where an encoder has read the prompt")
+        return RowPlan(self._slots(sequence), sequence.scratch_parents, sequence.scratch_depths, new)
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Commit ``tokens``: the encoder's, which are read once all are there, then the decoder's.
+
+        Hidden states of the encoder's tokens are the encoder's last ones, whatever the tap, and come with the last of
+        these tokens.
+        """
+        own = _own(sequence)
+        if own.given == UNKNOWN:
+            own.given = len(tokens)
+        count = max(0, min(len(tokens), own.given - len(own.tokens)))
+        found: dict[str, list[Tensor]] = {name: [] for name in taps}
+        own.tokens.extend(tokens[:count])
+        if count and len(own.tokens) == own.given:
+            own.encoded = self.forwards.encode(own.tokens)
+            self._most_given = max(self._most_given, self._given_bytes())
+            for parts in found.values():
+                parts.append(own.encoded.states)
+        if len(tokens) > count:
+            for name, rows in super().prefill(sequence, tokens[count:], taps).items():
+                found[name].append(rows)
+        return {name: torch.cat(parts) for name, parts in found.items() if parts}
+
+    def prefill_batch(
+        self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
+    ) -> list[dict[str, Tensor]]:
+        """One by one: an encoder's input must not depend on what is read beside it."""
+        return [self.prefill(sequence, tokens, taps) for sequence, tokens in texts]
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Append nodes of answers and score them; leading tokens that are still the encoder's are committed first.
+
+        Raises:
+            ValueError: nothing of an answer is fed, or no prompt was.
+        """
+        return super().forward([self._of_answer(feed) for feed in feeds], taps)
+
+    def _of_answer(self, feed: Feed) -> Feed:
+        """What of a feed is the decoder's."""
+        own = _own(feed.sequence)
+        if own.encoded is not None:
+            return feed
+        missing = max(own.given, 0) - len(own.tokens)
+        if len(feed.tokens) <= missing or not (own.tokens or missing > 0):
+            raise ValueError("an encoder's input is read by prefill, as a whole, before its answer is scored")
+        self.prefill(own, feed.tokens[:missing])
+        return replace(feed, tokens=feed.tokens[missing:], parents=None if missing else feed.parents)
+
+
+def _own(sequence: SequenceState) -> AnswerState:
+    if not isinstance(sequence, AnswerState):
+        raise ValueError("this sequence belongs to another model: open it with open or open_beside")
+    return sequence

@@ -1,0 +1,192 @@
+"""The forward of a decoder that has an encoder: trees over its own cache, and what it keeps of the encoder's input.
+
+The public forward is used as it is.  Such decoders (T5 and its kin) have no position ids: they add a bias to attention
+scores by the distance of two cache slots.  The distance of two nodes of a tree is another one, and the rows of a batch
+do not begin at one slot, so that the bias by true distance goes into the mask, and the attention function, ours,
+leaves out the one that the layers have made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import Capabilities, CapabilityError
+from foretoken.models.cache.cross import Crossed, Encoded, crossed, encoded, placeholder, reading_cache, with_crossed
+from foretoken.models.cache.masks import LayerMask
+from foretoken.models.forward.attention import attention_for
+from foretoken.models.network.alone import alone, switched_attention
+from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.layers import LayerPlan
+from foretoken.models.network.placement import decoding, device_of
+from foretoken.models.network.rotary import ChangingRotary
+from foretoken.models.network.taps import decoder_layers, recording
+from foretoken.models.network.traits import attention_configs, cache_argument, context_length_of, eos_ids
+
+WHOLE_LAYERS = "a decoder beside an encoder is run as a whole"
+FIRST_DISTANCES = 256
+"""Distances whose bias is looked up at first; twice as many whenever they do not suffice."""
+
+
+class DecoderForward:
+    """Runs the calls of a :class:`~foretoken.models.encoder_decoder.EncoderDecoderModel`.
+
+    Args:
+        model: an encoder-decoder ``PreTrainedModel`` with a vocabulary projection.
+        exact: as for :class:`~foretoken.models.huggingface.HuggingFaceModel`.
+
+    Attributes:
+        answer_start: tokens that every answer begins with.
+        num_layers: of the decoder.
+
+    Raises:
+        CapabilityError: positions that are no bias by distance in the first layer, or no token to begin with.
+    """
+
+    name, context_why = "public", ""
+    rotary: ChangingRotary | None = None
+    spared: int | None = None
+    skips_masked = False
+
+    def __init__(self, model: Any, exact: str) -> None:
+        self.model, self.exact = model.eval(), exact
+        self.config = model.config
+        self.answer_start = _answer_start(model)
+        self.bias = _biased_layer(model)
+        self.capabilities = Capabilities(
+            layer_windows=False,
+            missing={"layer_windows": WHOLE_LAYERS, "prompt_logits": "an encoder reads the prompt, which gives none"},
+            prompt_logits=False,
+        )
+        self.vocab_size = int(model.config.vocab_size)
+        self.context_length = context_length_of(model.config)
+        self.eos_token_ids = eos_ids(model)
+        self.num_layers = len(decoder_layers(model))
+        self.layer_masks: Mapping[str, LayerMask] = {"": LayerMask()}
+        self.cache_argument = cache_argument(model)
+        self.renew()
+
+    def renew(self) -> None:
+        """The network was changed: look at it again."""
+        self.device, self.dtype = device_of(self.model), self.model.dtype
+        self.attention = attention_for(self.exact, self.device)
+        self.configs = attention_configs(self.model.get_decoder())
+        self._by_distance: Tensor | None = None
+        self._last: Crossed | None = None
+
+    @property
+    def run_dtype(self) -> torch.dtype:
+        """Of hidden states, keys and values."""
+        found: torch.dtype = self.dtype
+        return found
+
+    def check(self, plan: LayerPlan) -> None:
+        """Refuse a part of the layers.
+
+        Raises:
+            CapabilityError: it is one.
+        """
+        if not plan.is_whole:
+            raise CapabilityError(f"this model cannot run a part of its layers: {WHOLE_LAYERS}")
+
+    @torch.inference_mode()
+    def encode(self, tokens: Sequence[int]) -> Encoded:
+        """Read an encoder's input, and let the decoder make its keys and values of it, by a row that is dropped."""
+        ids = torch.tensor([list(tokens), [self.answer_start[0]] * len(tokens)], device=self.device)
+        cache = reading_cache()
+        with alone(self.model):
+            decoding(self.model)
+            states = self.model.get_encoder()(input_ids=ids[:1])[0]
+            given = {self.cache_argument: cache, "encoder_outputs": (states,), "use_cache": True}
+            self.model(decoder_input_ids=ids[1:, :1], **given)
+        return encoded(states[0], cache)
+
+    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+        """Logits [n, V] per feed, and taps."""
+        return [self._run(call) for call in calls]
+
+    def _run(self, call: Call) -> Outputs:
+        ids, (width, first) = call.ids, (call.ids.shape[1], call.first)
+        low = call.cache.planned.low
+        other = self._side_by_side([text.encoded for text in call.cache.texts[low : low + len(ids)]])
+        with switched_attention(self), recording(self.model, call.taps) as hidden:
+            decoding(self.model)
+            out = self.model(
+                encoder_outputs=(placeholder(other, self.config.hidden_size),),
+                attention_mask=other.mask,
+                decoder_input_ids=ids,
+                decoder_attention_mask=self._mask(call, low),
+                use_cache=True,
+                **{self.cache_argument: with_crossed(call.cache, other)},
+            )
+        return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
+
+    def _side_by_side(self, inputs: Sequence[Encoded | None]) -> Crossed:
+        """Those of the last round where they are the same."""
+        if self._last is None or not self._last.is_of(inputs):
+            self._last = crossed(inputs)
+        return self._last
+
+    def forget(self, one: Encoded | None) -> None:
+        """A text has ended: what was made of its input is of no use any more."""
+        if self._last is not None and any(one is known for known in self._last.inputs):
+            self._last = None
+
+    def _mask(self, call: Call, low: int) -> Tensor:
+        """[b, H, width, used] what is added to attention scores: the bias by distance, and who may be looked at."""
+        keys = torch.arange(call.cache.num_read).repeat(len(call.ids), 1)
+        for row, text in enumerate(call.cache.texts[low : low + len(call.ids)]):
+            depths, slot = text.scratch_depths, text.num_slots - len(text.scratch_depths)
+            if depths != list(range(len(depths))):
+                keys[row, slot : slot + len(depths)] = slot + torch.tensor(depths)
+        distance = (call.positions[:, :, None] - keys.to(self.device)[:, None]).clamp_(min=0)
+        bias = self._biases(int(call.positions.max()) + 1)[distance].permute(0, 3, 1, 2)
+        mask = call.masks[""]
+        return bias if mask is None else bias + mask
+
+    def _biases(self, distances: int) -> Tensor:
+        """[d, H] what is added to the score of a key so far back, for ``d`` distances or more."""
+        known = self._by_distance
+        if known is None or len(known) < distances:
+            size = max(FIRST_DISTANCES, 1 << (distances - 1).bit_length())
+            with alone(self.model):
+                row = self.bias.compute_bias(1, size, device=self.device, past_seen_tokens=size - 1)  # [1, H, 1, size]
+            self._by_distance = known = row[0, :, 0].flip(-1).T.contiguous().to(self.dtype)
+        return known
+
+
+def _answer_start(model: Any) -> tuple[int, ...]:
+    """The token that the decoder begins with, and the one that must follow it, if any must.
+
+    Raises:
+        CapabilityError: neither configuration names one.
+    """
+    found: dict[str, int] = {}
+    for config in (model.config, getattr(model, "generation_config", None)):  # the latter has the last word
+        for name in ("decoder_start_token_id", "forced_bos_token_id"):
+            value = getattr(config, name, None)
+            if isinstance(value, int):
+                found[name] = value
+    if "decoder_start_token_id" not in found:
+        raise CapabilityError(
+            f"{model.config.model_type}: config.json names no decoder_start_token_id, which an answer begins with"
+        )
+    return tuple(found.values())
+
+
+def _biased_layer(model: Any) -> Any:
+    """The one attention module of the decoder that makes the bias by distance for all layers.
+
+    Raises:
+        CapabilityError: the decoder has its positions otherwise.
+    """
+    found = [module for module in model.get_decoder().modules() if hasattr(module, "relative_attention_bias")]
+    if len(found) != 1 or not hasattr(found[0], "compute_bias"):
+        raise CapabilityError(
+            f"{model.config.model_type} is an encoder and a decoder whose positions are no bias by distance that all "
+            "layers share: of these only T5 and its kin are run"
+        )
+    return found[0]

@@ -1,0 +1,96 @@
+"""A causal language model that reads a state beside every token: it is added to the token's embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.forward.network import Network
+from foretoken.models.forward.public import run_public
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.alone import alone, only_here
+from foretoken.models.network.call import Call, Outputs
+
+
+class ConditionedNetwork(Network):
+    """The forward of a network, in which the states of a call are added to its embedded tokens.
+
+    Args:
+        network: whose weights it shares.
+    """
+
+    def __init__(self, network: Network) -> None:
+        vars(self).update(vars(network))
+
+    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+        """Logits [n, V] per feed, and taps, of calls that are alike but for their rows."""
+        if calls[0].states is None:
+            return super().run_all(calls)
+        if self.fast is None:
+            return [self._run_conditioned(call) for call in calls]
+        return self.fast.run_all([replace(call, states=self._inputs(call)) for call in calls])
+
+    def _inputs(self, call: Call) -> Tensor:
+        """What the first layer reads [b, width, D]."""
+        fast: Any = self.fast
+        embedded: Tensor = fast.embedded(call.ids.flatten()).view(*call.ids.shape, -1)
+        return embedded if call.states is None else embedded + call.states.to(embedded) * fast.input_scale
+
+    def _run_conditioned(self, call: Call) -> Outputs:
+        with alone(self.model), _adding(self.model, call.states):
+            return run_public(self, replace(call, states=None))
+
+
+class ConditionedModel(HuggingFaceModel):
+    """Feeds may carry ``states`` [n, D], D being the width of the model's embedding.
+
+    Args:
+        model: whose weights it shares; texts are kept apart.
+
+    Raises:
+        CapabilityError: it is no network of Transformers that takes trees.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        if not isinstance(model, HuggingFaceModel):
+            raise CapabilityError(f"{type(model).__name__} reads tokens only, and no states beside them")
+        vars(self).update(vars(model))
+        self.forwards = ConditionedNetwork(model.forwards)
+        self.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Append nodes and score them.
+
+        Raises:
+            ValueError: an unknown tap, two feeds for one sequence, or states of some tokens only.
+        """
+        states = [feed.states for feed in feeds if feed.states is not None]
+        if not states:
+            return super().forward(feeds, taps)
+        if [len(state) for state in states] != [len(feed.tokens) for feed in feeds]:
+            raise ValueError("every token of a feed needs a state, or none does")
+        self._check(feeds, taps)
+        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
+        return self._whole(feeds, taps, inputs=states)
+
+
+@contextmanager
+def _adding(model: Any, states: Tensor | None) -> Iterator[None]:
+    """Inside the block the token embedding's output has the states [b, n, D] added."""
+
+    def after(_: Any, __: Any, output: Tensor) -> Tensor:
+        return output if states is None else output + states.to(output)
+
+    handle = model.get_input_embeddings().register_forward_hook(only_here(after))
+    try:
+        yield
+    finally:
+        handle.remove()

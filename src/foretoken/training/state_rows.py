@@ -1,0 +1,93 @@
+"""What a draft model learns from the target's states beside its tokens (PARD-2, arXiv 2605.08632).
+
+Every row reads the projected state of the token before it, a mask row that of its anchor's row; some texts are read
+without any, so that the same weights also draft without a target.  A row counts by the chance that the target gives the
+tokens that its masks stand for: what is drafted behind a wrong guess is never accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretoken.methods.drafters.target_states import LAYERS, NAME, SCALE, taps_of
+from foretoken.models.forward.parts import TargetParts
+
+DROPPED = 0.1
+"""Share of the texts that are read without states."""
+OWN_SHARE = 0.1
+"""Weight of the cross entropy of the text's own tokens, beside 1 for the target's distribution."""
+
+
+def layers_of(told: str) -> tuple[int, ...]:
+    """The hidden states of an option ``taps``: numbers joined by ``+``, or ``usual``; empty for none.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not told:
+        return ()
+    if told == "usual":
+        return LAYERS
+    try:
+        return tuple(int(part) for part in told.split("+"))
+    except ValueError:
+        raise ValueError(f"taps must be usual, or hidden states such as -1+-8+-16, not {told!r}") from None
+
+
+class StateRows:
+    """The projection of one student, which is a module of it while it learns.
+
+    Args:
+        student: a causal LM.
+        parts: the target.
+        layers: the states that it reads, as Transformers counts them.
+
+    Raises:
+        ValueError: a state that the target does not have.
+    """
+
+    def __init__(self, student: Any, parts: TargetParts, layers: Sequence[int]) -> None:
+        self.student, self.parts = student, parts
+        self.taps = taps_of(layers, parts.num_layers)
+        size, hidden = parts.hidden_size * len(layers), int(student.config.get_text_config().hidden_size)
+        if getattr(student, NAME, None) is None:
+            projection = nn.Linear(size, hidden, bias=False)
+            nn.init.normal_(projection.weight, std=size**-0.5, generator=torch.Generator().manual_seed(0))
+            setattr(student, NAME, projection.to(student.device))
+        told = {"pard2": True, "spd_type": "pard2", "pard2_scale": SCALE, "pard2_proj_bias": False}
+        told |= {"pard2_target_dim": size, "pard2_target_layers": list(layers)}
+        for key, value in told.items():
+            setattr(student.config, key, value)
+
+    def embedded(
+        self, ids: Tensor, states: Mapping[str, Tensor], anchors: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """What the student reads [b, m, D] for ids [b, m] of rows with ``anchors`` [m], given the target's states
+        [b, n, D_target] of the text, by tap."""
+        projection: nn.Linear = getattr(self.student, NAME)
+        beside = projection(torch.cat([states[tap].float() for tap in self.taps], -1)) * SCALE
+        before = F.pad(beside, (0, 0, 1, 0))[:, anchors]  # place t of the padded ones belongs to token t - 1
+        kept = torch.rand(len(ids), generator=generator) >= DROPPED
+        embedded: Tensor = self.student.get_input_embeddings()(ids)
+        return embedded + before * kept.to(before.device)[:, None, None]
+
+    @staticmethod
+    def weights(logits: Tensor, tokens: Tensor, anchors: Tensor, depths: Tensor) -> Tensor:
+        """[b, m] the chances that the target gives the tokens behind every row's anchor up to its place, from logits
+        [b, n, V] of texts [b, n + 1]."""
+        told = [torch.log_softmax(row[:-1].float(), -1) for row in logits]  # one text at a time: they are large
+        given = torch.stack([row.gather(-1, text[1:-1, None])[:, 0] for row, text in zip(told, tokens, strict=True)])
+        sums = F.pad(given.cumsum(-1), (1, 0))  # of the tokens up to each place
+        return (sums[:, anchors + depths] - sums[:, anchors]).exp()
+
+
+def stored_apart(student: Any) -> dict[str, Tensor]:
+    """The projection as its own file holds it; it is taken off the student, which is then a model like any other."""
+    projection = getattr(student, NAME)
+    delattr(student, NAME)
+    return {f"{NAME}.{name}": value.detach().to(torch.bfloat16).cpu() for name, value in projection.named_parameters()}
