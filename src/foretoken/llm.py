@@ -36,7 +36,6 @@ from foretoken.loading.measured.profile import costs_for
 from foretoken.loading.memory import explains_full_memory
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
-from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.graphed import with_graphs
@@ -336,9 +335,7 @@ def load(
         model.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < model.vocab_size)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
-    built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside)
-    if known and built is not None and not isinstance(built, KnownDrafter):
-        built = KnownDrafter(built)
+    built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside, known=known)
     kept = PREFIX_BYTES if prefix_cache else 0
     llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=kept)
     llm.defaults = defaults
@@ -360,8 +357,7 @@ def _calibrate(llm: Llm) -> None:
 def _start_from(llm: Llm, tuned: Mapping[str, Any], profile: str | Path) -> None:
     """Hand a profile's costs to a controller that uses them."""
     controller = llm.engine.controller
-    wanted = controller is not None and type(controller).start_from is not Controller.start_from
-    costs = costs_for(tuned, llm.target, profile, wanted)
+    costs = costs_for(tuned, llm.target, profile, controller is not None and controller.uses_costs)
     if controller is not None and costs is not None:
         controller.start_from(costs)
 

@@ -267,7 +267,7 @@ def test_a_small_language_takes_one_forward_and_a_large_one_its_pieces() -> None
         served.add(request(language=FiniteLanguage.of(strings)))
         before = target.forward_calls
         served._admit()
-        served._read()
+        served.reader.read()
         read = target.forward_calls
         served.step()
         assert target.forward_calls - read == most and read > before and not served.busy

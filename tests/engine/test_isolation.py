@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context
 from foretoken.core.sampling import SamplingParams
-from foretoken.engine import loop
+from foretoken.engine import acceptance
 from foretoken.engine.errors import failure_of
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
@@ -103,13 +103,13 @@ Plant = Callable[[Engine, Counter, pytest.MonkeyPatch], None]
 
 
 def plant_verify(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
-    together = loop.verify_batch
+    together = acceptance.verify_batch
 
     def verify(verifiers: Any, scores: Any, rngs: Any) -> Any:
         counter.see(any(one.prefix[0] == POISON for one in scores))
         return together(verifiers, scores, rngs)
 
-    patch.setattr(loop, "verify_batch", verify)
+    patch.setattr(acceptance, "verify_batch", verify)
 
 
 def plant_stopper(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
@@ -421,7 +421,7 @@ def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog
     busy = serving(ngram_drafter)
     ids = [busy.add(request) for request in requests()]
     busy._admit()
-    busy._read()
+    busy.reader.read()
     in_method(busy.drafter, "finish", Counter(0), of_context)
     busy.cancel(ids[PLACE])
     assert "was dropped" in caplog.text and "planted" in caplog.text

@@ -99,12 +99,12 @@ def test_a_long_prompt_is_read_in_smaller_pieces_beside_others() -> None:
 
     def noted(texts: Any, taps: Any = ()) -> Any:
         sizes.append(sum(len(tokens) for _, tokens in texts))
-        llm.reading.token_s = 0.1 / 40  # 32 is the largest power of two in .1 s
+        llm.reader.time.token_s = 0.1 / 40  # 32 is the largest power of two in .1 s
         return prefill(texts, taps)
 
     target.prefill_batch = noted  # type: ignore[method-assign]
-    llm.reading.note = lambda tokens, spent_s: None  # type: ignore[method-assign]
-    llm.reading.note_round = lambda spent_s: None  # type: ignore[method-assign]
+    llm.reader.time.note = lambda tokens, spent_s: None  # type: ignore[method-assign]
+    llm.reader.time.note_round = lambda spent_s: None  # type: ignore[method-assign]
     long, short = Request(text(600, 1), max_new_tokens=3), Request([1, 2], max_new_tokens=40)
     alone = outputs(llm, [long])
     assert sizes == [256, 256, 87]

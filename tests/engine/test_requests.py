@@ -22,7 +22,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter
-from foretoken.methods.verifiers.compatibility import right_verifiers
+from foretoken.methods.verifiers.compatibility import verifiers_for
 from foretoken.models.base import Capabilities, CapabilityError, Feed
 from foretoken.models.other.table import TableModel
 from toys import engine, llamas, outputs, serve, tables
@@ -79,7 +79,7 @@ def test_a_wrong_pair_is_refused_with_the_list_of_right_ones(
     built = drafter(draft)
     with pytest.raises(ValueError, match=f"verifier '{verifier}' cannot follow drafter '{built.name}'") as error:
         engine(target, built, registry.make("verifier", verifier))
-    for right in right_verifiers(built.traits.kind, built.traits.draws_trees, greedy=False):
+    for right in verifiers_for([(built.traits.kind, built.traits.draws_trees)], greedy=False):
         assert right in str(error.value)
         engine(target, built, registry.make("verifier", right))
 

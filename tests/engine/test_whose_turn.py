@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from foretoken.engine.admission import first_in_turn, kept_back
 from foretoken.engine.request import Request
-from foretoken.engine.turns import first_in_turn, kept_back
 from toys import engine, tables
 
 

@@ -298,7 +298,7 @@ class Cell:
         right, draft = models(self.closeness)
         target = self.target(right.table, right.vocab_size)
         built = engine(target, self.drafter(draft), self.verifier(), self.controller(), max_batch=batch)
-        built._has_outside = False  # a lie about q is to be seen in what is written, not where it is proposed
+        built.drafting.has_outside = False  # a lie about q is to be seen in what is written, not where it is proposed
         return built
 
     def difference(self, right: Reference) -> float:

@@ -11,9 +11,8 @@ import pytest
 
 from foretoken import load
 from foretoken.core.costs import RoundCosts
-from foretoken.loading.kept_costs import cache_file
 from foretoken.loading.measured import calibration
-from foretoken.loading.measured.calibration import calibrated, line_of, measured
+from foretoken.loading.measured.calibration import cache_file, calibrated, line_of, measured
 from foretoken.methods.controllers.auto import AutoController
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.constant import ConstantController

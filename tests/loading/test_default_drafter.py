@@ -23,7 +23,7 @@ from foretoken.loading import (
     free_drafters,
     load_model,
 )
-from foretoken.methods.drafters.base import BuildContext, Drafter
+from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
 from foretoken.methods.drafters.router import RouterDrafter
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
@@ -33,16 +33,17 @@ from native_checkpoints import save_family
 from toys import llama
 
 
+def has_head(context: BuildContext) -> bool:
+    OwnHead.asked.append((context.target, context.source))
+    return str(context.source).endswith("with_head")
+
+
 class OwnHead(Drafter):
     """Stands for a head inside a target's checkpoint: there for some sources only."""
 
     name = "own_head"
+    traits = Traits(free_for=has_head)
     asked: ClassVar[list[Any]] = []
-
-    @classmethod
-    def free_for(cls, context: BuildContext) -> bool:
-        cls.asked.append((context.target, context.source))
-        return str(context.source).endswith("with_head")
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         return TokenTree.chain(context.root, context.tokens[-2:][: budget.max_depth])
@@ -68,9 +69,11 @@ def target() -> LanguageModel:
 
 def test_nothing_is_free_unless_its_class_says_so(target: LanguageModel) -> None:
     assert free_drafters(target, "somewhere") == ["ngram"]
-    assert [row.name for row in rows("drafter") if row.load().free_for(LoadingContext(target, "somewhere"))] == [
-        "ngram"
-    ]
+    context, asked = (
+        LoadingContext(target, "somewhere"),
+        {row.name: row.load().traits.free_for for row in rows("drafter")},
+    )
+    assert [name for name, free_for in asked.items() if free_for is not None and free_for(context)] == ["ngram"]
 
 
 def test_the_default_is_a_group_of_what_is_free_networks_first(target: LanguageModel) -> None:

@@ -21,6 +21,7 @@ from foretoken.core.specs import Spec, parse_spec
 from foretoken.engine.request import Request, Running
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
+from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.outside import DrafterError
 from toys import engine, tables
 
@@ -268,13 +269,22 @@ def test_a_broken_rule_ends_its_request_and_no_other(
 
 @pytest.mark.parametrize("hook", ["start", "observe", "finish", "minimum_budget", "predicted_from"])
 def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: str) -> None:
+    usual = f"super().{hook}(context, *more)" if hasattr(Drafter, hook) else "more[0] if more else None"
     body = (
         PERIOD
         + f"""
+    foresight = property(lambda self: self)
+
+    def minimum_budget(self, context, budget):
+        return budget
+
+    def predicted_from(self, context):
+        return None
+
     def {hook}(self, context, *more):
         if context.tokens[0] == {BAD}:
             raise KeyError("lost")
-        return super().{hook}(context, *more)
+        return {usual}
 """
     )
     target, _ = tables()
@@ -284,6 +294,20 @@ def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: 
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
     assert isinstance(runs[BAD].error, DrafterError)
     assert re.search(rf"Period\.{hook} {LINE} raised KeyError: 'lost'", str(runs[BAD].error))
+
+
+@pytest.mark.parametrize(("old", "now"), [("free_for", "Traits(free_for="), ("observes", "Traits(learns=")])
+def test_a_method_that_nobody_asks_any_more_is_refused(tmp_path: Path, old: str, now: str) -> None:
+    body = (
+        PERIOD
+        + f"""
+    def {old}(self, *more):
+        return True
+"""
+    )
+    target, _ = tables()
+    with pytest.raises(DrafterError, match=rf"Period {LINE} has a method {old}, .*{re.escape(now)}"):
+        build_drafter(f"{written(tmp_path, body)}:Period", target)
 
 
 def test_errors_of_ours_keep_their_class(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from foretoken.models.base import Feed, Rows
+from foretoken.models.checks.fast_paths import Checks
+from foretoken.models.forward.lean import LeanForward
+from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
 
 TAPS = ["layer:0", "layer:1", "layer:3", "last"]
@@ -43,6 +46,12 @@ def compare(got: list[Rows], wanted: list[Rows], tolerance: float) -> None:
             assert left.shape == right.shape
             if len(left):
                 assert float((left - right).square().mean(-1).sqrt().max() / right.std()) < tolerance
+
+
+def agrees(owner: Network, lean: LeanForward) -> bool:
+    """Whether a forward passes the check of fast paths."""
+    judge = Checks(owner, None).judge
+    return judge is not None and judge.fault(owner, lean.run, lean.dtype, lean.is_coarse) is None
 
 
 class InFloat64(TorchFunctionMode):

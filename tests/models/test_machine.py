@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretoken.models import machine
-from foretoken.models.machine import Kept, timed
+from foretoken.models.machine import KeptResults, timed
 
 
 def test_copies_do_not_fit_into_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,8 +52,8 @@ def test_a_time_is_that_of_the_quickest_quarter(
     assert timed({"work": [work], "nothing": [lambda: None]}, 8) == {"work": wanted, "nothing": 0.0}
 
 
-def kept(tmp_path: Path, kind: str = "one", stamp: str = "") -> Kept:
-    return Kept(kind, lambda: stamp, lambda: tmp_path / "machine.json")
+def kept(tmp_path: Path, kind: str = "one", stamp: str = "") -> KeptResults:
+    return KeptResults(kind, lambda: stamp, lambda: tmp_path / "machine.json")
 
 
 def test_results_of_several_kinds_are_in_one_file(tmp_path: Path) -> None:

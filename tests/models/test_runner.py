@@ -12,7 +12,7 @@ from foretoken.models.base import Capabilities, CapabilityError, Feed
 from foretoken.models.cache.masks import LayerMask
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.runner import TreeRunner
 from toys import llama
@@ -33,10 +33,10 @@ class Counting:
     def check(self, plan: LayerPlan) -> None:
         raise CapabilityError("it has no parts")
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         return [self.run(call) for call in calls]
 
-    def run(self, call: Call) -> Outputs:
+    def run(self, call: NetworkCall) -> Outputs:
         b, width = call.ids.shape
         call.cache.update(*[torch.ones(b, 1, width, 1)] * 2, 0)
         logits = torch.nn.functional.one_hot((call.ids + call.positions) % V, V).float()

@@ -18,7 +18,7 @@ from foretoken.models import wrap
 from foretoken.models.base import CapabilityError
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.chains import chain_states
+from foretoken.models.network.chains import joint_states
 from foretoken.training.joint import load_trainable
 from foretoken.training.lm import LmConfig, build_model, train_lm
 from foretoken.training.recipes.base import Batch
@@ -58,7 +58,7 @@ def logits_of(model: HuggingFaceModel, tokens: list[int]) -> Tensor:
 def test_a_chain_below_a_place_is_read_as_the_text_with_it() -> None:
     model, tokens = llama(), texts()[:, :-1]
     columns, chains = torch.tensor([[3, 9, 3], [0, 19, 7]]), texts(6, 1)[:, :5].view(2, 3, 5)
-    states, below = chain_states(model, tokens, columns, chains)
+    states, below = joint_states(model, tokens, columns, chains)
     for row in range(2):
         alone = model.model.model(input_ids=tokens[row : row + 1]).last_hidden_state[0]
         assert torch.allclose(states[row], alone, atol=1e-5)

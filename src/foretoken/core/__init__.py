@@ -12,75 +12,46 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foretoken.core.budget import Budget, Limits, PathStop
-    from foretoken.core.context import Context, Rng
-    from foretoken.core.records import RoundTimes, StepRecord
-    from foretoken.core.scores import (
-        LARGE,
-        NON_FINITE,
-        NonFiniteLogitsError,
-        NothingAllowedError,
-        SamplingPipeline,
-        Scores,
-        argmaxes,
-        is_large,
-    )
-    from foretoken.core.tree import Kind, TokenTree
-    from foretoken.core.values import OptionError, with_article
-    from foretoken.core.verdict import Verdict
+    from foretoken.core.budget import Budget as Budget
+    from foretoken.core.budget import Limits as Limits
+    from foretoken.core.budget import PathStop as PathStop
+    from foretoken.core.context import Context as Context
+    from foretoken.core.context import Rng as Rng
+    from foretoken.core.records import RoundTimes as RoundTimes
+    from foretoken.core.records import StepRecord as StepRecord
+    from foretoken.core.records import Verdict as Verdict
+    from foretoken.core.scores import LARGE as LARGE
+    from foretoken.core.scores import NON_FINITE as NON_FINITE
+    from foretoken.core.scores import NonFiniteLogitsError as NonFiniteLogitsError
+    from foretoken.core.scores import NothingAllowedError as NothingAllowedError
+    from foretoken.core.scores import SamplingPipeline as SamplingPipeline
+    from foretoken.core.scores import Scores as Scores
+    from foretoken.core.scores import argmaxes as argmaxes
+    from foretoken.core.scores import is_large as is_large
+    from foretoken.core.tree import Kind as Kind
+    from foretoken.core.tree import TokenTree as TokenTree
+    from foretoken.core.values import OptionError as OptionError
+    from foretoken.core.values import with_article as with_article
 
 _HOMES = {
-    "Budget": "budget",
-    "Context": "context",
-    "Kind": "tree",
-    "LARGE": "scores",
-    "Limits": "budget",
-    "NON_FINITE": "scores",
-    "NonFiniteLogitsError": "scores",
-    "NothingAllowedError": "scores",
-    "OptionError": "values",
-    "PathStop": "budget",
-    "Rng": "context",
-    "RoundTimes": "records",
-    "SamplingPipeline": "scores",
-    "Scores": "scores",
-    "StepRecord": "records",
-    "TokenTree": "tree",
-    "Verdict": "verdict",
-    "argmaxes": "scores",
-    "is_large": "scores",
-    "with_article": "values",
+    "budget": ("Budget", "Limits", "PathStop"),
+    "context": ("Context", "Rng"),
+    "records": ("RoundTimes", "StepRecord", "Verdict"),
+    "scores": (
+        *("LARGE", "NON_FINITE", "NonFiniteLogitsError", "NothingAllowedError"),
+        *("SamplingPipeline", "Scores", "argmaxes", "is_large"),
+    ),
+    "tree": ("Kind", "TokenTree"),
+    "values": ("OptionError", "with_article"),
 }
-
-__all__ = [
-    "LARGE",
-    "NON_FINITE",
-    "Budget",
-    "Context",
-    "Kind",
-    "Limits",
-    "NonFiniteLogitsError",
-    "NothingAllowedError",
-    "OptionError",
-    "PathStop",
-    "Rng",
-    "RoundTimes",
-    "SamplingPipeline",
-    "Scores",
-    "StepRecord",
-    "TokenTree",
-    "Verdict",
-    "argmaxes",
-    "is_large",
-    "with_article",
-]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'foretoken.core' has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(f"foretoken.core.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"foretoken.core.{home}"), name)
     globals()[name] = value
     return value

@@ -76,16 +76,16 @@ class FiniteLanguage:
         Raises:
             ValueError: there are none, or a token of a string ends the text.
         """
-        found, last = sorted({tuple(one) for one in strings}), frozenset(ends)
-        if not found:
+        ordered, last = sorted({tuple(one) for one in strings}), frozenset(ends)
+        if not ordered:
             raise ValueError("the language is empty: give at least one string")
-        bad = next((token for one in found for token in one if token in last), None)
+        bad = next((token for one in ordered for token in one if token in last), None)
         if bad is not None:
             raise ValueError(f"a string of the language holds token {bad}, which ends the text")
         tokens, parents, whole = [-1], [-1], [False]
         path: list[int] = [0]  # nodes of the string before, which shares its beginning with the next one
         before: tuple[int, ...] = ()
-        for one in found:
+        for one in ordered:
             shared = next((i for i, (a, b) in enumerate(zip(before, one, strict=False)) if a != b), len(before))
             del path[shared + 1 :]
             for token in one[shared:]:
@@ -109,11 +109,11 @@ class FiniteLanguage:
 
     def string(self, node: int) -> list[int]:
         """The tokens down to a node."""
-        found: list[int] = []
+        tokens: list[int] = []
         while node > 0:
-            found.append(self.tokens[node])
+            tokens.append(self.tokens[node])
             node = self.parents[node]
-        return found[::-1]
+        return tokens[::-1]
 
     @property
     def strings(self) -> list[list[int]]:

@@ -11,7 +11,6 @@ from foretoken.core.values import check_text
 
 Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` as in OpenAI's interface; more keys reach the template as they are."""
-NO_TEMPLATE = "this model has no chat template: give its prompt as text, or set tokenizer.chat_template"
 SHAPE = 'a conversation is a list of messages such as {"role": "user", "content": "Hello"}'
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 """Tokens that end a text in models whose turns end with another."""
@@ -141,12 +140,12 @@ def to_answer(messages: Any) -> list[dict[str, Any]]:
     Raises:
         ValueError: as :func:`checked`, or nothing is left.
     """
-    found = checked(messages)
-    while found and found[-1]["role"] == "assistant":
-        found.pop()
-    if not found:
+    transcript = checked(messages)
+    while transcript and transcript[-1]["role"] == "assistant":
+        transcript.pop()
+    if not transcript:
         raise ValueError("the conversation has no message to answer")
-    return found
+    return transcript
 
 
 def _from_turn(turn: Any, name: str) -> dict[str, Any]:
@@ -180,7 +179,7 @@ def render(
         raise ValueError("a conversation needs a tokenizer: pass tokenizer=... to load, or give token ids")
     written = checked(messages)
     if not has_template(tokenizer):
-        raise ValueError(NO_TEMPLATE)
+        raise ValueError("this model has no chat template: give its prompt as text, or set tokenizer.chat_template")
     written = [_with_calls(message, f"message {number}") for number, message in enumerate(written, 1)]
     how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **template_kwargs}
     if add_generation_prompt and written[-1]["role"] == "assistant":

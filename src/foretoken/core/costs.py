@@ -116,18 +116,18 @@ class RoundCosts:
         }
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> RoundCosts:
+    def from_dict(cls, stored: Mapping[str, Any]) -> RoundCosts:
         """What :meth:`as_dict` made.
 
         Raises:
             ValueError: something is missing or of the wrong type.
         """
         try:
-            target = TargetCost({int(n): float(s) for n, s in found["target_s"].items()})
+            target = TargetCost({int(n): float(s) for n, s in stored["target_s"].items()})
             drafters = {}
-            for spec, cost in found["drafters"].items():
+            for spec, cost in stored["drafters"].items():
                 numbers = {key: float(value) for key, value in cost.items() if key != "survival"}
                 drafters[spec] = DrafterCost(**numbers, survival=[float(chance) for chance in cost.get("survival", ())])
-            return cls(target, drafters, float(found["rest_s"]))
+            return cls(target, drafters, float(stored["rest_s"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"these are no measured costs: {error}") from None

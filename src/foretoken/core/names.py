@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-NEAREST = 3
-"""Most names that are suggested."""
-LIKENESS = 0.65
-"""Least share of two names that must be the same letters in the same order."""
 FEW = 100
 """Characters of a list that one line of a terminal has room for."""
 
@@ -25,11 +21,14 @@ class UnknownName(ValueError):
 
 
 def did_you_mean(name: str, choices: Sequence[str]) -> str:
-    """``"did you mean a, b or c? "`` with the nearest choices; nothing where none is near."""
+    """``"did you mean a, b or c? "`` with the nearest choices, at most three; nothing where none is near.
+
+    Near are names of which at least a share of 0.65 are the same letters in the same order.
+    """
     from difflib import get_close_matches
 
     lowered = {choice.lower(): choice for choice in choices}
-    near = [lowered[one] for one in get_close_matches(name.lower(), list(lowered), NEAREST, LIKENESS)]
+    near = [lowered[one] for one in get_close_matches(name.lower(), list(lowered), 3, 0.65)]
     if not near:
         return ""
     return f"did you mean {' or '.join(filter(None, (', '.join(near[:-1]), near[-1])))}? "

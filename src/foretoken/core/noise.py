@@ -108,13 +108,13 @@ class Noise:
         One vector serves the draft and every node of a depth, so they are kept: until :meth:`forget`, or until there
         are too many.
         """
-        found = self._kept.get((position, size, device))
-        if found is None:
-            found = self._made(position, size)
+        noise = self._kept.get((position, size, device))
+        if noise is None:
+            noise = self._made(position, size)
             if device.type != "cpu":
-                found = found.to(device, _dtype_on(device))
-            self._keep(position, found)
-        return found
+                noise = noise.to(device, _dtype_on(device))
+            self._keep(position, noise)
+        return noise
 
     def _made(self, position: int, size: int) -> Tensor:
         numbers = self.exponentials(position, size).numpy()

@@ -11,16 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ENTRY_POINTS = "foretoken.drafters"
-"""The group of entry points under which a package offers drafters: ``name = "package.module:Class"``."""
-PYTHON = ".py"
-BASE = ("foretoken.methods.drafters.base", "Drafter")
-"""Module and name of the class that drafters derive from; it is not imported here, because that takes seconds."""
-
 
 def is_code(name: str) -> bool:
     """Whether the name in a spec is a class in a file: ``file.py:Class``."""
-    return name.partition(":")[0].endswith(PYTHON)
+    return name.partition(":")[0].endswith(".py")
 
 
 def refuse_code(spec: Any, place: str) -> None:
@@ -56,12 +50,12 @@ def class_in_file(name: str) -> type[Any]:
     check_code(name)
     place, _, cls = name.partition(":")
     module = _run(Path(place).expanduser().resolve())
-    found = vars(module).get(cls)
-    if found is None:
+    drafter = vars(module).get(cls)
+    if drafter is None:
         own = {key: value for key, value in vars(module).items() if _is_drafter(value)}
         known = [key for key, value in own.items() if value.__module__ == module.__name__]
         raise ValueError(f"{place} has no class {cls}: it has {', '.join(known) or 'no drafter'}")
-    return checked(found, name)
+    return checked(drafter, name)
 
 
 @cache
@@ -88,10 +82,10 @@ def _run(file: Path) -> Any:
 
 @cache
 def installed() -> dict[str, Any]:
-    """The entry points of installed packages by the name of the drafter."""
+    """The entry points of installed packages, ``name = "package.module:Class"``, by the name of the drafter."""
     from importlib.metadata import entry_points
 
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    return {point.name: point for point in entry_points(group="foretoken.drafters")}
 
 
 @cache
@@ -103,30 +97,30 @@ def installed_class(name: str) -> type[Any]:
     """
     point = installed()[name]
     try:
-        found = point.load()
+        drafter = point.load()
     except Exception as error:
         raise ValueError(
             f"drafter {name!r}, {point.value} of the package {point.dist.name}, cannot be imported: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return checked(found, point.value)
+    return checked(drafter, point.value)
 
 
-def checked(found: Any, name: str) -> type[Any]:
+def checked(thing: Any, name: str) -> type[Any]:
     """What was named, if it is a drafter that can be made.
 
     Raises:
         ValueError: it is none; says the class, the rule and the line.
     """
-    place = f"{name} ({line_of(found)})" if inspect.isclass(found) else name
-    if not _is_drafter(found):
-        what = "is a class, but no drafter" if inspect.isclass(found) else f"is {type(found).__name__}, no drafter"
+    place = f"{name} ({line_of(thing)})" if inspect.isclass(thing) else name
+    if not _is_drafter(thing):
+        what = "is a class, but no drafter" if inspect.isclass(thing) else f"is {type(thing).__name__}, no drafter"
         raise ValueError(f"{place} {what}: derive a class from foretoken.Drafter")
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+    if missing := sorted(getattr(thing, "__abstractmethods__", ())):
         raise ValueError(f"{place} has no method {missing[0]}, which every drafter needs")
-    if not isinstance(getattr(found, "name", None), str):
+    if not isinstance(getattr(thing, "name", None), str):
         raise ValueError(f'{place} has no name: write name = "..." in the class')
-    cls: type[Any] = found
+    cls: type[Any] = thing
     return cls
 
 
@@ -144,5 +138,7 @@ def is_outside(cls: type[Any]) -> bool:
     return cls.__module__.partition(".")[0] != "foretoken"
 
 
-def _is_drafter(found: Any) -> bool:
-    return inspect.isclass(found) and any((base.__module__, base.__name__) == BASE for base in found.__mro__)
+def _is_drafter(thing: Any) -> bool:
+    """By the names of its bases: to import the class that drafters derive from takes seconds."""
+    wanted = ("foretoken.methods.drafters.base", "Drafter")
+    return inspect.isclass(thing) and any((base.__module__, base.__name__) == wanted for base in thing.__mro__)

@@ -22,12 +22,12 @@ def encode(prompt: Any, tokenizer: Any | None) -> list[int]:
         ValueError: text or messages without a tokenizer, messages that cannot be rendered, an empty prompt, several
             prompts, or anything else that is no prompt.
     """
-    found, single = prompts_of(prompt, tokenizer)
+    prompts, single = prompts_of(prompt, tokenizer)
     if not single:
-        if not found:
+        if not prompts:
             raise ValueError("the prompt is empty: give at least one token")
-        raise ValueError(f"one prompt is wanted here, not a list of {len(found)}: {KINDS}")
-    (one,) = found
+        raise ValueError(f"one prompt is wanted here, not a list of {len(prompts)}: {KINDS}")
+    (one,) = prompts
     if isinstance(one, str):
         return _of_text(one, tokenizer)
     if is_messages(one):

@@ -87,7 +87,7 @@ class Scores:
         prefix: committed tokens up to and including the root.
         sampler: the sampling pipeline of the request.
         taps: hidden states that the drafter asked for, by name, each [N, D].
-        made: [n, V] target distributions of the first n nodes, where they were made for the whole batch
+        batched_p: [n, V] target distributions of the first n nodes, where they were made for the whole batch
             (:mod:`foretoken.methods.verifiers.batched`).
         weights: p(x) and q(x) of all drafts of a chain, where they were read for the whole batch.
         chosen: the token after every node, where they were looked up for the whole batch.
@@ -101,7 +101,7 @@ class Scores:
     prefix: Sequence[int]
     sampler: SamplingPipeline
     taps: dict[str, Tensor] = field(default_factory=dict)
-    made: Tensor | None = None
+    batched_p: Tensor | None = None
     weights: tuple[list[float], list[float]] | None = None
     chosen: list[int] | None = None
     stuck: set[tuple[int, ...]] = field(default_factory=set)
@@ -115,8 +115,8 @@ class Scores:
 
     def p(self, node: int) -> Tensor:
         """[V] target distribution after ``node``: the whole sampling pipeline run on that node's own prefix."""
-        if self.made is not None and node < len(self.made):
-            return self.made[node]
+        if self.batched_p is not None and node < len(self.batched_p):
+            return self.batched_p[node]
         distribution = self._distributions.get(node)
         if distribution is None:
             prefix = () if self.sampler.context_free else self.node_prefix(node)
@@ -137,8 +137,8 @@ class Scores:
 
     def chain_p(self) -> Tensor:
         """[N, V] target distributions of all nodes at once (for rules that need every position of a chain)."""
-        if self.made is not None and len(self.made) == len(self.tree):
-            return self.made
+        if self.batched_p is not None and len(self.batched_p) == len(self.tree):
+            return self.batched_p
         if self.sampler.context_free:
             return self.sampler.distributions(self.logits, None)
         return torch.stack([self.p(node) for node in range(len(self.tree))])

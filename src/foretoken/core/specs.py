@@ -93,15 +93,15 @@ def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
 
     Plain is what is annotated with str, int, float, bool, or one of them or None.
     """
-    found: dict[str, inspect.Parameter] = {}
+    options: dict[str, inspect.Parameter] = {}
     for function in filter(None, (cls.__init__, getattr(cls, "build", None))):
         hints = typing.get_type_hints(function)
-        found |= {
+        options |= {
             name: parameter.replace(annotation=hints[name])
             for name, parameter in inspect.signature(function).parameters.items()
             if name in hints and _plain_type(hints[name]) is not None and name != "path"
         }
-    return found
+    return options
 
 
 def convert_options(role: str, name: str, cls: type[Any], options: dict[str, str]) -> dict[str, Any]:

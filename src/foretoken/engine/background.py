@@ -87,7 +87,7 @@ class AsyncLlm:
         self._on_end = on_end
         with self._turn:
             llm.engine.serve(max_running, kv_memory, prefill_chunk, kept, prefill_s, kept_places)
-            llm.engine.on_leave = None if on_end is None else self._note_end
+            llm.engine.requests.on_leave = None if on_end is None else self._note_end
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._new: list[Ticket] = []

@@ -8,7 +8,16 @@
     emit
 
 Plain decoding is the same loop with an empty draft.  Between two rounds requests leave, join, and have pieces of their
-prompts read (:mod:`foretoken.engine.requests`).
+prompts read.  Each stage is an object of its own, and :class:`Engine` is the order in which they work:
+
+    add       queue a checked request                        (:mod:`foretoken.engine.joining`)
+    admit     what memory and owners allow                   (:mod:`foretoken.engine.admission`)
+    read      prompts, all of them or a piece                (:mod:`foretoken.engine.reading`)
+    draft     budgets and trees                              (:mod:`foretoken.engine.drafting`)
+    score     one forward of the target over all trees       (here)
+    verify    the acceptance rule of each request            (:mod:`foretoken.engine.acceptance`)
+    commit    the accepted path, and the tokens of the round (:mod:`foretoken.engine.delivery`)
+    leave     who has all tokens frees what it held          (:mod:`foretoken.engine.requests`)
 """
 
 from __future__ import annotations
@@ -19,23 +28,23 @@ from time import monotonic
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from foretoken.core import Budget, Kind, RoundTimes, Scores, StepRecord, TokenTree, Verdict
-from foretoken.engine.ends import end_where_nothing_follows
-from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
-from foretoken.engine.request import Emission, Origin, Running
-from foretoken.engine.requests import CHANGED, Requests, Turn
-from foretoken.engine.trace import trace
+from foretoken.core import RoundTimes, Scores, TokenTree, Verdict
+from foretoken.engine.acceptance import Acceptance
+from foretoken.engine.admission import KvBudget, check, first_in_turn
+from foretoken.engine.conditional import check_language
+from foretoken.engine.delivery import Delivery
+from foretoken.engine.drafting import Drafting, check_target, drop_scratch
+from foretoken.engine.ends import ends_of
+from foretoken.engine.joining import check_rules, join, stopper_of
+from foretoken.engine.prefix_cache import PrefixCache
+from foretoken.engine.reading import ALL, Reader, ReadingTime
+from foretoken.engine.request import Emission, Request, Running, Turn
+from foretoken.engine.requests import Requests
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
-from foretoken.methods.drafters.outside import check_proposal, has_outside
-from foretoken.methods.drafters.texts import ALL, BESIDE, DraftTexts
-from foretoken.methods.trees.operations import truncate
 from foretoken.methods.verifiers.base import Verifier
-from foretoken.methods.verifiers.batched import verify_batch
-from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, check_proposals
-from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.clock import now
 from foretoken.models.forward.attention import few_plans
 
@@ -43,7 +52,7 @@ OnRound = Callable[[Sequence[Running], Sequence[TokenTree], Sequence[Verdict], R
 """Told of every round: the requests, their trees and verdicts, and (draft_s, target_s, verify_s, total_s)."""
 
 
-class Engine(Requests):
+class Engine:
     """Serves requests over one target.
 
     Args:
@@ -60,8 +69,11 @@ class Engine(Requests):
         on_round: told of every finished round, for benchmarks and displays; its time is in no round's.
 
     Attributes:
+        requests: those that wait and run, and the memory that they may take.
+        taps: hidden states of the target that the drafter needs.
         rounds: how many there were.
         times: their seconds, added up.
+        kept_places: how many of ``max_batch`` are for owners of which nothing runs.
 
     Raises:
         ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.
@@ -83,50 +95,123 @@ class Engine(Requests):
         prefix_bytes: int = 0,
         on_round: OnRound | None = None,
     ) -> None:
-        super().__init__(
-            target, drafter, verifier, controller, tokenizer, max_batch, kv_memory, prefill_chunk, prefix_bytes
-        )
-        self.allow_lossy, self.on_round = allow_lossy, on_round
-        self.rounds, self._bookkeeping_s = 0, 0.0
-        self.times = RoundTimes(0.0, 0.0, 0.0, 0.0)
-        self._members = [] if drafter is None else [member.name for member in drafter.limits.members]
-        self._has_outside = has_outside(drafter)
-        self._automatic: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
+        drafts = controller is None or controller.drafts  # else not even the drafter's prefill runs: plain decoding
+        self.target, self.drafter = target, drafter if drafts else None
+        self.verifier, self.controller, self.tokenizer = verifier, controller, tokenizer
+        self.allow_lossy, self.max_batch, self.kept_places, self.on_round = allow_lossy, max_batch, 0, on_round
+        self.rounds, self.times = 0, RoundTimes(0.0, 0.0, 0.0, 0.0)
+        self._ids, self._bookkeeping_s = 0, 0.0
+        self._device = getattr(target, "device", None)  # whose work the times of a round wait for
+        self.requests = Requests(target, self.drafter, controller, kv_memory, prefix_bytes)
+        self.taps = self.requests.taps
+        members = [] if drafter is None else [member.name for member in drafter.limits.members]
         if drafter is not None:
-            self._check_target(drafter)
+            check_target(target, drafter)
             if controller is None:
                 raise ValueError("a drafter needs a controller, for example ConstantController()")
             controller.attach(drafter.limits)
-        if verifier is not None:
-            self._check_verifier(verifier, greedy=verifier.greedy_only)
+        self.reader = Reader(self.requests, prefill_chunk)
+        self.drafting = Drafting(target, self.drafter, controller, members, self.reader.pace)
+        self.acceptance = Acceptance(verifier, self.drafter, allow_lossy)
+        self.delivery = Delivery(self.requests, members)
 
-    def _check_verifier(self, verifier: Verifier, greedy: bool) -> None:
-        drafter = self.drafter
-        if drafter is None:
-            check_pair(min(verifier.kinds), False, verifier, "none", self.allow_lossy, greedy)
-        else:
-            check_proposals(drafter.traits.proposals, verifier, drafter.name, self.allow_lossy, greedy)
+    def serve(
+        self,
+        max_batch: int,
+        kv_memory: int | None,
+        prefill_chunk: int | None,
+        prefix_bytes: int,
+        prefill_s: float | None = None,
+        kept_places: int = 0,
+    ) -> None:
+        """Change how many requests run together, and what they may take, see :class:`AsyncLlm`; nothing may be running.
 
-    def _check_drafter(self, name: str | None) -> None:
-        if name is not None and name not in self._members:
-            known = ", ".join(self._members) or "nobody: this drafter is no group"
-            raise ValueError(f"drafter {name!r} is not among those that draft here: {known}")
+        Raises:
+            ValueError: requests are there already, or a limit that makes no sense.
+        """
+        if self.busy:
+            raise ValueError("requests are running: finish or close them first")
+        self.max_batch, self.kept_places = max_batch, kept_places
+        self.reader.chunk, self.reader.time = prefill_chunk, ReadingTime(prefill_s)
+        self.requests.limit_memory(kv_memory, prefix_bytes)
 
-    def _check_target(self, drafter: Drafter) -> None:
-        offered = self.target.capabilities
-        needed = ["rollback"]
-        if drafter.traits.draws_trees:
-            needed += ["tree_mask", "keep_path"]
-        if drafter.taps:
-            needed.append("taps")
-        if drafter.traits.runs_target:
-            needed.append("layer_windows")
-        for name in needed:
-            if not getattr(offered, name):
-                reason = offered.missing.get(name, f"the target lacks {name}")
-                raise CapabilityError(f"drafter {drafter.name!r} needs a target with {name}: {reason}")
+    # -- requests come and go ----------------------------------------------------------------------------------------
 
-    # -- one round ---------------------------------------------------------------------------------------------------
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served; :meth:`add` does it, too.
+
+        Raises:
+            ValueError: what :func:`foretoken.engine.admission.check` refuses, more memory than there is, or sampling
+                that the verifier is not right for.
+        """
+        check(request, self.target)
+        self.budget.check(request)
+        self.drafting.check_member(request.drafter)
+        self.acceptance.check(request)
+        stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
+        check_rules(request, self.target, self.tokenizer)
+        if request.language is not None:
+            ends = ends_of(request, self.target, self.tokenizer).ids
+            check_language(request, request.language, self.target, self.tokenizer, ends)
+
+    def add(self, request: Request, arrived_s: float | None = None) -> int:
+        """Queue a request; it joins before the next round.  Returns its id.
+
+        Args:
+            request: what is asked.
+            arrived_s: when it arrived, by the monotonic clock; now by default.
+
+        Raises:
+            ValueError: what :meth:`check` refuses.
+        """
+        self.check(request)
+        if self.target.answer_start:
+            request = replace(request, prompt=[*request.prompt, *self.target.answer_start])
+        run = join(self._ids + 1, request, self.target, self.tokenizer, self.acceptance.races(request))
+        self._ids += 1
+        if arrived_s is not None:
+            run.arrived_s = arrived_s
+        self.requests.queue(run)
+        return run.id
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a request, waiting or running."""
+        self.requests.cancel(request_id)
+
+    def close(self) -> None:
+        """Drop everything (also what an interrupted round left behind)."""
+        self.requests.close()
+
+    def holds(self, request_id: int) -> bool:
+        """Whether a request is waiting or running."""
+        return self.requests.holds(request_id)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self.requests.busy
+
+    @property
+    def waiting(self) -> list[Running]:
+        """Requests that are not admitted yet."""
+        return self.requests.waiting
+
+    @property
+    def running(self) -> list[Running]:
+        """Requests that are."""
+        return self.requests.running
+
+    @property
+    def budget(self) -> KvBudget:
+        """The memory that requests may take."""
+        return self.requests.budget
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """What is kept of texts."""
+        return self.requests.prefix_cache
+
+    # -- one step, stage by stage ------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Running, Emission]]:
@@ -138,263 +223,74 @@ class Engine(Requests):
         before = {run.id: len(run.context.tokens) for run in self.running}
         try:
             with few_plans(self._device):
-                self._drop_stale()
+                self.requests.drop_stale()
                 self._admit()
-                self._read()
-                emissions = self._round([run for run in self.running if run.started])
+                self.reader.read()
+                emissions = self._round(self.requests.started())
         except BaseException:
-            self._recover(before)
+            self.requests.recover(before)
             raise
-        ended, self._ended = self._ended, []
-        return [*emissions, *ended]
+        return [*emissions, *self.requests.take_ended()]
+
+    def _admit(self) -> None:
+        """Let requests in that have a place and the memory they need; those whose time is up end."""
+        waiting, running = self.waiting, self.running
+        for run in [run for run in (*waiting, *running) if run.is_late]:
+            self.requests.end(run, "deadline")
+        while len(running) < self.max_batch:
+            first = first_in_turn(waiting, running, self.max_batch, self.kept_places)
+            if first is None or not self.budget.admits(first):
+                break
+            waiting.remove(first)
+            first.stats.queue_s = monotonic() - first.arrived_s
+            running.append(first)
+            self.requests.each(self.reader.open, [Turn(first)])
+        if self.budget.left is not None:
+            self.prefix_cache.prefixes.shrink(self.budget.left)
 
     def _round(self, runs: Sequence[Running]) -> list[tuple[Running, Emission]]:
         """One round of requests that are all between two rounds."""
         if not runs:
             return []
-        turns = [turn for run in runs for turn in self._guard(self._begin, [Turn(run)])]
-        began = now(self._device)
-        self._begin_reading(runs)
-        turns = self._guard(self._propose, turns)
-        began += self._note_reading(turns)  # which is no part of the round, as the target's reading is none
-        drafted = now(self._device)
-        target_before, rows_before = self.target.run_s, self.target.run_rows
-        turns = self._guard(self._score, turns)
-        target_s = self.target.run_s - target_before
-        scored = now(self._device)
-        turns = self._guard(self._verify, turns)
-        verified = now(self._device)
-        turns = self._each(self._commit, turns)
-        committed = now(self._device)
-        turns = self._each(self._observe, turns)
-        taken = now(self._device)
+        together, each, target = self.requests.together, self.requests.each, self.target
+        device = self._device
+        turns = [turn for run in runs for turn in together(self.drafting.begin, [Turn(run)])]
+        began = now(device)
+        self.drafting.allow_reading(runs, ALL if self.reader.chunk is None else self.reader.most())
+        turns = together(self.drafting.propose, turns)
+        began += self.drafting.note_reading(turns)  # which is no part of the round, as the target's reading is none
+        drafted = now(device)
+        target_before, rows_before = target.run_s, target.run_rows
+        turns = together(self._score, turns)
+        target_s = target.run_s - target_before
+        scored = now(device)
+        turns = together(self.acceptance.verify, turns)
+        verified = now(device)
+        turns = each(self.delivery.commit, turns)
+        committed = now(device)
+        turns = each(self.delivery.teach, turns)
+        taken = now(device)
         # What the bookkeeping of the last round took is part of serving, and known only now.
         draft_s = drafted - began + taken - committed
         times = RoundTimes(draft_s, target_s, verified - scored, taken - began + self._bookkeeping_s)
         self.rounds, self.times = self.rounds + 1, RoundTimes(*map(sum, zip(self.times, times, strict=True)))
-        self.reading.note_round(times.total_s)
-        counts = (len(turns), self.target.run_rows - rows_before or sum(len(turn.tree) for turn in turns))
-        turns = self._each(lambda alone: self._account(alone[0], counts, times), turns)
-        self._bookkeeping_s = now(self._device) - taken
+        self.reader.time.note_round(times.total_s)
+        counts = (len(turns), target.run_rows - rows_before or sum(len(turn.tree) for turn in turns))
+        turns = each(lambda alone: self.delivery.account(alone[0], counts, times, self.rounds), turns)
+        self._bookkeeping_s = now(device) - taken
         if self.on_round is not None:
             self.on_round([t.run for t in turns], [t.tree for t in turns], [t.verdict for t in turns], times)
-        turns = self._each(self._let_go, turns)
+        turns = each(self.requests.let_go, turns)
         return [(turn.run, turn.emission) for turn in turns]
 
-    def _let_go(self, turns: Sequence[Turn]) -> None:
-        """Let requests leave that have all their tokens."""
-        for turn in turns:
-            if turn.emission.finish_reason is not None:
-                self.target.follow()
-                if turn.run.weights_version != self.target.weights_version:
-                    raise ValueError(CHANGED)
-                self._leave(turn.run)
-
-    def _begin(self, turns: Sequence[Turn]) -> None:
-        """Nothing is drafted yet, unless a request brings its own tree: making that reads, and is no part of the
-        round."""
-        for turn in turns:
-            run = turn.run
-            turn.tree = TokenTree.root_only(run.context.root)
-            if run.own is not None:
-                began = now(self._device)
-                self._drop_scratch(run)
-                turn.tree, turn.rule = run.own.propose(self.target, run.context)
-                turn.planned = False  # the controller has not decided it
-                spent = now(self._device) - began
-                run.stats.prefill_s += spent
-                run.stats.total_s += spent
-
-    def _propose(self, turns: Sequence[Turn]) -> None:
-        open_turns = [turn for turn in turns if turn.rule is None]
-        if self.drafter is None or self.controller is None or not open_turns:
-            return
-        chosen, budgets = [], []
-        wanted = self.controller.budgets([turn.run.context for turn in open_turns])
-        for turn, asked in zip(open_turns, wanted, strict=True):
-            budget = self._as_asked(turn.run, asked)
-            wider = self.drafter.minimum_budget(turn.run.context, budget)
-            turn.planned = wider is asked
-            budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
-            if budget.max_depth > 0 and budget.max_nodes > 0:
-                chosen.append(turn)
-                budgets.append(budget)
-        if chosen:
-            proposed = self.drafter.propose_batch([turn.run.context for turn in chosen], budgets)
-            for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
-                check_proposal(tree, turn.run.context, self.drafter, self.target, self._has_outside)
-                turn.tree = truncate(tree, budget.deepest)
-
-    def _begin_reading(self, runs: Sequence[Running]) -> None:
-        """Drafters may read as much beside a round as the target does, and more than texts grow by meanwhile."""
-        most = ALL if self.prefill_chunk is None else max(self._most_to_read(), 2 * BESIDE)
-        self.pace.left, self.pace.spent_s = most, 0.0
-        for run in runs:
-            texts = DraftTexts.of(run.context)
-            texts.waits = texts.has_read = False
-
-    def _note_reading(self, turns: Sequence[Turn]) -> float:
-        """Tell requests what drafters have read of their texts before they drafted; returns the seconds that it
-        took."""
-        spent = self.pace.spent_s
-        for turn in turns:
-            texts = DraftTexts.of(turn.run.context)
-            stats = turn.run.stats
-            stats.num_draft_prompt_tokens_computed = texts.num_read
-            if texts.has_read:
-                stats.prefill_s += spent
-                stats.total_s += spent
-            if texts.waits and not turn.tree.num_drafts:
-                turn.planned = False  # the controller would learn that nothing is drafted
-        return spent
-
     def _score(self, turns: Sequence[Turn]) -> None:
+        """One forward of the target over all trees."""
         for turn in turns:
-            self._drop_scratch(turn.run)
+            drop_scratch(self.target, turn.run)
         rows = self.target.forward([self._feed(turn.run, turn.tree) for turn in turns], self.taps)
         for turn, row in zip(turns, rows, strict=True):
             context = turn.run.context
             turn.scores = Scores(row.logits, turn.tree, context.tokens, context.sampler, row.taps)
 
-    def _drop_scratch(self, run: Running) -> None:
-        """What an attempt that failed has left."""
-        if run.text.scratch_tokens and not run.text.provisional:
-            self.target.commit(run.text, ())
-
-    def _verify(self, turns: Sequence[Turn]) -> None:
-        verifiers = [self._verifier_for(turn) for turn in turns]
-        rngs = [turn.run.context.rng for turn in turns]
-        verdicts = verify_batch(verifiers, [turn.scores for turn in turns], rngs)
-        for turn, verdict in zip(turns, verdicts, strict=True):
-            turn.verdict = verdict
-
-    def _as_asked(self, run: Running, budget: Budget) -> Budget:
-        """The controller's budget, or that of the member which the request has named."""
-        name = run.request.drafter
-        if name is None or self.drafter is None:
-            return budget
-        member = self._members.index(name)
-        limits = self.drafter.limits.members[member]
-        return Budget(limits.max_depth, limits.max_nodes, member=member)
-
-    def _fit(self, run: Running, budget: Budget) -> Budget:
-        """Never draft past the room that is left (one token of every round is the target's own), past what the
-        target can read in one way, or past what the request allows."""
-        depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
-        depth = min(depth, self.target.room(run.text) - 1)  # the root takes one
-        if run.request.max_draft_tokens is not None:
-            depth = min(depth, run.request.max_draft_tokens)
-        if depth < budget.max_depth:
-            budget = replace(budget, max_depth=max(depth, 0))
-        return budget if budget.otherwise is None else replace(budget, otherwise=self._fit(run, budget.otherwise))
-
     def _feed(self, run: Running, tree: TokenTree) -> Feed:
         return Feed(run.text, tree.tokens, tree.parents)
-
-    def _verifier_for(self, turn: Turn) -> Verifier:
-        if turn.rule is not None:
-            return turn.rule
-        tree, scores = turn.tree, turn.scores
-        kind = tree.kind
-        if len(tree) == 1 and self.verifier is not None and kind not in self.verifier.kinds:
-            kind = min(self.verifier.kinds)  # an empty draft is of any kind
-        key = (kind, not tree.is_chain, scores.sampler.greedy, scores.sampler.fixed)
-        found = self._automatic.get(key)
-        if found is None:
-            _, is_tree, greedy, fixed = key
-            if self.verifier is None:
-                found = auto_verifier(kind, is_tree, greedy, fixed)
-            else:
-                found = self.verifier
-                name = self.drafter.name if self.drafter else "none"
-                check_pair(kind, is_tree, found, name, self.allow_lossy, greedy)
-            self._automatic[key] = found
-        return found
-
-    def _commit(self, turns: Sequence[Turn]) -> None:
-        for turn in turns:
-            run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
-            name = self._who(turn)
-            if tree.num_drafts:
-                run.stats.drafters[name] = run.stats.drafters.get(name, 0) + 1
-            if run.request.explain:
-                rule, tests = self._verifier_for(turn).name, run.context.rng.tests or []
-                run.rounds.append(trace(len(run.rounds), tree, scores, verdict, name, rule, tests))
-                run.context.rng.tests = []
-            path = [0, *verdict.path]
-            self.target.commit(run.text, path)
-            tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-            stuck = (i for i in range(len(tokens)) if tuple(tokens[:i]) in scores.stuck)
-            written = next(stuck, len(tokens)) if scores.stuck else len(tokens)
-            kept, reason = run.stopper.push(tokens[:written])
-            if reason is None and written < len(tokens):
-                reason = end_where_nothing_follows(run, tokens[:written])
-            last: Origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
-            accepted: Origin = "accepted"
-            origins = [*([accepted] * len(verdict.path)), last][:kept]
-            self._extend(run, tokens[:kept], {name: rows[path] for name, rows in scores.taps.items()})
-            run.origins.extend(origins)
-            run.finish_reason = reason
-            found: Sequence[TokenLogprobs] = ()
-            if run.request.logprobs is not None:
-                found = logprobs_of(scores.logits[path], tokens[:kept], run.request.logprobs)
-                run.logprobs.extend(found)
-            turn.emission = Emission(run.id, tokens[:kept], origins, reason, found, run.rounds[-1:])
-
-    def _who(self, turn: Turn) -> str:
-        """Who drafted: the request itself, or the member of a group, where there is one."""
-        tree = turn.tree
-        if turn.rule is not None:
-            return turn.rule.name
-        if self.drafter is None:
-            return "none"
-        members = self._members
-        member = tree.drafters[-1] if tree.drafters else -1
-        return members[member] if 0 <= member < len(members) else self.drafter.name
-
-    def _extend(self, run: Running, tokens: Sequence[int], hidden: dict[str, Tensor]) -> None:
-        context = run.context
-        if len(context.tokens) == context.prompt_length:
-            run.stats.first_token_s = monotonic() - run.arrived_s
-        context.hidden_start = len(context.tokens) - 1
-        context.tokens.extend(tokens)
-        if context.sampler.noise is not None:
-            context.sampler.noise.forget(len(context.tokens) - context.prompt_length)
-        context.hidden = hidden
-        if self.prefix_cache.keeps:
-            run.add_states(hidden)
-
-    def _observe(self, turns: Sequence[Turn]) -> None:
-        for turn in turns:
-            if self.drafter is not None and turn.run.finish_reason is None:
-                self.drafter.observe(turn.run.context, turn.tree, turn.scores, turn.verdict)
-
-    def _account(self, turn: Turn, counts: tuple[int, int], times: RoundTimes) -> None:
-        run, tree = turn.run, turn.tree
-        accepted = len(turn.verdict.path)
-        run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens)
-        run.stats.add_times(times)
-        if run.request.explain:
-            run.rounds[-1] = run.rounds[-1].timed(times)
-            turn.emission = replace(turn.emission, rounds=run.rounds[-1:])
-        theirs = self.drafter is not None and turn.rule is None and tree.num_drafts > 0
-        start = self.drafter.predicted_from(run.context) if self.drafter is not None and theirs else None
-        if start is not None:
-            run.note_prediction(range(start, start + tree.num_drafts), accepted)
-        if self.controller is not None and self.controller.watches and turn.planned:
-            batch, nodes = counts
-            member = tree.drafters[-1] if tree.drafters else -1
-            record = StepRecord(
-                run.id,
-                len(tree),
-                tree.num_drafts,
-                accepted,
-                batch,
-                *times,
-                self.rounds,
-                nodes,
-                member,
-                max(tree.depths),
-                len(self.waiting),
-            )
-            self.controller.observe(run.context, record)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from foretoken.core.portions import portions
 from foretoken.engine.logprobs import logprobs_of
-from foretoken.engine.request import Running
-from foretoken.models.base import Feed, LanguageModel
+from foretoken.engine.request import Running, Turn
+from foretoken.engine.requests import Requests
+from foretoken.methods.drafters.texts import DraftText, DraftTexts, Pace
+from foretoken.models.base import Feed, LanguageModel, Snapshot
+from foretoken.models.clock import now
 
 ALL = 1 << 60
 FIRST, FEWEST = 64, 16
@@ -58,6 +62,80 @@ class ReadingTime:
             return min(chunk, FIRST)
         fit = int(max(self.limit_s, self._round_s) / self.token_s)
         return min(chunk, max(FEWEST, 1 << fit.bit_length() - 1 if fit else 0))
+
+
+class Reader:
+    """Opens the texts of the admitted requests of one engine, and has the target read their prompts.
+
+    Args:
+        requests: those of the engine.
+        chunk: tokens of prompts that are read before every round; ``None`` reads whole prompts at once.
+
+    Attributes:
+        time: what reading takes.
+        pace: how much drafters may read of the texts.
+    """
+
+    def __init__(self, requests: Requests, chunk: int | None) -> None:
+        self.requests, self.target, self.drafter = requests, requests.target, requests.drafter
+        self.chunk, self.time, self.pace = chunk, ReadingTime(), Pace()
+        self._device = getattr(self.target, "device", None)
+
+    def most(self) -> int:
+        """Tokens that may be read now."""
+        others = len(self.requests.running) + len(self.requests.waiting)
+        return self.time.most(self.chunk or ALL, others)
+
+    def open(self, turns: Sequence[Turn]) -> None:
+        """Give requests their texts, and those what an earlier text has of the same beginning."""
+        for run in (turn.run for turn in turns):
+            open_text(self.target, run)
+            run.weights_version = self.target.weights_version
+            self.requests.drop_stale()
+            cache = self.requests.prefix_cache
+            cache.take_over(run, self.requests.running)
+            run.context.texts = DraftTexts(self.pace, partial(self._find_draft, run) if cache.keeps else None)
+
+    def _find_draft(
+        self, run: Running, key: Hashable, own: DraftText, tokens: Sequence[int]
+    ) -> tuple[Snapshot, int] | None:
+        return self.requests.prefix_cache.find_draft(run, self.requests.running, key, own, tokens)
+
+    def read(self) -> None:
+        """Let the target read prompts, all of them or a piece; those that are whole take part in rounds."""
+        while unread := [run for run in self.requests.running if not run.started]:
+            began = now(self._device)
+            chosen = shares(unread, self.most())
+            sizes = {run.id: size for run, size in chosen}
+            turns = [Turn(run) for run, _ in chosen]
+            done = self.requests.together(partial(self._read_some, sizes), turns)
+            for turn in done:
+                if turn.run.unread == 0:
+                    self.requests.together(self._start, [turn])
+            spent = now(self._device) - began
+            self.time.note(sum(sizes.values()), spent)
+            for turn in turns:
+                turn.run.stats.prefill_s += spent
+                turn.run.stats.total_s += spent
+            if self.chunk is not None:
+                return
+
+    def _read_some(self, sizes: Mapping[int, int], turns: Sequence[Turn]) -> None:
+        read(self.target, [(turn.run, sizes[turn.run.id]) for turn in turns], self.requests.taps)
+
+    def _start(self, turns: Sequence[Turn]) -> None:
+        """The last prompt token is the first root: there is no special first step, and reading needed no logits."""
+        keeps = self.requests.prefix_cache.keeps
+        for run in (turn.run for turn in turns):
+            run.context.hidden = {name: torch.cat(rows) for name, rows in run.states.items()}
+            run.states = {name: [rows] for name, rows in run.context.hidden.items()} if keeps else {}
+            if self.drafter is not None:
+                try:
+                    self.drafter.start(run.context)
+                except BaseException:
+                    self.drafter.finish(run.context)
+                    raise
+            run.started = True
 
 
 def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from foretoken.core import Context, TokenTree
+from foretoken.core import Context, Scores, TokenTree, Verdict
 from foretoken.core.constraints import Constraint, FiniteLanguage
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.logprobs import TokenLogprobs
@@ -214,3 +214,32 @@ class Emission:
     logprobs: Sequence[TokenLogprobs] = ()
     rounds: Sequence[RoundTrace] = ()
     error: Exception | None = None
+
+
+@dataclass
+class Turn:
+    """One request's part in a round; each stage fills in what it decides.
+
+    Attributes:
+        planned: whether its draft is what the controller has decided.
+        rule: the acceptance rule that the request brings itself, if it does.
+        tree: what is drafted.
+        scores: what the target says of it.
+        verifier: the acceptance rule of the round.
+        verdict: what that has decided.
+        emission: the new tokens.
+    """
+
+    run: Running
+    planned: bool = True
+    rule: Verifier | None = None
+    tree: TokenTree = field(init=False)
+    scores: Scores = field(init=False)
+    verifier: Verifier = field(init=False)
+    verdict: Verdict = field(init=False)
+    emission: Emission = field(init=False)
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether the engine's drafter has guessed anything."""
+        return self.rule is None and self.tree.num_drafts > 0

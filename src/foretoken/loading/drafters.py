@@ -19,6 +19,7 @@ from foretoken.loading.draft_models import build_draft_model, build_foreign_draf
 from foretoken.loading.native_heads import has_head, read_head
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, Verify
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
+from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.nested import works_nested
 from foretoken.methods.drafters.outside import DrafterError
@@ -31,6 +32,11 @@ from foretoken.registry import OutsideRow, convert_options, find, parse_spec, ro
 Part = str | Drafter | LanguageModel | nn.Module
 """What a drafter can be given as."""
 ACCEPTED = 'give a spec string ("ngram,k=8", "model:PATH"), a drafter, a draft model, a list of these, or None'
+NOW_DATA = {
+    "free_for": "write traits = Traits(free_for=FUNCTION)",
+    "observes": "write traits = Traits(learns=False) where observe does nothing, and nothing where it does",
+}
+"""Methods that drafters had before, and what takes their place: a drafter from outside may still have them."""
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
 
 
@@ -81,6 +87,9 @@ class LoadingContext(BuildContext):
             raise told from error
         if not isinstance(built, Drafter):
             raise DrafterError(f"{place}.build returned {type(built).__name__}, not a drafter")
+        for name, now in NOW_DATA.items():
+            if hasattr(cls, name):
+                raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {now}")
         if not isinstance(built.traits, Traits):
             raise DrafterError(f"{place} has traits of type {type(built.traits).__name__}: write Traits(...)")
         for name in ("max_depth", "max_nodes"):
@@ -189,23 +198,32 @@ def build_drafter(
     target_source: Any = BUILTIN,
     tokenizer: Any | None = None,
     device: str | torch.device | None = None,
+    known: bool = False,
 ) -> Drafter | None:
     """A drafter from a spec string or a draft model; the ensemble of a list of spec strings, drafters and draft models.
+
+    Args:
+        spec: what was asked for.
+        target: what it drafts for.
+        target_source: what that was loaded from.
+        tokenizer: the target's.
+        device: of draft models.
+        known: draft what a grammar forces and what a caller predicts before it.
 
     Raises:
         ValueError: something else, an unknown name or option, an empty list, or a draft model that does not fit.
     """
-    if spec is None or isinstance(spec, Drafter):
-        return spec
     context = LoadingContext(target, target_source, tokenizer, device)
     if isinstance(spec, list | tuple):
-        return EnsembleDrafter(context.group(spec))
-    return context.part(spec)  # type: ignore[arg-type]
+        built: Drafter | None = EnsembleDrafter(context.group(spec))
+    else:
+        built = context.part(spec)  # type: ignore[arg-type]
+    return KnownDrafter(built) if known and built is not None and not isinstance(built, KnownDrafter) else built
 
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
     """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams; for a named model what its
-    entry says; for any other what is free (:meth:`~foretoken.methods.drafters.base.Drafter.free_for`).  Of several the
+    entry says; for any other what is free (:class:`~foretoken.methods.drafters.base.Traits`).  Of several the
     controller picks one, or none.
 
     Plain decoding (``None``) for a target whose state cannot be rolled back.
@@ -225,8 +243,14 @@ def free_drafters(target: LanguageModel, target_source: Any, besides: Sequence[s
     """Names of the drafters that a target has for nothing and that are expected to pay; those that run a network first,
     because what copies text has a guess only now and then.  Those of ``besides`` are not asked."""
     context = LoadingContext(target, target_source)
-    free = [row for row in rows("drafter") if row.name not in besides and row.load().free_for(context)]
+    free = [row for row in rows("drafter") if row.name not in besides and _is_free(row.load(), context)]
     return [row.name for row in sorted(free, key=lambda row: not row.needs)]
+
+
+def _is_free(cls: type[Drafter], context: BuildContext) -> bool:
+    """What a class says about a target."""
+    asked = cls.traits.free_for
+    return asked is not None and asked(context)
 
 
 def default_members(target: LanguageModel, target_source: Any) -> list[str]:

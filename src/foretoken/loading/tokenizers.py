@@ -26,8 +26,8 @@ def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
         LoadError: its files are damaged, or Transformers cannot read them.
     """
     source = unwrapped(source)
-    if isinstance(source, LanguageModel):
-        source, backend = getattr(source, "path", source), "llama.cpp" if hasattr(source, "path") else backend
+    if isinstance(source, LanguageModel) and source.path is not None:
+        source, backend = source.path, "llama.cpp"
     if is_gguf(source):
         return load_gguf_tokenizer(source, backend)
     from transformers import AutoTokenizer

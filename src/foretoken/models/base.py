@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.models.refusals import Refusal as Refusal
@@ -140,6 +141,21 @@ class Feed:
     after: int | None = None
     states: Tensor | None = None
 
+    @property
+    def num_wanted(self) -> int:
+        """``wanted`` as a number."""
+        return len(self.tokens) if self.wanted is None else self.wanted
+
+    def parents_behind(self, old: int) -> Sequence[int]:
+        """The parents of its nodes in a scratch that has ``old`` nodes already."""
+        return range(old - 1, old - 1 + len(self.tokens)) if self.parents is None else self.parents
+
+
+def check_distinct(feeds: Sequence[Feed]) -> None:
+    """Refuse two feeds of one call for one sequence, by a ``ValueError``."""
+    if len({id(feed.sequence) for feed in feeds}) < len(feeds):
+        raise ValueError("two feeds of one forward belong to the same sequence: join them")
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -205,10 +221,12 @@ class LanguageModel(ABC):
         exactness_why: how that is known, in words.
         refused: faster paths that were tried at load and not taken.
         reads: whether its sequences must be fed the text; where not, :meth:`open_beside` takes it over from the target.
+        path: the file that it runs from, where that holds everything about it (llama.cpp's models); else ``None``.
         weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
             use any more.
     """
 
+    path: Path | None = None
     weights_version: int = 0
     reads: bool = True
     forward_name: str = "public"

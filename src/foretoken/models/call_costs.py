@@ -20,16 +20,14 @@ from foretoken.core.costs import TargetCost
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.clock import now
-from foretoken.models.machine import WORTH_KEEPING_S, Kept
+from foretoken.models.machine import WORTH_KEEPING_S, KeptResults
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Node counts that a target is measured at by default."""
 QUICK_TEXT, QUICK_TURNS = 64, 3
 """Tokens before the call that is timed quickly, and how often it is after one that warms up."""
-MOST_EXPENSIVE = 6.0
-"""A call that costs more than this many of one node ends the quick measurement: no draft of that size pays."""
 
-KEPT = Kept("calls")
+KEPT = KeptResults("calls")
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
 
 
@@ -46,13 +44,13 @@ def quick_costs(target: LanguageModel) -> TargetCost:
         stored = None if key is None else KEPT.read(name)
         if not isinstance(stored, dict):
             began = perf_counter()
-            found = _measure_quickly(target)
+            costs = _measure_quickly(target)
             if key is not None:
-                result = {str(count): seconds for count, seconds in found.items()}
+                result = {str(count): seconds for count, seconds in costs.items()}
                 KEPT.keep(name, result, perf_counter() - began >= WORTH_KEEPING_S)
         else:
-            found = {int(count): float(seconds) for count, seconds in stored.items()}
-        _KNOWN[target] = TargetCost(found)
+            costs = {int(count): float(seconds) for count, seconds in stored.items()}
+        _KNOWN[target] = TargetCost(costs)
     return _KNOWN[target]
 
 
@@ -74,15 +72,15 @@ def _measure_quickly(target: LanguageModel) -> dict[int, float]:
             usable.append(count)
             seconds = spent(count)
             first = first or seconds
-            if seconds > MOST_EXPENSIVE * first:
+            if seconds > 6 * first:  # no draft of that size pays
                 break
         quickest = dict.fromkeys(usable, math.inf)
         for count in usable * QUICK_TURNS:
             quickest[count] = min(quickest[count], spent(count))
-    found, least = {}, 1e-9
+    costs, least = {}, 1e-9
     for count in sorted(quickest):  # more nodes never take less: what says so is noise
-        found[count] = least = max(least, quickest[count])
-    return found
+        costs[count] = least = max(least, quickest[count])
+    return costs
 
 
 @torch.inference_mode()
@@ -129,7 +127,7 @@ def measure_target(
                     target.commit(sequence, [] if rollback else [0])
                 if turn:
                     times[count].append(spent)
-    measured = {count: max(statistics.median(found), 1e-9) for count, found in times.items() if found}
+    measured = {count: max(statistics.median(seconds), 1e-9) for count, seconds in times.items() if seconds}
     return TargetCost(measured)
 
 

@@ -139,11 +139,9 @@ class HuggingFaceModel(TreeRunner):
 
     @property
     def num_ids(self) -> int:
-        """How many ids it can be fed: its vocabulary, and the rows that were added behind it."""
         return self.vocab_size + sum(map(len, self.forwards.extra))
 
     def extra_embeddings(self, rows: Tensor) -> int:
-        """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
         return self.forwards.add_rows(rows)
 
     def take_weights(self, source: torch.nn.Module) -> None:

@@ -21,16 +21,12 @@ from foretoken.models.native import library
 COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20
 """Bounds of :func:`cache_bytes`."""
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-FINE_CLOCK_S = 1e-6
-"""A thread's own clock is used where it tells times as short as this apart."""
 WORTH_KEEPING_S = 0.2
 """What takes less is found out again in another process: a file of tiny models would only grow."""
 MOST_KEPT = 512
 """Results of one kind in the file; the oldest are dropped."""
-MOST_STAMPS = 4
-"""Versions of the code whose results are kept: two installations may take turns."""
 
-_THREAD_CLOCK = thread_time if get_clock_info("thread_time").resolution <= FINE_CLOCK_S else perf_counter
+_THREAD_CLOCK = thread_time if get_clock_info("thread_time").resolution <= 1e-6 else perf_counter
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -89,7 +85,7 @@ def results_file() -> Path:
     return cache_folder() / f"machine-{machine_key()}.json"
 
 
-class Kept:
+class KeptResults:
     """Results of one kind, kept for later runs.
 
     Args:
@@ -121,7 +117,7 @@ class Kept:
         content = self._content()
         content.pop(self._part, None)
         alike = [part for part in content if part.split(" ")[0] == self.kind]
-        for part in alike[: max(0, len(alike) - MOST_STAMPS + 1)]:
+        for part in alike[: max(0, len(alike) - 3)]:  # of four versions of the code: installations may take turns
             del content[part]
         kept = list({**self.stored(), name: result}.items())[-MOST_KEPT:]
         with suppress(OSError):
@@ -129,8 +125,8 @@ class Kept:
 
     def stored(self) -> dict[str, Any]:
         """What is in the file."""
-        found = self._content().get(self._part)
-        return found if isinstance(found, dict) else {}
+        results = self._content().get(self._part)
+        return results if isinstance(results, dict) else {}
 
     @property
     def _part(self) -> str:

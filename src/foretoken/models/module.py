@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import LanguageModel, SequenceState
 from foretoken.models.linear.packing import unpack_linears, weight_bytes
 from foretoken.models.network.alone import lock_of
+from foretoken.models.network.capabilities import detect
+from foretoken.models.network.placement import device_of
+from foretoken.models.network.rotary import context_of
+from foretoken.models.network.taps import decoder_layers
+from foretoken.models.network.traits import cache_name, context_length_of, eos_ids
 from foretoken.models.network.watch import Watch
 
 
@@ -29,15 +34,12 @@ class ModuleModel(LanguageModel):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that the weights take."""
         return weight_bytes(self.model)
 
     def unpack(self) -> None:
-        """Give packed linear layers their plain form back, with the same weights."""
         unpack_linears(self.model)
 
     def follow(self) -> None:
-        """Run the network as it is now, if it was changed from outside."""
         if self._watch is not None:
             with lock_of(self._watch.network):
                 if self._watch.has_changed():
@@ -48,3 +50,29 @@ class ModuleModel(LanguageModel):
         """Take the network as it is now."""
         if self._watch is not None:
             self._watch = Watch(self._watch.network)
+
+
+class OneByOneModel(ModuleModel):
+    """Runs every sequence alone, through the network's own forward and a Transformers cache of its own.
+
+    Args:
+        model: any causal LM with ``use_cache``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self.capabilities = detect(model)
+        self.vocab_size = int(self.config.vocab_size)
+        self.context_length, self.context_why = context_of(model, context_length_of(self.config))
+        self.eos_token_ids = eos_ids(model)
+        self.device: torch.device = device_of(model)
+        self.dtype: torch.dtype = model.dtype
+        self._num_layers = len(decoder_layers(model))
+        self._cache_name = cache_name(model)
+        self._opened = 0
+
+    def open(self) -> SequenceState:
+        self.follow()
+        self._opened += 1
+        return SequenceState(row=self._opened)

@@ -18,10 +18,10 @@ def window_inputs(feeds: Sequence[Feed], plan: LayerPlan) -> list[Tensor]:
     """
     if not plan.start:
         return []
-    found = [feed.states for feed in feeds if feed.states is not None and len(feed.states) == len(feed.tokens)]
-    if len(found) < len(feeds):
+    states = [feed.states for feed in feeds if feed.states is not None and len(feed.states) == len(feed.tokens)]
+    if len(states) < len(feeds):
         raise ValueError(f"layers from {plan.start} on need the states that they go on from, one per token")
-    return found
+    return states
 
 
 def layer_reached(plan: LayerPlan, num_layers: int) -> int:
@@ -40,15 +40,10 @@ def comes_before(tap: str, layer: int) -> bool:
     return kind == "layer" and int(number) < layer
 
 
-def parents_of(feed: Feed) -> Sequence[int]:
-    """The parents of its nodes in a scratch that it states from the first node on."""
-    return range(-1, len(feed.tokens) - 1) if feed.parents is None else feed.parents
-
-
 def keep_common(feed: Feed) -> None:
     """Drop provisional nodes from the first one on that the feed does not restate."""
     sequence = feed.sequence
-    restated = zip(feed.tokens, parents_of(feed), sequence.scratch_tokens, sequence.scratch_parents, strict=False)
+    restated = zip(feed.tokens, feed.parents_behind(0), sequence.scratch_tokens, sequence.scratch_parents, strict=False)
     same = 0
     for token, parent, old_token, old_parent in restated:
         if token != old_token or parent != old_parent:
@@ -60,4 +55,4 @@ def keep_common(feed: Feed) -> None:
 
 def without_first(feed: Feed, count: int) -> Feed:
     """The nodes behind the first ``count``; no logits wanted."""
-    return Feed(feed.sequence, feed.tokens[count:], parents_of(feed)[count:], wanted=0)
+    return Feed(feed.sequence, feed.tokens[count:], feed.parents_behind(0)[count:], wanted=0)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Feed, Rows, SequenceState, Snapshot
+from foretoken.models.base import Feed, Rows, SequenceState, Snapshot, check_distinct
 from foretoken.models.cache.masks import RowPlan, additive_masks
 from foretoken.models.cache.pool import CachePool, by_cache, take
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.clock import now
 from foretoken.models.module import ModuleModel
-from foretoken.models.network.call import Call, Forward, inputs_of, padded_states
+from foretoken.models.network.call import Forward, NetworkCall, inputs_of, padded_states
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.network.taps import check_taps
@@ -100,12 +100,10 @@ class TreeRunner(ModuleModel):
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:
-        """A new, empty sequence in a row of its own."""
         self.follow()
         return self.pool.open(SequenceState(row=0))
 
     def release(self, sequence: SequenceState) -> None:
-        """Free a row."""
         self.pool.release(sequence)
 
     def _slots(self, sequence: SequenceState) -> int:
@@ -114,17 +112,14 @@ class TreeRunner(ModuleModel):
 
     @property
     def kv_bytes(self) -> int:
-        """Memory that keys and values of open sequences take now."""
         return self.pool.num_bytes()
 
     @property
     def kv_peak_bytes(self) -> int:
-        """The most that they have taken."""
         return self.pool.peak_bytes
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """What they take per token, as one token shows."""
         other = TreeRunner(self.forwards, TreeCache(self.cache.num_layers, self.cache.max_slots))
         sequence = other.open()
         other.prefill(sequence, [0])
@@ -132,12 +127,10 @@ class TreeRunner(ModuleModel):
 
     @torch.inference_mode()
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """A copy of the keys and values of the first ``length`` committed tokens."""
         layers = sequence.cache.copied(sequence.row, length)
         return Snapshot(list(sequence.tokens[:length]), layers, regime=sequence.regime) if any(layers) else None
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
-        """Commit the first ``length`` tokens of a snapshot to an empty sequence."""
         snapshot.check_regime(sequence)
         self.pool.make_room(sequence, length)
         for layer, pair in enumerate(snapshot.layers):
@@ -181,12 +174,10 @@ class TreeRunner(ModuleModel):
             sequence.regime = 0
 
     def expect(self, sequence: SequenceState, length: int) -> None:
-        """Read a text as one of ``length`` tokens."""
         if self.rotary is not None:
             self.rotary.expect(self, sequence, length)
 
     def room(self, sequence: SequenceState) -> int:
-        """Tokens that can follow the committed ones in one forward."""
         room = None if self.rotary is None else self.rotary.room(sequence)
         return super().room(sequence) if room is None else room
 
@@ -196,7 +187,6 @@ class TreeRunner(ModuleModel):
             self.rotary.grow(self, texts)
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Commit ``tokens`` in chunks, without logits."""
         parts: dict[str, list[Tensor]] = {name: [] for name in taps}
         self._grow([(sequence, tokens)])
         for start in range(0, len(tokens), PREFILL_CHUNK):
@@ -243,8 +233,7 @@ class TreeRunner(ModuleModel):
 
     def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
         check_taps(taps, self.num_layers)
-        if len({id(feed.sequence) for feed in feeds}) < len(feeds):
-            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        check_distinct(feeds)
 
     @torch.inference_mode()
     def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
@@ -336,11 +325,11 @@ class TreeRunner(ModuleModel):
         ]
         self.pool.note_size()
         began = now(self.device)
-        found = self.forwards.run_all(calls)
+        outputs = self.forwards.run_all(calls)
         self.run_s += now(self.device) - began
         self.num_layer_runs += plan.count(self.num_layers)
         results: dict[int, Rows] = {}
-        for group, call, (logits, hidden) in zip(groups, calls, found, strict=True):
+        for group, call, (logits, hidden) in zip(groups, calls, outputs, strict=True):
             self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)
             for index, kept, (i, _, end) in zip(group, logits, call.wanted, strict=True):
                 results[index] = Rows(kept, {name: h[i, :end] for name, h in hidden.items()})
@@ -353,7 +342,7 @@ class TreeRunner(ModuleModel):
         inputs: Sequence[Sequence[Tensor] | Tensor],
         taps: Sequence[str],
         plan: LayerPlan,
-    ) -> Call:
+    ) -> NetworkCall:
         """The padded [b, width] call of nodes whose sequences share a cache, over the rows that they span."""
         cache = feeds[0].sequence.cache
         by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
@@ -369,12 +358,11 @@ class TreeRunner(ModuleModel):
         masks = additive_masks(rows, layers, width, used, self.forwards.run_dtype, self.device)
         if cut is not None and not self.forwards.skips_masked:
             cache.reads, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
-        wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
-        spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
+        spans = [(f.sequence.row - low, p.new - f.num_wanted, p.new) for f, p in zip(feeds, places, strict=True)]
         states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
         regimes = [text.regime for text in cache.texts[low:high]]
         lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
-        return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
+        return NetworkCall(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
 
     @property
     def _reach(self) -> Window:
@@ -382,10 +370,9 @@ class TreeRunner(ModuleModel):
         return self.window
 
     def _append(self, feed: Feed) -> RowPlan:
-        sequence, count, old = feed.sequence, len(feed.tokens), len(feed.sequence.scratch_tokens)
-        parents = range(old - 1, old - 1 + count) if feed.parents is None else feed.parents
-        sequence.append(feed.tokens, parents)
-        return self._row_plan(sequence, count, feed.after)
+        sequence = feed.sequence
+        sequence.append(feed.tokens, feed.parents_behind(len(sequence.scratch_tokens)))
+        return self._row_plan(sequence, len(feed.tokens), feed.after)
 
     def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
         """Where the last ``new`` scratch nodes of a sequence are."""

@@ -15,17 +15,14 @@ from transformers.cache_utils import DynamicCache
 
 from foretoken.models.base import Capabilities, CapabilityError, Feed, Rows, SequenceState
 from foretoken.models.clock import now
-from foretoken.models.module import ModuleModel
+from foretoken.models.module import OneByOneModel
 from foretoken.models.network.alone import alone, lock_of
-from foretoken.models.network.capabilities import detect
-from foretoken.models.network.placement import decoding, device_of
-from foretoken.models.network.rotary import context_of
-from foretoken.models.network.taps import check_taps, decoder_layers, recording
-from foretoken.models.network.traits import cache_name, context_length_of, eos_ids
+from foretoken.models.network.placement import decoding
+from foretoken.models.network.taps import check_taps, recording
 from foretoken.models.network.watch import Watch
 
 
-class SequentialModel(ModuleModel):
+class SequentialModel(OneByOneModel):
     """ALiBi, recurrent and convolutional models.
 
     Args:
@@ -34,34 +31,17 @@ class SequentialModel(ModuleModel):
     """
 
     def __init__(self, model: Any, no_rollback: str | None = None) -> None:
-        self.model = model.eval()
-        self.config = model.config.get_text_config()
-        self.capabilities = detect(model)
+        super().__init__(model)
         if no_rollback is not None:
             known = self.capabilities.missing.get("tree_mask")
             reason = f"{known}; {no_rollback}" if known else f"{self.config.model_type}: {no_rollback}"
             missing = {"tree_mask": reason, "keep_path": reason, **self.capabilities.missing, "rollback": reason}
             self.capabilities = Capabilities(False, False, False, True, False, missing)
-        self.vocab_size = int(self.config.vocab_size)
-        self.context_length, self.context_why = context_of(model, context_length_of(self.config))
-        self.eos_token_ids = eos_ids(model)
-        self.device: torch.device = device_of(model)
-        self.dtype: torch.dtype = model.dtype
-        self._num_layers = len(decoder_layers(model))
-        self._cache_name = cache_name(model)
         self._caches: dict[int, Any] = {}
-        self._opened = 0
         with lock_of(model):
             self._watch = Watch(model)
 
-    def open(self) -> SequenceState:
-        """A new, empty sequence with a cache of its own."""
-        self.follow()
-        self._opened += 1
-        return SequenceState(row=self._opened)
-
     def release(self, sequence: SequenceState) -> None:
-        """Free the cache."""
         self._caches.pop(sequence.row, None)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
@@ -109,13 +89,12 @@ class SequentialModel(ModuleModel):
         if not self.capabilities.rollback and old + count > 1 and feed.wanted != 0:
             raise CapabilityError(f"only one token at a time can be scored: {self.capabilities.missing['rollback']}")
         check_taps(taps, self._num_layers)
-        wanted = count if feed.wanted is None else feed.wanted
         began = now(self.device)
         with alone(self.model), recording(self.model, taps) as hidden:
             logits = self._run(sequence, feed.tokens)
         self.run_s += now(self.device) - began
         sequence.append(feed.tokens, chain)
-        return Rows(logits[len(logits) - wanted :], {name: h[0, -count:] for name, h in hidden.items()})
+        return Rows(logits[len(logits) - feed.num_wanted :], {name: h[0, -count:] for name, h in hidden.items()})
 
     def _run(self, sequence: SequenceState, tokens: Sequence[int]) -> Tensor:
         """Logits [n, V] of the n tokens behind the sequence's committed and scratch tokens."""

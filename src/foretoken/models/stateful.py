@@ -18,31 +18,26 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, Rows, SequenceState
+from foretoken.models.base import CapabilityError, Feed, Rows, SequenceState, check_distinct
 from foretoken.models.cache.delta_rule import recorded, rule_files
 from foretoken.models.cache.state import StateCache
 from foretoken.models.checks.self_test import state_fault
 from foretoken.models.clock import now
-from foretoken.models.module import ModuleModel
+from foretoken.models.module import OneByOneModel
 from foretoken.models.network.alone import alone, lock_of
-from foretoken.models.network.capabilities import detect
-from foretoken.models.network.placement import decoding, device_of
-from foretoken.models.network.rotary import context_of
-from foretoken.models.network.taps import check_taps, decoder_layers, recording
-from foretoken.models.network.traits import cache_name, context_length_of, eos_ids
+from foretoken.models.network.placement import decoding
+from foretoken.models.network.taps import check_taps, recording
 from foretoken.models.network.watch import Watch
 
 PREFILL_CHUNK = 512
 """Tokens that are read in one forward when no logits are wanted."""
-FLUSH = 8
-"""How far the state may lag behind the text.  In float32 on a CPU, where rows cost most, 4 was slower still."""
 REPLAYS = ("auto", "lazy", "capture")
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
 """Results of self-tests: ``custom_generate`` wraps the same model anew in every call."""
 
 
-class StatefulModel(ModuleModel):
+class StatefulModel(OneByOneModel):
     """Runs a ``PreTrainedModel`` with recurrent layers over committed prefixes plus a scratch chain.
 
     Every sequence has a Transformers cache of its own and is run alone: recurrent layers know no padding in the middle
@@ -53,7 +48,7 @@ class StatefulModel(ModuleModel):
         replay: ``"capture"`` makes the state of the accepted tokens from what the recurrences were fed (Gated DeltaNet
             only), ``"lazy"`` feeds those tokens again; ``"auto"`` captures where the model can.
         flush: lazily, from how many such tokens on they are fed in a forward of their own, before nodes that may be
-            rejected (0 or 1: always).
+            rejected (0 or 1: always).  In float32 on a CPU, where rows cost most, 4 was slower than 8.
 
     Raises:
         ValueError: a negative ``flush``, or a form of ``replay`` that is unknown or that the model cannot.
@@ -61,32 +56,22 @@ class StatefulModel(ModuleModel):
             decodes plainly); the message says what differed.
     """
 
-    def __init__(self, model: Any, *, flush: int = FLUSH, replay: str = "auto") -> None:
+    def __init__(self, model: Any, *, flush: int = 8, replay: str = "auto") -> None:
         if replay not in REPLAYS:
             raise ValueError(f"replay must be one of {', '.join(REPLAYS)}, not {replay!r}")
         if flush < 0:
             raise ValueError(f"flush must be at least 0, not {flush}")
-        self.model = model.eval()
-        self.config = model.config.get_text_config()
-        self.vocab_size = int(self.config.vocab_size)
-        self.context_length, self.context_why = context_of(model, context_length_of(self.config))
-        self.eos_token_ids = eos_ids(model)
-        self.device: torch.device = device_of(model)
-        self.dtype: torch.dtype = model.dtype
+        super().__init__(model)
         self.flush = flush
         self._files: list[ModuleType] = []
         self.num_forwards = 0
-        self._num_layers = len(decoder_layers(model))
         self._states: dict[int, StateCache] = {}
-        self._opened = 0
-        self.capabilities = found = detect(model)
-        self._cache_name = cache_name(model) or ""
         self._parameters = frozenset(inspect.signature(inspect.unwrap(type(model).forward)).parameters)
         fault = self._choose(replay)
         if fault is not None:
             raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")
-        missing = {name: reason for name, reason in found.missing.items() if name != "rollback"}
-        self.capabilities = replace(found, rollback=True, missing=missing)
+        missing = {name: reason for name, reason in self.capabilities.missing.items() if name != "rollback"}
+        self.capabilities = replace(self.capabilities, rollback=True, missing=missing)
         with lock_of(model):
             self._watch = Watch(model)
 
@@ -118,14 +103,11 @@ class StatefulModel(ModuleModel):
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:
-        """A new, empty sequence with a cache of its own."""
-        self.follow()
-        self._opened += 1
-        self._states[self._opened] = StateCache()
-        return SequenceState(row=self._opened)
+        sequence = super().open()
+        self._states[sequence.row] = StateCache()
+        return sequence
 
     def release(self, sequence: SequenceState) -> None:
-        """Free the cache and its checkpoint."""
         self._states.pop(sequence.row, None)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
@@ -162,7 +144,6 @@ class StatefulModel(ModuleModel):
         state.guarded = False
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Commit ``tokens`` in chunks, without logits."""
         parts: dict[str, list[Tensor]] = {name: [] for name in taps}
         for start in range(0, len(tokens), PREFILL_CHUNK):
             for name, rows in super().prefill(sequence, tokens[start : start + PREFILL_CHUNK], taps).items():
@@ -184,8 +165,7 @@ class StatefulModel(ModuleModel):
             ValueError: an unknown tap, or two feeds for one sequence.
         """
         check_taps(taps, self._num_layers)
-        if len({feed.sequence.row for feed in feeds}) < len(feeds):
-            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        check_distinct(feeds)
         for feed in feeds:
             self._check(feed)
         return [self._one(feed, taps) for feed in feeds]
@@ -199,7 +179,7 @@ class StatefulModel(ModuleModel):
     def _one(self, feed: Feed, taps: Sequence[str]) -> Rows:
         sequence, count = feed.sequence, len(feed.tokens)
         state, scratch = self._states[sequence.row], sequence.scratch_tokens
-        wanted = count if feed.wanted is None else feed.wanted
+        wanted = feed.num_wanted
         # Rows whose logits nobody wants are text that is being read, and a lone root was accepted already: such rows
         # are not rejected in practice (if they are, the text is read again), so that plain decoding copies nothing.
         at_risk = bool(scratch) or (count > 1 and wanted > 1) or state.careful
@@ -236,7 +216,8 @@ class StatefulModel(ModuleModel):
     @torch.inference_mode()
     def read(self, state: StateCache, tokens: Sequence[int], wanted: int) -> Tensor:
         """Logits [wanted, V] of the last tokens, all of which the state reads."""
-        given: dict[str, Any] = {} if state.cache is None else {self._cache_name: state.cache}
+        name = self._cache_name or ""
+        given: dict[str, Any] = {} if state.cache is None else {name: state.cache}
         if "logits_to_keep" in self._parameters:
             given["logits_to_keep"] = max(wanted, 1)
         if "position_ids" in self._parameters:  # not every family asks its cache for them
@@ -246,7 +227,7 @@ class StatefulModel(ModuleModel):
         with alone(self.model):
             decoding(self.model)
             out = self.model(input_ids=ids, use_cache=True, **given)
-        state.advance(out.get(self._cache_name), len(tokens))
+        state.advance(out.get(name), len(tokens))
         self.num_forwards += 1
         self.run_rows += len(tokens)
         return out.logits[0, out.logits.shape[1] - wanted :]

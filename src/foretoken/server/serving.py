@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.core.conversation import has_template
+from foretoken.engine.admission import kept_back
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
-from foretoken.engine.turns import kept_back
 from foretoken.llm import Llm, load
 from foretoken.loading.measured.busy import settle_threads
 from foretoken.methods.drafters.texts import BESIDE

@@ -21,16 +21,16 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear, weight_bytes
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.variants.inflated import InflatedModel
-from foretoken.models.variants.inflation import Shape, big_config, layer_ends, parse_size, shape_for
+from foretoken.models.variants.inflation import InflatedShape, big_config, layer_ends, parse_size, shape_for
 from toys import llama
 
-SHAPE = Shape(small=16, copies=3, halvings=1, layers=7, units=40)
+SHAPE = InflatedShape(small=16, copies=3, halvings=1, layers=7, units=40)
 """12 times the width: three copies, then as much space again and twice more."""
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
 TREE = ([5, 3, 5, 8], [-1, 0, 0, 1])
 
 
-def pair(shape: Shape = SHAPE, **more: Any) -> tuple[HuggingFaceModel, InflatedModel]:
+def pair(shape: InflatedShape = SHAPE, **more: Any) -> tuple[HuggingFaceModel, InflatedModel]:
     small = llama()
     return HuggingFaceModel(small, **more), InflatedModel(inflate(small, shape), small, shape, **more)
 
@@ -99,7 +99,7 @@ def test_taps_are_the_small_models() -> None:
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_biases_and_head_norms(kind: str) -> None:
     model = tiny(kind)
-    big = inflate(model, Shape(small=16, copies=1, halvings=1, layers=5, units=40))
+    big = inflate(model, InflatedShape(small=16, copies=1, halvings=1, layers=5, units=40))
     ids = torch.randint(0, 24, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         difference = (model(ids).logits - big(ids).logits).abs().max()

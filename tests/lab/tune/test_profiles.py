@@ -26,6 +26,7 @@ REST = 0.002
 class Noting(ConstantController):
     """Keeps the costs that it is given."""
 
+    uses_costs = True
     costs: RoundCosts | None = None
 
     def start_from(self, costs: RoundCosts) -> None:

@@ -12,7 +12,7 @@ from foretoken.methods.controllers.acceptance_model import (
     REQUEST_KEEP,
     REQUEST_WEIGHT,
     AcceptanceModel,
-    Counts,
+    DraftCounts,
 )
 
 
@@ -22,7 +22,7 @@ def members(count: int, cost: float = 0.2) -> list[Limits]:
 
 def test_counts_by_hand() -> None:
     """Drafts of three: one accepted whole, one to the first token, and a round without a guess."""
-    counts = Counts()
+    counts = DraftCounts()
     for depth, accepted in ((3, 3), (3, 1), (0, 0)):
         counts.add(depth, accepted)
     assert counts.tries == [2, 2, 1] and counts.hits == [2, 1, 1]
@@ -30,19 +30,19 @@ def test_counts_by_hand() -> None:
 
 
 def test_pooled_counts_are_those_of_all() -> None:
-    one, other = Counts(), Counts()
+    one, other = DraftCounts(), DraftCounts()
     one.add(3, 3)
     other.add(1, 0)
-    pooled = Counts.pooled([one, other])
+    pooled = DraftCounts.pooled([one, other])
     assert pooled.tries == [2, 1, 1] and pooled.hits == [1, 1, 1] and pooled.covered == 5
-    assert Counts.pooled([]) == Counts()
+    assert DraftCounts.pooled([]) == DraftCounts()
 
 
 def test_shrinkage_by_hand() -> None:
     """Four drafts of the population, three accepted; a request's own two, none."""
-    model, own = AcceptanceModel(members(1), keep=1.0), Counts()
+    model, own = AcceptanceModel(members(1), keep=1.0), DraftCounts()
     for accepted in (1, 1, 1, 0):
-        model.add(False, 0, Counts(), 1, accepted)
+        model.add(False, 0, DraftCounts(), 1, accepted)
     usual = (3 + FIRST_WEIGHT * PRIOR) / (4 + FIRST_WEIGHT)
     outlook = model.outlook(False, 0, own, 2)
     assert outlook.survival == pytest.approx([usual, usual * usual])  # of the second depth nothing is known
@@ -57,31 +57,34 @@ def test_shrinkage_by_hand() -> None:
 def test_a_deeper_place_is_like_the_one_before_it_until_seen() -> None:
     model = AcceptanceModel(members(1), keep=1.0)
     for _ in range(10**4):
-        model.add(False, 0, Counts(), 2, 1)  # the first token is always right, the second never
-    first, second = model.outlook(False, 0, Counts(), 2).survival
+        model.add(False, 0, DraftCounts(), 2, 1)  # the first token is always right, the second never
+    first, second = model.outlook(False, 0, DraftCounts(), 2).survival
     assert first == pytest.approx(1.0, abs=0.01) and second == pytest.approx(DEPTH_WEIGHT / 10**4, abs=0.01)
 
 
 def test_requests_of_one_kind_say_nothing_of_the_other() -> None:
     model = AcceptanceModel(members(2))
     for _ in range(20):
-        model.add(True, 1, Counts(), 1, 1)
-    unseen = model.outlook(False, 1, Counts(), 1)
-    assert unseen == model.outlook(True, 0, Counts(), 1) and unseen.survival == pytest.approx([PRIOR])
-    assert model.outlook(True, 1, Counts(), 1).survival[0] > 0.9
+        model.add(True, 1, DraftCounts(), 1, 1)
+    unseen = model.outlook(False, 1, DraftCounts(), 1)
+    assert unseen == model.outlook(True, 0, DraftCounts(), 1) and unseen.survival == pytest.approx([PRIOR])
+    assert model.outlook(True, 1, DraftCounts(), 1).survival[0] > 0.9
 
 
 def test_what_was_long_ago_counts_less_also_where_nothing_came_since() -> None:
     model = AcceptanceModel(members(2), keep=0.95)
     for member in (0, 1):
         for _ in range(50):
-            model.add(False, member, Counts(), 1, 1)
+            model.add(False, member, DraftCounts(), 1, 1)
     for _ in range(16):
         model.tick()
-        model.add(False, 1, Counts(), 1, 0)
-    assert model.outlook(False, 0, Counts(), 1).drafts == pytest.approx(50 * 0.95**16)
+        model.add(False, 1, DraftCounts(), 1, 0)
+    assert model.outlook(False, 0, DraftCounts(), 1).drafts == pytest.approx(50 * 0.95**16)
     assert (
-        model.outlook(False, 1, Counts(), 1).survival[0] < 0.75 < 0.9 < model.outlook(False, 0, Counts(), 1).survival[0]
+        model.outlook(False, 1, DraftCounts(), 1).survival[0]
+        < 0.75
+        < 0.9
+        < model.outlook(False, 0, DraftCounts(), 1).survival[0]
     )
 
 
@@ -89,9 +92,9 @@ def test_a_text_tells_more_of_what_copies_than_of_a_network() -> None:
     """Where few texts can be copied, four drafts that were right move what copies, and hardly a network."""
     outlooks = []
     for cost in (0.0, 0.2):
-        model, own = AcceptanceModel(members(1, cost), keep=1.0), Counts()
+        model, own = AcceptanceModel(members(1, cost), keep=1.0), DraftCounts()
         for _ in range(100):
-            model.add(True, 0, Counts(), 1, 0)
+            model.add(True, 0, DraftCounts(), 1, 0)
         for _ in range(4):
             model.add(True, 0, own, 1, 1)
         outlooks.append(model.outlook(True, 0, own, 1).survival[0])
@@ -99,25 +102,25 @@ def test_a_text_tells_more_of_what_copies_than_of_a_network() -> None:
 
 
 def test_a_request_forgets_its_own_rounds() -> None:
-    model, own = AcceptanceModel(members(1)), Counts()
+    model, own = AcceptanceModel(members(1)), DraftCounts()
     model.add(False, 0, own, 1, 1)
     model.add(False, 0, own, 1, 0)
     assert own.tries == pytest.approx([1 + REQUEST_KEEP]) and own.hits == pytest.approx([REQUEST_KEEP])
 
 
 def test_the_share_of_the_text_with_guesses() -> None:
-    model, own = AcceptanceModel(members(1), keep=1.0), Counts()
+    model, own = AcceptanceModel(members(1), keep=1.0), DraftCounts()
     for _ in range(1000):
         model.add(False, 0, own, 4, 2)  # three tokens
         model.add(False, 0, own, 0, 0)  # one
     assert model.outlook(False, 0, own, 4).share == pytest.approx(0.75, abs=0.01)
-    assert model.outlook(True, 0, Counts(), 4).share == 1.0  # of what was never asked all is hoped
+    assert model.outlook(True, 0, DraftCounts(), 4).share == 1.0  # of what was never asked all is hoped
 
 
 def test_a_profile_is_worth_some_drafts() -> None:
     model = AcceptanceModel(members(1))
     model.start_from(0, (0.5, 0.1), proposes=0.5)
-    outlook = model.outlook(True, 0, Counts(), 2)
+    outlook = model.outlook(True, 0, DraftCounts(), 2)
     assert outlook.survival[0] == pytest.approx(0.51, abs=0.01) and outlook.survival[1] < 0.2
     assert outlook.drafts == 16 and outlook.share == pytest.approx(0.63, abs=0.02)
 
@@ -125,10 +128,10 @@ def test_a_profile_is_worth_some_drafts() -> None:
 def test_one_copied_text_promises_no_other_text_long_drafts() -> None:
     """Half of the texts repeat themselves: what follows a first token is theirs, and a text whose first tokens fail is
     none of them.  By hand, with eight own drafts and four of others, (8 * 0 + 4 * .5) / 12 at every depth."""
-    model, own = AcceptanceModel(members(1, 0.0), keep=1.0), Counts()
+    model, own = AcceptanceModel(members(1, 0.0), keep=1.0), DraftCounts()
     for _ in range(1000):
-        model.add(True, 0, Counts(), 8, 8)
-        model.add(True, 0, Counts(), 8, 0)
+        model.add(True, 0, DraftCounts(), 8, 8)
+        model.add(True, 0, DraftCounts(), 8, 0)
     own.tries, own.hits = [8.0], [0.0]
     survival = model.outlook(True, 0, own, 8).survival
     assert survival == pytest.approx([4 * 0.5 / 12] * 8, rel=0.02)

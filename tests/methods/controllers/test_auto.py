@@ -14,7 +14,7 @@ from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.methods.controllers.auto import CREDIT, EARNED, ENDING, KEPT, AutoController
 from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.controllers.goodput import GoodputController
-from foretoken.methods.controllers.plan import Plan
+from foretoken.methods.controllers.plan import RoundPlan
 
 WORLDS = {
     "good draft": [Member(0.01, 0.8)],
@@ -322,7 +322,7 @@ def test_a_plan_is_kept_for_some_rounds_but_not_for_other_requests(monkeypatch: 
         world.play(controller, some, 50)
     choose = AutoController._choose
 
-    def choosing(self: AutoController, some: list[Context]) -> Plan:
+    def choosing(self: AutoController, some: list[Context]) -> RoundPlan:
         chosen.append(len(some))
         return choose(self, some)
 
@@ -384,7 +384,7 @@ def test_nothing_is_kept_of_a_request_that_ended() -> None:
     request = contexts(1)
     world.play(controller, request, 5)
     controller.finish(request[0])
-    assert not controller._seen and controller.plan != Plan(tokens=9.0)
+    assert not controller._seen and controller.plan != RoundPlan(tokens=9.0)
 
 
 def test_k_is_the_longest_draft() -> None:

@@ -14,7 +14,7 @@ from foretoken.core import Budget, Context, Limits, Rng, StepRecord
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
-from foretoken.methods.controllers.bandit import Arm, BanditController, Table, bonus, parse_costs, parse_lengths
+from foretoken.methods.controllers.bandit import BanditController, BudgetArm, Table, bonus, parse_costs, parse_lengths
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.router import RouterDrafter
@@ -43,13 +43,13 @@ def test_the_paper_s_confidence_term() -> None:
 
 def test_scores_by_hand() -> None:
     """Plain wrote 1 token a second; the others' rates count in its rounds."""
-    plain = Arm(Budget(0, 0), 2, 2, 4.0)  # half a token a second
-    short = Arm(Budget(2, 9), 1, 3, 3.0)
+    plain = BudgetArm(Budget(0, 0), 2, 2, 4.0)  # half a token a second
+    short = BudgetArm(Budget(2, 9), 1, 3, 3.0)
     table = Table([plain, short])
     assert table.scores(0.0, 0.05) == [1.0, 2.0]
     expected = [1.0 + bonus(2, 4, 2, 2, 0.05), 2.0 + bonus(1, 4, 2, 2, 0.05)]
     assert table.scores(1.0, 0.05) == pytest.approx(expected)
-    table.arms.append(Arm(Budget(4, 9)))
+    table.arms.append(BudgetArm(Budget(4, 9)))
     assert table.scores(0.0, 0.05)[2] == math.inf
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken.core import Limits, StepRecord
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.methods.controllers.cost_model import SAMPLES, SURE, CostModel, Curve, bucket, fit
+from foretoken.methods.controllers.cost_model import SAMPLES, SURE, CostCurve, CostModel, bucket, fit
 
 MEMBERS = (Limits("model", 8, 8, relative_cost=0.2), Limits("ngram", 10, 10, relative_cost=0.0))
 SHAPE = (0.8, 0.1, 0.1)
@@ -57,7 +57,7 @@ def test_a_line_never_falls() -> None:
 
 
 def test_the_median_of_the_first_rounds_is_what_a_point_costs() -> None:
-    curve = Curve(SHAPE)
+    curve = CostCurve(SHAPE)
     for seconds in (9.0, 1.0, 1.0, 1.1, 1.0, 5.0, 1.0, 0.9, 1.0):
         curve.add((1, 1), seconds)
     assert curve.at(1, 1) == pytest.approx(1.0, rel=0.02)

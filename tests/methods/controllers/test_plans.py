@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.core import Budget, Limits
 from foretoken.methods.controllers.cost_model import CostModel
-from foretoken.methods.controllers.plan import Draft, Plan, best_plan, planned
+from foretoken.methods.controllers.plan import Draft, RoundPlan, best_plan, planned
 
 MEMBERS = (Limits("model", 4, 4), Limits("ngram", 10, 10))
 COPY = Draft(1, 8, 5.0, 9.0, 0.0, 5.0, share=0.5)
@@ -91,12 +91,12 @@ def test_a_plan_is_frozen_and_becomes_a_budget() -> None:
     with pytest.raises(FrozenInstanceError):
         plan.tokens = 2.0  # type: ignore[misc]
     assert plan.budget(MEMBERS, True) == Budget(8, 10, member=1, otherwise=Budget(2, 4, member=0))
-    assert Plan((MODEL,)).budget(MEMBERS[:1], False) == Budget(2, 4)
-    assert Plan().budget(MEMBERS, True) == Budget(0, 0)
+    assert RoundPlan((MODEL,)).budget(MEMBERS[:1], False) == Budget(2, 4)
+    assert RoundPlan().budget(MEMBERS, True) == Budget(0, 0)
 
 
 def test_a_plan_in_one_line() -> None:
-    plan = Plan((COPY, replace(MODEL, depth=1)), 1.61, 1.7, 1.92)
+    plan = RoundPlan((COPY, replace(MODEL, depth=1)), 1.61, 1.7, 1.92)
     assert plan.told(MEMBERS, 1.0) == (
         "a round with 8 drafts of ngram, else 1 draft of model costs 1.92 plain rounds and brings 1.61 tokens"
     )

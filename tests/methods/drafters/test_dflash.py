@@ -21,7 +21,7 @@ from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.dflash import DflashDrafter
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.block_model import BlockModel
-from foretoken.methods.trees.lattice import Place, lattice
+from foretoken.methods.trees.lattice import Continuations, lattice
 from foretoken.models.base import Feed
 from foretoken.models.forward.parts import TargetParts
 from toys import engine, serve
@@ -179,10 +179,10 @@ def test_best_first_is_the_best_of_all(count: int) -> None:
         rows = torch.log_softmax(torch.randn(6, 3, generator=generator), -1).tolist()
         tables.append({before: dict(zip((1, 3, 4), row, strict=True)) for before, row in enumerate(rows)})
 
-    def place(path: Any, state: Any) -> Place:
+    def place(path: Any, state: Any) -> Continuations:
         row = tables[len(path)][path[-1] if path else 0]
         order = sorted(row, key=lambda token: -row[token])
-        return Place(order, [row[token] for token in order], [False] * 3)
+        return Continuations(order, [row[token] for token in order], [False] * 3)
 
     seen = lattice(0, place, 3, count)
     assert {tuple(seen.path_tokens(node)) for node in range(1, len(seen))} == paths_by_hand(tables, count)
@@ -190,8 +190,8 @@ def test_best_first_is_the_best_of_all(count: int) -> None:
 
 
 def test_ties_and_ends() -> None:
-    def place(path: Any, state: Any) -> Place:
-        return Place([4, 2], [math.log(0.5)] * 2, [False, True], (state or 0) + 1)
+    def place(path: Any, state: Any) -> Continuations:
+        return Continuations([4, 2], [math.log(0.5)] * 2, [False, True], (state or 0) + 1)
 
     seen = lattice(0, place, 3, 7)
     paths = [tuple(seen.path_tokens(node)) for node in range(1, len(seen))]

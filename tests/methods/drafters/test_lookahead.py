@@ -22,7 +22,7 @@ from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.lookahead import LookaheadDrafter, NgramPool, _Lookahead
 from foretoken.methods.trees.operations import first_nodes
-from foretoken.methods.verifiers.compatibility import right_verifiers
+from foretoken.methods.verifiers.compatibility import verifiers_for
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.masks import ancestor_matrix
 from foretoken.models.huggingface import HuggingFaceModel
@@ -327,7 +327,7 @@ def test_sampled_distribution(options: dict[str, Any]) -> None:
     assert sampled_p_value(speculative, modes, distributions, prompt, 4, 400) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("rule", right_verifiers(LookaheadDrafter().traits.kind, is_tree=True, greedy=False))
+@pytest.mark.parametrize("rule", verifiers_for([(LookaheadDrafter().traits.kind, True)], greedy=False))
 def test_probes_change_no_verdict(rule: str) -> None:
     """The same coins, or the same noise, decide the same with and without the window; no probe is ever accepted."""
     target, prompt = a_target(4), [1, 3, 2]

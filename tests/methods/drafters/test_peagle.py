@@ -17,8 +17,7 @@ from foretoken.engine.request import Request
 from foretoken.methods.drafters.eagle3 import Eagle3Drafter
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
-from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
-from foretoken.methods.drafters.nets.peagle_model import PeagleModel
+from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleModel, PeagleNet
 from foretoken.methods.drafters.peagle import PeagleDrafter
 from foretoken.models.base import Feed
 from foretoken.models.forward.parts import TargetParts

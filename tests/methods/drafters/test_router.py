@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -264,6 +265,7 @@ def test_learners_see_the_rounds_of_others(member: Callable[[], Drafter], contro
 
     learner = member()
     learner.__class__ = Seeing
+    learner.traits = replace(learner.traits, learns=True)
     router = RouterDrafter([learner, ModelDrafter(draft, k=3)], costs=(0.0, 0.0))
     (run,) = serve(engine(target, router, None, controller), [Request(PROMPT, SamplingParams(), 60)])
     assert seen == run.output[: len(seen)] and len(seen) >= 50
@@ -275,7 +277,7 @@ def test_members_that_do_not_look_are_shown_nothing(monkeypatch: pytest.MonkeyPa
     calls: list[str] = []
     monkeypatch.setattr(SourceDrafter, "observe", lambda self, *_: calls.append(self.name))
     alone, along = NgramDrafter(), SuffixDrafter(share=True)
-    assert (alone.observes, along.observes, ModelDrafter(draft, k=2).observes) == (False, True, False)
+    assert tuple(one.traits.learns for one in (alone, along, ModelDrafter(draft, k=2))) == (False, True, False)
     router = RouterDrafter([alone, along, ModelDrafter(draft, k=3)], costs=(0.0, 0.0, 0.0))
     serve(engine(target, router), [Request(PROMPT, SamplingParams(), 20)])
     assert set(calls) == {"suffix"}

@@ -12,10 +12,7 @@ from foretoken.core import Kind, TokenTree
 from foretoken.methods.trees.operations import (
     first_nodes,
     from_paths,
-    leaves,
     merge,
-    merge_with_places,
-    path_table,
     select,
     truncate,
 )
@@ -91,7 +88,6 @@ def test_probes_are_no_drafts() -> None:
     assert tree.num_drafts == 2
     assert tree.children == ((1,), (2,), (), ())
     assert not tree.is_chain
-    assert leaves(tree) == [2]
 
 
 # -- operations ------------------------------------------------------------------------------------------------------
@@ -144,12 +140,6 @@ def test_a_tree_with_the_name_of_who_guessed_it() -> None:
     assert (named.depths, named.children, named.is_chain) == (tree.depths, ((1,), (2,), (), ()), False)
 
 
-def test_leaves_and_path_table() -> None:
-    assert leaves(TREE) == [3, 5, 6]
-    assert path_table(TREE) == [[0, 1, 3, -1], [0, 2, 5, -1], [0, 1, 4, 6]]
-    assert path_table(TokenTree.root_only(0)) == [[0]]
-
-
 def test_from_paths_shares_prefixes() -> None:
     tree = from_paths(9, [(1, 2), (1, 3, 1), (4,), (1, 2)])
     assert tree == TokenTree((9, 1, 2, 3, 1, 4), (-1, 0, 1, 1, 3, 0))
@@ -159,21 +149,23 @@ def test_from_paths_shares_prefixes() -> None:
 def test_paths_of_a_trie_come_back() -> None:
     paths = {(0, 0), (0, 1, 2), (3,), (0, 1, 0)}
     tree = from_paths(5, sorted(paths))
-    assert {tuple(tree.tokens[n] for n in tree.path(leaf)[1:]) for leaf in leaves(tree)} == paths
+    assert {
+        tuple(tree.tokens[n] for n in tree.path(leaf)[1:]) for leaf, below in enumerate(tree.children) if not below
+    } == paths
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------
 
 
 def test_deterministic_trees_merge_into_a_trie() -> None:
-    both = merge([from_paths(9, [(1, 2)]), from_paths(9, [(1, 3), (4,)])])
+    both, _ = merge([from_paths(9, [(1, 2)]), from_paths(9, [(1, 3), (4,)])])
     assert both == replace(from_paths(9, [(1, 2), (1, 3), (4,)]), drafters=(-1, 0, 0, 1, 1))
 
 
 def test_drawn_trees_keep_every_node_and_its_distribution() -> None:
     one = TokenTree.chain(9, [1, 2], torch.tensor([[0.1, 0.9, 0.0], [0.3, 0.3, 0.4]]))
     other = TokenTree.chain(9, [1], torch.tensor([[0.5, 0.5, 0.0]]))
-    both = merge([one, other])
+    both, _ = merge([one, other])
     assert (both.tokens, both.parents, both.kind) == ((9, 1, 2, 1), (-1, 0, 1, 0), Kind.IID)
     assert both.drafters == (-1, 0, 0, 1)
     for node, distribution in ((1, one.distribution(1)), (2, one.distribution(2)), (3, other.distribution(1))):
@@ -182,14 +174,14 @@ def test_drawn_trees_keep_every_node_and_its_distribution() -> None:
 
 def test_a_point_tree_beside_a_drawn_one() -> None:
     drawn = TokenTree.chain(9, [1], torch.tensor([[0.5, 0.5, 0.0]]))
-    both = merge([TokenTree.chain(9, [2, 0]), drawn, TokenTree.root_only(9)])
+    both, _ = merge([TokenTree.chain(9, [2, 0]), drawn, TokenTree.root_only(9)])
     assert (both.tokens, both.parents, both.q_rows) == ((9, 2, 0, 1), (-1, 0, 1, 0), (-1, -1, -1, 0))
     assert both.kind is Kind.IID and both.distribution(1) is None
 
 
 def test_places_lead_from_every_tree_to_the_merged_one() -> None:
     trees = [from_paths(9, [(1, 2), (3,)]), from_paths(9, [(1, 3), (3, 1)]), TokenTree.root_only(9)]
-    both, places = merge_with_places(trees)
+    both, places = merge(trees)
     assert places == [[0, 1, 2, 3], [0, 1, 4, 3, 5], [0]]
     for tree, place in zip(trees, places, strict=True):
         assert [both.tokens[n] for n in place] == list(tree.tokens)
@@ -198,7 +190,7 @@ def test_places_lead_from_every_tree_to_the_merged_one() -> None:
 
 def test_probes_are_merged_with_nothing() -> None:
     window = TokenTree((9, 1, 1, 2), (-1, 0, 0, 2), probes=(False, False, True, True))
-    both, places = merge_with_places([TokenTree.chain(9, [1, 2]), window, window])
+    both, places = merge([TokenTree.chain(9, [1, 2]), window, window])
     assert both.tokens == (9, 1, 2, 1, 2, 1, 2) and both.parents == (-1, 0, 1, 0, 3, 0, 5)
     assert both.probes == (False, False, False, True, True, True, True)
     assert places == [[0, 1, 2], [0, 1, 3, 4], [0, 1, 5, 6]]
@@ -209,11 +201,11 @@ def test_independent_siblings_beside_draws_without_replacement_are_sequences_of_
     distribution = torch.tensor([[0.5, 0.3, 0.2]])
     iid = TokenTree((9, 1, 1), (-1, 0, 0), Kind.IID, distribution, (-1, 0, 0))
     wor = TokenTree((9, 0, 1), (-1, 0, 0), Kind.WITHOUT_REPLACEMENT, distribution, (-1, 0, 0))
-    both = merge([iid, wor])
+    both, _ = merge([iid, wor])
     assert both.kind is Kind.WITHOUT_REPLACEMENT
     assert both.q_rows == (-1, 0, 1, 2, 2)
-    assert merge([iid, iid]).q_rows == (-1, 0, 0, 1, 1)
-    assert merge([iid], Kind.WITHOUT_REPLACEMENT).q_rows == (-1, 0, 1)
+    assert merge([iid, iid])[0].q_rows == (-1, 0, 0, 1, 1)
+    assert merge([iid], Kind.WITHOUT_REPLACEMENT)[0].q_rows == (-1, 0, 1)
     with pytest.raises(ValueError, match="draws without replacement cannot"):
         merge([wor], Kind.IID)
 

@@ -7,7 +7,7 @@ import pytest
 from foretoken import registry
 from foretoken.core import Kind
 from foretoken.methods.verifiers.base import Verifier
-from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, right_verifiers
+from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, verifiers_for
 
 
 def rule(name: str) -> Verifier:
@@ -37,7 +37,7 @@ def test_wrong_pairs(name: str, kind: Kind, is_tree: bool, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as error:
         check(name, kind, is_tree)
     listed = str(error.value).rpartition("Use ")[2].rstrip(".").split(", ")
-    assert listed == right_verifiers(kind, is_tree, greedy=False)
+    assert listed == verifiers_for([(kind, is_tree)], greedy=False)
     assert listed and name not in listed
     for other in listed:
         check(other, kind, is_tree)
@@ -70,8 +70,8 @@ def test_on_a_chain_one_draw_is_the_same_with_and_without_replacement() -> None:
     check("without_replacement", Kind.IID)
 
 
-def test_right_verifiers() -> None:
-    assert right_verifiers(Kind.POINT, True, False) == [
+def test_verifiers_for() -> None:
+    assert verifiers_for([(Kind.POINT, True)], greedy=False) == [
         "match",
         "point",
         "coupled",
@@ -79,10 +79,10 @@ def test_right_verifiers() -> None:
         "without_replacement",
         "traversal",
     ]
-    drawn = right_verifiers(Kind.WITHOUT_REPLACEMENT, True, False)
+    drawn = verifiers_for([(Kind.WITHOUT_REPLACEMENT, True)], greedy=False)
     assert drawn == ["match", "coupled", "without_replacement", "traversal"]
-    assert right_verifiers(Kind.IID, True, False) == ["match", "coupled", "multi_round", "kseq", "traversal"]
-    assert "greedy" in right_verifiers(Kind.POINT, True, True)
+    assert verifiers_for([(Kind.IID, True)], greedy=False) == ["match", "coupled", "multi_round", "kseq", "traversal"]
+    assert "greedy" in verifiers_for([(Kind.POINT, True)], greedy=True)
 
 
 @pytest.mark.parametrize("kind", list(Kind))

@@ -412,7 +412,7 @@ def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.Mon
         for verifier, one in zip(verifiers, scores, strict=True):
             assert (one.chosen is None) or one.sampler.fixed
             if verifier is RULE:
-                assert one.made is None
+                assert one.batched_p is None
         accepted += sum(len(verdict.path) for verdict in alone)
     assert accepted > 80
 

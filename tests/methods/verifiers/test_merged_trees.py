@@ -25,7 +25,7 @@ def rule(name: str) -> Callable[[TokenTree, Scores, Coins], Verdict]:
 
 def merged(members: Sequence[Member], kind: Kind | None = None) -> Drafts:
     """Every merged tree with its probability."""
-    return list(outcomes(lambda coins: merge([grow(*member, coins) for member in members], kind)))
+    return list(outcomes(lambda coins: merge([grow(*member, coins) for member in members], kind)[0]))
 
 
 def distributions(seed: int, **more: int) -> Tables:
@@ -84,7 +84,7 @@ def test_what_the_first_leaves_of_the_budget_goes_to_the_next(name: str) -> None
         first = grow(A, (1, 1), IID, coins)
         if float(first.distribution(1)[first.tokens[1]]) < 0.4:  # type: ignore[index]  # an unsure draft stops
             first = TokenTree.chain(0, first.tokens[1:2], first.q[:1])  # type: ignore[index]
-        return merge([first, grow(B, (1,) * (3 - first.num_drafts), IID, coins)])
+        return merge([first, grow(B, (1,) * (3 - first.num_drafts), IID, coins)])[0]
 
     trees = list(outcomes(shared))
     assert len({len(tree) for tree, _ in trees}) == 1 and len({tree.parents for tree, _ in trees}) == 2

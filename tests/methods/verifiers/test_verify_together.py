@@ -69,14 +69,16 @@ def test_distributions_and_weights_are_made_once() -> None:
     many = [random_scores(i, Kind.IID, (1, 1), MIXED[0]) for i in range(3)]
     verify_batch([BlockVerifier()] * 3, many, [Rng(i) for i in range(3)])
     for one in many:
-        assert one.made is not None and one.tree.q is not None and one.weights is not None
-        assert torch.equal(one.made, one.sampler.distributions(one.logits, None))
-        assert one.weights[0] == [float(one.made[i, x]) for i, x in enumerate(one.tree.tokens[1:])]
+        assert one.batched_p is not None and one.tree.q is not None and one.weights is not None
+        assert torch.equal(one.batched_p, one.sampler.distributions(one.logits, None))
+        assert one.weights[0] == [float(one.batched_p[i, x]) for i, x in enumerate(one.tree.tokens[1:])]
         assert one.weights[1] == [float(one.tree.q[i, x]) for i, x in enumerate(one.tree.tokens[1:])]
 
 
 def test_a_rule_with_a_verify_of_its_own_is_asked() -> None:
     class Stubborn(BlockVerifier):
+        verifies_alone = True
+
         def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
             return Verdict((), 7, next_is_bonus=False)
 

@@ -114,7 +114,7 @@ def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(
 
 
 def test_packed_weights_of_a_public_forward_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretoken.models.forward import public_layouts
+    from foretoken.models.forward import public
 
     def scaled(model: nn.Module, packing: Any) -> int:
         for module in model.modules():
@@ -122,7 +122,7 @@ def test_packed_weights_of_a_public_forward_are_checked(monkeypatch: pytest.Monk
                 module.register_forward_hook(lambda _, __, out: 1.1 * out)
         return 1
 
-    monkeypatch.setattr(public_layouts, "pack_linears", scaled)
+    monkeypatch.setattr(public, "pack_linears", scaled)
     assert [r.path for r in HuggingFaceModel(deep("llama"), lean=False, in_place=True).refused] == ["packed weights"]
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fake_graphs import FakeStream, fake_cuda_graphs
 from foretoken.models.base import Feed
 from foretoken.models.cache.fixed import FixedCache
-from foretoken.models.forward.fixed_step import Outputs
+from foretoken.models.forward.fixed_step import OutputMemory
 from foretoken.models.forward.graphed import with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from graph_sessions import Pair, graphed
@@ -154,7 +154,7 @@ def test_what_was_handed_out_survives_the_next_step() -> None:
 
 
 def test_a_larger_step_gets_more_room_and_smaller_ones_keep_theirs() -> None:
-    outputs, like = Outputs(), torch.zeros(1)
+    outputs, like = OutputMemory(), torch.zeros(1)
     small = outputs.place("logits", like, (2, 3))
     large = outputs.place("logits", like, (4, 3)).fill_(1.0)
     assert outputs.place("logits", like, (2, 3)).data_ptr() == large.data_ptr() != small.data_ptr()

@@ -160,7 +160,7 @@ def _first_slots(self: FixedCache, store: Any, new: torch.Tensor, layer: int) ->
     for row, slots in enumerate(self._places[1].tolist()):
         for column, slot in enumerate(slots):
             buffer[row, :, slot] = new[row, :, column]
-    return buffer[: self._high, :, : self._used]
+    return buffer[: self._high, :, : self.used]
 
 
 @pytest.mark.parametrize(

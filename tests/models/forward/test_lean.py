@@ -16,7 +16,7 @@ import foretoken as ft
 from foretoken.models.base import Feed
 from foretoken.models.forward import lean as lean_module
 from foretoken.models.forward.lean import build_lean
-from foretoken.models.forward.lean_parts import RmsNorm
+from foretoken.models.forward.lean_parts import LeanRmsNorm
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import Packing, Projection
 
@@ -173,7 +173,7 @@ def test_norm_is_the_models_own(dtype: torch.dtype) -> None:
     module = nn.RMSNorm(48, eps=1e-5).to(dtype)
     module.variance_epsilon = module.eps  # as Transformers calls it
     module.weight.data = torch.rand(48, generator=torch.Generator().manual_seed(0)).to(dtype)
-    own, plain = RmsNorm(module, Packing()), RmsNorm(module, Packing(blocks=True))
+    own, plain = LeanRmsNorm(module, Packing()), LeanRmsNorm(module, Packing(blocks=True))
     assert own.own and not plain.own
     for scale in (0.0, 1e-4, 1.0, 1e4):
         x = scale * torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

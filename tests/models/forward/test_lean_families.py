@@ -13,13 +13,13 @@ import pytest
 import torch
 from checkpoints import new_model, prompt_of
 from families import MODELS, model_of, windows
-from forwards import InFloat64, compare, outputs
+from forwards import InFloat64, agrees, compare, outputs
 from torch.nn import functional as F
 
 from foretoken.models.base import Feed
-from foretoken.models.forward.lean import LeanForward, agrees
+from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_families import FAMILIES
-from foretoken.models.forward.lean_parts import RmsNorm
+from foretoken.models.forward.lean_parts import LeanRmsNorm
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import Packing
 
@@ -87,7 +87,7 @@ def _set(path: str, value: Any) -> Fault:
 
 
 def _without_offset(lean: LeanForward) -> None:
-    lean.layers[1].norm_attention = RmsNorm(lean.owner.model.model.layers[1].input_layernorm, Packing())
+    lean.layers[1].norm_attention = LeanRmsNorm(lean.owner.model.model.layers[1].input_layernorm, Packing())
 
 
 def _swapped(kind: str) -> str:

@@ -27,7 +27,7 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import has_bfloat16
 from foretoken.models.native import attention as native
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import NetworkCall
 
 SHAPE = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 64, "rope_theta": 500.0}
 WIDE = {**SHAPE, "heads": 2, "kv_heads": 1, "head_dim": 32}
@@ -62,7 +62,7 @@ def head_of(net: nn.Module) -> FeatureModel:
 class PlainForward(HeadForward):
     """The readable twin: the network's own forward over padded rows, with the cache between keys and attention."""
 
-    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run(self, call: NetworkCall) -> tuple[list[Tensor], dict[str, Tensor]]:
         """As :meth:`HeadForward.run`."""
         first, embeddings = call.first, self.parts.embedding(call.ids).float()
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from checkpoints import HALF, new_model, prompt_of
 from families import model_of, windows
-from forwards import compare, outputs
+from forwards import agrees, compare, outputs
 from torch import Tensor
 
 from foretoken.models.base import Feed
-from foretoken.models.forward.lean import LeanForward, agrees
+from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.native import NativeForward, NotCoveredError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.quantised_linear import quantise_linears

@@ -20,7 +20,7 @@ from foretoken.cli.main import main
 from foretoken.engine.request import Request
 from foretoken.loading import LoadError, load_model, load_tokenizer
 from foretoken.loading import gguf as loading
-from foretoken.models.gguf.network import _Filling
+from foretoken.models.gguf.network import _WeightFiller
 from gguf_writer import Stored, header_of, random_bytes, write_model
 from toys import engine, outputs
 
@@ -48,10 +48,10 @@ def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded before everything was looked at."""
 
-    def fail(self: _Filling) -> None:
+    def fail(self: _WeightFiller) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(_Filling, "fill", fail)
+    monkeypatch.setattr(_WeightFiller, "fill", fail)
 
 
 def refused(source: Any, words: str, **options: Any) -> None:

@@ -200,7 +200,7 @@ def test_a_refused_lean_forward_leaves_the_weights_as_they_were(monkeypatch: pyt
     plain, network = half_model(torch.bfloat16), half_model(torch.bfloat16)
     real = Packing.projection
     monkeypatch.setattr(Packing, "projection", lambda self, *linears: _scaled(real(self, *linears)))
-    monkeypatch.setattr("foretoken.models.forward.public_layouts.pack_linears", lambda *_: 0)
+    monkeypatch.setattr("foretoken.models.forward.public.pack_linears", lambda *_: 0)
     assert not HuggingFaceModel(network, in_place=True).is_lean
     for mine, other in zip(network.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, other)

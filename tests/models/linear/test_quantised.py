@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foretoken.models.linear import quantised, quantised_weights
 from foretoken.models.linear.quantised import available, fastest_draft_product, fastest_target_product, make_product
 from foretoken.models.linear.quantised_products import (
-    Dequantised,
     Int4Product,
     Int8Product,
     IntegerProduct,
@@ -22,7 +22,7 @@ from foretoken.models.linear.quantised_products import (
     NativeInt8Product,
     QuantisedProduct,
 )
-from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight, block4
+from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight, Quantised, block4
 from foretoken.models.native import why_not
 
 OURS: list[type[QuantisedProduct]] = [NativeInt8Product, NativeInt4Product] if why_not() is None else []
@@ -38,6 +38,26 @@ TOLERANCE: dict[type[QuantisedProduct], float] = {
     NativeInt4ByteProduct: 2e-2,
 }
 """14 bits of input, 8 bits of it and of the result, or integers of 8 bits, in standard deviations of the output."""
+
+
+class Dequantised(QuantisedProduct):
+    """The readable twin: an ordinary product with the weights that the numbers stand for."""
+
+    name = "dequantised"
+
+    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
+        super().__init__((len(weight.values), weight.values.shape[1]), bias)
+        self.bits = 8 if isinstance(weight, Int8Weight) else 4
+        self.weight = weight.dequantised()
+
+    def product(self, x: Tensor) -> Tensor:
+        """In float32."""
+        return F.linear(x.float(), self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        """Of float32."""
+        return self.weight.nbytes
 
 
 def weight(out: int = 48, width: int = 64, seed: int = 0) -> Tensor:

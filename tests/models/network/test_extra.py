@@ -16,7 +16,8 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.layouts import usable_layouts
 from foretoken.models.linear.packing import PackedLinear, Projection
-from foretoken.models.network.extra import branch_states, put_in
+from foretoken.models.network.chains import branch_states
+from foretoken.models.network.extra import put_in
 from foretoken.models.other.table import TableModel
 from toys import llama
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.models.other.llama_cpp import Library
+from foretoken.models.other.llama_cpp import LlamaLibrary
 
 
 class Module:
@@ -33,5 +33,5 @@ class Module:
 )
 def test_a_build_with_amx_is_told_of(caplog: pytest.LogCaptureFixture, info: bytes, warned: bool) -> None:
     with caplog.at_level(logging.WARNING):
-        Library(Module(info))
+        LlamaLibrary(Module(info))
     assert [("illegal instruction" in line, "make gguf" in line) for line in caplog.messages] == [(True, True)] * warned

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foretoken.loading import LoadingContext, default_drafter, load_model
-from foretoken.methods.drafters.quantized import PAYS, QuantizedDrafter
+from foretoken.methods.drafters.quantized import PAYS, pays_here
 from foretoken.models import wrap
 from foretoken.models.linear.quantised import available
 from foretoken.models.other.table import TableModel
@@ -93,7 +93,7 @@ def test_auto_has_it_where_it_promises_enough(
     target: Any, monkeypatch: pytest.MonkeyPatch, gain: float, default: str
 ) -> None:
     monkeypatch.setattr("foretoken.methods.drafters.quantized.expected_gain", lambda target, scheme: gain)
-    assert QuantizedDrafter.free_for(LoadingContext(target, "somewhere")) is (gain >= PAYS)
+    assert pays_here(LoadingContext(target, "somewhere")) is (gain >= PAYS)
     assert default_drafter(target, "somewhere") == default
     assert default_drafter(target, target.model) == "ngram"  # handed in
 

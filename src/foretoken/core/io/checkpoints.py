@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from foretoken.core.io import hub_ids
+from foretoken.core.io.drafter_folders import header_of as header_of
 from foretoken.core.io.drafter_folders import not_a_model
-from foretoken.core.io.headers import header_of as header_of
 from foretoken.core.io.named_models import MB, NamedModel, named_model
 
 BUILTIN = "builtin"

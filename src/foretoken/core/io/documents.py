@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
-MAX_DOCUMENT_CHARS = 200_000
-"""Longer files are cut into documents of this length at a line break, so that one book is not one document."""
-
 
 CONVERSATIONS = ("messages", "conversations")
 """Keys of JSONL rows that hold a conversation: OpenAI's messages, and ShareGPT's turns."""
@@ -124,9 +121,10 @@ def _read(file: Path) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
+    """Documents of at most 200,000 characters, cut at line breaks, so that one book is not one document."""
     start = 0
     while start < len(text):
-        end = min(start + MAX_DOCUMENT_CHARS, len(text))
+        end = min(start + 200_000, len(text))
         if end < len(text):
             line_break = text.rfind("\n", start, end)
             end = line_break + 1 if line_break > start else end

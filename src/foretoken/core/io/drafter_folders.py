@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.io.headers import tensor_names
-
 OURS = "drafter.json"
 IMPORTED = ("eagle", "eagle3", "peagle", "medusa", "mtp", "dflash", "dflash2", "dspark")
 """Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
@@ -27,6 +25,25 @@ PREFIXES = {
 MEDUSA = re.compile(r"(?:medusa_head\.)?\d+\.\d+\.linear\.weight|(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight")
 NAMED = {"dflash2": "dflash2", "dflash": "dflash", "dspark": "dspark", "peagle": "peagle", "eagle3": "eagle3"}
 """What the class in ``config.json`` has in its name -> the kind, where there are no tensors to ask."""
+
+
+def header_of(shard: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors (``dtype``, ``shape``, ``data_offsets``), by their names."""
+    with shard.open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return header
+
+
+def tensor_names(folder: Path) -> frozenset[str]:
+    """Names of all tensors in a folder's safetensors files; those of a damaged file are left out."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        try:
+            names.update(header_of(file))
+        except (OSError, ValueError, AttributeError, MemoryError, OverflowError):
+            continue  # who reads the file says what is wrong with it
+    return frozenset(names)
 
 
 def our_name(name: str) -> str:

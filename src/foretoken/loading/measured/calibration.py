@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,9 +18,9 @@ import torch
 
 from foretoken.core import Budget, Context, RoundTimes, TokenTree
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.core.io.files import cache_folder, write_json
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
-from foretoken.loading.kept_costs import keep_costs, kept_costs
 from foretoken.loading.measured.busy import is_busy
 from foretoken.loading.measured.profile import COMPARED, fingerprint_of, machine_of
 from foretoken.methods.controllers.base import Controller
@@ -140,3 +141,36 @@ def _key(target: LanguageModel, drafter: Drafter) -> str:
         "members": [[one.name, one.max_depth, one.max_nodes] for one in limits.members or (limits,)],
     }
     return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+# -- what is kept of it ----------------------------------------------------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Where they are kept."""
+    return cache_folder() / "rounds.json"
+
+
+def kept_costs(key: str) -> RoundCosts | None:
+    """What an earlier run has kept; ``None`` where there is nothing, or somebody has damaged it."""
+    try:
+        return RoundCosts.from_dict(_read()[key])
+    except (KeyError, ValueError):
+        return None
+
+
+def keep_costs(key: str, costs: RoundCosts) -> None:
+    """Add a measurement; where the file cannot be written, it is measured again next time."""
+    try:
+        write_json(cache_file(), {**_read(), key: costs.as_dict()})
+    except OSError:
+        return
+
+
+def _read() -> dict[str, Any]:
+    """Measurements of earlier runs; a file that cannot be read counts as none."""
+    try:
+        stored = json.loads(cache_file().read_text(encoding="utf-8"))
+        return dict(stored)
+    except (OSError, ValueError, TypeError):
+        return {}

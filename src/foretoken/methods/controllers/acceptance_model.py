@@ -26,7 +26,7 @@ luck is that of the text: a list that repeats itself is copied nine times in ten
 
 
 @dataclass
-class Counts:
+class DraftCounts:
     """What became of drafts: per depth those that were to go there and did (``tries``), and those whose token there
     was accepted (``hits``); tokens of the text where the drafter had a guess (``covered``) or none (``bare``)."""
 
@@ -56,14 +56,14 @@ class Counts:
         self.covered, self.bare = keep * self.covered, keep * self.bare
 
     @classmethod
-    def pooled(cls, parts: Sequence[Counts]) -> Counts:
+    def pooled(cls, parts: Sequence[DraftCounts]) -> DraftCounts:
         """Those of several requests together."""
         tries = [sum(column) for column in zip_longest(*(part.tries for part in parts), fillvalue=0.0)]
         hits = [sum(column) for column in zip_longest(*(part.hits for part in parts), fillvalue=0.0)]
         return cls(tries, hits, sum(part.covered for part in parts), sum(part.bare for part in parts))
 
 
-class Outlook(NamedTuple):
+class _Outlook(NamedTuple):
     """What a drafter promises: per depth the chance that a draft is accepted at least so far, the share of the text for
     which it has a guess, and the drafts of the population that this rests on."""
 
@@ -78,7 +78,7 @@ class AcceptanceModel:
     def __init__(self, members: Sequence[Limits], keep: float = POPULATION_KEEP) -> None:
         self.keep = keep
         self.copies = [not member.relative_cost for member in members]
-        self.population = {greedy: [Counts() for _ in members] for greedy in (True, False)}
+        self.population = {greedy: [DraftCounts() for _ in members] for greedy in (True, False)}
 
     def start_from(self, member: int, survival: Sequence[float], proposes: float, drafts: float = 16.0) -> None:
         """Begin with what was measured before, worth so many drafts."""
@@ -92,29 +92,29 @@ class AcceptanceModel:
         for counts in (*self.population[True], *self.population[False]):
             counts.discount(self.keep)
 
-    def add(self, greedy: bool, member: int, own: Counts, depth: int, accepted: int) -> None:
+    def add(self, greedy: bool, member: int, own: DraftCounts, depth: int, accepted: int) -> None:
         """A round of a request in which a drafter was asked for ``depth`` tokens (0: it had no guess)."""
         own.discount(REQUEST_KEEP)
         own.add(depth, accepted)
         self.population[greedy][member].add(depth, accepted)
 
-    def outlook(self, greedy: bool, member: int, own: Counts, depth: int, requests: int = 1) -> Outlook:
+    def outlook(self, greedy: bool, member: int, own: DraftCounts, depth: int, requests: int = 1) -> _Outlook:
         """For drafts of up to ``depth`` of requests that showed ``own`` together."""
         everyone, copies = self.population[greedy][member], self.copies[member]
         weight = (COPIER_WEIGHT if copies else REQUEST_WEIGHT) * requests
-        chance, found, known = 1.0, [], PRIOR
+        chance, survival, known = 1.0, [], PRIOR
         for place in range(depth):
             known = shrunk(everyone, place, known, DEPTH_WEIGHT if place else FIRST_WEIGHT)
             chance *= known if copies else shrunk(own, place, known, weight)
-            found.append(chance)
+            survival.append(chance)
         if copies:
-            found = mixed(own, found, weight)
+            survival = mixed(own, survival, weight)
         share = (everyone.covered + 1.0) / (everyone.covered + everyone.bare + 1.0)
         share = (own.covered + weight * share) / (own.covered + own.bare + weight)
-        return Outlook(found, share, everyone.tries[0] if everyone.tries else 0.0)
+        return _Outlook(survival, share, everyone.tries[0] if everyone.tries else 0.0)
 
 
-def mixed(own: Counts, others: Sequence[float], weight: float) -> list[float]:
+def mixed(own: DraftCounts, others: Sequence[float], weight: float) -> list[float]:
     """Survival by depth of a drafter that copies: a text repeats itself or does not, so that a request's own drafts
     count at all depths against the whole drafts of others, worth ``weight``.
 
@@ -122,15 +122,15 @@ def mixed(own: Counts, others: Sequence[float], weight: float) -> list[float]:
     once in ten times would be followed by others' nine in ten.
     """
     drafts = own.tries[0] if own.tries else 0.0
-    chance, known, found = 1.0, others[0], []
+    chance, known, survival = 1.0, others[0], []
     for place, promised in enumerate(others):
         known = shrunk(own, place, known, DEPTH_WEIGHT if place else 0.0)
         chance *= known
-        found.append((drafts * chance + weight * promised) / (drafts + weight))
-    return found
+        survival.append((drafts * chance + weight * promised) / (drafts + weight))
+    return survival
 
 
-def shrunk(counts: Counts, place: int, prior: float, weight: float) -> float:
+def shrunk(counts: DraftCounts, place: int, prior: float, weight: float) -> float:
     """Chance at a depth, drawn towards ``prior`` as by ``weight`` further tries."""
     if place >= len(counts.tries):
         return prior

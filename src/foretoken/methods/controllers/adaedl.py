@@ -36,7 +36,6 @@ class AdaedlController(MovingThresholdController):
         self.gamma = gamma
 
     def rule(self, context: Context) -> Stop:
-        """The estimate against the bar of this round."""
         bar = self.bar(context).value
         return lambda distribution, probability: (
             1.0 - math.sqrt(self.gamma * max(entropy(distribution, probability), 0.0)) < bar

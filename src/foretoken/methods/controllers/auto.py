@@ -15,15 +15,13 @@ from typing import Any
 
 from foretoken.core import Budget, Context, Limits, StepRecord
 from foretoken.core.costs import RoundCosts, speedup
-from foretoken.methods.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, Counts
+from foretoken.methods.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, DraftCounts
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.cost_model import SAMPLES, CostModel
-from foretoken.methods.controllers.plan import Draft, Plan, best_drafts, best_plan, planned
+from foretoken.methods.controllers.plan import Draft, RoundPlan, best_drafts, best_plan, planned
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Draft lengths that are weighed."""
-EXPLORE = 1.5
-"""Standard errors by which drafts may be better than they seem."""
 LONG, FIRST, LATER = 4, 3, 1
 """The longer draft that is measured (the other one has one token), and how often: for the first batch size, others."""
 KEPT, KNOWN = 8, 8
@@ -40,7 +38,7 @@ class AutoController(Controller):
     """Argmax of goodput over drafter, length (``k`` at most; by default what the drafters make) and none."""
 
     name = "auto"
-    weighs_costs = True
+    weighs_costs = uses_costs = True
     keep = POPULATION_KEEP
 
     def __init__(self, k: int | None = None) -> None:
@@ -51,7 +49,6 @@ class AutoController(Controller):
         self.attach(Limits("", 5, 64))
 
     def attach(self, limits: Limits) -> None:
-        """Learn who can draft, and how deep."""
         self.grouped = bool(limits.members)
         self.members = tuple(limits.members) or (limits,)
         longest = [min(member.max_depth, self.k or member.max_depth) for member in self.members]
@@ -59,7 +56,6 @@ class AutoController(Controller):
         self._reset()
 
     def start_from(self, costs: RoundCosts) -> None:
-        """Begin with costs and acceptances that were measured before."""
         self._start = costs
         self._reset()
 
@@ -71,7 +67,7 @@ class AutoController(Controller):
             if cost is not None and cost.survival:
                 self.acceptance.start_from(index, cost.survival, cost.proposes)
         self.width = [1.0] * len(self.members)  # nodes of a draft per level that was asked for
-        self.plan = self.chosen = self.rival = Plan()  # in use, the best one, and the best one that drafts
+        self.plan = self.chosen = self.rival = RoundPlan()  # in use, the best one, and the best one that drafts
         self._weighed: list[Draft] = []
         self._budget, self._given, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
@@ -100,7 +96,7 @@ class AutoController(Controller):
         self._keep -= 1
         return [self._budget] * len(contexts)
 
-    def _next_to_measure(self, size: int, contexts: Sequence[Context]) -> Plan | None:
+    def _next_to_measure(self, size: int, contexts: Sequence[Context]) -> RoundPlan | None:
         """The next round of the calibration, at a new size of the batch (within a factor of two): plain decoding, and
         every drafter that runs a model at two lengths; of what was measured before, nothing."""
         todo = self._to_measure.get(size)
@@ -117,25 +113,25 @@ class AutoController(Controller):
         while todo and max(map(remaining, contexts)) > ENDING:
             member, depth = todo.pop(0)
             if member < 0:
-                return Plan()
+                return RoundPlan()
             if self.costs.draft_s(member, depth, batch) < depth * self.costs.round_s(batch, batch):  # else none pays
-                return Plan((Draft(member, depth, 1.0, 1.0 + depth, 0.0, 1.0),))
+                return RoundPlan((Draft(member, depth, 1.0, 1.0 + depth, 0.0, 1.0),))
         return None
 
-    def _choose(self, contexts: Sequence[Context]) -> Plan:
+    def _choose(self, contexts: Sequence[Context]) -> RoundPlan:
         """The best plan by what is known."""
         self._weighed = [draft for index in range(len(self.members)) for draft in self._drafts(index, contexts)]
         self.chosen, rival = best_plan(self._weighed, len(contexts), self.costs, self._pads)
         self.rival = rival or self.chosen
         if self._credit < 0 and self.chosen.drafts:
             self.chosen = self._sure_plan(contexts)
-        return Plan() if self._plain_is_due(len(contexts)) else self.chosen
+        return RoundPlan() if self._plain_is_due(len(contexts)) else self.chosen
 
-    def _pays(self, plan: Plan) -> bool:
+    def _pays(self, plan: RoundPlan) -> bool:
         """Whether a plan is expected to be as fast as plain decoding by what was seen, and is not only hoped to be."""
         return plan.tokens * self._plain_s >= plan.seconds and all(draft.seen >= KNOWN for draft in plan.drafts)
 
-    def _sure_plan(self, contexts: Sequence[Context]) -> Plan:
+    def _sure_plan(self, contexts: Sequence[Context]) -> RoundPlan:
         """The best plan by what is expected, not by what may be hoped: the credit for trying is used up."""
         expected = [replace(draft, hoped=draft.tokens) for draft in self._weighed]
         return best_plan(expected, len(contexts), self.costs, self._pads)[0]
@@ -159,30 +155,31 @@ class AutoController(Controller):
 
     def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:
         """A member at every length."""
-        batch, own = len(contexts), Counts.pooled([self.state(context)[index] for context in contexts])
+        batch, own = len(contexts), DraftCounts.pooled([self.state(context)[index] for context in contexts])
         depths = self.depths[index]
         outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, own, depths[-1], batch)
-        found, tokens, squares, done = [], 1.0, 0.0, 0
+        drafts, tokens, squares, done = [], 1.0, 0.0, 0
         for depth in depths:
             for place in range(done, depth):
                 tokens += outlook.survival[place]
                 squares += (2 * place + 1) * outlook.survival[place]
             done = depth
+            # Drafts may be better than they seem by 1.5 standard errors.
             variance = max(squares - (tokens - 1.0) ** 2, 0.0)
-            hoped = tokens + EXPLORE * (variance / (outlook.drafts + 1.0)) ** 0.5
+            hoped = tokens + 1.5 * (variance / (outlook.drafts + 1.0)) ** 0.5
             seconds, nodes = self.costs.draft_s(index, depth, batch), 1.0 + depth * self.width[index]
             hoped = min(hoped, 1.0 + depth)
-            found.append(Draft(index, depth, tokens, nodes, seconds, hoped, outlook.share, outlook.drafts))
-        return found
+            drafts.append(Draft(index, depth, tokens, nodes, seconds, hoped, outlook.share, outlook.drafts))
+        return drafts
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
-    def state(self, context: Context) -> list[Counts]:
+    def state(self, context: Context) -> list[DraftCounts]:
         """What became of a request's drafts, by member."""
-        found: list[Counts] | None = context.state.get(self)
-        if found is None:
-            found = context.state[self] = [Counts() for _ in self.members]
-        return found
+        counts: list[DraftCounts] | None = context.state.get(self)
+        if counts is None:
+            counts = context.state[self] = [DraftCounts() for _ in self.members]
+        return counts
 
     def observe(self, context: Context, record: StepRecord) -> None:
         """Keep the record until all of the round are there."""

@@ -14,7 +14,7 @@ from foretoken.methods.controllers.base import Controller
 
 
 @dataclass
-class Arm:
+class BudgetArm:
     """One way to spend a round (depth 0: plain decoding), how often it was played, the tokens that those rounds wrote,
     and what they cost, in seconds or in target steps."""
 
@@ -33,7 +33,7 @@ class Arm:
 class Table:
     """The arms, plain decoding first, and the one of the round under way."""
 
-    arms: list[Arm] = field(default_factory=list)
+    arms: list[BudgetArm] = field(default_factory=list)
     playing: int = 0
 
     def scores(self, explore: float, delta: float) -> list[float]:
@@ -41,7 +41,7 @@ class Table:
         plain, count = self.arms[0].rate or 1.0, len(self.arms)
         longest, time = max(arm.budget.max_depth for arm in self.arms), 1 + sum(arm.rounds for arm in self.arms)
 
-        def score(arm: Arm) -> float:
+        def score(arm: BudgetArm) -> float:
             return arm.rate / plain + explore * bonus(arm.rounds, time, count, longest, delta)
 
         return [score(arm) if arm.rounds else math.inf for arm in self.arms]
@@ -73,6 +73,7 @@ class BanditController(Controller):
     """
 
     name = "bandit"
+    uses_costs = True
 
     def __init__(
         self, lengths: str = "", explore: float = 0.1, delta: float = 0.05, c: str = "", share: bool = True
@@ -91,7 +92,6 @@ class BanditController(Controller):
         return len(self.arms) > 1
 
     def attach(self, limits: Limits) -> None:
-        """Make the arms of what the drafter can draft."""
         count = len(limits.members or (limits,))
         if len(self.costs) > 1 and len(self.costs) != count:
             raise ValueError(f"bandit has {len(self.costs)} costs for {count} drafters: give one per drafter")
@@ -121,7 +121,7 @@ class BanditController(Controller):
         tables: dict[int, Table] = self._tables if self.share else context.state.setdefault(self, {})
         size = batch_size.bit_length()
         if size not in tables:
-            tables[size] = Table([Arm(budget) for budget in self.arms])
+            tables[size] = Table([BudgetArm(budget) for budget in self.arms])
         return tables[size]
 
     def budget(self, context: Context, batch_size: int) -> Budget:
@@ -132,7 +132,6 @@ class BanditController(Controller):
         return table.arms[table.playing].budget
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        """Credit the arm with the round."""
         table = self._table(context, record.batch_size)
         arm = table.arms[table.playing]
         arm.rounds += 1

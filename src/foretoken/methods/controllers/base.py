@@ -22,6 +22,8 @@ class Controller(ABC):
     """Whether it wants to be told of the round that it has just given budgets for."""
     weighs_costs: bool = False
     """Whether it wants to begin with what rounds and drafts cost here: :mod:`foretoken.loading.measured.calibration`"""
+    uses_costs: bool = False
+    """Whether :meth:`start_from` does anything: else nobody is warned of a profile's costs from elsewhere."""
 
     @property
     def drafts(self) -> bool:

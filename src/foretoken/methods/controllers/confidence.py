@@ -74,7 +74,7 @@ def best_threshold(seen: Iterable[tuple[float, bool]]) -> float:
         seen: probabilities of drafted tokens, and whether they were accepted; both sorts must be there.
     """
     pairs = list(seen)
-    chances, kept = np.array([chance for chance, _ in pairs]), np.array([found for _, found in pairs])
+    chances, kept = np.array([chance for chance, _ in pairs]), np.array([accepted for _, accepted in pairs])
     thresholds = np.unique(chances)[::-1]
     reached = chances[None, :] >= thresholds[:, None]  # [thresholds, tokens]
     false_positive = (reached & ~kept).sum(1) / (~kept).sum()

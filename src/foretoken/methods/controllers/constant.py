@@ -25,15 +25,12 @@ class ConstantController(Controller):
 
     @property
     def drafts(self) -> bool:
-        """Not with a length or a tree size of zero."""
         return self.k != 0 and self.nodes != 0
 
     def attach(self, limits: Limits) -> None:
-        """Take what was not given from the drafter."""
         self._budget = Budget(
             limits.max_depth if self.k is None else self.k, limits.max_nodes if self.nodes is None else self.nodes
         )
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The constant budget."""
         return self._budget

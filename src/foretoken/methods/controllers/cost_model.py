@@ -22,8 +22,6 @@ from foretoken.core.costs import RoundCosts
 
 SAMPLES, SURE = 20, 3
 """Rounds that a point is calibrated by, and from which on it tells of drift."""
-LINE_WEIGHT = 5.0
-"""Rounds at a point that the line through all points is worth there: costs jump where kernels change."""
 NOISE = 0.1
 """Standard deviation of a round's time, as a part of it; the parts of a shape are known beforehand to 100 %."""
 ROUND_SHAPE, DRAFT_SHAPE, FREE_SHAPE = (0.85, 0.1, 0.05), (0.25, 0.6, 0.15), (0.96, 0.02, 0.02)
@@ -35,7 +33,7 @@ FREE = 0.02
 
 
 @dataclass
-class Curve:
+class CostCurve:
     """A cost: a line over two features, of a ``shape`` known beforehand, and the seconds seen at every point."""
 
     shape: tuple[float, float, float]
@@ -45,9 +43,9 @@ class Curve:
 
     def add(self, point: tuple[int, int], seconds: float) -> None:
         """One more round at a point, if it still needs one."""
-        found = self.samples.setdefault(point, [])
-        if len(found) < SAMPLES:
-            found.append(seconds)
+        seen = self.samples.setdefault(point, [])
+        if len(seen) < SAMPLES:
+            seen.append(seconds)
             self._line = None
 
     def is_sure(self, point: tuple[int, int]) -> bool:
@@ -59,8 +57,9 @@ class Curve:
         if self._line is None:
             medians = {point: (median(seen), len(seen)) for point, seen in self.samples.items()}
             self._line = fit(medians, self.shape)
+            # At a point the line through all points is worth five rounds there: costs jump where kernels change.
             self._known = {
-                point: (value / self._on_line(*point)) ** (seen / (seen + LINE_WEIGHT))
+                point: (value / self._on_line(*point)) ** (seen / (seen + 5.0))
                 for point, (value, seen) in medians.items()
             }
         return max(self._on_line(x, y) * self._known.get((bucket(x), bucket(y)), 1.0), 1e-9)
@@ -96,8 +95,8 @@ class CostModel:
 
     def __init__(self, members: Sequence[Limits], start: RoundCosts | None = None) -> None:
         self.members = members
-        self.rounds = Curve(ROUND_SHAPE)
-        self.drafts = [Curve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
+        self.rounds = CostCurve(ROUND_SHAPE)
+        self.drafts = [CostCurve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
         self.drift, self.factors = 1.0, [1.0] * len(members)
         self._skip, self._evicted = self.SKIPPED if start is None else 0, False
         if start is not None:
@@ -152,7 +151,7 @@ class CostModel:
         asked = self.members if member < 0 else (self.members[member],)
         return any(one.relative_cost for one in asked)
 
-    def _learn(self, curve: Curve, point: tuple[int, int], seconds: float, factor: float) -> float:
+    def _learn(self, curve: CostCurve, point: tuple[int, int], seconds: float, factor: float) -> float:
         """Calibrate, or say how far off the round was (natural logarithm)."""
         sure = curve.is_sure(point)
         seconds = max(seconds, 1e-9)

@@ -31,6 +31,5 @@ class DraftVerifyController(MovingThresholdController):
         super().__init__((0.8, 0.5) if threshold is None else (threshold, threshold), k, aim, step)
 
     def rule(self, context: Context) -> Stop:
-        """The largest probability against the bar of this round."""
         bar = self.bar(context).value
         return lambda distribution, probability: top(distribution, probability) < bar

@@ -26,13 +26,7 @@ class HeuristicController(Controller):
     name = "heuristic"
 
     def __init__(
-        self,
-        start: int | None = None,
-        up: int = 2,
-        down: int = 1,
-        low: int = 1,
-        high: int = 20,
-        persist: bool = False,
+        self, start: int | None = None, up: int = 2, down: int = 1, low: int = 1, high: int = 20, persist: bool = False
     ) -> None:
         if not (0 < low <= high) or up < 0 or down < 0 or (start is not None and start < 1):
             raise ValueError("heuristic needs 1 <= low <= high, start >= 1, up >= 0 and down >= 0")
@@ -42,12 +36,10 @@ class HeuristicController(Controller):
         self._nodes = 64
 
     def attach(self, limits: Limits) -> None:
-        """Start from the drafter's own length."""
         self.start = self.start or limits.max_depth
         self._nodes = max(limits.max_nodes, self.high)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The request's current length."""
         return Budget(self._length(context), self._nodes)
 
     def _length(self, context: Context) -> int:

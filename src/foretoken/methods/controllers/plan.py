@@ -40,7 +40,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """What a round does: drafts in the order in which they are asked (none: plain decoding), and what it is expected to
     bring: tokens per request, their upper confidence bound, and seconds of the batch."""
 
@@ -56,11 +56,11 @@ class Plan:
 
     def budget(self, members: Sequence[Limits], grouped: bool) -> Budget:
         """As a drafter understands it; one that is no group is not told a ``member``."""
-        found: Budget | None = None
+        budget: Budget | None = None
         for draft in reversed(self.drafts):
             nodes = max(members[draft.member].max_nodes, draft.depth)
-            found = Budget(draft.depth, nodes, member=draft.member if grouped else None, otherwise=found)
-        return found or Budget(0, 0)
+            budget = Budget(draft.depth, nodes, member=draft.member if grouped else None, otherwise=budget)
+        return budget or Budget(0, 0)
 
     def told(self, members: Sequence[Limits], plain_s: float) -> str:
         """What a round of it costs and brings, for people."""
@@ -69,7 +69,7 @@ class Plan:
         return f"a round with {who} costs {self.seconds / plain_s:.2f} plain rounds and brings {self.tokens:.2f} tokens"
 
 
-def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> Plan:
+def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> RoundPlan:
     """The plan of some drafts in this order, with plain decoding where none has a guess, for ``batch`` requests.
 
     ``pads``: the target runs as many nodes for every request as for the one with most; not to know it costs .02 of the
@@ -87,7 +87,7 @@ def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = 
         widths.append((draft.nodes, part * tokens))
         reached = max(reached - part * tokens, 0.0)
     widths.append((1.0, reached))
-    return Plan(tuple(drafts), tokens, most, seconds + _target_s(widths, batch, costs, pads))
+    return RoundPlan(tuple(drafts), tokens, most, seconds + _target_s(widths, batch, costs, pads))
 
 
 def _target_s(widths: Sequence[tuple[float, float]], batch: int, costs: CostModel, pads: bool) -> float:
@@ -102,7 +102,9 @@ def _target_s(widths: Sequence[tuple[float, float]], batch: int, costs: CostMode
     return seconds
 
 
-def best_plan(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> tuple[Plan, Plan | None]:
+def best_plan(
+    drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False
+) -> tuple[RoundPlan, RoundPlan | None]:
     """The plan with the highest goodput, and the best one that drafts: each member at the length that is best for it,
     asked in the order of their rates down to any place, or alone."""
     ranked = best_drafts(drafts, batch, costs)

@@ -16,7 +16,7 @@ from foretoken.core import Budget, Context, Limits, PathStop
 from foretoken.methods.controllers.base import Controller
 
 
-class StopHeads(Protocol):
+class _StopHeads(Protocol):
     """Where trained stop heads come from."""
 
     def stop_head(self, path: str | None) -> tuple[nn.Module, Any]:
@@ -39,7 +39,6 @@ class HeadStop(PathStop):
 
     @torch.no_grad()
     def follow(self, above: Sequence[float], hidden: Tensor) -> list[float]:
-        """The product of the head's chances along every path."""
         if self._device != hidden.device:
             self.net.to(hidden.device)
             self._device = hidden.device
@@ -47,7 +46,6 @@ class HeadStop(PathStop):
         return [before * chance for before, chance in zip(above, chances, strict=True)]
 
     def ends(self, likelihood: float) -> bool:
-        """Whether one of the path's tokens is likely enough to be rejected."""
         return 1.0 - likelihood > self.threshold
 
 
@@ -76,7 +74,7 @@ class SpecdecPpController(Controller):
         self._budget = Budget(k or 5, 64, stop=self.stop)
 
     @classmethod
-    def build(cls, path: str | None, context: StopHeads, **options: Any) -> SpecdecPpController:
+    def build(cls, path: str | None, context: _StopHeads, **options: Any) -> SpecdecPpController:
         """From a spec ``specdec_pp[:FOLDER]``; without a folder the head of the built-in draft model.
 
         Raises:
@@ -110,5 +108,4 @@ class SpecdecPpController(Controller):
         self._budget = Budget(self.k or limits.max_depth, limits.max_nodes, stop=self.stop)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The constant budget with the head as its stop rule."""
         return self._budget

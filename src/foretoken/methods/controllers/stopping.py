@@ -90,7 +90,6 @@ class StoppingController(Controller):
         self.cap, self.nodes = min(self.k or limits.max_depth, limits.max_depth), limits.max_nodes
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The whole length, with the request's rule."""
         return Budget(self.cap, self.nodes, stop=self.rule(context))
 
     @abstractmethod
@@ -116,12 +115,12 @@ class MovingThresholdController(StoppingController):
 
     def bar(self, context: Context) -> MovingThreshold:
         """The request's bar."""
-        found: MovingThreshold | None = context.state.get(self)
-        if found is None:
+        bar: MovingThreshold | None = context.state.get(self)
+        if bar is None:
             greedy, sampled = self.starts
-            found = MovingThreshold(greedy if context.sampler.greedy else sampled, self.aim, self.step)
-            context.state[self] = found
-        return found
+            bar = MovingThreshold(greedy if context.sampler.greedy else sampled, self.aim, self.step)
+            context.state[self] = bar
+        return bar
 
     def observe(self, context: Context, record: StepRecord) -> None:
         """Move the bar; rounds without a draft say nothing."""

@@ -33,5 +33,4 @@ class SvipController(StoppingController):
         self.highest = threshold**2 / coefficient
 
     def rule(self, context: Context) -> Stop:
-        """The entropy against the highest one that the bar lets pass."""
         return lambda distribution, probability: entropy(distribution, probability) > self.highest

@@ -72,19 +72,17 @@ class TapoutController(StoppingController):
 
     def rules(self, context: Context) -> Rules:
         """What this request has taught."""
-        found: Rules | None = context.state.get(self)
-        if found is None:
-            found = context.state[self] = Rules([Played() for _ in RULES])
-        return found
+        rules: Rules | None = context.state.get(self)
+        if rules is None:
+            rules = context.state[self] = Rules([Played() for _ in RULES])
+        return rules
 
     def rule(self, context: Context) -> Stop:
-        """The rule with the highest bound."""
         rules = self.rules(context)
         rules.playing = rules.best()
         return RULES[rules.playing]
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        """Reward the rule; rounds without a draft say nothing."""
         drafted, accepted = levels(record), record.num_accepted_tokens
         if drafted:
             rules = self.rules(context)

@@ -1,7 +1,8 @@
 """The ``Drafter`` protocol: which tokens to guess.
 
 A new drafter is one class with two methods (:meth:`Drafter.propose` and, when it learns from verdicts,
-:meth:`Drafter.observe`), one registry row and one docs page.
+:meth:`Drafter.observe`), one registry row and one docs page.  What it is stands in its :class:`Traits`: nobody looks at
+which methods a class has.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -37,7 +38,11 @@ class Traits:
         rewinds: whether its per-request state survives that the text is cut back; only such a drafter can work inside
             another one, where rejected drafts take text away again.
         runs_target: whether it drafts with parts of the target itself, on ``context.sequence``.
+        learns: whether :meth:`Drafter.observe` does anything; a group shows no rounds to members that do not learn.
         only_for: the requests that it can draft for, in words, where those are not all.
+        free_for: whether ``drafter="auto"`` should have it among its choices for a target: its bare name can be built
+            without anything to be trained or downloaded, and it is expected to pay on this machine.  Asked of the class
+            whenever a target is loaded with ``drafter="auto"``: it must be quick, and must not raise.  ``None``: never.
     """
 
     kind: Kind = Kind.POINT
@@ -47,7 +52,9 @@ class Traits:
     prefers_noise: bool = False
     rewinds: bool = False
     runs_target: bool = False
+    learns: bool = True
     only_for: str = ""
+    free_for: Callable[[BuildContext], bool] | None = None
 
     @property
     def proposals(self) -> frozenset[tuple[Kind, bool]]:
@@ -55,8 +62,22 @@ class Traits:
         return self.sorts or frozenset({(self.kind, self.draws_trees)})
 
 
+class Foresight(Protocol):
+    """What a drafter knows of answers before it guesses."""
+
+    def minimum_budget(self, context: Context, budget: Budget) -> Budget:
+        """The budget, or a larger one where it is known what follows, so that no guess is needed."""
+
+    def predicted_from(self, context: Context) -> int | None:
+        """Where in the caller's prediction the last draft began (for the statistics); ``None`` for other drafts."""
+
+
 class Drafter(ABC):
     """One way to guess tokens.
+
+    Eight hooks may be overridden: :meth:`start`, :meth:`propose` (which must be), :meth:`propose_batch`,
+    :meth:`observe`, :meth:`rewind` and :meth:`finish` are called for requests, :meth:`cost_beside` and :meth:`describe`
+    say what it is to controllers and users.  All else is data.
 
     Attributes:
         name: registry key.
@@ -66,6 +87,7 @@ class Drafter(ABC):
         traits: what it is, by its class or by its options.
         spec: the spec string that it was built from, "" for one that was made by hand.
         target_bytes: weights of the target, 0 where they are not known; what it costs is a share of them.
+        drafters: the members of a group; of any other nobody.
     """
 
     name: ClassVar[str]
@@ -75,18 +97,7 @@ class Drafter(ABC):
     traits: Traits = Traits()
     spec: str = ""
     target_bytes: int = 0
-
-    @classmethod
-    def free_for(cls, context: BuildContext) -> bool:
-        """Whether ``drafter="auto"`` should have it among its choices for a target: its bare name can be built without
-        anything to be trained or downloaded, and it is expected to pay on this machine.
-
-        Asked whenever a target is loaded with ``drafter="auto"``: it must be quick, and must not raise.
-
-        Args:
-            context: the loaded target, and what it was loaded from.
-        """
-        return False
+    drafters: Sequence[Drafter] = ()
 
     @property
     def limits(self) -> Limits:
@@ -117,12 +128,9 @@ class Drafter(ABC):
         """Fingerprint of the draft model whose hidden states it tells a :class:`~foretoken.core.PathStop`, or None."""
         return None
 
-    def minimum_budget(self, context: Context, budget: Budget) -> Budget:
-        """The budget, or a larger one where the drafter knows what follows and so needs no guess."""
-        return budget
-
-    def predicted_from(self, context: Context) -> int | None:
-        """Where in the caller's prediction the last draft began (for the statistics); ``None`` for other drafts."""
+    @property
+    def foresight(self) -> Foresight | None:
+        """What it knows before it guesses; ``None`` where every draft is a guess."""
         return None
 
     def start(self, context: Context) -> None:  # noqa: B027
@@ -143,13 +151,8 @@ class Drafter(ABC):
             for c, b in zip(contexts, budgets, strict=True)
         ]
 
-    @property
-    def observes(self) -> bool:
-        """Whether :meth:`observe` does anything: what it is shown must be made first, in a group."""
-        return type(self).observe is not Drafter.observe
-
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:  # noqa: B027
-        """Learn from a verdict; ``context.tokens`` already contains the new tokens."""
+        """Learn from a verdict; ``context.tokens`` already contains the new tokens.  See ``Traits.learns``."""
 
     def rewind(self, context: Context, length: int) -> None:  # noqa: B027
         """The text was cut back to its first ``length`` tokens (``context.tokens`` already is); see ``Traits``."""

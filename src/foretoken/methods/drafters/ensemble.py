@@ -12,7 +12,7 @@ from dataclasses import replace
 from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.methods.drafters.base import BuildContext, Drafter
 from foretoken.methods.drafters.group import GroupDrafter, Part, Proposal, ask
-from foretoken.methods.trees.operations import merge_with_places
+from foretoken.methods.trees.operations import merge
 
 
 class EnsembleDrafter(GroupDrafter):
@@ -76,7 +76,7 @@ class EnsembleDrafter(GroupDrafter):
         return [self._merged(context, trees) for context, trees in zip(contexts, found, strict=True)]
 
     def _merged(self, context: Context, trees: Sequence[TokenTree]) -> TokenTree:
-        tree, places = merge_with_places(trees, self.traits.kind)
+        tree, places = merge(trees, self.traits.kind)
         parts = {i: Part(own, place) for i, (own, place) in enumerate(zip(trees, places, strict=True))}
         context.state[self] = Proposal(tree, parts)
         return tree

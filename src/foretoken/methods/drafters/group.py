@@ -51,7 +51,7 @@ class GroupDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         check_members(self.name, drafters)
         self.drafters = tuple(drafters)
-        self._observers = [i for i, member in enumerate(drafters) if member.observes]
+        self._observers = [i for i, member in enumerate(drafters) if member.traits.learns]
         self.taps = tuple(dict.fromkeys(tap for member in drafters for tap in member.taps))
         self.max_depth = max(member.max_depth for member in drafters)
         all_traits = [member.traits for member in drafters]

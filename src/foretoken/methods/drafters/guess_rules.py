@@ -19,11 +19,6 @@ RULES = ("cost", "expected", "match")
 """``cost`` weighs no guesses: the cheapest member is asked first."""
 
 
-def estimates(drafter: Drafter) -> bool:
-    """Whether a drafter says what its guesses are worth."""
-    return isinstance(drafter, SourceDrafter) and type(drafter).propose is SourceDrafter.propose
-
-
 @dataclass(frozen=True)
 class GuessRule:
     """A rule over the guesses of some members.
@@ -60,9 +55,9 @@ class GuessRule:
             raise ValueError("router needs rule=match for bias, which is a length of matches")
         if name == "cost":
             return None
-        falls_back = least > 0 or not estimates(drafters[-1])
+        falls_back = least > 0 or not isinstance(drafters[-1], SourceDrafter)
         weighed = [d for d in (drafters[:-1] if falls_back else drafters) if isinstance(d, SourceDrafter)]
-        if len(weighed) < len(drafters) - falls_back or not all(map(estimates, weighed)) or not weighed:
+        if len(weighed) < len(drafters) - falls_back or not weighed:
             told = ", ".join(drafter.name for drafter in drafters)
             raise ValueError(
                 f"router with rule={name} needs members that copy and may end with one other, not {told}: "

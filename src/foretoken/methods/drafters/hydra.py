@@ -6,7 +6,7 @@ Hydra and Hydra++, Ankner et al. 2024 (arXiv 2402.05109).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -59,6 +59,7 @@ class HydraDrafter(HeadsDrafter):
     """
 
     name = "hydra"
+    traits = replace(HeadsDrafter.traits, learns=True)
     net_config = HydraConfig
     net_class = HydraHeads
 

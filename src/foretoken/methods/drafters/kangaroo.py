@@ -56,6 +56,7 @@ class KangarooDrafter(OwnLayersDrafter):
     """
 
     name = "kangaroo"
+    traits = replace(OwnLayersDrafter.traits, learns=True)
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from foretoken.core import Budget, Context, Kind, Limits, TokenTree
-from foretoken.methods.drafters.base import BuildContext, Drafter
+from foretoken.methods.drafters.base import BuildContext, Drafter, Foresight
 from foretoken.methods.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.methods.drafters.prediction import PredictionDrafter
 from foretoken.methods.trees.operations import select
@@ -80,6 +80,11 @@ class KnownDrafter(GroupDrafter):
     def limits(self) -> Limits:
         """The inner drafter's: what a controller decides about."""
         return super().limits if self.inner is None else replace(self.inner.limits, name=self.spec or self.name)
+
+    @property
+    def foresight(self) -> Foresight:
+        """What a grammar forces, and what the caller predicts."""
+        return self
 
     def minimum_budget(self, context: Context, budget: Budget) -> Budget:
         """Room for what is known, whatever a controller would spend on guesses."""

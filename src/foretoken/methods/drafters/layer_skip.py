@@ -69,6 +69,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
     """
 
     name = "layer_skip"
+    traits = replace(OwnLayersDrafter.traits, learns=True)
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ DeepSeek-V3 (arXiv 2412.19437); one module used recursively as in FastMTP.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,27 @@ from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
 
 
+def has_head(context: BuildContext) -> bool:
+    """Whether the target's own checkpoint holds a head that can be run; not of a network that the caller hands in,
+    whose files would be read with every request."""
+    if not isinstance(context.source, str | Path) or not context.target.capabilities.taps:
+        return False
+    try:
+        if context.has_native_head():
+            MtpDrafter.build(None, context)
+            return True
+    except (ValueError, OSError):  # tensors are missing or are of another shape: the target loads without its head
+        pass
+    return False
+
+
 class MtpDrafter(FeatureDrafter):
     """A chain of the module's best guesses; a tree with ``width`` above 1.  Of several modules the first one fills the
     first level, the second one the second, and the last one all that follow.
     """
 
     name = "mtp"
+    traits = replace(FeatureDrafter.traits, free_for=has_head)
 
     def __init__(
         self,
@@ -45,20 +61,6 @@ class MtpDrafter(FeatureDrafter):
         tree: str = "",
     ) -> None:
         super().__init__(model, nodes, depth, width, grow, draw, window, sink, tree)
-
-    @classmethod
-    def free_for(cls, context: BuildContext) -> bool:
-        """For targets whose own checkpoint holds a head that can be run; not for a network that the caller hands in,
-        whose files would be read with every request."""
-        if not isinstance(context.source, str | Path) or not context.target.capabilities.taps:
-            return False
-        try:
-            if context.has_native_head():
-                cls.build(None, context)
-                return True
-        except (ValueError, OSError):  # tensors are missing or are of another shape: the target loads without its head
-            pass
-        return False
 
     @classmethod
     def build(

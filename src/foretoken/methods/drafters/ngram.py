@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foretoken.core import Budget, Context
-from foretoken.methods.drafters.base import BuildContext, Traits
+from foretoken.methods.drafters.base import Traits
 from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 
 Places = dict[tuple[int, ...], list[int]]
@@ -72,7 +72,7 @@ class NgramDrafter(SourceDrafter):
     """
 
     name = "ngram"
-    traits = Traits(rewinds=True)
+    traits = Traits(rewinds=True, learns=False, free_for=lambda context: True)  # a proposal costs a few look-ups
 
     def __init__(self, n: int = 3, k: int = 8, min_n: int = 1, match: str = "recent") -> None:
         if not 1 <= min_n <= n:
@@ -82,11 +82,6 @@ class NgramDrafter(SourceDrafter):
         if match not in ("recent", "first"):
             raise ValueError(f"match must be 'recent' or 'first', not {match!r}")
         self.n, self.min_n, self.max_depth, self.match = n, min_n, k, match
-
-    @classmethod
-    def free_for(cls, context: BuildContext) -> bool:
-        """For every target: a proposal costs a few look-ups."""
-        return True
 
     def open(self, context: Context) -> NgramSource:
         """An index of the request's text."""

@@ -94,7 +94,7 @@ class NgramCacheDrafter(SourceDrafter):
         if k < 1:
             raise ValueError(f"ngram_cache needs k >= 1, not {k}")
         self.max_depth, self.save_always = k, save
-        self.traits = Traits(shares_state=share)
+        self.traits = Traits(shares_state=share, learns=share)
         self.path: Path | None = None
         self.fingerprint = ""
         self._loaded = NgramCache()

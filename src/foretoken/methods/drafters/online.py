@@ -62,6 +62,7 @@ class OnlineDrafter(ModelDrafter):
     """
 
     name = "online"
+    traits = replace(ModelDrafter.traits, learns=True)
 
     def __init__(
         self,

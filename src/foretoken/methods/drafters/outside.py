@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ class DrafterError(ValueError):
 
 def has_outside(drafter: Drafter | None) -> bool:
     """Whether a drafter, or a member of a group, is none of ours."""
-    members: Sequence[Drafter] = getattr(drafter, "drafters", ())
-    return drafter is not None and (is_outside(type(drafter)) or any(map(has_outside, members)))
+    return drafter is not None and (is_outside(type(drafter)) or any(map(has_outside, drafter.drafters)))
 
 
 def check_proposal(tree: Any, context: Context, drafter: Drafter, target: LanguageModel | None, thorough: bool) -> None:
@@ -81,9 +79,8 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
 
 def _author(drafter: Drafter, tree: TokenTree, node: int) -> Drafter:
     """Who of a group guessed a node."""
-    members: Sequence[Drafter] = getattr(drafter, "drafters", ())
     index = tree.drafters[node] if tree.drafters else -1
-    return members[index] if 0 <= index < len(members) else drafter
+    return drafter.drafters[index] if 0 <= index < len(drafter.drafters) else drafter
 
 
 def _broken(drafter: Drafter, rule: str) -> DrafterError:

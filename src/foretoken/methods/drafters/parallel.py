@@ -19,10 +19,9 @@ from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
-from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.cost_aware import paying_count
-from foretoken.methods.trees.counts import Places
-from foretoken.methods.trees.lattice import Place, lattice
+from foretoken.methods.trees.counts import StaticTree
+from foretoken.methods.trees.lattice import Continuations, lattice
 
 
 class DraftIds(Protocol):
@@ -70,19 +69,19 @@ class Guesses:
         """The place behind a path of drafted tokens, and what the next place is asked with."""
         return Row(self.logits[len(path)]), None
 
-    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Place:
+    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
         """The ``width`` best candidates behind a path; with noise those of the race."""
         row, after = self.row(path, state)
         if row.ends:
-            return Place((), (), ())
+            return Continuations((), (), ())
         sure = log_beliefs(self._ranking(path, row) if self.races else row.scores[None].float())[0]
         values, best = sure.topk(min(width, len(sure)))
         if not self.races:
             best = self.head.mapped(best if row.ids is None else row.ids[best])
         log_probs = values.tolist()
-        confident = asks_for_confidence(budget)
+        confident = budget.asks_for_confidence
         ends = [confident and budget.stops_after(sure.exp(), math.exp(value)) for value in log_probs]
-        return Place(best.tolist(), log_probs, ends, after)
+        return Continuations(best.tolist(), log_probs, ends, after)
 
     def distribution(self, path: Sequence[int], row: Row) -> Tensor | None:
         """[V] what a token behind a path is drawn from; ``None`` where the request allows nothing of it."""
@@ -120,7 +119,7 @@ class ParallelDrafter(Drafter):
 
     width: int
     draw: str
-    places: Places
+    places: StaticTree
     costs: TargetCost | None = None
 
     def _shape(self, nodes: int, depth: int, width: int, draw: str, tree: str, rewinds: bool = False) -> None:
@@ -156,7 +155,7 @@ class ParallelDrafter(Drafter):
         if self.draw != "greedy" and not guess.context.sampler.fixed:
             return self._drawn(guess, budget, depth)
 
-        def place(path: Sequence[int], state: Any) -> Place:
+        def place(path: Sequence[int], state: Any) -> Continuations:
             return guess.place(path, state, self.width, budget)
 
         seen = lattice(guess.context.root, place, depth, min(self.max_nodes, budget.max_nodes))
@@ -171,7 +170,7 @@ class ParallelDrafter(Drafter):
         behind: dict[int, Any] = {}  # by node what the places of its children are asked with
 
         def after(node: int) -> Tensor | None:
-            path = drawn.path(node)
+            path = drawn.path_of[node]
             row, behind[node] = guess.row(path, behind[drawn.parents[node]] if node else None)
             return None if row.ends else guess.distribution(path, row)
 

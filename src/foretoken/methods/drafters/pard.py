@@ -101,6 +101,7 @@ class PardDrafter(ParallelDrafter):
         if k < 1:
             raise ValueError(f"{self.name} needs k >= 1, not {k}")
         self._shape(nodes, k, width, draw, tree, rewinds=True)
+        self.traits = replace(self.traits, learns=False)
         check_growth(model, branches=False)
         self.model = model
         self.mask = _mask_of(model, mask)

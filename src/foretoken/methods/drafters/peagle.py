@@ -18,8 +18,7 @@ from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.drafters.eagle3 import vocabulary_head
 from foretoken.methods.drafters.features import load_net
 from foretoken.methods.drafters.masked import MaskedReader
-from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleNet
-from foretoken.methods.drafters.nets.peagle_model import PeagleModel
+from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleModel, PeagleNet
 from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window

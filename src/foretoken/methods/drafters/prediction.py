@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from foretoken.core import Budget, Context
-from foretoken.methods.drafters.base import BuildContext, Traits
+from foretoken.methods.drafters.base import BuildContext, Foresight, Traits
 from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 
 LONGEST = 12
@@ -115,7 +115,7 @@ class PredictionDrafter(SourceDrafter):
     """
 
     name = "prediction"
-    traits = Traits(rewinds=True, only_for="requests with prediction=...")
+    traits = Traits(rewinds=True, learns=False, only_for="requests with prediction=...")
 
     def __init__(self, k: int = 16, default: Sequence[int] = ()) -> None:
         if k < 1:
@@ -131,6 +131,15 @@ class PredictionDrafter(SourceDrafter):
         drafter = cls(**options)
         drafter.vocab_size = context.target.vocab_size
         return drafter
+
+    @property
+    def foresight(self) -> Foresight:
+        """The prediction, of which the statistics are told."""
+        return self
+
+    def minimum_budget(self, context: Context, budget: Budget) -> Budget:
+        """The budget: a controller decides how much of the prediction is drafted."""
+        return budget
 
     def predicted_from(self, context: Context) -> int | None:
         """Where the last draft began."""

@@ -13,10 +13,9 @@ from typing import Any
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
-from foretoken.methods.drafters.cascade import CascadeDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.narrowed import reduced_head
-from foretoken.methods.drafters.staged import StagedDrafter
+from foretoken.methods.drafters.staged import sped_up
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.variants.quantised_gain import expected_gain
@@ -29,6 +28,12 @@ At 1.2 a model of 135M parameters had it in every second run: its expectation is
 """
 FULL = "16"
 """``bits`` that quantise nothing: for tests, and to see what the rest of a round costs."""
+
+
+def pays_here(context: BuildContext) -> bool:
+    """Whether the target is big, and a short measurement of one layer's products promises anything; not of a network
+    that the caller hands in, perhaps with every request, and that gets no second weights unasked."""
+    return isinstance(context.source, str | Path) and expected_gain(context.target, Scheme()) >= PAYS
 
 
 class QuantizedDrafter(ModelDrafter):
@@ -50,7 +55,7 @@ class QuantizedDrafter(ModelDrafter):
     """
 
     name = "quantized"
-    traits = replace(ModelDrafter.traits, rewinds=False)  # drafts grow on the target's own sequence
+    traits = replace(ModelDrafter.traits, rewinds=False, free_for=pays_here)  # drafts grow on the target's own sequence
 
     def __init__(
         self,
@@ -99,17 +104,11 @@ class QuantizedDrafter(ModelDrafter):
             return cls(context.target, **options, head=reduced_head(vocab, context.target, context, quantised))
         if vocab:
             raise ValueError(f"quantized with inner={inner} drafts from the whole vocabulary: leave out vocab={vocab}")
-        for key in ("tree", "draw"):
-            if options.get(key):
-                raise ValueError(f"quantized with inner={inner} drafts chains: leave out {key}={options[key]}")
-        k = int(options.pop("k", 8))
-        target, guesser = context.target, context.nested(cls.name, inner)
-        model = OwnWeightsModel(target, scheme_of(**{"bits": "auto", "group": 32, **options}))
-        built = (
-            CascadeDrafter(model, guesser, context.inner_rule, k=k, target=target)
-            if width == 1
-            else StagedDrafter(model, guesser, context.inner_rule, k=k, width=width, target=target)
-        )
+
+        def model(bits: str = "auto", group: int = 32, **more: Any) -> LanguageModel:
+            return OwnWeightsModel(context.target, scheme_of(bits, group, **more))
+
+        built = sped_up(cls.name, context, inner, options, model, width)
         built.traits = replace(built.traits, runs_target=True)  # its chains grow on the target's own sequence
         return built
 
@@ -124,12 +123,6 @@ class QuantizedDrafter(ModelDrafter):
     def cost_beside(self, target_bytes: int) -> float:
         """The second weights, and the projection that takes the place of theirs."""
         return share_of_bytes(self.model.weight_bytes + (self.head.weight_bytes if self.head else 0), target_bytes)
-
-    @classmethod
-    def free_for(cls, context: BuildContext) -> bool:
-        """For big targets, where a short measurement of one layer's products promises anything; not for a network that
-        the caller hands in, perhaps with every request, and that gets no second weights unasked."""
-        return isinstance(context.source, str | Path) and expected_gain(context.target, Scheme()) >= PAYS
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Grow all trees level by level, and leave the target's sequences as they were."""

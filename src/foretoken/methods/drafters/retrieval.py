@@ -85,7 +85,7 @@ class RetrievalDrafter(SourceDrafter):
     """
 
     name = "retrieval"
-    traits = Traits(draws_trees=True, rewinds=True)
+    traits = Traits(draws_trees=True, rewinds=True, learns=False)
 
     def __init__(
         self, datastore: Datastore, n: int = 16, min_n: int = 2, k: int = 10, nodes: int = 64, hits: int = 512

@@ -20,7 +20,7 @@ class ScriptedDrafter(Drafter):
     """
 
     name = "scripted"
-    traits = Traits(rewinds=True, only_for="tests and demonstrations")
+    traits = Traits(rewinds=True, learns=False, only_for="tests and demonstrations")
 
     def __init__(
         self,

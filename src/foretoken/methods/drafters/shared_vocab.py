@@ -60,6 +60,7 @@ class SharedVocabDrafter(ModelDrafter):
 
     name = "shared_vocab"
     traits = replace(ModelDrafter.traits, rewinds=False)
+    draws_together = False  # a distribution is carried over from the other vocabulary, request by request
 
     def __init__(
         self,

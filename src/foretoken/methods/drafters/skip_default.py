@@ -26,7 +26,7 @@ from foretoken.models.call_costs import quick_costs
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.checks.judging import ordinary_ids
 from foretoken.models.clock import now
-from foretoken.models.machine import WORTH_KEEPING_S, Kept
+from foretoken.models.machine import WORTH_KEEPING_S, KeptResults
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -47,7 +47,7 @@ STEPS = 8
 """Steps by which the cost of a sublayer is measured."""
 STALE = 2
 """Larger sets that are tried after the best one."""
-KEPT = Kept("skips")
+KEPT = KeptResults("skips")
 
 
 class NothingToSkipWarning(UserWarning):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
-from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.texts import reading
 
 
@@ -109,7 +109,9 @@ class NgramSource(ABC):
 
 
 class SourceDrafter(Drafter):
-    """A drafter with one :class:`NgramSource` per request."""
+    """A drafter with one :class:`NgramSource` per request.  Of rounds it learns for the sake of other requests only."""
+
+    traits = Traits(learns=False)
 
     @abstractmethod
     def open(self, context: Context) -> NgramSource:
@@ -138,11 +140,6 @@ class SourceDrafter(Drafter):
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """The source's guess; the root alone when it has none."""
         return self.guess(context, budget).tree(context.root)
-
-    @property
-    def observes(self) -> bool:
-        """Only for the sake of other requests, or of what a subclass adds."""
-        return self.traits.shares_state or type(self).observe is not SourceDrafter.observe
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Read the new tokens, if other requests may want them; else the next proposal does, if there is one."""

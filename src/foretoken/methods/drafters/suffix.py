@@ -245,7 +245,7 @@ class SuffixDrafter(SourceDrafter):
         if factor < 0 or not 0 <= min_prob <= 1:
             raise ValueError(f"suffix needs factor >= 0 and 0 <= min_prob <= 1, not {factor} and {min_prob}")
         self.bounds = MatchLimits(k, depth, factor, offset, min_prob, tree)
-        self.traits = Traits(draws_trees=tree, shares_state=share)
+        self.traits = Traits(draws_trees=tree, shares_state=share, learns=share)
         self.tenants = Tenants(lambda: Outputs(depth, cached, tokens), size=lambda one: one.size, room=tokens)
         self.max_depth = self.max_nodes = k
 

@@ -29,8 +29,8 @@ from foretoken.methods.drafters.nets.store import read_description
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
 from foretoken.methods.drafters.pard import ModelIds
-from foretoken.methods.trees.counts import Counts, Places
-from foretoken.methods.trees.lattice import Place
+from foretoken.methods.trees.counts import Counts, StaticTree
+from foretoken.methods.trees.lattice import Continuations
 from foretoken.methods.trees.shapes import Choice
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.call_costs import quick_costs
@@ -60,7 +60,7 @@ def paying_rows(accuracies: Sequence[float], most: int, cost: Callable[[int], fl
 class UnoGuesses(Guesses):
     """The target's own row fixes the first place: where the request's next token is fixed, it is the only candidate."""
 
-    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Place:
+    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
         """The ``width`` best candidates behind a path; in the first place the target's token."""
         certain = not path and (self.races or self.context.sampler.greedy)
         if not certain or self.head.vocab_size != self.logits.shape[-1]:
@@ -71,13 +71,13 @@ class UnoGuesses(Guesses):
         else:
             one_hot = self.distribution(path, row)
             tokens = [] if one_hot is None else [int(one_hot.argmax())]
-        return Place(tokens, [0.0] * len(tokens), [False] * len(tokens), after)
+        return Continuations(tokens, [0.0] * len(tokens), [False] * len(tokens), after)
 
 
 class _OneFirst:
     """A tree of which only one node hangs from the root: siblings of a token that is certain are of no use."""
 
-    def __init__(self, below: Places) -> None:
+    def __init__(self, below: StaticTree) -> None:
         self.below, self.max_depth, self.branches = below, 1 + below.max_depth, below.branches
 
     def within(self, max_depth: int, max_nodes: int) -> Counts:
@@ -135,7 +135,7 @@ class UnoDrafter(ParallelDrafter):
         if draw == "without_replacement" and not tree and depth > 1:
             self._shape(max(1, nodes - 1), depth - 1, width, draw, tree)
             self.places, self.max_depth, self.max_nodes = _OneFirst(self.places), depth, nodes
-        self.traits = replace(self.traits, runs_target=True)
+        self.traits = replace(self.traits, runs_target=True, learns=False)
         device = getattr(target, "device", None)
         self.net = (net if device is None else net.to(device)).eval()
         if net.config.vocab_size != target.vocab_size:

@@ -29,13 +29,13 @@ def best_count(values: Sequence[float], cost: Cost, spent: float = 0.0) -> tuple
     Returns:
         the count and (1 + sum of values) / (v(1 + count) + spent); the smallest count of equal rates.
     """
-    tokens, best, found = 1.0, 0, 1.0 / (cost(1) + spent)
+    tokens, best, best_rate = 1.0, 0, 1.0 / (cost(1) + spent)
     for count, value in enumerate(values, 1):
         tokens += value
         rate = tokens / (cost(1 + count) + spent)
-        if rate > found:
-            best, found = count, rate
-    return best, found
+        if rate > best_rate:
+            best, best_rate = count, rate
+    return best, best_rate
 
 
 def paying_count(values: Sequence[float], costs: TargetCost, batch: int) -> int:

@@ -16,7 +16,7 @@ Counts = Callable[[Choice], int]
 """Place -> number of children."""
 
 
-class Places(Protocol):
+class StaticTree(Protocol):
     """A static tree as child counts.
 
     Attributes:

@@ -14,5 +14,4 @@ class Eagle2(Growth):
     name = "eagle2"
 
     def frontier(self, seen: Candidates, first: int, width: int, nodes: int) -> list[int]:
-        """The ``width`` best nodes of the last level."""
         return sorted(range(first, len(seen)), key=lambda node: (-seen.scores[node], node))[:width]

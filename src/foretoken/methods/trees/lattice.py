@@ -15,7 +15,7 @@ from foretoken.methods.trees.base import Candidates
 
 
 @dataclass(frozen=True)
-class Place:
+class Continuations:
     """What may follow a path.
 
     Attributes:
@@ -31,7 +31,7 @@ class Place:
     state: Any = None
 
 
-def lattice(root: int, place: Callable[[Sequence[int], Any], Place], depth: int, nodes: int) -> Candidates:
+def lattice(root: int, place: Callable[[Sequence[int], Any], Continuations], depth: int, nodes: int) -> Candidates:
     """The ``nodes`` likeliest prefixes of at most ``depth`` tokens, the likeliest first.
 
     No prefix is likelier than one that it goes on from, so that they form a tree.  Ties fall to the lower depth, then
@@ -52,12 +52,12 @@ def lattice(root: int, place: Callable[[Sequence[int], Any], Place], depth: int,
         state, ended = open_ends[node]
         if ended or seen.depths[node] >= depth:
             return
-        found = place(seen.path_tokens(node), state)
-        open_ends[node] = found.state, False
-        for rank, (token, value) in enumerate(zip(found.tokens, found.log_probs, strict=True)):
+        following = place(seen.path_tokens(node), state)
+        open_ends[node] = following.state, False
+        for rank, (token, value) in enumerate(zip(following.tokens, following.log_probs, strict=True)):
             if value > -math.inf:
                 heapq.heappush(waiting, (-(seen.scores[node] + value), seen.depths[node] + 1, rank, token, node))
-                ranks_end[node, rank] = found.ends[rank]
+                ranks_end[node, rank] = following.ends[rank]
 
     expand(0)
     while waiting and len(seen) <= nodes:

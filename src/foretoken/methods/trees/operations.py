@@ -62,25 +62,7 @@ def from_paths(root: int, paths: Sequence[Sequence[int]]) -> TokenTree:
     return TokenTree(tuple(tokens), tuple(parents))
 
 
-def leaves(tree: TokenTree) -> list[int]:
-    """Nodes without children, probes left out."""
-    probes = tree.probes or (False,) * len(tree)
-    return [n for n in range(len(tree)) if not probes[n] and not tree.children[n]]
-
-
-def path_table(tree: TokenTree) -> list[list[int]]:
-    """One row per leaf: node indices from the root, padded with ``-1`` (never with a token or node that exists)."""
-    rows = [tree.path(leaf) for leaf in leaves(tree)]
-    width = max(map(len, rows))
-    return [row + [-1] * (width - len(row)) for row in rows]
-
-
-def merge(trees: Sequence[TokenTree], kind: Kind | None = None) -> TokenTree:
-    """The union of several drafters' trees under their common root; see :func:`merge_with_places`."""
-    return merge_with_places(trees, kind)[0]
-
-
-def merge_with_places(trees: Sequence[TokenTree], kind: Kind | None = None) -> tuple[TokenTree, list[list[int]]]:
+def merge(trees: Sequence[TokenTree], kind: Kind | None = None) -> tuple[TokenTree, list[list[int]]]:
     """The union of several drafters' trees, and per tree the merged node of each of its nodes.
 
     Point masses that propose the same token at the same place become one node: the second trial of a point mass can
@@ -135,9 +117,9 @@ def _union(trees: Sequence[TokenTree], kind: Kind) -> tuple[TokenTree, list[list
             row = tree.q_rows[node] if tree.q_rows else -1
             key = (place[tree.parents[node]], tree.tokens[node])
             probe = bool(tree.probes and tree.probes[node])
-            found = certain.get(key) if row < 0 and not probe else None
-            place.append(len(tokens) if found is None else found)
-            if found is not None:
+            same = certain.get(key) if row < 0 and not probe else None
+            place.append(len(tokens) if same is None else same)
+            if same is not None:
                 continue
             if row < 0 and not probe:
                 certain[key] = len(tokens)

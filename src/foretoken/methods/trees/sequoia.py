@@ -49,9 +49,9 @@ class BestTrees:
         Raises:
             ValueError: more nodes or levels than were solved for.
         """
-        found: list[Choice] = []
-        self._collect(self._size(nodes, depth), depth, (), found)
-        return by_value(found, self.acceptance)
+        shape: list[Choice] = []
+        self._collect(self._size(nodes, depth), depth, (), shape)
+        return by_value(shape, self.acceptance)
 
     def _size(self, nodes: int, depth: int) -> int:
         if not 1 <= nodes < len(self.best[0]) - 1 or not 1 <= depth < len(self.best):
@@ -59,12 +59,12 @@ class BestTrees:
             raise ValueError(f"trees of 1 to {most} were solved for, not of {nodes} and {depth}")
         return max(range(1, nodes + 2), key=lambda m: self.best[depth][m])
 
-    def _collect(self, size: int, depth: int, path: Choice, found: list[Choice]) -> None:
+    def _collect(self, size: int, depth: int, path: Choice, shape: list[Choice]) -> None:
         """Walk back through the choices made for a subtree of ``size`` nodes whose root is ``path``."""
         for child in range(self.children[depth][size], 0, -1):
             rest = self.left[depth, child, size]
-            found.append((*path, child - 1))
-            self._collect(size - rest, depth - 1, (*path, child - 1), found)
+            shape.append((*path, child - 1))
+            self._collect(size - rest, depth - 1, (*path, child - 1), shape)
             size = rest
 
 
@@ -74,7 +74,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
     Raises:
         ValueError: no acceptance vector, one that is none, or fewer than one node or level.
     """
-    check_acceptance(acceptance)
+    _check_acceptance(acceptance)
     if nodes < 1 or depth < 1:
         raise ValueError(f"sequoia needs nodes >= 1 and depth >= 1, not {nodes} and {depth}")
     sizes = nodes + 2  # m = 0 .. nodes + 1
@@ -83,7 +83,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
     best, children = [leaf], [[0] * sizes]
     left: dict[tuple[int, int, int], int] = {}
     for level in range(1, depth + 1):
-        row, count, found = leaf, [0] * sizes, list(leaf)
+        row, count, most = leaf, [0] * sizes, list(leaf)
         for b, chance in enumerate(acceptance, 1):
             wider = [-math.inf] * sizes
             for m in range(b + 1, sizes):
@@ -91,15 +91,15 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
                 value, y = max((row[y] + chance * below[m - y], -y) for y in range(b, m))
                 if value > -math.inf:
                     wider[m], left[level, b, m] = value, -y
-                if value > found[m]:
-                    found[m], count[m] = value, b
+                if value > most[m]:
+                    most[m], count[m] = value, b
             row = wider
-        best.append(found)
+        best.append(most)
         children.append(count)
     return BestTrees(tuple(acceptance), best, children, left)
 
 
-def check_acceptance(acceptance: Sequence[float]) -> None:
+def _check_acceptance(acceptance: Sequence[float]) -> None:
     """Raises:
     ValueError: not chances of which at most one comes true.
     """

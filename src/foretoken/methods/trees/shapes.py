@@ -94,9 +94,9 @@ def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[C
         ValueError: no such file, another method's, or no tree that ``heads`` heads can fill.
     """
     try:
-        found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-        stored = found["method"]
-        choices = [tuple(int(rank) for rank in choice) for choice in found["choices"]]
+        content = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        stored = content["method"]
+        choices = [tuple(int(rank) for rank in choice) for choice in content["choices"]]
     except OSError as error:
         raise ValueError(f"cannot read the tree {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):

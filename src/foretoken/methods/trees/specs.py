@@ -1,15 +1,19 @@
-"""Trees from their spec strings, for the options of drafters that take one."""
+"""Trees from the options of drafters: spec strings, child counts per level, files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from foretoken.core.names import unknown
 from foretoken.methods.trees.base import Growth, Shape
+from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
+from foretoken.methods.trees.expansion import parse_widths
+from foretoken.methods.trees.shapes import read_tree
 from foretoken.registry import make, parse_spec, rows
 
 
-def static_trees() -> list[str]:
+def _static_trees() -> list[str]:
     """Names of the trees of fixed shape."""
     return [row.name for row in rows("tree") if issubclass(row.load(), Shape)]
 
@@ -29,3 +33,21 @@ def build_tree(spec: str, sort: type[Any]) -> Any:
     if parse_spec(spec).name not in able:
         raise unknown(f"the tree cannot be {spec!r}", parse_spec(spec).name, able)
     return make("tree", spec)
+
+
+def places_of(tree: str, name: str) -> StaticTree:
+    """The static tree that an option ``tree`` asks for: child counts per level, a file, or a spec.
+
+    Raises:
+        ValueError: none of these, or a file of another drafter; the message lists the choices.
+    """
+    if tree[:1].isdigit() and not set(tree.lower()) - set("0123456789x"):
+        return Levels(parse_widths(tree))
+    if tree.partition(",")[0] in _static_trees():
+        return Ranks(build_tree(tree, Shape).choices())
+    if tree.endswith(".json") or Path(tree).expanduser().is_file():
+        return Ranks(read_tree(tree, name))
+    raise ValueError(
+        f"tree={tree!r} must be positive child counts per level, for example 3x2x1, a file of `foretoken tune tree`, "
+        f"or one of {', '.join([*_static_trees(), *dynamic_trees()])} with its options"
+    )

@@ -59,6 +59,8 @@ class Verifier(ABC):
             too.
         asks_choices: whether all that it asks of a greedy request, or of one with noise, is the token after a node.
         reads_logits: whether it looks at the logits of requests that sample, not at their distributions alone.
+        verifies_alone: whether its :meth:`verify` is more than :meth:`decide_fast` with fresh coins: then it is asked
+            request by request.
     """
 
     name: ClassVar[str]
@@ -69,6 +71,7 @@ class Verifier(ABC):
     races: ClassVar[bool] = False
     asks_choices: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
+    verifies_alone: ClassVar[bool] = False
 
     @abstractmethod
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
@@ -120,8 +123,8 @@ def draw_all(wanted: Sequence[tuple[Tensor, float]]) -> list[int]:
     distributions = torch.stack([distribution for distribution, _ in wanted])
     cdf = _cdf(distributions)
     goal = cdf[:, -1] * torch.tensor([u for _, u in wanted], dtype=cdf.dtype, device=cdf.device)
-    found = torch.searchsorted(cdf, goal[:, None], right=True).clamp_(max=distributions.shape[-1] - 1)
-    tokens, weights = torch.cat((found, distributions.gather(-1, found)), -1).T.tolist()
+    indices = torch.searchsorted(cdf, goal[:, None], right=True).clamp_(max=distributions.shape[-1] - 1)
+    tokens, weights = torch.cat((indices, distributions.gather(-1, indices)), -1).T.tolist()
     rounded = (not weight > 0.0 for weight in weights)  # up to the last step of the CDF
     return [draw(*one) if bad else int(token) for one, token, bad in zip(wanted, tokens, rounded, strict=True)]
 

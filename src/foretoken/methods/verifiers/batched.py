@@ -3,11 +3,16 @@
 A request alone costs some ten tensor operations on vectors of the vocabulary's size, which take longer to call than to
 run: in a batch of eight they were a tenth of a round.  What is decided is the same, bit for bit, as by
 :meth:`foretoken.methods.verifiers.base.Verifier.verify`, request by request.
+
+A rule that asked a device at every test would wait for it hundreds of times a round (446 times for eight trees of ten
+sampled nodes), and the walks are host code.  So the tokens of greedy requests, and of those with noise, are looked up
+there for all nodes at once, distributions are made there, and both are brought to the host by one transfer.  Where the
+prefix counts (penalties, processors) the logits themselves come, and the request's pipeline runs on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -15,9 +20,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Rng, Scores, TokenTree, Verdict, is_large
-from foretoken.core.sampling import fixed_tokens
+from foretoken.core.noise import send_together
+from foretoken.core.sampling import check_best, checks_later, fixed_tokens, race
+from foretoken.core.transfers import read_together
 from foretoken.methods.verifiers.base import Coins, Verifier, draw_all
-from foretoken.methods.verifiers.on_device import bring_home
 
 
 class LateCoins(Coins):
@@ -48,16 +54,16 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
         ValueError: a chain rule met a node with two children.
         NonFiniteLogitsError: NaN logits, or no finite logit left.
     """
-    if any(type(one).verify is not Verifier.verify for one in verifiers):
+    if any(one.verifies_alone for one in verifiers):
         each = zip(verifiers, all_scores, rngs, strict=True)
         return [verifier.verify(scores.tree, scores, rng) for verifier, scores, rng in each]
     if all_scores[0].logits.device.type != "cpu":
-        all_scores = bring_home(verifiers, all_scores)
+        all_scores = _bring_home(verifiers, all_scores)
     elif len(all_scores) == 1:
         return [verifiers[0].verify(all_scores[0].tree, all_scores[0], rngs[0])]
     else:
-        make_distributions(verifiers, all_scores)
-        make_choices(all_scores)
+        _make_distributions(verifiers, all_scores)
+        _make_choices(all_scores)
     verdicts: list[Verdict] = []
     late: dict[int, tuple[Tensor, float]] = {}
     for verifier, scores, rng in zip(verifiers, all_scores, rngs, strict=True):
@@ -72,7 +78,7 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
     return verdicts
 
 
-def make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> None:
+def _make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> None:
     """Make the distributions that the rules will ask for, of all requests that sample alike by one call."""
     alike: dict[Hashable, list[tuple[Scores, int]]] = {}
     for verifier, scores in zip(verifiers, all_scores, strict=True):
@@ -87,11 +93,11 @@ def make_distributions(verifiers: Sequence[Verifier], all_scores: Sequence[Score
             torch.cat([scores.logits[:count] for scores, count in group]), None
         )
         for (scores, _), part in zip(group, distributions.split(counts), strict=True):
-            scores.made = part
-        read_weights([scores for scores, count in group if count > 1])
+            scores.batched_p = part
+        _read_weights([scores for scores, count in group if count > 1])
 
 
-def make_choices(all_scores: Sequence[Scores]) -> None:
+def _make_choices(all_scores: Sequence[Scores]) -> None:
     """Look up the tokens after all nodes of requests with noise, of all that sample alike by one call."""
     alike: dict[Hashable, list[Scores]] = {}
     for scores in all_scores:
@@ -104,7 +110,7 @@ def make_choices(all_scores: Sequence[Scores]) -> None:
             scores.chosen = tokens
 
 
-def read_weights(all_scores: Sequence[Scores]) -> None:
+def _read_weights(all_scores: Sequence[Scores]) -> None:
     """p(x) and q(x) of the drafts of chains whose distributions are made, in one transfer."""
     drawn = [scores for scores in all_scores if _distributions_in_order(scores.tree)]
     if len(drawn) < 2:
@@ -113,14 +119,95 @@ def read_weights(all_scores: Sequence[Scores]) -> None:
     drafts = torch.tensor([x for scores in drawn for x in scores.tree.tokens[1:]], device=drawn[0].logits.device)
     read: list[Tensor] = []
     for scores, x in zip(drawn, drafts[:, None].split(counts), strict=True):
-        if scores.made is None or scores.tree.q is None:
+        if scores.batched_p is None or scores.tree.q is None:
             raise RuntimeError("weights are read of distributions that are made and drawn from")
-        read += (scores.made[:-1].gather(1, x), scores.tree.q.gather(1, x))
-    found = iter(torch.cat(read)[:, 0].tolist())
+        read += (scores.batched_p[:-1].gather(1, x), scores.tree.q.gather(1, x))
+    weights = iter(torch.cat(read)[:, 0].tolist())
     for scores, count in zip(drawn, counts, strict=True):
-        scores.weights = (list(islice(found, count)), list(islice(found, count)))
+        scores.weights = (list(islice(weights, count)), list(islice(weights, count)))
 
 
 def _distributions_in_order(tree: TokenTree) -> bool:
     """Whether every draft of a chain has a distribution of its own."""
     return tree.q is not None and len(tree.q) == len(tree) - 1 and tuple(tree.q_rows[1:]) == tuple(range(len(tree.q)))
+
+
+def _bring_home(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> list[Scores]:
+    """Scores whose rules need nothing of the device any more, one draw of requests without a draft left out.
+
+    Raises:
+        NonFiniteLogitsError: NaN logits, or no finite logit left.
+    """
+    pairs = list(zip(verifiers, all_scores, strict=True))
+    looked_up = [scores for verifier, scores in pairs if _is_looked_up(verifier, scores)]
+    drawn = [scores for verifier, scores in pairs if _is_drawn(verifier, scores)]
+    with checks_later() as best:
+        tokens = _tokens(looked_up, best)
+        distributions = _distributions(drawn)
+    stays = {*tokens}
+    for verifier, scores in pairs:
+        if id(scores) in distributions and _draws_alone(verifier, scores):
+            scores.batched_p = distributions[id(scores)]
+            stays.add(id(scores))
+    read: list[Tensor] = [*best, *tokens.values()]
+    for scores in all_scores:
+        if id(scores) not in stays:
+            read += [distributions.get(id(scores), scores.logits)] + ([] if scores.tree.q is None else [scores.tree.q])
+    got = iter(read_together(read))
+    check_best([next(got) for _ in best])
+    for scores in looked_up:
+        scores.chosen = next(got).tolist()
+    return [scores if id(scores) in stays else _home(scores, id(scores) in distributions, got) for scores in all_scores]
+
+
+def _home(scores: Scores, has_distributions: bool, got: Iterator[Tensor]) -> Scores:
+    """The same on the host; rules of sampled requests read distributions alone, which stand where the logits were."""
+    rows = next(got)
+    tree = scores.tree if scores.tree.q is None else replace(scores.tree, q=next(got))
+    return replace(scores, logits=rows, tree=tree, batched_p=rows if has_distributions else None, _distributions={})
+
+
+def _is_looked_up(verifier: Verifier, scores: Scores) -> bool:
+    return verifier.asks_choices and scores.sampler.fixed and scores.sampler.context_free
+
+
+def _is_drawn(verifier: Verifier, scores: Scores) -> bool:
+    return scores.sampler.context_free and not scores.sampler.fixed and not verifier.reads_logits
+
+
+def _draws_alone(verifier: Verifier, scores: Scores) -> bool:
+    """Nothing was drafted: the one draw is made on the device, with those of other such requests."""
+    return len(scores.tree) == 1 and verifier.lossless
+
+
+def _alike(all_scores: Sequence[Scores]) -> Mapping[Hashable, list[Scores]]:
+    groups: dict[Hashable, list[Scores]] = {}
+    for scores in all_scores:
+        groups.setdefault((scores.sampler.greedy, scores.sampler.recipe), []).append(scores)
+    return groups
+
+
+def _tokens(all_scores: Sequence[Scores], best: list[Tensor]) -> dict[int, Tensor]:
+    """The tokens [N] after all nodes, by the identity of the scores, in their order."""
+    by_scores: dict[int, Tensor] = {}
+    noises = [(scores.sampler.noise, scores.positions) for scores in all_scores if scores.sampler.noise is not None]
+    if noises:
+        send_together(noises, all_scores[0].logits)
+    for group in _alike(all_scores).values():
+        logits = [scores.logits for scores in group]
+        is_greedy = group[0].sampler.greedy
+        rows = torch.cat(logits) if is_greedy else race([s.sampler for s in group], logits, [s.lengths for s in group])
+        values, tokens = rows.max(-1)
+        best.append(values)
+        by_scores |= {id(scores): part for scores, part in zip(group, tokens.split([*map(len, logits)]), strict=True)}
+    return {id(scores): by_scores[id(scores)] for scores in all_scores}
+
+
+def _distributions(all_scores: Sequence[Scores]) -> dict[int, Tensor]:
+    """The distributions [N, V] after all nodes, by the identity of the scores."""
+    by_scores: dict[int, Tensor] = {}
+    for group in _alike(all_scores).values():
+        logits = [scores.logits for scores in group]
+        parts = group[0].sampler.distributions(torch.cat(logits), None).split([*map(len, logits)])
+        by_scores |= {id(scores): part for scores, part in zip(group, parts, strict=True)}
+    return by_scores

@@ -59,7 +59,6 @@ class BlockVerifier(Verifier):
         raise AssertionError("unreachable: the empty prefix is always accepted")
 
     def draws_last(self, tree: TokenTree) -> bool:
-        """Always."""
         return True
 
     def needs_all(self, scores: Scores) -> bool:

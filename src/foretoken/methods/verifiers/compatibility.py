@@ -65,19 +65,14 @@ def objection(kind: Kind, is_tree: bool, rule: type[Verifier], greedy: bool) -> 
     return None
 
 
-def right_verifiers(kind: Kind, is_tree: bool, greedy: bool) -> list[str]:
-    """Registry names of the lossless verifiers for proposals of one sort."""
-    return verifiers_for([(kind, is_tree)], greedy)
-
-
 def verifiers_for(proposals: Iterable[tuple[Kind, bool]], greedy: bool) -> list[str]:
     """Registry names of the lossless verifiers that are right for all sorts of proposals (kind, can branch)."""
-    sorts, found = list(proposals), []
+    sorts, names = list(proposals), []
     for row in rows("verifier"):
         rule: type[Verifier] = row.load()
         if rule.lossless and all(objection(kind, is_tree, rule, greedy) is None for kind, is_tree in sorts):
-            found.append(row.name)
-    return found
+            names.append(row.name)
+    return names
 
 
 @cache

@@ -32,8 +32,6 @@ class DistanceVerifier(Verifier):
         self.eps, self.sample_next = eps, sample_next
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Keep the longest run of tokens near the argmax."""
-
         def accepts(node: int, p: Tensor, token: int) -> bool:
             return abs(token - scores.argmax(node)) <= self.eps
 

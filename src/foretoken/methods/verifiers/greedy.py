@@ -19,8 +19,6 @@ class GreedyVerifier(Verifier):
     asks_choices = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Follow the argmax; no coin is tossed."""
-
         def choose(node: int, children: Sequence[int]) -> int:
             return scores.choice(node)
 

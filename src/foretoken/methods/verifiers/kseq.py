@@ -10,8 +10,6 @@ from torch import Tensor
 from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.methods.verifiers.base import Coins, Verifier, is_nothing, walk_down, without
 
-BISECTIONS = 16
-
 
 class KseqVerifier(Verifier):
     """Test each of k children of one distribution with p(c) / (rho q(c)), where rho in [1, k] spreads the target over
@@ -27,8 +25,6 @@ class KseqVerifier(Verifier):
     kinds = frozenset({Kind.IID})
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Walk down, one threshold per group of children that share a distribution."""
-
         def choose(node: int, children: Sequence[int]) -> int:
             rest = scores.p(node)  # [V]
             for group in _groups(tree, children):
@@ -42,7 +38,7 @@ class KseqVerifier(Verifier):
                 for token in tokens:
                     if coins.accept(float(rest[token]), rho * float(q[token])):
                         return token
-                rest = kseq_residual(rest, q, len(group), rho)
+                rest = _residual(rest, q, len(group), rho)
             return coins.draw(rest)
 
         return walk_down(tree, choose)
@@ -53,7 +49,7 @@ def threshold(p: Tensor, q: Tensor, k: int) -> float:
     low, high = 1.0, float(k)
     if k == 1:
         return 1.0
-    for _ in range(BISECTIONS):
+    for _ in range(16):  # bisections
         rho = 0.5 * (low + high)
         beta = overlap(p, q, rho)
         if 1.0 - (1.0 - beta) ** k >= rho * beta:
@@ -68,7 +64,7 @@ def overlap(p: Tensor, q: Tensor, rho: float) -> float:
     return float(torch.minimum(q, p / rho).sum())
 
 
-def kseq_residual(p: Tensor, q: Tensor, k: int, rho: float) -> Tensor:
+def _residual(p: Tensor, q: Tensor, k: int, rho: float) -> Tensor:
     """norm([p - min(q, p / rho) (1 - (1 - beta)^k) / beta]+) [V]; ``p`` when nothing is left or nothing overlaps."""
     shared = torch.minimum(q, p / rho)
     beta = float(shared.sum())

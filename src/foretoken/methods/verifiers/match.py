@@ -18,8 +18,6 @@ class MatchVerifier(Verifier):
     name = "match"
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """One draw per visited node."""
-
         def choose(node: int, children: Sequence[int]) -> int:
             return coins.draw(scores.p(node))
 

@@ -34,8 +34,6 @@ class MinBlockVerifier(Verifier):
         self.min_accepted, self.sample_next = min_accepted, sample_next
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Keep the argmax run, extended to the minimum."""
-
         def accepts(node: int, p: Tensor, token: int) -> bool:
             return token == scores.argmax(node)
 

@@ -19,8 +19,6 @@ class MultiRoundVerifier(Verifier):
     kinds = frozenset({Kind.IID, Kind.POINT})
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Walk down, one trial per child."""
-
         def choose(node: int, children: Sequence[int]) -> int:
             rest = scores.p(node)  # [V]
             for child in children:

@@ -33,7 +33,6 @@ class RejectionVerifier(Verifier):
         return Verdict(tuple(nodes), coins.draw(scores.p(nodes[-1] if nodes else 0)), next_is_bonus=True)
 
     def draws_last(self, tree: TokenTree) -> bool:
-        """Always."""
         return True
 
     def needs_all(self, scores: Scores) -> bool:

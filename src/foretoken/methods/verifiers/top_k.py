@@ -32,8 +32,6 @@ class TopKVerifier(Verifier):
         self.k, self.sample_next = k, sample_next
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Keep the longest run of top-k tokens."""
-
         def accepts(node: int, p: Tensor, token: int) -> bool:
             weight = p[token]
             return float(weight) > 0.0 and int((p > weight).sum()) < self.k

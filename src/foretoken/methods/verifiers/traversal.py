@@ -39,7 +39,6 @@ class TraversalVerifier(Verifier):
         return tree.is_chain
 
     def needs_all(self, scores: Scores) -> bool:
-        """As for block verification."""
         return all_at_once(scores.tree, scores)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:

@@ -42,7 +42,6 @@ class TypicalVerifier(Verifier):
         return min(self.eps, self.delta * math.exp(-float(torch.special.entr(p).sum())))
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Keep the longest typical run."""
         bars: dict[int, float] = {}
 
         def accepts(node: int, p: Tensor, token: int) -> bool:

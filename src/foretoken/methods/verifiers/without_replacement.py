@@ -22,8 +22,6 @@ class WithoutReplacementVerifier(Verifier):
     kinds = frozenset({Kind.WITHOUT_REPLACEMENT, Kind.POINT})
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Walk down, one trial per child in sampling order."""
-
         def choose(node: int, children: Sequence[int]) -> int:
             rest, drawn = scores.p(node), SiblingDistributions(tree)
             for child in children:

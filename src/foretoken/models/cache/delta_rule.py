@@ -34,7 +34,7 @@ _thread = threading.local()
 
 
 @dataclass(frozen=True)
-class Window:
+class RecurrenceInputs:
     """What one layer's recurrence was fed in one forward of n tokens.
 
     Attributes:
@@ -59,9 +59,9 @@ def rule_files(model: nn.Module) -> list[ModuleType]:
 
 
 @contextmanager
-def recorded(files: Sequence[ModuleType]) -> Iterator[list[Window]]:
+def recorded(files: Sequence[ModuleType]) -> Iterator[list[RecurrenceInputs]]:
     """Record what the recurrences of this thread are fed, layer by layer, in the forward inside the block."""
-    tape: list[Window] = []
+    tape: list[RecurrenceInputs] = []
     if not files:
         yield tape
         return
@@ -101,7 +101,9 @@ def _recording(rule: Callable[..., Any], single: Callable[..., Any]) -> Callable
     def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
         tape = getattr(_thread, "tape", None)
         if tape is not None:
-            tape.append(Window(key, value, given["g"], given["beta"], given.get("use_qk_l2norm_in_kernel", False)))
+            tape.append(
+                RecurrenceInputs(key, value, given["g"], given["beta"], given.get("use_qk_l2norm_in_kernel", False))
+            )
             if key.shape[1] <= FEW and key.device.type == "cpu":
                 return single(query, key, value, *args, **given)
         return rule(query, key, value, *args, **given)
@@ -109,7 +111,7 @@ def _recording(rule: Callable[..., Any], single: Callable[..., Any]) -> Callable
     return call
 
 
-def replay(state: Tensor, windows: Sequence[Window], count: int) -> None:
+def replay(state: Tensor, windows: Sequence[RecurrenceInputs], count: int) -> None:
     """Bring a state [1, Hv, Dk, Dv] ``count`` recorded tokens further, in place."""
     flat = state.view(-1, *state.shape[-2:])
     for window in windows:
@@ -123,7 +125,7 @@ def replay(state: Tensor, windows: Sequence[Window], count: int) -> None:
         count -= len(key)
 
 
-def _prepared(window: Window, count: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _prepared(window: RecurrenceInputs, count: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The first ``count`` tokens: keys [n, Hv, Dk, 1], values [n, Hv, 1, Dv], factors and strengths [n, Hv, 1, 1]."""
     key, value, decay, strength = (
         tensor[0, :count].to(state.dtype) for tensor in (window.key, window.value, window.decay, window.strength)

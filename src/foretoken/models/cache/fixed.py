@@ -46,7 +46,6 @@ class FixedCache(TreeCache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether anything was stored."""
         return any(buffer is not None for buffer in self._keys)
 
     @property
@@ -139,10 +138,10 @@ class FixedCache(TreeCache):
 
     def _parts(self) -> list[Tensor]:
         """All buffers as few tensors [L, R, H, S, D]."""
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for stack, store in zip(self._stacks, (self._keys, self._values), strict=True):
-            found += [stack] if stack is not None else [buffer[None] for buffer in store if buffer is not None]
-        return found
+            parts += [stack] if stack is not None else [buffer[None] for buffer in store if buffer is not None]
+        return parts
 
     # -- ordinary forwards -------------------------------------------------------------------------------------------
 
@@ -195,7 +194,7 @@ class FixedCache(TreeCache):
         """Forwards inside the block cover rows 0 to b, write at ``slots`` [b, n] and see the first ``view`` slots."""
         batch = len(slots)
         self._places = (torch.arange(batch, device=slots.device)[:, None], slots)
-        self._low, self._high, self._used, self._starts = 0, batch, view, [0]
+        self.low, self._high, self.used, self.starts = 0, batch, view, [0]
         try:
             yield
         finally:
@@ -216,7 +215,7 @@ class FixedCache(TreeCache):
         rows, slots = self._places
         buffer = self._buffer(store, new, layer)
         buffer[rows, :, slots] = new.transpose(1, 2)
-        return buffer[: self._high, :, : self._used]
+        return buffer[: self._high, :, : self.used]
 
 
 def _resized(stack: Tensor, rows: int, slots: int) -> Tensor:

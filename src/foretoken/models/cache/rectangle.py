@@ -9,7 +9,6 @@ they were fed.  Positions were given by depth, so that a commit only moves rows:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,21 +19,6 @@ from foretoken.models.cache.window import Cut
 
 CHUNK = 64
 """Slots by which the cache grows at least, so that growing is rare and little is left empty."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Where the next forward writes.
-
-    Attributes:
-        low: its first row.
-        starts: the first slot of each of its rows.
-        used: slots that attention sees.
-    """
-
-    low: int
-    starts: Sequence[int]
-    used: int
 
 
 Moves = dict[int, list[tuple[int, int]]]
@@ -50,7 +34,10 @@ class TreeCache(Cache):
 
     Attributes:
         texts: the sequences whose rows these are, in order (:mod:`foretoken.models.cache.pool`).
-        reads: the slots that the planned forward reads; ``None``: all.
+        low: the first row of the planned forward.
+        starts: the first slot that it writes of each of its rows.
+        used: slots that attention sees.
+        reads: those of them that it reads; ``None``: all.
         movable: whether its texts may move to another cache beside it.
     """
 
@@ -66,10 +53,10 @@ class TreeCache(Cache):
         self.texts: list[Any] = []
         self.num_rows = 1
         self.num_slots = CHUNK
-        self._low, self._high = 0, 1
-        self._starts: list[int] = [0]
+        self.low, self._high = 0, 1
+        self.starts: list[int] = [0]
         self._uniform = True
-        self._used = 0
+        self.used = 0
         self.reads: Cut | None = None
         self._rows = self._slots = torch.empty(0, dtype=torch.long)
         self._rows_from = 0
@@ -126,24 +113,19 @@ class TreeCache(Cache):
         """
         self.flush()
         self.reserve(high, max(used, max(starts) + count))
-        self._low, self._high, self._used, self.reads = low, high, used, None
-        self._starts = list(starts)
-        self._uniform = len(set(self._starts)) == 1
+        self.low, self._high, self.used, self.reads = low, high, used, None
+        self.starts = list(starts)
+        self._uniform = len(set(self.starts)) == 1
         if not self._uniform:
             device = next((k.device for k in self.keys if k is not None), None)
             if self._rows.shape[:1] != (high - low,) or self._rows_from != low:
                 self._rows, self._rows_from = torch.arange(low, high, device=device)[:, None], low
-            self._slots = torch.tensor([range(start, start + count) for start in self._starts], device=device)
+            self._slots = torch.tensor([range(start, start + count) for start in self.starts], device=device)
 
     @property
     def num_read(self) -> int:
         """Slots that :meth:`update` hands out."""
-        return self._used if self.reads is None else self.reads.sink + self._used - self.reads.low
-
-    @property
-    def planned(self) -> Planned:
-        """What :meth:`plan` was told."""
-        return Planned(self._low, self._starts, self._used)
+        return self.used if self.reads is None else self.reads.sink + self.used - self.reads.low
 
     def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values [rows, H, slots, D] of all layers, for who writes them himself; made for keys ``like``
@@ -163,15 +145,15 @@ class TreeCache(Cache):
 
     def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
         buffer = self._buffer(store, new, layer)
-        view = buffer[self._low : self._high]
+        view = buffer[self.low : self._high]
         if self._uniform:
-            start = self._starts[0]
+            start = self.starts[0]
             view[:, :, start : start + new.shape[2]] = new
         else:
             if self._rows.device != new.device:
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
             buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
-        seen = view[:, :, : self._used] if self.reads is None else self.reads.slots(view[:, :, : self._used])
+        seen = view[:, :, : self.used] if self.reads is None else self.reads.slots(view[:, :, : self.used])
         return seen.to(new.dtype)  # a copy only for who computes in another dtype than wrote
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
@@ -252,10 +234,10 @@ class TreeCache(Cache):
     def take_row(self, source: TreeCache, row: int, target: int, slots: int) -> None:
         """Copy the first ``slots`` slots of a row of another cache to row ``target``."""
         self.reserve(target + 1, slots)
-        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+        for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
             for layer, buffer in enumerate(theirs):
                 if buffer is not None:
-                    self._buffer(mine, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
+                    self._buffer(own, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
 
     def fresh(self) -> TreeCache:
         """An empty cache for the same layers."""
@@ -269,11 +251,11 @@ class TreeCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Where the next forward writes (models that are given position ids do not depend on it)."""
-        return self._starts[0]
+        return self.starts[0]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Length and offset of the keys; unused because masks are always passed whole."""
-        return self._used, 0
+        return self.used, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most slots."""

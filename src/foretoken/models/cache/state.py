@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from foretoken.models.base import CapabilityError
-from foretoken.models.cache.delta_rule import Window, replay
+from foretoken.models.cache.delta_rule import RecurrenceInputs, replay
 
 NONE = -1
 
@@ -36,7 +36,7 @@ class StateCache:
         self.length = 0
         self.saved = NONE
         self.guarded = self.careful = False
-        self._tape: list[list[Window]] | None = None
+        self._tape: list[list[RecurrenceInputs]] | None = None
         self._copies: dict[tuple[int, str, int], Tensor] = {}
         self._windows: dict[int, tuple[Tensor | None, Tensor | None, int]] = {}
 
@@ -98,7 +98,7 @@ class StateCache:
         """Whether forwards since the checkpoint are recorded."""
         return self._tape is not None
 
-    def record(self, windows: list[Window]) -> None:
+    def record(self, windows: list[RecurrenceInputs]) -> None:
         """What the recurrent layers were fed in a forward.
 
         Raises:

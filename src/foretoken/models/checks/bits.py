@@ -27,15 +27,15 @@ BITWISE, ROUNDED = "bitwise", "rounding"
 
 def exactness_of(owner: HuggingFaceModel, ids: Sequence[int]) -> tuple[str, str]:
     """``"bitwise"`` or ``"rounding"``, and how that is known."""
-    reason = order_depends(owner)
+    reason = _order_depends(owner)
     if reason is None:
-        reason = different_bits(owner, ids)
+        reason = _different_bits(owner, ids)
     if reason is not None:
         return ROUNDED, f"{reason}; near-ties may differ"
     return BITWISE, "one row, a chain, a tree and a batch gave the same bits"
 
 
-def order_depends(owner: HuggingFaceModel) -> str | None:
+def _order_depends(owner: HuggingFaceModel) -> str | None:
     """Why the order of sums depends on how many rows there are; ``None`` where it never does."""
     dtype = str(owner.dtype).removeprefix("torch.")
     if owner.exact == "bitwise":
@@ -50,7 +50,7 @@ def order_depends(owner: HuggingFaceModel) -> str | None:
 
 
 @torch.inference_mode()
-def different_bits(owner: HuggingFaceModel, ids: Sequence[int]) -> str | None:
+def _different_bits(owner: HuggingFaceModel, ids: Sequence[int]) -> str | None:
     """What is scored with other bits than alone; ``None`` when nothing is."""
     tokens = [token % owner.vocab_size for token in ids]
     text, path = tokens[:READ], tokens[READ : READ + 5]

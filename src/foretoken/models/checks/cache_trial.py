@@ -19,15 +19,12 @@ from torch import Tensor
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.checks.self_test import relative
 from foretoken.models.linear.packing import is_plain
+from foretoken.models.linear.product import has_quantised
 from foretoken.models.network.alone import alone
 from foretoken.models.network.placement import device_of
 
 ROWS, KEPT = 6, 3
 """Tokens of the trial, and how many of them are read first."""
-LOOKS_AHEAD = 0.3
-"""Relative difference that later tokens make, beyond which a model reads them, whatever its layers do.  Quantised
-layers that scale all tokens of a call together made 0.02 to 0.1."""
-TRIED_LAYERS = 16
 HALF = (torch.bfloat16, torch.float16)
 LIMIT, HALF_LIMIT = 1e-3, 0.5
 """Relative differences that no rounding makes, in float32 (at most 1e-6 in random models) and in 16 bits, where it can
@@ -52,7 +49,7 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
 
 def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     rollback = wrapped.capabilities.rollback
-    coarse = getattr(wrapped, "exact", "") == "approximate" or any(hasattr(m, "joined") for m in model.modules())
+    coarse = getattr(wrapped, "exact", "") == "approximate" or has_quantised(model)
     limit = HALF_LIMIT if model.dtype in HALF or coarse else LIMIT  # quantised kernels give out bfloat16
     wanted, mixed = _without_cache(model, wrapped.vocab_size, limit)
     if mixed:
@@ -64,14 +61,14 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     sequence = wrapped.open()
     try:
         wrapped.prefill(sequence, tokens[:KEPT])
-        found = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
+        logits = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
     except Exception as error:
         raise _refusal(model, error) from error
     finally:
         wrapped.release(sequence)
-    if found.shape != wanted[KEPT:last].shape:
+    if logits.shape != wanted[KEPT:last].shape:
         raise CapabilityError(f"{_name(model)} cannot be decoded here: it reads other tokens than it is given")
-    difference = relative(found.float(), wanted[KEPT:last].to(found.device))
+    difference = relative(logits.float(), wanted[KEPT:last].to(logits.device))
     if rollback and not difference <= limit:
         return f"its logits of several tokens differ from those without a cache by {difference:.2g} of their size"
     return None
@@ -87,27 +84,28 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, f
     tokens = _text(vocab_size)
     other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
     try:
-        found, changed = (_forward(model, ids) for ids in (tokens, other))
+        logits, changed = (_forward(model, ids) for ids in (tokens, other))
     except CapabilityError:
         raise
     except Exception as error:
         raise _refusal(model, error) from error
-    difference = relative(changed[:KEPT], found[:KEPT])
-    if LIMIT < difference <= LOOKS_AHEAD and _mixes_tokens(model):
-        return found, difference
+    difference = relative(changed[:KEPT], logits[:KEPT])
+    # Quantised layers that scale all tokens of a call together made 0.02 to 0.1.
+    if LIMIT < difference <= 0.3 and _mixes_tokens(model):
+        return logits, difference
     if difference > limit:
         raise CapabilityError(
             f"{_name(model)} is no causal language model: what it says of a token depends on later ones "
             "(a BERT-like model needs is_decoder=True in its configuration)"
         )
-    return found, 0.0
+    return logits, 0.0
 
 
 def _mixes_tokens(model: Any) -> bool:
     """Whether one of the first linear layers that are not PyTorch's own gives a token something else when others are
     read with it: kernels for 8-bit activations often have one scale for all rows of a call."""
     layers = (m for m in model.modules() if hasattr(m, "in_features") and not is_plain(m))
-    return any(_sees_other_rows(layer, model) for layer in islice(layers, TRIED_LAYERS))
+    return any(_sees_other_rows(layer, model) for layer in islice(layers, 16))
 
 
 def _sees_other_rows(layer: Any, model: Any) -> bool:
@@ -116,10 +114,10 @@ def _sees_other_rows(layer: Any, model: Any) -> bool:
     others = rows.clone()
     others[:, KEPT:] *= 32
     try:
-        found, changed = (layer(x)[:, :KEPT].float() for x in (rows, others))
+        before, changed = (layer(x)[:, :KEPT].float() for x in (rows, others))
     except Exception:  # no layer over rows of hidden states
         return False
-    return relative(changed, found) > LIMIT
+    return relative(changed, before) > LIMIT
 
 
 def _forward(model: Any, tokens: list[int]) -> Tensor:

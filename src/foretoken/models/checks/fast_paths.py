@@ -20,7 +20,7 @@ from torch import nn
 
 from foretoken.models.checks.bits import exactness_of
 from foretoken.models.checks.judging import Judge, Run, ordinary_ids
-from foretoken.models.machine import WORTH_KEEPING_S, Kept
+from foretoken.models.machine import WORTH_KEEPING_S, KeptResults
 
 if TYPE_CHECKING:
     from foretoken.models.forward.network import Network
@@ -140,4 +140,4 @@ def _code() -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-KEPT = Kept("checks", _code)
+KEPT = KeptResults("checks", _code)

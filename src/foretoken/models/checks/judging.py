@@ -21,12 +21,13 @@ from torch.nn import functional as F
 
 from foretoken.models.cache.masks import LayerMask, RowPlan, additive_mask
 from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.linear.product import QuantisedLayer
+from foretoken.models.network.call import NetworkCall, Outputs
 
 if TYPE_CHECKING:
     from foretoken.models.forward.network import Network
 
-Run = Callable[[Call], Outputs]
+Run = Callable[[NetworkCall], Outputs]
 """A forward, public or lean."""
 MOST = 1.5
 """A path's error in units of the public forward's.  Two forwards that round in different places differ by up to 1.3."""
@@ -44,8 +45,6 @@ def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
     return None if wide == torch.float64 and device.type == "mps" else wide
 
 
-SLAB_BYTES = 4 << 20
-"""Rows of a weight that are widened together, which takes half as long as the whole weight (1.0 and 2.1 s at 1.5B)."""
 CHAIN = 16
 """Leading tokens of the probe that hang one from the other; the others branch."""
 PARENTS = (*range(-1, CHAIN - 1), CHAIN - 1, CHAIN - 1, CHAIN, CHAIN, CHAIN + 1, CHAIN + 2, CHAIN + 3, CHAIN + 2)
@@ -86,7 +85,7 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):  # rows that are looked up are widened, not the table
             handles.append(module.register_forward_hook(lambda _, __, out: out.to(dtype)))
-        elif hasattr(module, "joined"):
+        elif isinstance(module, QuantisedLayer):
             handles.append(module.register_forward_hook(_by_numbers(dtype)))
         elif type(module) is nn.Linear and "forward" not in vars(module):
             module.forward = partial(_by_slabs, module, dtype)  # type: ignore[method-assign]
@@ -106,12 +105,12 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def without_kernels(model: nn.Module) -> Iterator[None]:
+def _without_kernels(model: nn.Module) -> Iterator[None]:
     """Inside the block quantised layers multiply by the numbers that their weights stand for, in float32.
 
     Where a kernel reads activations in few bits, they are rounded as it does: that is a part of what it computes.
     """
-    quantised = [module for module in model.modules() if hasattr(module, "joined")]
+    quantised = [module for module in model.modules() if isinstance(module, QuantisedLayer)]
     handles = [module.register_forward_hook(_by_numbers(torch.float32, as_read=True)) for module in quantised]
     try:
         yield
@@ -122,7 +121,8 @@ def without_kernels(model: nn.Module) -> Iterator[None]:
 
 def _by_slabs(module: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """The layer in ``dtype``, on widened rows that stay in the processor's cache."""
-    rows = max(1, SLAB_BYTES // (module.in_features * dtype.itemsize))
+    # 4 MiB at once take half as long as the whole weight (1.0 and 2.1 s at 1.5B).
+    rows = max(1, (4 << 20) // (module.in_features * dtype.itemsize))
     slabs = module.weight.detach().split(rows)
     biases = [None] * len(slabs) if module.bias is None else module.bias.detach().to(dtype).split(rows)
     x = x.to(dtype)
@@ -157,7 +157,7 @@ def probe_logits(network: Network, run: Run, dtype: torch.dtype, ids: Sequence[i
     cache.plan(0, 1, [0], ROWS, ROWS)
     positions = torch.tensor([depths], device=network.device)
     try:
-        logits = run(Call(cache, tokens, positions, masks, [(0, 0, ROWS)], ()))[0][0].cpu().double()
+        logits = run(NetworkCall(cache, tokens, positions, masks, [(0, 0, ROWS)], ()))[0][0].cpu().double()
     except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
         return None
     return logits if bool(torch.isfinite(logits).all()) else None
@@ -195,7 +195,7 @@ class Judge:
     @classmethod
     def of(cls, network: Network, ids: Sequence[int]) -> Judge | None:
         """``None`` for a model that cannot be run on the probe; float64 models are their own judge."""
-        with without_kernels(network.model):
+        with _without_kernels(network.model):
             own = probe_logits(network, network.run_public, network.dtype, ids)
         if own is None:
             return None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foretoken.models.stateful import StatefulModel
 
 
-class Limits(NamedTuple):
+class _ErrorLimits(NamedTuple):
     """Relative differences that are rounding, beyond :data:`foretoken.models.checks.judging.MOST` times those of a
     fresh reading, both against a fresh reading in the next wider precision.
 
@@ -36,7 +36,7 @@ class Limits(NamedTuple):
     mean: float
 
 
-HALF, EXACT = Limits(0.02, 0.05), Limits(1e-4, 3e-4)
+HALF, EXACT = _ErrorLimits(0.02, 0.05), _ErrorLimits(1e-4, 3e-4)
 """A state that a forward of several tokens ignores makes 0.07 to 1, a rule for single tokens that leaves a clamp out
 (nemotron_h, zamba2) 1e-3 in float32."""
 READ, STEP, CHAIN = 12, 13, 17
@@ -72,27 +72,27 @@ def _difference(model: StatefulModel) -> str | None:
         model.commit(sequence, [0])
         chain = model.forward([Feed(sequence, text[STEP + 1 : CHAIN])])[0].logits
         model.commit(sequence, list(range(CHAIN - STEP - 1)))
-        rolled = _Reading(torch.cat([single, chain]), model.state(sequence))
+        rolled = _ProbeReading(torch.cat([single, chain]), model.state(sequence))
         fresh = _fresh(model, text[:CHAIN])
         return _worst(model, rolled, fresh, _truth(model, text[:CHAIN]) or fresh)
     finally:
         model.release(sequence)
 
 
-class _Reading(NamedTuple):
+class _ProbeReading(NamedTuple):
     """Logits of the scored tokens, and what the layers keep of the text."""
 
     logits: Tensor
     state: StateCache
 
 
-def _fresh(model: StatefulModel, text: list[int]) -> _Reading:
+def _fresh(model: StatefulModel, text: list[int]) -> _ProbeReading:
     state = StateCache()
     logits = model.read(state, text, len(text) - READ)
-    return _Reading(torch.cat([logits[:1], logits[2:]]), state)
+    return _ProbeReading(torch.cat([logits[:1], logits[2:]]), state)
 
 
-def _truth(model: StatefulModel, text: list[int]) -> _Reading | None:
+def _truth(model: StatefulModel, text: list[int]) -> _ProbeReading | None:
     """The same in the next wider precision; ``None`` where the network has none (float64, or a kernel of one dtype)."""
     wide = wider(model.dtype, model.device)
     if wide is None:
@@ -104,7 +104,7 @@ def _truth(model: StatefulModel, text: list[int]) -> _Reading | None:
         return None
 
 
-def _worst(model: StatefulModel, rolled: _Reading, fresh: _Reading, truth: _Reading) -> str | None:
+def _worst(model: StatefulModel, rolled: _ProbeReading, fresh: _ProbeReading, truth: _ProbeReading) -> str | None:
     """The kind of tensor that is further from the truth than a fresh reading explains, and by how much."""
     errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
     states = (tensors_of(reading.state.cache) for reading in (rolled, fresh, truth))
@@ -128,9 +128,9 @@ def _said(kind: str, path: float, plain: float) -> str:
     )
 
 
-def relative(mine: Tensor, theirs: Tensor) -> float:
-    """Size of the difference in units of ``theirs``."""
-    if mine.shape != theirs.shape:
+def relative(tried: Tensor, judged_by: Tensor) -> float:
+    """Size of the difference in units of ``judged_by``."""
+    if tried.shape != judged_by.shape:
         return float("inf")
-    own, judge = mine.cpu().double(), theirs.cpu().double()
+    own, judge = tried.cpu().double(), judged_by.cpu().double()
     return float((own - judge).norm() / judge.norm().clamp_min(1e-30))

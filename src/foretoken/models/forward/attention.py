@@ -27,10 +27,10 @@ _WATCHED: ContextVar[dict[int, Tensor] | None] = ContextVar("watched queries", d
 @contextmanager
 def watching_queries() -> Iterator[dict[int, Tensor]]:
     """Inside the block, attention leaves the query [Hq, D] of the last node of the first row there, by layer."""
-    found: dict[int, Tensor] = {}
-    token = _WATCHED.set(found)
+    queries: dict[int, Tensor] = {}
+    token = _WATCHED.set(queries)
     try:
-        yield found
+        yield queries
     finally:
         _WATCHED.reset(token)
 
@@ -68,9 +68,9 @@ def attention_for(exact: str, device: torch.device) -> str:
 
 
 def _note(module: nn.Module, query: Tensor) -> None:
-    found = _WATCHED.get()
-    if found is not None:
-        found[int(module.layer_idx)] = query[0, :, -1]  # type: ignore[arg-type]
+    queries = _WATCHED.get()
+    if queries is not None:
+        queries[int(module.layer_idx)] = query[0, :, -1]  # type: ignore[arg-type]
 
 
 def folded_attention(

@@ -99,7 +99,7 @@ class HostFree(TorchDispatchMode):
             dynamic &= {tag for x in tensors[1:] if x.dtype == torch.bool for tag in dynamic}
         if dynamic:
             raise CapabilityError(f"its forward waits for the device ({name}), which cannot be captured")
-        found = func(*args, **(kwargs or {}))
-        if name in ("_to_copy", "copy_") and len({x.device for x in (*tensors, found) if x.dim()}) > 1:
+        result = func(*args, **(kwargs or {}))
+        if name in ("_to_copy", "copy_") and len({x.device for x in (*tensors, result) if x.dim()}) > 1:
             raise CapabilityError(f"its forward copies between devices ({name}), which cannot be captured")
-        return found
+        return result

@@ -19,7 +19,7 @@ from foretoken.models.cache.cross import Crossed, Encoded, crossed, encoded, pla
 from foretoken.models.cache.masks import LayerMask
 from foretoken.models.forward.attention import attention_for
 from foretoken.models.network.alone import alone, switched_attention
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.network.placement import decoding, device_of
 from foretoken.models.network.rotary import ChangingRotary
@@ -80,8 +80,8 @@ class DecoderForward:
     @property
     def run_dtype(self) -> torch.dtype:
         """Of hidden states, keys and values."""
-        found: torch.dtype = self.dtype
-        return found
+        dtype: torch.dtype = self.dtype
+        return dtype
 
     def check(self, plan: LayerPlan) -> None:
         """Refuse a part of the layers.
@@ -104,13 +104,13 @@ class DecoderForward:
             self.model(decoder_input_ids=ids[1:, :1], **given)
         return encoded(states[0], cache)
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """Logits [n, V] per feed, and taps."""
         return [self._run(call) for call in calls]
 
-    def _run(self, call: Call) -> Outputs:
+    def _run(self, call: NetworkCall) -> Outputs:
         ids, (width, first) = call.ids, (call.ids.shape[1], call.first)
-        low = call.cache.planned.low
+        low = call.cache.low
         other = self._side_by_side([text.encoded for text in call.cache.texts[low : low + len(ids)]])
         with switched_attention(self), recording(self.model, call.taps) as hidden:
             decoding(self.model)
@@ -135,7 +135,7 @@ class DecoderForward:
         if self._last is not None and any(one is known for known in self._last.inputs):
             self._last = None
 
-    def _mask(self, call: Call, low: int) -> Tensor:
+    def _mask(self, call: NetworkCall, low: int) -> Tensor:
         """[b, H, width, used] what is added to attention scores: the bias by distance, and who may be looked at."""
         keys = torch.arange(call.cache.num_read).repeat(len(call.ids), 1)
         for row, text in enumerate(call.cache.texts[low : low + len(call.ids)]):
@@ -164,17 +164,17 @@ def _answer_start(model: Any) -> tuple[int, ...]:
     Raises:
         CapabilityError: neither configuration names one.
     """
-    found: dict[str, int] = {}
+    starts: dict[str, int] = {}
     for config in (model.config, getattr(model, "generation_config", None)):  # the latter has the last word
         for name in ("decoder_start_token_id", "forced_bos_token_id"):
             value = getattr(config, name, None)
             if isinstance(value, int):
-                found[name] = value
-    if "decoder_start_token_id" not in found:
+                starts[name] = value
+    if "decoder_start_token_id" not in starts:
         raise CapabilityError(
             f"{model.config.model_type}: config.json names no decoder_start_token_id, which an answer begins with"
         )
-    return tuple(found.values())
+    return tuple(starts.values())
 
 
 def _biased_layer(model: Any) -> Any:
@@ -183,10 +183,10 @@ def _biased_layer(model: Any) -> Any:
     Raises:
         CapabilityError: the decoder has its positions otherwise.
     """
-    found = [module for module in model.get_decoder().modules() if hasattr(module, "relative_attention_bias")]
-    if len(found) != 1 or not hasattr(found[0], "compute_bias"):
+    biased = [module for module in model.get_decoder().modules() if hasattr(module, "relative_attention_bias")]
+    if len(biased) != 1 or not hasattr(biased[0], "compute_bias"):
         raise CapabilityError(
             f"{model.config.model_type} is an encoder and a decoder whose positions are no bias by distance that all "
             "layers share: of these only T5 and its kin are run"
         )
-    return found[0]
+    return biased[0]

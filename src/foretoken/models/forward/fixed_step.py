@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.models.cache.fixed import PATH, FixedCache
 from foretoken.models.cache.masks import LayerMask, RowPlan, ancestor_matrix, unseen
 from foretoken.models.cache.rectangle import Moves
-from foretoken.models.network.call import Call, Forward
+from foretoken.models.network.call import Forward, NetworkCall
 
 TREE = 128
 """Scratch nodes of a sequence, old and new, that a fixed step can mask."""
@@ -145,7 +145,7 @@ def fixed_mask(numbers: Mapping[str, Tensor], layer: LayerMask, slots: int, dtyp
     return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(allowed.logical_not(), unseen(dtype))
 
 
-class Outputs:
+class OutputMemory:
     """Memory that all steps of a model leave their results in: whoever runs one copies them out before the next.
 
     Results of their own would stay in memory for every graph, and logits are the largest tensors of a small batch.
@@ -178,7 +178,9 @@ class FixedStep:
         outputs: where it leaves its results.
     """
 
-    def __init__(self, forwards: Forward, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: Outputs) -> None:
+    def __init__(
+        self, forwards: Forward, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: OutputMemory
+    ) -> None:
         self.forwards, self.cache, self.bucket, self.outputs = forwards, cache, bucket, outputs
         self.numbers = Numbers(bucket, cache.spare, host, forwards.device)
         self.run: Any = self.program
@@ -197,7 +199,7 @@ class FixedStep:
         }
         wanted = [(row, 0, bucket.width) for row in range(bucket.batch)]
         with self.cache.fixed(numbers["slots"], bucket.slots):
-            call = Call(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps)
+            call = NetworkCall(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps)
             logits, taps = forwards.run_all([call])[0]
         rows = self.outputs.place("logits", logits[0], (bucket.batch, *logits[0].shape))
         torch.stack(logits, out=rows)

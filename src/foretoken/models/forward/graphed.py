@@ -23,7 +23,7 @@ from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.checks.judging import APART, MOST, ROUNDING, WIDER, ordinary_ids, widened
 from foretoken.models.clock import now
 from foretoken.models.forward.capture import CudaGraphs, HostFree, Recorder
-from foretoken.models.forward.fixed_step import TREE, Bucket, FixedStep, Outputs, size_of
+from foretoken.models.forward.fixed_step import TREE, Bucket, FixedStep, OutputMemory, size_of
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.layers import WHOLE
 from foretoken.models.network.placement import is_split
@@ -38,8 +38,6 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Requests that a step may have."""
 MOST_ROWS = 1024
 """Rows of a whole step: beyond, arithmetic is the larger part, and padding is no longer free."""
-MOST_GRAPHS = 64
-"""Graphs that are kept; the one that was not used for longest is dropped."""
 
 
 class Graphs:
@@ -60,7 +58,7 @@ class Graphs:
         self.stopped = ""
         self.followers: list[Graphs] = []
         self._steps: OrderedDict[Bucket, FixedStep] = OrderedDict()
-        self._outputs = Outputs()
+        self._outputs = OutputMemory()
         self._stamp: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
@@ -97,9 +95,8 @@ class Graphs:
         owner.num_layer_runs += WHOLE.count(owner.num_layers)
         results = []
         for row, feed, place in zip(rows, feeds, places, strict=True):
-            wanted = place.new if feed.wanted is None else feed.wanted
             kept = {name: states[row, : place.new] for name, states in hidden.items()}
-            results.append(Rows(logits[row, place.new - wanted : place.new], kept))
+            results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], kept))
         return results
 
     @torch.inference_mode()
@@ -163,7 +160,7 @@ class Graphs:
                 self.stop(_first_line(error))
                 return None
             self._steps[bucket] = step
-            if len(self._steps) > MOST_GRAPHS:
+            if len(self._steps) > 64:  # the one that was not used for longest goes
                 self._steps.popitem(last=False)
         self._steps.move_to_end(bucket)
         return step
@@ -251,7 +248,7 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
         return "its layers are on several devices, and a graph runs on one"
     if model.rotary is not None:
         return "its rotary embeddings change with the length of the text"
-    if model.context_length < CHECKED_TOKENS:
+    if model.context_length < 32:  # tokens that the check may need
         return f"a context of {model.context_length} tokens is too short to check them"
     before = model.cache
     model.separate(type(before)(before.num_layers, before.max_slots))
@@ -259,8 +256,8 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
         wanted, truth = _sample(model), _truth(model)
         model.separate(FixedCache(before.num_layers, before.max_slots))
         model.graphs = graphs = Graphs(model, recorder or CudaGraphs(model.device))
-        found = _sample(model)
-        reason = graphs.stopped or _difference(wanted, found, truth, model.dtype)
+        logits = _sample(model)
+        reason = graphs.stopped or _difference(wanted, logits, truth, model.dtype)
     except RuntimeError as error:
         reason = _first_line(error)
     if reason:
@@ -269,10 +266,6 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
         model.run_s, model.run_rows, model.num_layer_runs = 0.0, 0, 0.0
         model.graphs_off = ""
     return reason
-
-
-CHECKED_TOKENS = 32
-"""Tokens that the check may need."""
 
 
 @torch.inference_mode()

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from foretoken.models.checks.fast_paths import Checks
 from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean_families import Family, family_of, part
-from foretoken.models.forward.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary, joined
+from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowPlaces, joined
 from foretoken.models.forward.lean_parts import Norm, norm_of
 from foretoken.models.linear.packing import Projection, is_plain, pays_packed, unpack_linears
-from foretoken.models.linear.product import Product
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.linear.product import Product, QuantisedLayer, has_quantised
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import known_ids, put_in
 from foretoken.models.network.rotary import LeanTurns
 from foretoken.models.network.watch import has_hooks
@@ -48,7 +48,7 @@ def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
     It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
     where the CPU multiplies that.
     """
-    if owner.exact != "approximate" or owner.dtype != torch.float32 or hasattr(linear, "joined"):
+    if owner.exact != "approximate" or owner.dtype != torch.float32 or isinstance(linear, QuantisedLayer):
         return owner.packing.projection(linear), owner.packing.activations(owner.dtype)
     half = linear.weight.detach().to(torch.bfloat16)
     if pays_packed(half):
@@ -127,7 +127,7 @@ class LeanForward:
     @property
     def is_coarse(self) -> bool:
         """Whether it multiplies in bfloat16 or by quantised weights, whatever the model is in."""
-        quantised = any(hasattr(module, "joined") for module in self.owner.model.modules())
+        quantised = has_quantised(self.owner.model)
         return self.head_dtype == torch.bfloat16 or quantised
 
     def row_dependent(self) -> str | None:
@@ -142,11 +142,11 @@ class LeanForward:
         """Whether attention spends no time on slots that a mask hides."""
         return all(layer.native for layer in self.layers)
 
-    def run(self, call: Call) -> Outputs:
+    def run(self, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, in which padding that was left out is zero."""
         return self.run_all([call])[0]
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """Several calls at once, alike but for their rows: only attention tells the caches apart."""
         taps, plan = calls[0].taps, calls[0].plan
         run, x = self._begin(calls)
@@ -177,9 +177,9 @@ class LeanForward:
             outputs.append(([logits[start:stop] for start, stop in spans], states))
         return outputs
 
-    def _begin(self, calls: Sequence[Call]) -> tuple[Pass, Tensor]:
+    def _begin(self, calls: Sequence[NetworkCall]) -> tuple[ForwardPass, Tensor]:
         """What the layers read besides the hidden states [n, D] of all rows, and those."""
-        places = [Places(len(call.ids), call.ids.shape[1], call.counts, call.ids.device) for call in calls]
+        places = [RowPlaces(len(call.ids), call.ids.shape[1], call.counts, call.ids.device) for call in calls]
         states = [
             place.taken(call.ids if call.states is None else call.states)
             for place, call in zip(places, calls, strict=True)
@@ -187,17 +187,17 @@ class LeanForward:
         positions = joined([place.taken(call.positions) for place, call in zip(places, calls, strict=True)])
         ends = list(accumulate(map(len, states)))
         groups = [
-            Group(slice(end - len(rows), end), place, self._masks(call), call.cache)
+            CacheRows(slice(end - len(rows), end), place, self._masks(call), call.cache)
             for end, rows, place, call in zip(ends, states, places, calls, strict=True)
         ]
         x = joined(states)
         if calls[0].states is None:
             x = self.embedded(x)
         if self.turns is None:
-            return Pass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
+            return ForwardPass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
         told = [call.positions + 1 if call.lengths is None else call.lengths for call in calls]
         lengths = joined([place.taken(each) for place, each in zip(places, told, strict=True)])
-        return Pass(groups, self.turns(positions, lengths)), x
+        return ForwardPass(groups, self.turns(positions, lengths)), x
 
     def embedded(self, ids: Tensor) -> Tensor:
         """What the first layer reads [n, D] of ids [n]."""
@@ -209,7 +209,7 @@ class LeanForward:
             x = put_in(x, ids, rows, first)
         return x if self.input_scale == 1.0 else x * self.input_scale
 
-    def _masks(self, call: Call) -> Mapping[str, Tensor | None]:
+    def _masks(self, call: NetworkCall) -> Mapping[str, Tensor | None]:
         """Masks as the layers read them: scaled_dot_product_attention sees the heads of a group as more rows."""
         groups = self.size.heads // self.size.kv_heads
         first = self.layers[0]
@@ -290,18 +290,12 @@ def _not_covered(owner: Network) -> str | None:
     return None
 
 
-def agrees(owner: Network, lean: LeanForward) -> bool:
-    """Whether the forward passes the check (:mod:`foretoken.models.checks.judging`)."""
-    judge = Checks(owner, None).judge
-    return judge is not None and judge.fault(owner, lean.run, lean.dtype, lean.is_coarse) is None
-
-
 def _has_plain_linears(model: Any, family: Family) -> bool:
     """Whether everything that is to be fused is a plain linear layer, or one that we have quantised."""
     mlp = () if family.experts else (*family.gate_up, family.up, family.down)
     names = {*family.qkv, family.out, "lm_head", *mlp}
     return hasattr(model, "lm_head") and all(
-        is_plain(module) or hasattr(module, "joined")
+        is_plain(module) or isinstance(module, QuantisedLayer)
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in names
     )

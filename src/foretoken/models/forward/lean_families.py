@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-KNOWN_ROPE = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
-"""Rotary embeddings that the lean forward has; the last two through :mod:`foretoken.models.network.rotary`."""
-
 
 @dataclass(frozen=True)
 class Family:
@@ -113,7 +110,9 @@ def family_of(config: Any) -> Family | None:
     family = FAMILIES.get(config.model_type)
     if family is None or any(getattr(config, name, None) for name in family.refused):
         return None
-    return family if all(rope.get("rope_type", "default") in KNOWN_ROPE for rope in _ropes(config)) else None
+    # The last two through foretoken.models.network.rotary.
+    known = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+    return family if all(rope.get("rope_type", "default") in known for rope in _ropes(config)) else None
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:

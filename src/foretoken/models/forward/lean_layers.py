@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.attention import exact_attention, folded_attention
 from foretoken.models.forward.lean_families import Family, part
-from foretoken.models.forward.lean_parts import Change, Joined, Output, mlp_of, named, norm_of, with_products
+from foretoken.models.forward.lean_parts import Change, Joined, OutputProjection, mlp_of, named, norm_of, with_products
 from foretoken.models.linear.packing import Packing
 from foretoken.models.native import attention as native
 
@@ -48,7 +48,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """What all layers of one forward read.
 
     Attributes:
@@ -56,17 +56,17 @@ class Pass:
         turns: cosine and signed sine [n, 1, r] of the rows, by kind of rotary embedding.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[CacheRows]
     turns: Mapping[str, tuple[Tensor, Tensor]]
 
     def put(self, name: str, x: Tensor, hidden: Sequence[dict[str, Tensor]]) -> None:
         """Hand out the states x [n, D] as a tap: to every group its own, padded."""
-        for group, found in zip(self.groups, hidden, strict=True):
-            found[name] = group.places.padded(x[group.rows])
+        for group, taps in zip(self.groups, hidden, strict=True):
+            taps[name] = group.places.padded(x[group.rows])
 
 
 @dataclass(frozen=True)
-class Group:
+class CacheRows:
     """Rows of a forward that share a cache.
 
     Attributes:
@@ -77,7 +77,7 @@ class Group:
     """
 
     rows: slice
-    places: Places
+    places: RowPlaces
     masks: Mapping[str, Tensor | None]
     cache: TreeCache
 
@@ -89,8 +89,8 @@ class LeanLayer:
         layer: the module.
         family: what its parts are called.
         size: shape of its attention.
-        kind: layer type, the key of its mask in :attr:`Pass.masks`.
-        rope: the key of its rotary embedding in :attr:`Pass.turns`.
+        kind: layer type, the key of its mask in :attr:`ForwardPass.masks`.
+        rope: the key of its rotary embedding in :attr:`ForwardPass.turns`.
         packing: how its linear layers become projections; where those multiply in blocks, attention sums in float64.
         dtype: of queries, keys and values; ``None``: never bfloat16.
     """
@@ -115,7 +115,7 @@ class LeanLayer:
         self.norm_attention = before
         scale = float(getattr(layer, "residual_multiplier", 1.0))
         self.qkv = packing.projection(*(part(attention, name) for name in family.qkv))
-        self.out = Output(packing.projection(part(attention, family.out)), Joined(after, scale))
+        self.out = OutputProjection(packing.projection(part(attention, family.out)), Joined(after, scale))
         self.q_norm, self.k_norm = (
             norm_of(getattr(attention, name, None), packing, family.norm_offset) for name in ("q_norm", "k_norm")
         )
@@ -143,11 +143,11 @@ class LeanLayer:
         other, family = copy.copy(self), self.family
         inside = partial(named, family.attention)
         other.qkv = change(self.qkv, inside(*family.qkv))
-        other.out = Output(change(self.out.projection, inside(family.out)), self.out.joined)
+        other.out = OutputProjection(change(self.out.projection, inside(family.out)), self.out.joined)
         other.mlp = with_products(self.mlp, family, change)
         return other
 
-    def attend(self, index: int, x: Tensor, run: Pass) -> Tensor:
+    def attend(self, index: int, x: Tensor, run: ForwardPass) -> Tensor:
         """The attention of layer ``index`` with its residual, x [n, D] -> [n, D]; writes its keys and values."""
         return self.mixed(index, x if self.norm_attention is None else self.norm_attention(x), x, run)
 
@@ -155,15 +155,15 @@ class LeanLayer:
         """The MLP of ``source`` added to the residual stream x, all [n, D]."""
         return self.mlp(source if self.norm_mlp is None else self.norm_mlp(source), x)
 
-    def mixed(self, index: int, inputs: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+    def mixed(self, index: int, inputs: Tensor, residual: Tensor | None, run: ForwardPass) -> Tensor:
         """:meth:`attend` of inputs [n, in] that are normalised already; without a residual, the attention alone."""
         qkv = self._heads_of(self.qkv(inputs))
         qk = turned(self._normed(qkv), *run.turns[self.rope])
         value = qkv[:, self.size.heads + self.size.kv_heads :]
-        found = [self._looked_up(index, qk[group.rows], value[group.rows], group) for group in run.groups]
-        return self.out(joined(found), residual)
+        attended = [self._looked_up(index, qk[group.rows], value[group.rows], group) for group in run.groups]
+        return self.out(joined(attended), residual)
 
-    def _looked_up(self, index: int, qk: Tensor, value: Tensor, group: Group) -> Tensor:
+    def _looked_up(self, index: int, qk: Tensor, value: Tensor, group: CacheRows) -> Tensor:
         """Attention [n, H d] of one group's rows, whose keys and values are written first."""
         size, places = self.size, group.places
         padded = places.padded(qk).transpose(1, 2)
@@ -240,7 +240,7 @@ class Rotary:
         return cos.to(self.dtype), sin.to(self.dtype)
 
 
-class Places:
+class RowPlaces:
     """Where ``n`` flat rows are among [b, width] places: everywhere, or at the first ``counts`` of each row."""
 
     def __init__(self, b: int, width: int, counts: Sequence[int] | None, device: torch.device) -> None:

@@ -22,7 +22,7 @@ Norm = Callable[[Tensor], Tensor]
 """[..., d] -> [..., d]."""
 
 
-class RmsNorm:
+class LeanRmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
     PyTorch's own takes eight tensor calls on a CPU, this one four to six: |x| as a vector, and sqrt(|x|^2 + d eps) as
@@ -67,7 +67,7 @@ def norm_of(module: Any, packing: Packing, offset: float = 0.0) -> Norm | None:
         shape, weight, eps = module.normalized_shape, _weight(module, packing), module.eps
         bias: Tensor | None = None if module.bias is None else module.bias.detach().to(weight.dtype)
         return lambda x: F.layer_norm(x, shape, weight, bias, eps)
-    return RmsNorm(module, packing, offset)
+    return LeanRmsNorm(module, packing, offset)
 
 
 class Joined:
@@ -84,7 +84,7 @@ class Joined:
         return residual + (y if self.scale == 1.0 else y * self.scale)
 
 
-class Output:
+class OutputProjection:
     """A sublayer's last projection and its sum with the residual stream."""
 
     def __init__(self, projection: Product, joined: Joined) -> None:
@@ -115,7 +115,7 @@ Mlp = Callable[[Tensor, Tensor], Tensor]
 class GatedMlp:
     """``down(activation(gate(x)) * up(x))``."""
 
-    def __init__(self, gate_up: Product, activation: Callable[[Tensor], Tensor], output: Output) -> None:
+    def __init__(self, gate_up: Product, activation: Callable[[Tensor], Tensor], output: OutputProjection) -> None:
         self.gate_up, self.activation, self.output = gate_up, activation, output
         self.projections = (gate_up, output.projection)
 
@@ -125,7 +125,7 @@ class GatedMlp:
 
 
 class _PlainMlp:
-    def __init__(self, up: Product, activation: Callable[[Tensor], Tensor], output: Output) -> None:
+    def __init__(self, up: Product, activation: Callable[[Tensor], Tensor], output: OutputProjection) -> None:
         self.up, self.activation, self.output = up, activation, output
         self.projections = (up, output.projection)
 
@@ -160,7 +160,7 @@ def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp
         return _OwnMlp(module, joined, packing.blocks)
     own = part(module, family.activation)
     activation = F.silu if own is None or isinstance(own, SILU) else own
-    output = Output(packing.projection(part(module, family.down)), joined)
+    output = OutputProjection(packing.projection(part(module, family.down)), joined)
     if family.up is not None:
         return _PlainMlp(packing.projection(part(module, family.up)), activation, output)
     return GatedMlp(packing.projection(*(part(module, n) for n in family.gate_up)), activation, output)
@@ -171,7 +171,7 @@ def with_products(mlp: Mlp, family: Family, change: Change) -> Mlp:
     if not isinstance(mlp, GatedMlp | _PlainMlp):
         return mlp
     inside = partial(named, family.mlp)
-    output = Output(change(mlp.output.projection, inside(family.down)), mlp.output.joined)
+    output = OutputProjection(change(mlp.output.projection, inside(family.down)), mlp.output.joined)
     if isinstance(mlp, GatedMlp):
         return GatedMlp(change(mlp.gate_up, inside(*family.gate_up)), mlp.activation, output)
     return _PlainMlp(change(mlp.up, inside(str(family.up))), mlp.activation, output)

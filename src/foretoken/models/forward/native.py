@@ -20,14 +20,14 @@ from transformers import activations
 from foretoken.models.checks.fast_paths import Checks
 from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean import LeanForward
-from foretoken.models.forward.lean_layers import Group, LeanLayer, Pass
+from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, LeanLayer
 from foretoken.models.forward.lean_parts import GatedMlp
 from foretoken.models.forward.native_parts import Description
 from foretoken.models.native import forward as native
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 from foretoken.models.native.linear import Linear
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.rotary import LeanTurns
 
 PATH = "native forward"
@@ -92,23 +92,23 @@ class NativeForward(LeanForward):
 
     # -- the model as data -------------------------------------------------------------------------------------------
 
-    def _described(self) -> native.Model:
+    def _described(self) -> native.ModelStruct:
         size, width = self.size, int(self.owner.config.hidden_size)
         if self.layers[0].interleaved or any(layer.parallel for layer in self.layers):
             raise NotCoveredError("its layers join their parts in another way")
         layers = self._layers = self._parts.keep(
-            native.array(native.Layer, [self._layer(layer) for layer in self.layers])
+            native.array(native.LayerStruct, [self._layer(layer) for layer in self.layers])
         )
         sizes = len(self.layers), width, size.heads, size.kv_heads, size.dim
         try:
             head = self._parts.product(self.head)
         except NotCoveredError:  # the one product that is made behind the call
-            head = native.Product(None, 0)
+            head = native.ProductStruct(None, 0)
         parts = [Linear.from_address(head.parts + i * ctypes.sizeof(Linear)) for i in range(head.count)]
         self._outputs = sum(part.out for part in parts) or width
-        return native.Model(ctypes.addressof(layers), *sizes, self._parts.norm(self.final_norm), head)
+        return native.ModelStruct(ctypes.addressof(layers), *sizes, self._parts.norm(self.final_norm), head)
 
-    def _layer(self, layer: LeanLayer) -> native.Layer:
+    def _layer(self, layer: LeanLayer) -> native.LayerStruct:
         mlp = layer.mlp
         if not layer.native:
             raise NotCoveredError(f"attention with {layer.size.dim} numbers a head, or a soft cap, is not made for")
@@ -119,7 +119,7 @@ class NativeForward(LeanForward):
         out, down = layer.out, mlp.output
         norms = (layer.norm_attention, out.joined.after, layer.norm_mlp, down.joined.after, layer.q_norm, layer.k_norm)
         products = layer.qkv, out.projection, mlp.gate_up, down.projection
-        return native.Layer(
+        return native.LayerStruct(
             *map(self._parts.norm, norms),
             *map(self._parts.product, products),
             *(layer.scaling, out.joined.scale),
@@ -129,7 +129,7 @@ class NativeForward(LeanForward):
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """Several calls at once, alike but for their rows."""
         taps, plan = calls[0].taps, calls[0].plan
         run, x = self._begin(calls)
@@ -144,14 +144,14 @@ class NativeForward(LeanForward):
             for column in range(start, stop)
         ]
         whole = bool(self._model.head.count)
-        found = x.new_empty(len(want), self._outputs)
+        output = x.new_empty(len(want), self._outputs)
         groups, held = self._groups(run, calls)
         turns = [run.turns[rope] for rope in self._ropes]
         cos, sin = (native.pointers(each) for each in zip(*turns, strict=True))
         rows = native.numbers(want)
         x = x.contiguous()
         last = states.get("last")
-        call = native.Call(
+        call = native.CallStruct(
             *(n, len(run.groups), ctypes.addressof(groups), x.data_ptr(), plan.start, end),
             *(
                 self._skipped(plan.skip_attention),
@@ -161,45 +161,44 @@ class NativeForward(LeanForward):
             ),
             *(ctypes.addressof(each) for each in (cos, sin, tapped)),
             *(None if last is None else last.data_ptr(), len(want), ctypes.addressof(rows)),
-            *((None, found.data_ptr()) if whole else (found.data_ptr(), None)),
+            *((None, output.data_ptr()) if whole else (output.data_ptr(), None)),
         )
         native.run(self._model, call, torch.get_num_threads())
         del held
-        logits = self._behind(found) if whole else self._logits(found)
+        logits = self._behind(output) if whole else self._logits(output)
         return self._handed_out(run, calls, logits, states)
 
     def _skipped(self, layers: frozenset[int]) -> bytes:
         return bytes(i in layers for i in range(len(self.layers))) if layers else self._nothing
 
-    def _groups(self, run: Pass, calls: Sequence[Call]) -> tuple[Any, list[Any]]:
+    def _groups(self, run: ForwardPass, calls: Sequence[NetworkCall]) -> tuple[Any, list[Any]]:
         """The groups as the library reads them, and what they point to."""
         held: list[Any] = []
         groups = [self._group(group, call, held) for group, call in zip(run.groups, calls, strict=True)]
-        return native.array(native.Group, groups), held
+        return native.array(native.GroupStruct, groups), held
 
-    def _group(self, group: Group, call: Call, held: list[Any]) -> native.Group:
+    def _group(self, group: CacheRows, call: NetworkCall, held: list[Any]) -> native.GroupStruct:
         cache, places = group.cache, group.places
         keys, values = cache.buffers(self._like)
         masks = [None if (mask := group.masks[kind]) is None else mask.contiguous() for kind in self._kinds]
         widths = [places.width] * places.b if call.counts is None else list(call.counts)
-        written = cache.planned
         arrays = [native.pointers(keys), native.pointers(values)]
-        arrays += [native.numbers(written.starts), native.numbers(widths), native.pointers(masks)]
+        arrays += [native.numbers(cache.starts), native.numbers(widths), native.pointers(masks)]
         held += [masks, arrays]
         first, second, *others = map(ctypes.addressof, arrays)
-        sizes = cache.num_slots, written.used, written.low, places.b, places.width
-        return native.Group(first, second, *sizes, *others)
+        sizes = cache.num_slots, cache.used, cache.low, places.b, places.width
+        return native.GroupStruct(first, second, *sizes, *others)
 
     def _handed_out(
-        self, run: Pass, calls: Sequence[Call], logits: Tensor, states: Mapping[str, Tensor]
+        self, run: ForwardPass, calls: Sequence[NetworkCall], logits: Tensor, states: Mapping[str, Tensor]
     ) -> list[Outputs]:
         """To every call its logits, feed by feed, and its taps."""
         outputs: list[Outputs] = []
         for group, call in zip(run.groups, calls, strict=True):
             counts = [stop - start for _, start, stop in call.wanted]
-            mine, logits = logits[: sum(counts)], logits[sum(counts) :]
+            rows, logits = logits[: sum(counts)], logits[sum(counts) :]
             hidden = {name: group.places.padded(x[group.rows]) for name, x in states.items()}
-            outputs.append((list(mine.split(counts)), hidden))
+            outputs.append((list(rows.split(counts)), hidden))
         return outputs
 
 

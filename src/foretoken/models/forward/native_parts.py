@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foretoken.models.forward.lean_parts import RmsNorm
+from foretoken.models.forward.lean_parts import LeanRmsNorm
 from foretoken.models.linear.layouts import NativeLayout
 from foretoken.models.linear.packing import Projection
 from foretoken.models.linear.quantised_linear import SideBySide
@@ -31,20 +31,20 @@ class Description:
         self._kept.append(thing)
         return thing
 
-    def norm(self, norm: Any) -> native.Norm:
+    def norm(self, norm: Any) -> native.NormStruct:
         """An RMS norm, of the lean forward or of a head's network, or none.
 
         Raises:
             NotCoveredError: another norm.
         """
         if norm is None:
-            return native.Norm(None, 0.0)
-        if not isinstance(norm, RmsNorm | nn.RMSNorm):
+            return native.NormStruct(None, 0.0)
+        if not isinstance(norm, LeanRmsNorm | nn.RMSNorm):
             raise NotCoveredError("its norms are not RMS norms")
         eps = torch.finfo(torch.float32).eps if norm.eps is None else float(norm.eps)
-        return native.Norm(self.keep(norm.weight.detach().float().contiguous()).data_ptr(), eps)
+        return native.NormStruct(self.keep(norm.weight.detach().float().contiguous()).data_ptr(), eps)
 
-    def product(self, *projections: Any) -> native.Product:
+    def product(self, *projections: Any) -> native.ProductStruct:
         """Linear layers of one input.
 
         Raises:
@@ -52,25 +52,27 @@ class Description:
         """
         parts = [part for each in projections for part in (each.products if isinstance(each, SideBySide) else [each])]
         linears = self.keep(native.array(Linear, [self._linear(part) for part in parts]))
-        return native.Product(ctypes.addressof(linears), len(parts))
+        return native.ProductStruct(ctypes.addressof(linears), len(parts))
 
     def products(self, projections: Sequence[Any]) -> int:
         """The address of an array of products, each of its own input."""
-        return ctypes.addressof(self.keep(native.array(native.Product, [self.product(each) for each in projections])))
+        return ctypes.addressof(
+            self.keep(native.array(native.ProductStruct, [self.product(each) for each in projections]))
+        )
 
     def _linear(self, product: Any) -> Linear:
         if isinstance(product, NativeProduct):
             held: Any = product
-            found = product.linear()
+            described = product.linear()
         elif isinstance(product, Projection) and isinstance(product.layout, NativeLayout) and not product.block:
             held = product.layout.packed
-            found = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())
+            described = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())
         else:
             raise NotCoveredError("its weights are laid out for products of PyTorch's")
         wide = None if product.bias is None else product.bias.float().contiguous()
         self._kept += [held, wide]
-        found.bias = address(wide)
-        return found
+        described.bias = address(wide)
+        return described
 
 
 class BestTokens:
@@ -89,7 +91,7 @@ class BestTokens:
         self.count = count
         self._values, self._places = (ctypes.c_float * (rows * count))(), (ctypes.c_int32 * (rows * count))()
         places = ctypes.addressof(self._values), ctypes.addressof(self._places)
-        self.asked = native.Best(count, scale, *places)
+        self.asked = native.BestStruct(count, scale, *places)
 
     def values(self) -> list[list[float]]:
         """Per row their log-probabilities, largest first."""
@@ -97,5 +99,5 @@ class BestTokens:
 
     def tokens(self, ids: Sequence[int] | None) -> list[list[int]]:
         """Per row the target's ids, of which ``ids`` can be guessed if not all."""
-        found = [self._places[i : i + self.count] for i in range(0, len(self._places), self.count)]
-        return found if ids is None else [[ids[place] for place in row] for row in found]
+        places = [self._places[i : i + self.count] for i in range(0, len(self._places), self.count)]
+        return places if ids is None else [[ids[place] for place in row] for row in places]

@@ -15,10 +15,9 @@ from foretoken.models.checks.fast_paths import Checks, Probe
 from foretoken.models.forward.attention import attention_for
 from foretoken.models.forward.lean import LeanForward, build_lean
 from foretoken.models.forward.native import fastest_of
-from foretoken.models.forward.public import run_public
-from foretoken.models.forward.public_layouts import lay_out
+from foretoken.models.forward.public import lay_out, run_public
 from foretoken.models.linear.packing import Packing, unpack_linears
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.capabilities import detect
 from foretoken.models.network.extra import check_rows
 from foretoken.models.network.layers import LayerPlan, check_sublayers
@@ -35,7 +34,7 @@ EXACT = ("distribution", "bitwise", "approximate")
 class SecondWeights(Protocol):
     """A network of the same shape whose weights are others."""
 
-    def run(self, network: Network, call: Call) -> Outputs:
+    def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
 
 
@@ -135,8 +134,8 @@ class Network:
     def take_weights(self, source: nn.Module) -> None:
         """Copy the weights of ``source``, a network of the same shape, over the present ones."""
         with torch.no_grad():
-            for mine, new in zip(self.model.parameters(), source.parameters(), strict=True):
-                mine.copy_(new)
+            for weight, new in zip(self.model.parameters(), source.parameters(), strict=True):
+                weight.copy_(new)
         if self.fast is not None:
             self.fast = self.fast.again(self)  # its fused weights are copies
 
@@ -213,13 +212,13 @@ class Network:
         plan.check(self.num_layers)
         check_sublayers(self.model, plan)
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """Logits [n, V] per feed, and taps, of calls that are alike but for their rows."""
         weights = calls[0].plan.weights
         if weights:
             return [self.second[weights].run(self, call) for call in calls]
         return [self.run_public(call) for call in calls] if self.fast is None else self.fast.run_all(calls)
 
-    def run_public(self, call: Call) -> Outputs:
+    def run_public(self, call: NetworkCall) -> Outputs:
         """The same of one call through the model's own forward."""
         return run_public(self, call)

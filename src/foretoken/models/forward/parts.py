@@ -19,8 +19,6 @@ from foretoken.models.linear.quantised_linear import QuantisedLinear
 from foretoken.models.network.placement import is_offloaded
 from foretoken.models.network.taps import decoder_layers, find_decoder, recording
 
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
-"""What Transformers' decoders call the norm behind their last layer."""
 GGUF = "GGUF"
 """What the storage of weights from a GGUF file begins with."""
 SAMPLED_ROWS = 64
@@ -60,9 +58,9 @@ class Fingerprint:
     def difference(self, other: Fingerprint) -> str:
         """What is different in words; empty when nothing is."""
         for name in ("hidden_size", "vocab_size", "num_layers"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} is {mine} there and {theirs} here"
+            there, here = getattr(self, name), getattr(other, name)
+            if there != here:
+                return f"{name} is {there} there and {here} here"
         same = self._has_weights_of(other) or self._is_stored_otherwise(other)
         return "" if same else "the shapes agree, but the weights are others"
 
@@ -88,12 +86,12 @@ class Fingerprint:
 
 def _digest(weights: Iterable[Tensor], count: int) -> str:
     """A hash over ``count`` rows, evenly spaced, of every weight."""
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for weight in weights:
         matrix = weight.detach().flatten(0, -2) if weight.ndim > 1 else weight.detach()[:, None]
         rows = matrix[:: max(1, len(matrix) // count)][:count].to(torch.bfloat16).contiguous()
-        found.update(rows.cpu().view(torch.int16).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(rows.cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _sampled(module: Any, count: int) -> Any:
@@ -156,8 +154,8 @@ class TargetParts:
 
     def fingerprint(self) -> Fingerprint:
         """Shapes and hashes of the weights."""
-        found = (_sampled(module, LAYER_ROWS) for module in decoder_layers(self.network).modules())
-        layers = [weight for weight in found if isinstance(weight, Tensor)]
+        sampled = (_sampled(module, LAYER_ROWS) for module in decoder_layers(self.network).modules())
+        layers = [weight for weight in sampled if isinstance(weight, Tensor)]
         kept = [weight for weight in layers if weight.ndim == 1]
         return Fingerprint(
             self.hidden_size,
@@ -173,8 +171,8 @@ class TargetParts:
         """[n, D] embeddings of token ids, without gradient."""
         ids = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), device=self.device)
         with torch.no_grad():
-            found: Tensor = self.embed(ids)
-        return found
+            rows: Tensor = self.embed(ids)
+        return rows
 
     def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Target logits [..., V] of states behind the final norm [..., D], or those of ``ids`` alone; gradients flow
@@ -215,14 +213,14 @@ class TargetParts:
         if not taps:
             return {}
         start = len(self.answer_start)
-        with torch.set_grad_enabled(grad), recording(self.network, taps) as found:
+        with torch.set_grad_enabled(grad), recording(self.network, taps) as states:
             if start:
                 given = tokens[:, : max(1, tokens.shape[1] // 2)]
                 begun = torch.cat([tokens.new_tensor(self.answer_start).expand(len(tokens), -1), tokens], 1)
                 self.network(input_ids=given, decoder_input_ids=begun, use_cache=False)
             else:
                 self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        return {name: states[:, start:] for name, states in found.items()}
+        return {name: state[:, start:] for name, state in states.items()}
 
     @property
     def final_norm(self) -> torch.nn.Module:
@@ -232,13 +230,13 @@ class TargetParts:
             CapabilityError: the network has none by any known name.
         """
         decoder = find_decoder(self.network)[0]
-        for name in FINAL_NORMS:
+        for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"):
             if isinstance(getattr(decoder, name, None), torch.nn.Module):
-                found: torch.nn.Module = getattr(decoder, name)
-                return found
+                norm: torch.nn.Module = getattr(decoder, name)
+                return norm
         raise CapabilityError(f"{type(decoder).__name__} has no final norm by a known name")
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm of states [..., D] that come out of a layer."""
-        found: Tensor = self.final_norm(hidden)
-        return found
+        normed: Tensor = self.final_norm(hidden)
+        return normed

@@ -1,4 +1,4 @@
-"""A forward through the model's own code, with our attention, masks and cache, all put back afterwards."""
+"""A forward through the model's own code, with our attention, masks, cache and kernels, all put back afterwards."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.models.linear.packing import BlockedProducts
+from foretoken.models.checks.fast_paths import Checks
+from foretoken.models.checks.judging import Run
+from foretoken.models.linear.packing import BlockedProducts, pack_linears, unpack_linears
+from foretoken.models.linear.product import has_quantised
+from foretoken.models.linear.quantised_linear import multiply_dequantised
 from foretoken.models.network.alone import switched_attention
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import embedding_rows
 from foretoken.models.network.layers import running
 from foretoken.models.network.placement import decoding
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
     from foretoken.models.forward.network import Network
 
 
-def run_public(network: Network, call: Call) -> Outputs:
+def run_public(network: Network, call: NetworkCall) -> Outputs:
     """Logits [n, V] per feed, and taps."""
     ids, width, first = call.ids, call.ids.shape[1], call.first
     mask: Any = {kind: _at_least_zero(network, mask, call) for kind, mask in call.masks.items()}
@@ -45,9 +49,30 @@ def run_public(network: Network, call: Call) -> Outputs:
     return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 
 
-def _at_least_zero(network: Network, mask: Tensor | None, call: Call) -> Tensor:
+def _at_least_zero(network: Network, mask: Tensor | None, call: NetworkCall) -> Tensor:
     """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
     if mask is not None:
         return mask
     size = len(call.ids), 1, call.ids.shape[1], call.cache.num_read
     return torch.zeros(size, dtype=network.dtype, device=network.device)
+
+
+def lay_out(network: Network, checks: Checks) -> None:
+    """Use the fastest kernels under the public forward; what fails the check is noted in ``network.refused``."""
+    if has_quantised(network.model):
+        reason = checks.fault(f"quantised kernels {network.way}", lambda: (network.run_public, network.dtype, True))
+        if reason is not None:
+            multiply_dequantised(network.model)
+            network.refuse("quantised kernels", reason, "layers are dequantised in every call, several times as slow")
+    elif network.packing.home is not None and network.exact != "bitwise":
+        reason = checks.fault(f"packed weights {network.way}", lambda: _packed(network))
+        if reason is None:
+            _packed(network)
+        else:
+            unpack_linears(network.model)
+            network.refuse("packed weights", reason, "products of a few rows take up to three times as long")
+
+
+def _packed(network: Network) -> tuple[Run, torch.dtype, bool]:
+    pack_linears(network.model, network.packing)
+    return network.run_public, network.dtype, network.packing.layout == "half"

@@ -36,8 +36,6 @@ BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_l
 LLAMA = {**ATTENTION, **MLP, **NORMS}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
 """Stacked experts: the parameter below ``experts``, and the tensors that it is made of, one behind the other."""
-LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models, whose attention is scaled by the width of the model instead of that of a head."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,7 @@ def _granite_moe(file: GgufFile) -> Options:
 
 def _qwen3_moe(file: GgufFile) -> Options:
     return {
-        "num_experts": file.need("expert_count"),
-        "num_experts_per_tok": file.need("expert_used_count"),
+        **_olmoe(file),
         "moe_intermediate_size": file.need("expert_feed_forward_length"),
         "norm_topk_prob": True,  # the header does not tell, and llama.cpp does it for all
     }
@@ -103,8 +100,8 @@ def _olmoe(file: GgufFile) -> Options:
 
 
 def _gemma_scale(file: GgufFile) -> int:
-    """What the attention is scaled by the root of."""
-    if file.need("block_count") == LARGEST_GEMMA[file.architecture]:
+    """What the attention is scaled by the root of: in the 27B models, by their layers, the width of the model."""
+    if file.need("block_count") == {"gemma2": 46, "gemma3": 62}[file.architecture]:
         return int(file.need("embedding_length")) // int(file.need("attention.head_count"))
     return head_dim(file)
 
@@ -126,7 +123,7 @@ def _gemma3(file: GgufFile) -> Options:
         "layer_types": _windows(file, 6),
         "final_logit_softcapping": file.get("final_logit_softcapping"),
         "rope_parameters": {
-            "full_attention": rope_of(file, 1_000_000.0),
+            "full_attention": _rope_of(file, 1_000_000.0),
             "sliding_attention": {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base_swa", 10000.0)},
         },
     }
@@ -146,7 +143,7 @@ def _phi3(file: GgufFile) -> Options:
         "original_max_position_embeddings": file.get(
             "rope.scaling.original_context_length", file.need("context_length")
         ),
-        "rope_parameters": rope_of(file, partial=int(file.get("rope.dimension_count", 0)) / head_dim(file) or 1.0),
+        "rope_parameters": _rope_of(file, partial=int(file.get("rope.dimension_count", 0)) / head_dim(file) or 1.0),
     }
 
 
@@ -239,7 +236,7 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
         "pad_token_id": None,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
-        "rope_parameters": rope_of(file),
+        "rope_parameters": _rope_of(file),
         "_name_or_path": str(file.path),
     }
     values.update(architecture.options(file))
@@ -268,35 +265,35 @@ def head_dim(file: GgufFile) -> int:
     return width
 
 
-def rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Options:
+def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Options:
     """Parameters of the rotary embedding, as Transformers has them.
 
     Raises:
         UncoveredError: a scaling of another kind.
     """
-    found: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
+    rope: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
     if partial != 1.0:
-        found["partial_rotary_factor"] = partial
+        rope["partial_rotary_factor"] = partial
     if "rope_factors_long.weight" in file.tensors:
         for name in ("long", "short"):
-            found[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
+            rope[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
         original = int(file.need("rope.scaling.original_context_length"))
-        return {**found, "rope_type": "longrope", "original_max_position_embeddings": original}
+        return {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
     kind, factor = file.get("rope.scaling.type", "none"), _positive(file, "rope.scaling.factor", 1.0)
     if kind in ("linear", "yarn") and factor != 1.0:
-        found.update(rope_type=kind, factor=factor)
+        rope.update(rope_type=kind, factor=factor)
     elif kind not in ("none", "linear", "yarn"):
         raise UncoveredError(f"{file.path} scales rotary positions by {kind!r}, which is not read here")
-    if found["rope_type"] == "yarn":
-        found["original_max_position_embeddings"] = int(file.need("rope.scaling.original_context_length"))
-    return found
+    if rope["rope_type"] == "yarn":
+        rope["original_max_position_embeddings"] = int(file.need("rope.scaling.original_context_length"))
+    return rope
 
 
 def _positive(file: GgufFile, key: str, usual: float | None = None) -> float:
-    found = float(file.need(key) if usual is None else file.get(key, usual))
-    if not 0 < found < math.inf:
-        raise GgufError(f"{file.path} has {file.architecture}.{key} {found}: convert the model again")
-    return found
+    value = float(file.need(key) if usual is None else file.get(key, usual))
+    if not 0 < value < math.inf:
+        raise GgufError(f"{file.path} has {file.architecture}.{key} {value}: convert the model again")
+    return value
 
 
 def _vocabulary(file: GgufFile) -> int:
@@ -308,9 +305,9 @@ def _vocabulary(file: GgufFile) -> int:
 
 def _one(file: GgufFile, key: str, default: Any = None) -> Any:
     """A value that may be a list with one number for each layer, which must be equal."""
-    found = file.need(key) if default is None else file.get(key, default)
-    if not isinstance(found, list):
-        return found
-    if len(set(found)) != 1:
+    value = file.need(key) if default is None else file.get(key, default)
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
         raise UncoveredError(f"{file.path} has layers with different {key}, which are not read here")
-    return found[0]
+    return value[0]

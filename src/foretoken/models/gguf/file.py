@@ -26,8 +26,6 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """``struct`` formats of the types of values; 8 is a string and 9 an array."""
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
-MOST_DIMENSIONS = 4
-LONGEST_NAME = 64
 ALIGNMENT = 32
 PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\.gguf)")
 """How the files of a model in several parts are called."""
@@ -90,10 +88,10 @@ class GgufFile:
         Raises:
             GgufError: it is not.
         """
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             raise GgufError(f"{self.path} lacks {self.architecture}.{key}: it is incomplete, convert the model again")
-        return found
+        return value
 
 
 def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
@@ -108,7 +106,7 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
         UncoveredError: a type of tensors that is not read here.
     """
     path = Path(path).expanduser()
-    reader = _Reader(path)
+    reader = _GgufReader(path)
     metadata = reader.metadata()
     if header_only:
         return GgufFile(path, metadata, {})
@@ -118,12 +116,12 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
         name = PART.fullmatch(path.name)
         if name is None or int(name[2]) != 1:
             raise GgufError(f"{path} is one of {parts} parts: give the first, ...-00001-of-....gguf")
-        part = _Reader(path.with_name(f"{name[1]}{number:05}{name[3]}"))
+        part = _GgufReader(path.with_name(f"{name[1]}{number:05}{name[3]}"))
         tensors.update(part.tensors(part.metadata()))
     return GgufFile(path, metadata, tensors)
 
 
-class _Reader:
+class _GgufReader:
     """Goes through one file from its beginning.
 
     Raises:
@@ -147,42 +145,42 @@ class _Reader:
 
     def metadata(self) -> dict[str, Any]:
         """The values of the header, by key."""
-        found = {}
+        values = {}
         for _ in range(self.num_values):
             key = self._string()
-            found[key] = self._value(self._number("I"))
-        return found
+            values[key] = self._value(self._number("I"))
+        return values
 
     def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
         """What stands behind the values."""
         entries = [self._entry() for _ in range(self.num_tensors)]
         alignment = self.whole(metadata, "general.alignment", ALIGNMENT) or ALIGNMENT
         start = self.place + -self.place % alignment
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in entries:
-            if name in found:
+            if name in tensors:
                 raise self._damaged(f"two tensors are called {name}")
-            found[name] = self._tensor(name, shape, kind, start + offset)
-        return found
+            tensors[name] = self._tensor(name, shape, kind, start + offset)
+        return tensors
 
     def whole(self, metadata: Mapping[str, Any], key: str, usual: int) -> int:
         """A whole number of the header."""
-        found = metadata.get(key, usual)
-        if not isinstance(found, int) or found < 0:
-            raise self._damaged(f"{key} is {str(found)[:20]!r}")
-        return found
+        number = metadata.get(key, usual)
+        if not isinstance(number, int) or number < 0:
+            raise self._damaged(f"{key} is {str(number)[:20]!r}")
+        return number
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dimensions = self._string(), self._number("I")
-        if len(name) > LONGEST_NAME:
+        if len(name) > 64:  # GGML_MAX_NAME
             raise self._damaged(f"the name of a tensor has {len(name)} letters")
-        if dimensions > MOST_DIMENSIONS:
+        if dimensions > 4:  # GGML_MAX_DIMS
             raise self._damaged(f"{name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         return name, shape, self._number("I"), self._number("Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], number: int, place: int) -> GgufTensor:
-        kind, block, size = block_of(number)
+        kind, block, size = _block_of(number)
         if not kind:
             raise UncoveredError(f"{name} in {self.path} is of type {number}, which is unknown")
         width = shape[-1] if shape else 1
@@ -216,7 +214,7 @@ class _Reader:
 
     def _strings(self, count: int) -> list[str]:
         """Of a vocabulary, so that nothing but the strings themselves is made for each."""
-        found, place, size = [], self.place, len(self.bytes)
+        strings, place, size = [], self.place, len(self.bytes)
         for _ in range(count):
             start = place + LENGTH.size
             if start > size:
@@ -224,9 +222,9 @@ class _Reader:
             place = start + LENGTH.unpack_from(self.bytes, start - LENGTH.size)[0]
             if place > size:
                 raise self._cut_off(place)
-            found.append(self.bytes[start:place].decode(errors="replace"))
+            strings.append(self.bytes[start:place].decode(errors="replace"))
         self.place = place
-        return found
+        return strings
 
     def _string(self) -> str:
         return self._taken(self._number("Q")).decode(errors="replace")
@@ -238,9 +236,9 @@ class _Reader:
         end = self.place + count
         if end > len(self.bytes):
             raise self._cut_off(end)
-        found = self.bytes[self.place : end]
+        taken = self.bytes[self.place : end]
         self.place = end
-        return found
+        return taken
 
     def _cut_off(self, wanted: int) -> GgufError:
         return self._damaged(f"it has {len(self.bytes)} bytes, and what it lists goes to byte {wanted}")
@@ -250,7 +248,7 @@ class _Reader:
 
 
 @cache
-def block_of(number: int) -> tuple[str, int, int]:
+def _block_of(number: int) -> tuple[str, int, int]:
     """Name, numbers and bytes of a block of a type of tensors; an empty name for a type that the package lacks."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.gguf.file import GgufTensor
-from foretoken.models.gguf.types import KINDS, PLAIN, Kind
+from foretoken.models.gguf.types import KINDS, PLAIN, QuantisedType
 
 AT_ONCE = 2**19
 """Numbers that are taken apart, or widened, together: they stay in a cache from one operation to the next."""
@@ -49,7 +49,11 @@ class GroupedWeight:
         """Of the bytes [out, k] of a quantised type, taken apart some rows at a time."""
         how, (block, size) = KINDS[kind], _block(kind)
         out, width = len(stored), stored.shape[1] // size * block
-        values = torch.empty(out, width // 2, dtype=torch.uint8) if how.bits == 4 else _int8(out, width)
+        values = (
+            torch.empty(out, width // 2, dtype=torch.uint8)
+            if how.bits == 4
+            else torch.empty(out, width, dtype=torch.int8)
+        )
         numbers: dict[str, list[Tensor]] = {}
         for rows in slabs(out, width):
             parts = how.parts(stored[rows].reshape(-1, size))
@@ -88,8 +92,9 @@ class GroupedWeight:
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
         """Numbers [n, in] float32 of some rows."""
-        scale = factors(self.scale[rows], _some(self.steps, rows))
-        zero = None if self.zero is None else factors(self.zero[rows], _some(self.zero_steps, rows))
+        steps, zero_steps = (None if each is None else each[rows] for each in (self.steps, self.zero_steps))
+        scale = factors(self.scale[rows], steps)
+        zero = None if self.zero is None else factors(self.zero[rows], zero_steps)
         return numbers(self.integers(rows), scale, zero)
 
 
@@ -105,10 +110,6 @@ def numbers(integers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """Integers [n, k, group] times scales plus zeros [n, k]: [n, k group] float32."""
     wide = integers.float().mul_(scale[..., None])
     return (wide if zero is None else wide.add_(zero[..., None])).flatten(1)
-
-
-def _some(steps: Tensor | None, rows: slice) -> Tensor | None:
-    return None if steps is None else steps[rows]
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,7 @@ def slabs(out: int, width: int) -> Iterator[slice]:
     return (slice(start, start + count) for start in range(0, out, count))
 
 
-def _int8(out: int, width: int) -> Tensor:
-    return torch.empty(out, width, dtype=torch.int8)
-
-
-def _kept(values: Tensor, how: Kind) -> Tensor:
+def _kept(values: Tensor, how: QuantisedType) -> Tensor:
     """Values [n, b] as they are kept in memory."""
     if how.bits == 8:
         return values.to(torch.int8) - how.middle

@@ -48,7 +48,6 @@ class GroupedProduct(NativeProduct):
         self.steps = None if weight.steps is None else _side_by_side(weight.steps, weight.zero_steps)
 
     def linear(self) -> Linear:
-        """With the file's scales."""
         form = linear.HALVES if self.steps is None else linear.STEPS
         # Values in 8 bits are signed, without their middle already.
         middle = integers.MIDDLE8 if self.bits == 8 else self.middle
@@ -60,9 +59,8 @@ class GroupedProduct(NativeProduct):
         return self.some(slice(None))
 
     def some(self, rows: slice) -> Tensor:
-        """Some rows [n, in] of it."""
         places = range(self.shape[0])[rows]
-        found = torch.empty(len(places), self.shape[1])
+        dense = torch.empty(len(places), self.shape[1])
         together = max(1, AT_ONCE // (integers.WIDTH * self.shape[1])) * integers.WIDTH
         first = 0
         while first < len(places):  # rows of the blocks that begin with that of the next place
@@ -70,9 +68,9 @@ class GroupedProduct(NativeProduct):
             count = len(range(places[first], min(start + together, places.stop), places.step))
             last = places[first + count - 1]
             blocks = self._blocks(slice(start // integers.WIDTH, last // integers.WIDTH + 1))
-            found[first : first + count] = blocks[places[first] - start : last - start + 1 : places.step]
+            dense[first : first + count] = blocks[places[first] - start : last - start + 1 : places.step]
             first += count
-        return found
+        return dense
 
     def _blocks(self, blocks: slice) -> Tensor:
         """Rows [n, in] of whole blocks of outputs."""
@@ -91,12 +89,10 @@ class GroupedProduct(NativeProduct):
         return numbers(values.unflatten(1, (-1, self.group)), factors(scale, steps), zeros)
 
     def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """As for all products, some rows of the matrix at a time."""
         return by_slabs(self, x.to(dtype))
 
     @property
     def nbytes(self) -> int:
-        """Of values, scales and steps, the last block of outputs filled up."""
         return super().nbytes + (0 if self.steps is None else self.steps.nbytes)
 
     @classmethod

@@ -25,8 +25,6 @@ from foretoken.models.gguf.types import KINDS, PLAIN
 from foretoken.models.linear.quantised_linear import QuantisedLinear
 
 EMBEDDING, HEAD, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
-ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that become parameters of the rotary embedding."""
 
 
 def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
@@ -45,13 +43,13 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
 
     architecture = architecture_of(file)
     config = config_of(file, architecture)
-    dtype = usual_dtype(file) if dtype is None else dtype
+    dtype = _usual_dtype(file) if dtype is None else dtype
     for tensor in file.tensors.values():
         if tensor.kind not in KINDS and tensor.kind not in PLAIN:
             raise UncoveredError(f"{tensor.name} in {file.path} is stored as {tensor.kind}, which is not read here")
     with header_faults(file), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    fill = _Filling(file, architecture, model, dtype)
+    fill = _WeightFiller(file, architecture, model, dtype)
     fill.check()
     fill.fill()
     _rotate(model, file)
@@ -62,14 +60,9 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     return model.eval()
 
 
-def usual_dtype(file: GgufFile) -> torch.dtype:
+def _usual_dtype(file: GgufFile) -> torch.dtype:
     """The dtype of most numbers in matrices, bfloat16 where they are quantised."""
-    counts: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        if len(tensor.shape) > 1:
-            counts[tensor.kind] += tensor.data.nbytes
-    kind = counts.most_common(1)[0][0] if counts else "BF16"
-    return PLAIN.get(kind, torch.bfloat16)
+    return PLAIN.get(stored_as(file).split(" ")[0], torch.bfloat16)
 
 
 def stored_as(file: GgufFile) -> str:
@@ -81,7 +74,7 @@ def stored_as(file: GgufFile) -> str:
     return " ".join(kind for kind, _ in counts.most_common())
 
 
-class _Filling:
+class _WeightFiller:
     """Which tensors of a file are which weights of a network."""
 
     def __init__(self, file: GgufFile, architecture: Architecture, model: Any, dtype: torch.dtype) -> None:
@@ -122,7 +115,8 @@ class _Filling:
             raise GgufError(
                 f"{file.path} lacks {len(missing)} tensors (first: {missing[0]}): it is incomplete, copy it again"
             )
-        unused = sorted(file.tensors.keys() - wanted - set(ROPE))
+        rotary = {f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")}
+        unused = sorted(file.tensors.keys() - wanted - rotary)
         if unused:
             raise UncoveredError(
                 f"{file.path} has {unused[0]}, for which {self.config.model_type} models have no place"

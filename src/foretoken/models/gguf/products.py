@@ -35,11 +35,9 @@ class WidenedProduct(QuantisedProduct):
         return self.weight.dequantised()
 
     def some(self, rows: slice) -> Tensor:
-        """Some rows [n, in] of it."""
         return self.weight.dequantised(rows)
 
     def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """As for all products, some rows of the matrix at a time."""
         return by_slabs(self, x.to(dtype))
 
     @property
@@ -49,7 +47,6 @@ class WidenedProduct(QuantisedProduct):
 
     @property
     def nbytes(self) -> int:
-        """Of values and scales."""
         return self.weight.nbytes
 
 
@@ -104,11 +101,11 @@ class StoredEmbedding(nn.Embedding):
 
     def rows(self, ids: Tensor) -> Tensor:
         """[..., D] of ids [...], without the scale."""
-        found = dequantised(self.stored[ids.reshape(-1)], self.kind).to(self.dtype)
-        return found.view(*ids.shape, self.embedding_dim)
+        rows = dequantised(self.stored[ids.reshape(-1)], self.kind).to(self.dtype)
+        return rows.view(*ids.shape, self.embedding_dim)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[..., D] of ids [...]."""
-        found = self.rows(ids)
+        rows = self.rows(ids)
         scale: Any = self._buffers.get("embed_scale")
-        return found if scale is None else found * scale.to(self.dtype)
+        return rows if scale is None else rows * scale.to(self.dtype)

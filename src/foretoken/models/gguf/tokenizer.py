@@ -34,7 +34,7 @@ UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9]{3}")
 
 
 @dataclass(frozen=True)
-class Splitting:
+class _Splitting:
     """How a text is split into words, whose bytes are merged.
 
     Attributes:
@@ -48,21 +48,19 @@ class Splitting:
     bos: bool = False
 
 
-PRE: dict[str, Splitting] = {
-    "default": Splitting(UNNAMED),
-    **dict.fromkeys(("gpt-2", "olmo", "mpt", "phi-2", "jais"), Splitting((GPT2,))),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Splitting((LLAMA3,), whole=True, bos=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((LLAMA3,))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), Splitting((QWEN2,))),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Splitting((DIGIT, GPT2))),
-    "tekken": Splitting((TEKKEN,), whole=True, bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Splitting((GPT4O,))),
+PRE: dict[str, _Splitting] = {
+    "default": _Splitting(UNNAMED),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "phi-2", "jais"), _Splitting((GPT2,))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _Splitting((LLAMA3,), whole=True, bos=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Splitting((LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _Splitting((QWEN2,))),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Splitting((DIGIT, GPT2))),
+    "tekken": _Splitting((TEKKEN,), whole=True, bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Splitting((GPT4O,))),
 }
 """By ``tokenizer.ggml.pre``.  ``tekken``, ``gpt-4o`` and ``llama4`` are the models' own patterns: llama.cpp has no
 classes of capital letters and marks beyond ASCII, and splits a few words of such letters elsewhere."""
 SPACE = "\u2581"
-KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-"""Phi-3's special tokens that take no spaces."""
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
 """Control tokens that end a text or a turn wherever a vocabulary has them, as llama.cpp takes them."""
 
@@ -118,12 +116,12 @@ SPECIAL = {
 def end_ids(file: GgufFile) -> list[int]:
     """Ids of all tokens that end a text or a turn."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = {int(file.metadata[f"tokenizer.ggml.{key}"]) for key in keys if f"tokenizer.ggml.{key}" in file.metadata}
+    ids = {int(file.metadata[f"tokenizer.ggml.{key}"]) for key in keys if f"tokenizer.ggml.{key}" in file.metadata}
     if "tokenizer.ggml.tokens" in file.metadata:
         names, kinds = _tokens(file)
         places = {name: place for place, name in enumerate(names)}
-        found |= {places[name] for name in ENDS if name in places and kinds[places[name]] == Token.CONTROL}
-    return sorted(found)
+        ids |= {places[name] for name in ENDS if name in places and kinds[places[name]] == Token.CONTROL}
+    return sorted(ids)
 
 
 def _tokens(file: GgufFile) -> tuple[Sequence[str], Sequence[int]]:
@@ -177,7 +175,7 @@ def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple
     unknown = _named(file, "unknown_token_id", names) or next(
         (token for token, place in vocabulary.items() if kinds[place] == Token.UNKNOWN), None
     )
-    model = models.BPE(vocabulary, merges_of(mergeable), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    model = models.BPE(vocabulary, _merges_of(mergeable), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
     prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
     before = [normalizers.Prepend(SPACE)] if prefix else []
@@ -187,19 +185,19 @@ def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple
     return backend, True
 
 
-def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """All ways to put two tokens together to a third, that of the highest score first.
 
     SentencePiece merges the pair whose token has the highest score; a list of merges in that order does the same.
     """
-    found = []
+    merges = []
     for token, score in scores.items():
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
             if left in scores and right in scores:
-                found.append((-score, left, right))
-    found.sort(key=lambda entry: entry[0])
-    return [(left, right) for _, left, right in found]
+                merges.append((-score, left, right))
+    merges.sort(key=lambda entry: entry[0])
+    return [(left, right) for _, left, right in merges]
 
 
 def _known(pairs: Sequence[tuple[str, ...]], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -218,7 +216,7 @@ def _add_special(backend: Any, file: GgufFile, names: Sequence[str], kinds: Sequ
     strips = _takes_spaces(file)
     special, own = [], []
     for name, kind in zip(names, kinds, strict=True):
-        rstrip = strips and name not in KEEP_SPACES
+        rstrip = strips and name not in ("<unk>", "<s>", "<|endoftext|>")  # these of Phi-3's take no spaces
         if kind in (Token.CONTROL, Token.UNKNOWN):
             special.append(AddedToken(name, normalized=False, special=True, rstrip=rstrip))
         elif kind == Token.USER:

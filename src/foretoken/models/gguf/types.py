@@ -16,8 +16,6 @@ from torch import Tensor
 
 SUPER = 256
 """Numbers of a block of the K types."""
-TABLE_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the 16 values of IQ4_NL stand for, in scales (llama.cpp, ``kvalues_iq4nl``)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Kind:
+class QuantisedType:
     """A quantised type.
 
     Attributes:
@@ -96,7 +94,9 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 
 def _iq4_nl(blocks: Tensor) -> Parts:
-    table = torch.tensor(TABLE_IQ4_NL, dtype=torch.int8)
+    # What the 16 values stand for, in scales (llama.cpp, kvalues_iq4nl).
+    values = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    table = torch.tensor(values, dtype=torch.int8)
     return Parts(table[_split(blocks[:, 2:], 2, 4, 16).flatten(1).int()], _half(blocks, 0, 2))
 
 
@@ -146,18 +146,18 @@ def _q3_k(blocks: Tensor) -> Parts:
     return Parts(low | high << 2, _half(blocks, 108, 110), steps=scales.to(torch.int8) - 32)
 
 
-KINDS: dict[str, Kind] = {
-    "Q4_0": Kind(_q4_0, 4, 32, 8),
-    "Q4_1": Kind(_q4_1, 4, 32),
-    "Q5_0": Kind(_q5_0, 8, 32, 16),
-    "Q5_1": Kind(_q5_1, 8, 32),
-    "Q8_0": Kind(_q8_0, 8, 32),
-    "Q2_K": Kind(_q2_k, 4, 16, each=SUPER),
-    "Q3_K": Kind(_q3_k, 4, 16, 4, SUPER),
-    "Q4_K": Kind(_q4_k, 4, 32, each=SUPER),
-    "Q5_K": Kind(_q5_k, 8, 32, each=SUPER),
-    "Q6_K": Kind(_q6_k, 8, 16, 32, SUPER),
-    "IQ4_NL": Kind(_iq4_nl, 8, 32),
+KINDS: dict[str, QuantisedType] = {
+    "Q4_0": QuantisedType(_q4_0, 4, 32, 8),
+    "Q4_1": QuantisedType(_q4_1, 4, 32),
+    "Q5_0": QuantisedType(_q5_0, 8, 32, 16),
+    "Q5_1": QuantisedType(_q5_1, 8, 32),
+    "Q8_0": QuantisedType(_q8_0, 8, 32),
+    "Q2_K": QuantisedType(_q2_k, 4, 16, each=SUPER),
+    "Q3_K": QuantisedType(_q3_k, 4, 16, 4, SUPER),
+    "Q4_K": QuantisedType(_q4_k, 4, 32, each=SUPER),
+    "Q5_K": QuantisedType(_q5_k, 8, 32, each=SUPER),
+    "Q6_K": QuantisedType(_q6_k, 8, 16, 32, SUPER),
+    "IQ4_NL": QuantisedType(_iq4_nl, 8, 32),
 }
 """The quantised types, by name."""
 PLAIN: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

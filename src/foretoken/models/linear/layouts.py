@@ -34,16 +34,12 @@ from torch.nn import functional as F
 from foretoken.models import native
 from foretoken.models.native import bfloat16
 
-ROWS_HINT = 16
-"""The number of rows that oneDNN's layout is chosen for: the size of a usual speculation."""
 NARROW = (torch.bfloat16, torch.float16)
 LARGEST_EXPONENT = 60
 """Scales beyond two to this power could make activations underflow."""
-MOST_ROUNDED = 1e-3
-"""Share of a weight's numbers that may be so small that float16 rounds them; in random weights it is 1e-9."""
 
 
-class Layout(ABC):
+class WeightLayout(ABC):
     """A weight [out, in] and its product.
 
     Attributes:
@@ -76,7 +72,7 @@ class Layout(ABC):
         """Memory of the weight."""
 
 
-class PlainLayout(Layout):
+class PlainLayout(WeightLayout):
     """The weight as it is."""
 
     name = "plain"
@@ -85,51 +81,45 @@ class PlainLayout(Layout):
         self._weight, self._transposed, self.activations = weight, weight.t(), weight.dtype
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``torch.nn.functional.linear``."""
         return F.linear(x, self._weight, bias)
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """In one call where there is no bias."""
         if bias is not None:
             return residual + F.linear(x, self._weight, bias)
         return torch.addmm(residual, x, self._transposed)
 
     @property
     def weight(self) -> Tensor:
-        """The weight itself."""
         return self._weight
 
     @property
     def num_bytes(self) -> int:
-        """As stored."""
         return self._weight.nbytes
 
 
-class OneDnnLayout(Layout):
+class OneDnnLayout(WeightLayout):
     """oneDNN's blocked layout, bfloat16 or float32."""
 
     name = "onednn"
 
     def __init__(self, weight: Tensor) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+        # The layout is chosen for 16 rows, the size of a usual speculation.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
         self.activations = weight.dtype
         self._bytes = weight.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """oneDNN's product."""
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return found
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return product
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """In one call."""
-        found: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
-        return found
+        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
+        return total
 
     @property
     def weight(self) -> Tensor:
-        """In row order again."""
-        found: Tensor = self.packed.to_dense()
-        return found
+        dense: Tensor = self.packed.to_dense()
+        return dense
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +127,7 @@ class OneDnnLayout(Layout):
         return self._bytes
 
 
-class NativeLayout(Layout):
+class NativeLayout(WeightLayout):
     """Blocks of 32 outputs for our own bfloat16 kernel, which sums every row in the same order.
 
     Raises:
@@ -151,16 +141,13 @@ class NativeLayout(Layout):
         self.packed, self._out, self.activations = bfloat16.laid_out(weight), len(weight), weight.dtype
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The kernel's product."""
         return bfloat16.product(x, self.packed, self._out, bias)
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """In one call."""
         return bfloat16.product(x, self.packed, self._out, bias, residual)
 
     @property
     def weight(self) -> Tensor:
-        """In row order again."""
         return bfloat16.in_rows(self.packed, self._out)
 
     @property
@@ -184,7 +171,7 @@ class Halved:
     rounded: Tensor
 
 
-class HalfLayout(Layout):
+class HalfLayout(WeightLayout):
     """Float16 weights and float32 activations (FBGEMM).
 
     Raises:
@@ -195,13 +182,13 @@ class HalfLayout(Layout):
     block = 6  # what FBGEMM's kernels take at once on AVX2: more only costs time
 
     def __init__(self, weight: Tensor) -> None:
-        found = halved(weight)
-        if found is None:
+        half = halved(weight)
+        if half is None:
             raise ValueError("float16 does not hold this weight")
         self.activations = torch.float32
-        self._dtype, self._inverse, self._bytes = weight.dtype, 1.0 / found.scale, 2 * weight.numel()
-        self._rounded, self._originals = found.rounded, weight.flatten()[found.rounded]
-        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(found.scaled, None)
+        self._dtype, self._inverse, self._bytes = weight.dtype, 1.0 / half.scale, 2 * weight.numel()
+        self._rounded, self._originals = half.rounded, weight.flatten()[half.rounded]
+        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(half.scaled, None)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The power of two leaves through the activations, without rounding."""
@@ -210,21 +197,19 @@ class HalfLayout(Layout):
 
     @property
     def weight(self) -> Tensor:
-        """The same numbers as were given."""
         stored = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        found = (stored.float() * self._inverse).to(self._dtype)
-        found.view(-1)[self._rounded] = self._originals
-        return found
+        dense = (stored.float() * self._inverse).to(self._dtype)
+        dense.view(-1)[self._rounded] = self._originals
+        return dense
 
     @property
     def num_bytes(self) -> int:
-        """Two a weight."""
         return self._bytes
 
 
-Maker = Callable[[Tensor], Layout]
+LayOut = Callable[[Tensor], WeightLayout]
 """Lays a weight [out, in] out."""
-LAYOUTS: dict[str, Maker] = {cls.name: cls for cls in (PlainLayout, OneDnnLayout, NativeLayout, HalfLayout)}
+LAYOUTS: dict[str, LayOut] = {cls.name: cls for cls in (PlainLayout, OneDnnLayout, NativeLayout, HalfLayout)}
 
 
 def halved(weight: Tensor) -> Halved | None:
@@ -239,7 +224,8 @@ def halved(weight: Tensor) -> Halved | None:
         return None
     scaled *= 2.0**exponent
     rounded = (scaled.half().float() != scaled).flatten().nonzero()[:, 0]
-    if len(rounded) > MOST_ROUNDED * weight.numel() or bool((scaled.flatten()[rounded].abs() >= 2.0**-14).any()):
+    # A share of 1e-9 of random weights is so small that float16 rounds it.
+    if len(rounded) > 1e-3 * weight.numel() or bool((scaled.flatten()[rounded].abs() >= 2.0**-14).any()):
         return None
     return Halved(scaled, 2.0**exponent, rounded)
 
@@ -280,7 +266,7 @@ def _has_fbgemm() -> bool:
     return torch.backends.quantized.engine in ("fbgemm", "x86") and _runs(HalfLayout, torch.float32)
 
 
-def _runs(cls: Maker, dtype: torch.dtype) -> bool:
+def _runs(cls: LayOut, dtype: torch.dtype) -> bool:
     """Whether this build of PyTorch has the layout's operators, and they multiply."""
     try:
         layout = cls(torch.eye(16, dtype=dtype))

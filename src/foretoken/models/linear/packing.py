@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from foretoken.models.linear.layouts import LAYOUTS, NARROW, Layout, PlainLayout, usable_layouts
-from foretoken.models.linear.product import Product
+from foretoken.models.linear.layouts import LAYOUTS, NARROW, PlainLayout, WeightLayout, usable_layouts
+from foretoken.models.linear.product import Product, QuantisedLayer
 from foretoken.models.linear.product_costs import fastest_layout, least_rows
 from foretoken.models.network.watch import is_hooked
 
@@ -92,7 +92,7 @@ class Projection:
 
     def _apply(self, x: Tensor) -> Tensor:
         if self.block:
-            return in_blocks(self._product, x, self.block)
+            return _in_blocks(self._product, x, self.block)
         if len(x) < self.least:
             return self._product(torch.cat((x, self._filler[len(x) - 1 :])))[: len(x)]
         return self._product(x)
@@ -107,18 +107,18 @@ class Projection:
         return self.layout.plus(x, self.bias, residual)
 
 
-def laid_out(weight: Tensor, layout: str) -> Layout:
+def laid_out(weight: Tensor, layout: str) -> WeightLayout:
     """The weight in a layout, or in the one that is fastest for it; plain where that cannot be."""
     usable = usable_layouts(weight.dtype, weight.device)
     if layout != "auto":
         return _made(weight, layout if layout in usable else "plain") or PlainLayout(weight)
     shape = (int(weight.shape[0]), int(weight.shape[1]))
-    found = _made(weight, fastest_layout(weight.dtype, [shape], usable))
+    fastest = _made(weight, fastest_layout(weight.dtype, [shape], usable))
     others = [name for name in usable if name != "half"]  # which depends on the numbers in a weight
-    return found or _made(weight, fastest_layout(weight.dtype, [shape], others)) or PlainLayout(weight)
+    return fastest or _made(weight, fastest_layout(weight.dtype, [shape], others)) or PlainLayout(weight)
 
 
-def _made(weight: Tensor, layout: str) -> Layout | None:
+def _made(weight: Tensor, layout: str) -> WeightLayout | None:
     try:
         return LAYOUTS[layout](weight)
     except ValueError:
@@ -178,7 +178,7 @@ class Packing:
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype, device: torch.device, blocks: bool, in_place: bool) -> Packing:
         """For a whole model: 16-bit weights all get one layout, so that activations have one dtype throughout."""
-        shapes = [tuple(m.weight.shape) for m in plain_linears(model)]
+        shapes = [tuple(m.weight.shape) for m in _plain_linears(model)]
         narrow = dtype in NARROW and shapes
         layout = fastest_layout(dtype, shapes, usable_layouts(dtype, device)) if narrow else "auto"
         return cls(layout, blocks, Home(model) if in_place else None)
@@ -194,20 +194,20 @@ class Packing:
 
     def projection(self, *linears: Any) -> Product:
         """One projection that gives the outputs of all of them side by side."""
-        quantised = next((linear for linear in linears if hasattr(linear, "joined")), None)
+        quantised = next((linear for linear in linears if isinstance(linear, QuantisedLayer)), None)
         if quantised is not None:  # what is quantised already stays as it is
             joined: Product = quantised.joined(linears)
             return joined
         alone = len(linears) == 1
         weight = linears[0].weight.detach() if alone else torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        made = Projection(weight, torch.cat(biases) if biases else None, self.layout, self.blocks)
+        projection = Projection(weight, torch.cat(biases) if biases else None, self.layout, self.blocks)
         if self.home is not None:
-            self.home.take_place(linears, made)
-        return made
+            self.home.take_place(linears, projection)
+        return projection
 
 
-def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, block: int = BLOCK) -> Tensor:
+def _in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, block: int = BLOCK) -> Tensor:
     """``product(x)`` for x [n, in], computed on ``block`` rows at a time (the last block is filled up with zeros)."""
     n = len(x)
     x = F.pad(x, (0, 0, 0, -n % block))
@@ -222,11 +222,11 @@ class BlockedProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             x, *rest = args
-            rows = in_blocks(lambda part: F.linear(part, *rest, **kwargs), x.reshape(-1, x.shape[-1]))
+            rows = _in_blocks(lambda part: F.linear(part, *rest, **kwargs), x.reshape(-1, x.shape[-1]))
             return rows.view(*x.shape[:-1], -1)
         if func is torch.addmm and args[0].dim() == 1:
             bias, x, weight = args
-            return in_blocks(lambda part: torch.addmm(bias, part, weight, **kwargs), x)
+            return _in_blocks(lambda part: torch.addmm(bias, part, weight, **kwargs), x)
         return func(*args, **kwargs)
 
 
@@ -277,7 +277,7 @@ def is_plain(module: nn.Module) -> bool:
     return its_own and not is_hooked(module)
 
 
-def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
+def _plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
     """The modules below ``model`` that :func:`is_plain` holds for."""
     return (module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module))
 
@@ -286,8 +286,8 @@ def dtype_of(linear: Any) -> torch.dtype:
     """Of a linear layer's weight, packed, quantised or neither; nothing is unpacked."""
     if isinstance(linear, PackedLinear):
         return linear.projection.dtype
-    found: torch.dtype = linear.dtype if hasattr(linear, "joined") else linear.weight.dtype
-    return found
+    dtype: torch.dtype = linear.dtype if isinstance(linear, QuantisedLayer) else linear.weight.dtype
+    return dtype
 
 
 def joined_weight(linears: Sequence[Any]) -> Tensor:
@@ -314,7 +314,8 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
     for parent, name, linear in list(_children(model)):
         if not isinstance(linear, nn.Linear) or not is_plain(linear) or id(linear.weight) in tied:
             continue
-        projection = Projection(linear.weight.detach(), _detached(linear.bias), packing.layout, packing.blocks)
+        bias = None if linear.bias is None else linear.bias.detach()
+        projection = Projection(linear.weight.detach(), bias, packing.layout, packing.blocks)
         if projection.layout.name != "plain":
             setattr(parent, name, PackedLinear(projection))
             count += 1
@@ -350,7 +351,7 @@ def check_packable(model: Any) -> None:
     Raises:
         ValueError: it has no linear layers, or they are on a device or in a dtype that has the plain layout alone.
     """
-    kinds = {(m.weight.device, m.weight.dtype) for m in plain_linears(model)}
+    kinds = {(m.weight.device, m.weight.dtype) for m in _plain_linears(model)}
     if not kinds:
         raise ValueError(f"pack=True: {type(model).__name__} has no torch.nn.Linear layers that could be packed")
     if all(usable_layouts(dtype, device) == ("plain",) for device, dtype in kinds):
@@ -378,8 +379,8 @@ def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
 
 def num_parameters(model: nn.Module) -> int:
     """Numbers in a model's weights, packed ones included."""
-    modules: list[Any] = list(model.modules())
-    packed = [m for m in modules if (isinstance(m, PackedLinear) and not m.tied) or hasattr(m, "packed_bytes")]
+    packed: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear | QuantisedLayer)]
+    packed = [m for m in packed if isinstance(m, QuantisedLayer) or not m.tied]
     held = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
     return sum(p.numel() for p in model.parameters()) + held
 
@@ -393,7 +394,3 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 def _embedded(model: nn.Module) -> set[int]:
     """Ids of the weights of embeddings."""
     return {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
-
-
-def _detached(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 class Product(Protocol):
@@ -19,3 +21,27 @@ class Product(Protocol):
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + x W^T (+ bias)`` [n, out], in one call where there is one."""
+
+
+class QuantisedLayer(nn.Module):
+    """A linear layer whose weights are quantised for good: everybody leaves them as they are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        raise NotImplementedError
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the weight."""
+        raise NotImplementedError
+
+    @staticmethod
+    def joined(linears: Sequence[Any]) -> Product:
+        """The products of several layers of one input, some of which may be plain ones."""
+        raise NotImplementedError
+
+
+def has_quantised(model: nn.Module) -> bool:
+    """Whether any layer below ``model`` is one of these."""
+    return any(isinstance(module, QuantisedLayer) for module in model.modules())

@@ -20,8 +20,8 @@ from functools import cache, partial
 
 import torch
 
-from foretoken.models.linear.layouts import LAYOUTS, Layout, Maker, usable_layouts
-from foretoken.models.machine import Kept, cache_bytes, timed
+from foretoken.models.linear.layouts import LAYOUTS, LayOut, WeightLayout, usable_layouts
+from foretoken.models.machine import KeptResults, cache_bytes, timed
 
 ROWS = (1, 2, 5, 8)
 """Rows that are timed: a plain step, the beginning of speculation, usual rounds."""
@@ -29,19 +29,12 @@ SMALLEST, LARGEST = 256, 4096
 """Sides of the weights that are timed; others count as the nearest power of two between them."""
 MOST_COPIES = 16
 """A weight of which so many fit into the cache belongs to a model that does."""
-PASSES = 3
-FILL_S = 7e-6
-"""What filling up, cutting off and adding a residual apart take."""
-NATIVE_WORTH = 0.5
-"""Our kernels may cost twice what others do, timed alone: only with them a whole forward is one call, and only they
-give a row the same bits in any company.  Models of 135M and 0.5B whose products were timed at 1.4 to 1.7 times the
-best others ran 1.3 to 3 times as fast with ours, with AVX2 and with AVX-512 (``docs/log.md``)."""
 MARGIN = 0.95
 """Another layout than the plain one must be at least 5 % faster: less is noise."""
 
 Times = dict[int, float]
 """Seconds by number of rows."""
-KEPT = Kept("products")
+KEPT = KeptResults("products")
 
 
 def size_class(out: int, inner: int) -> tuple[int, int]:
@@ -62,7 +55,8 @@ def least_rows(layout: str, dtype: torch.dtype, out: int, inner: int) -> int:
     No margin is asked for: one row is the slower one in a whole model where it is level here (``docs/log.md``).
     """
     times = product_times(layout, dtype, out, inner)
-    return min(ROWS, key=lambda rows: times[rows] + (FILL_S if rows > 1 else 0.0))
+    fill_s = 7e-6  # filling up, cutting off and adding a residual apart
+    return min(ROWS, key=lambda rows: times[rows] + (fill_s if rows > 1 else 0.0))
 
 
 def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names: Sequence[str]) -> str:
@@ -73,7 +67,10 @@ def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names:
         return "plain"
     costs = {name: sum(n * _cost(name, dtype, *size) for size, n in counts.items()) for name in names}
     if "native" in costs:
-        costs["native"] *= NATIVE_WORTH
+        # Ours may cost twice what others do, timed alone: only with them a whole forward is one call, and only they
+        # give a row the same bits in any company.  Models of 135M and 0.5B whose products were timed at 1.4 to 1.7
+        # times the best others ran 1.3 to 3 times as fast with ours, with AVX2 and with AVX-512 (docs/log.md).
+        costs["native"] *= 0.5
     best = min(costs, key=lambda name: costs[name])
     return best if costs[best] < MARGIN * costs["plain"] else "plain"
 
@@ -100,14 +97,14 @@ def _times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Times:
 
 
 @torch.inference_mode()
-def _measure(make: Maker, dtype: torch.dtype, out: int, inner: int) -> Times:
+def _measure(make: LayOut, dtype: torch.dtype, out: int, inner: int) -> Times:
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(out, inner, generator=generator) / inner**0.5).bfloat16().to(dtype)
     copies = min(MOST_COPIES, max(2, cache_bytes() // weight.nbytes))
-    products: list[Layout] = [make(weight.clone()) for _ in range(copies)]
+    products: list[WeightLayout] = [make(weight.clone()) for _ in range(copies)]
     inputs = [torch.randn(rows, inner, generator=generator).to(products[0].activations) for rows in ROWS]
     with _one_thread():
-        return timed({len(x): [partial(product, x, None) for product in products] for x in inputs}, PASSES)
+        return timed({len(x): [partial(product, x, None) for product in products] for x in inputs}, turns=3)
 
 
 @contextmanager

@@ -34,17 +34,12 @@ COPIES = 10
 TRIES = 2
 """Timed turns through the copies of a product, after one that warms up."""
 WITHOUT_BYTES = "this machine has no kernel for activations of 8 bits"
-GAIN4 = 1.25
-"""How much faster int4 must be than int8 to be worth its larger error."""
-GAIN_BYTES = 1.06
-"""How much faster activations of 8 bits must be in drafts to be worth theirs: of a model of 135M parameters .91 instead
-of .94 of the drafts are accepted, of one of 1.5B, whose steps are a tenth faster, .95 instead of .96."""
 
 
 @cache
 def available() -> dict[str, type[QuantisedProduct]]:
     """The products that this build of PyTorch has, by name, tried out on a small weight."""
-    found: dict[str, type[QuantisedProduct]] = {}
+    products: dict[str, type[QuantisedProduct]] = {}
     weight, x = torch.linspace(-1, 1, 16 * 32).view(16, 32), torch.ones(1, 32)
     makers: tuple[tuple[type[QuantisedProduct], Callable[[], Any]], ...] = (
         (NativeInt8Product, lambda: Int8Weight.of(weight)),
@@ -60,8 +55,8 @@ def available() -> dict[str, type[QuantisedProduct]]:
             product(quantised(), None)(x)
         except (RuntimeError, NotImplementedError, AttributeError):  # another platform, a build without FBGEMM
             continue
-        found[product.name] = product
-    return found
+        products[product.name] = product
+    return products
 
 
 @cache
@@ -83,8 +78,11 @@ def fastest_draft_product(
     if len(fitting) < 2:
         return fitting[0] if fitting else None
     times = measured(tuple(fitting), out, width, group, (1,))
-    least = {4: GAIN4, 8: 1.0}
-    errors = {product: least[product.bits] * (GAIN_BYTES if product.activations == 8 else 1.0) for product in fitting}
+    # How much faster a product must be to be worth its error.  With activations of 8 bits .91 instead of .94 of the
+    # drafts of a model of 135M parameters are accepted; .95 instead of .96 of one of 1.5B, whose steps are a tenth
+    # faster.
+    least = {4: 1.25, 8: 1.0}
+    errors = {product: least[product.bits] * (1.06 if product.activations == 8 else 1.0) for product in fitting}
     return min(fitting, key=lambda product: times[product] * errors[product])
 
 
@@ -152,13 +150,13 @@ def measured(
     weight = torch.randn(out, width, generator=draws)
     bits = {product.bits for product in products}
     stored: dict[int, Any] = {b: Int4Weight.of(weight, group) if b == 4 else Int8Weight.of(weight) for b in bits}
-    found = dict.fromkeys(products, 0.0)
+    seconds = dict.fromkeys(products, 0.0)
     for product in products:
-        made = product(stored[product.bits], None)
-        copies = [made, *(made.copied() for _ in range(num_copies - 1))]
+        first = product(stored[product.bits], None)
+        copies = [first, *(first.copied() for _ in range(num_copies - 1))]
         for x in (torch.randn(count, width, generator=draws) for count in rows):
-            found[product] += reading_s(copies, x)
-    return found
+            seconds[product] += reading_s(copies, x)
+    return seconds
 
 
 def reading_s(copies: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:
@@ -171,12 +169,12 @@ def reading_s(copies: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:
 @torch.inference_mode()
 def wide_rows(product: type[QuantisedProduct], out: int, width: int, group: int) -> int:
     """From how many rows on the dequantised weight is faster by a tenth, measured; a large number where it never is."""
-    made = make_product(product, torch.ones(out, width), None, group)
+    tried = make_product(product, torch.ones(out, width), None, group)
     if not product.has_wide or (product.bits == 4 and block4(out) == 0):
         return NEVER
     for rows in (WIDE, 2 * WIDE, 4 * WIDE):
         x = torch.ones(rows, width)
-        seconds = timed({"product": [partial(made.product, x)], "dense": [partial(made.by_dense, x)]}, TRIES)
+        seconds = timed({"product": [partial(tried.product, x)], "dense": [partial(tried.by_dense, x)]}, TRIES)
         if 1.1 * seconds["dense"] < seconds["product"]:
             return rows
     return NEVER

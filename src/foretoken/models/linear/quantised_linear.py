@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError
 from foretoken.models.linear.packing import is_plain
+from foretoken.models.linear.product import QuantisedLayer
 from foretoken.models.linear.quantised import (
     WITHOUT_BYTES,
     available,
@@ -27,7 +28,7 @@ GROUP = 32
 """Weights that share an int4 scale."""
 
 
-class QuantisedLinear(nn.Module):
+class QuantisedLinear(QuantisedLayer):
     """Drop-in for an ``nn.Linear`` on CPU, for models that the library loaded itself.
 
     Args:
@@ -44,9 +45,9 @@ class QuantisedLinear(nn.Module):
     def of(cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> QuantisedLinear:
         """A layer's weight, quantised."""
         bias = None if linear.bias is None else linear.bias.detach()
-        made = make_product(product, linear.weight, bias, GROUP)
-        made.wide = wide_rows if wide else None
-        return cls(made, linear.weight.dtype)
+        quantised = make_product(product, linear.weight, bias, GROUP)
+        quantised.wide = wide_rows if wide else None
+        return cls(quantised, linear.weight.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,7 +170,7 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         raise CapabilityError("the weights of this checkpoint are quantised already: leave quantize out")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings()
-    found = 0
+    count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
@@ -178,10 +179,10 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
             product = fastest_target_product(child.out_features, child.in_features, GROUP, own, short or "15")
             if product is not None and child.weight.is_floating_point():
                 setattr(parent, name, QuantisedLinear.of(child, product, wide))
-                found += 1
-    if found <= isinstance(model.get_output_embeddings(), QuantisedLinear):
+                count += 1
+    if count <= isinstance(model.get_output_embeddings(), QuantisedLinear):
         raise CapabilityError(
             f"{type(model).__name__} has no nn.Linear that quantize={kind} fits: int4 needs outputs in multiples of 16 "
             f"and inputs in multiples of {GROUP}; use int8, or leave quantize out"
         )
-    return found
+    return count

@@ -23,8 +23,6 @@ from foretoken.models.native.linear import Linear, bytes_linear
 
 WIDE = 64
 """The fewest rows that are worth dequantising a weight for."""
-VECTOR = 32
-"""Inputs that the widest instructions read at once."""
 
 
 class QuantisedProduct(ABC):
@@ -126,25 +124,20 @@ class Share(QuantisedProduct):
         self.mark = getattr(whole, "mark", "")
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n, in] -> [n, stop - start]."""
         return self.whole(x)[:, self.start : self.stop]
 
     def product(self, x: Tensor) -> Tensor:
-        """Without the bias."""
         return self.whole.product(x)[:, self.start : self.stop]
 
     def dense(self) -> Tensor:
-        """[stop - start, in] float32."""
         return self.whole.some(slice(self.start, self.stop))
 
     def some(self, rows: slice) -> Tensor:
-        """Some rows of it."""
         places = range(self.start, self.stop)[rows]
         return self.whole.some(slice(places.start, places.stop, places.step))
 
     @property
     def nbytes(self) -> int:
-        """Its part of the memory."""
         return self.whole.nbytes * self.shape[0] // self.whole.shape[0]
 
 
@@ -164,26 +157,6 @@ def side_by_side(linears: Sequence[Any]) -> QuantisedProduct | None:
     return whole
 
 
-class Dequantised(QuantisedProduct):
-    """The readable twin: an ordinary product with the weights that the numbers stand for."""
-
-    name = "dequantised"
-
-    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
-        super().__init__((len(weight.values), weight.values.shape[1]), bias)
-        self.bits = 8 if isinstance(weight, Int8Weight) else 4
-        self.weight = weight.dequantised()
-
-    def product(self, x: Tensor) -> Tensor:
-        """In float32."""
-        return F.linear(x.float(), self.weight)
-
-    @property
-    def nbytes(self) -> int:
-        """Of float32."""
-        return self.weight.nbytes
-
-
 class Int8Product(QuantisedProduct):
     """int8 weights, the input in bfloat16.
 
@@ -196,7 +169,7 @@ class Int8Product(QuantisedProduct):
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
         self.weight = weight
-        self.missing = -self.shape[1] % VECTOR
+        self.missing = -self.shape[1] % 32  # inputs that the widest instructions read at once
         self.padded = F.pad(weight.values, (0, self.missing)) if self.missing else weight.values
 
     def product(self, x: Tensor) -> Tensor:
@@ -211,7 +184,6 @@ class Int8Product(QuantisedProduct):
 
     @property
     def nbytes(self) -> int:
-        """A byte a weight, two a row."""
         return self.padded.nbytes + self.weight.scale.nbytes
 
 
@@ -240,7 +212,6 @@ class Int4Product(QuantisedProduct):
 
     @property
     def nbytes(self) -> int:
-        """Half a byte a weight, four a group."""
         return self.packed.nbytes + self.scales.nbytes
 
 
@@ -315,7 +286,6 @@ class NativeProduct(QuantisedProduct):
 
     @property
     def nbytes(self) -> int:
-        """Of the weight and its scales, the last block of outputs filled up."""
         return self.packed.nbytes + self.scales.nbytes
 
 
@@ -329,7 +299,6 @@ class NativeInt8Product(NativeProduct):
         self.packed, self.scales = integers.laid_out8(weight)
 
     def linear(self) -> Linear:
-        """With a scale for each output."""
         out, inner = self.shape
         return Linear(linear.EIGHT, inner, out, inner, address(self.packed), address(self.scales))
 
@@ -350,7 +319,6 @@ class NativeInt4Product(NativeProduct):
         self.packed, self.scales = integers.laid_out4(weight)
 
     def linear(self) -> Linear:
-        """With scales and zeros of groups."""
         out, inner = self.shape
         return Linear(linear.FOUR, inner, out, self.group, address(self.packed), address(self.scales))
 
@@ -367,7 +335,6 @@ class NativeInt8ByteProduct(NativeInt8Product):
     name, activations = "int8 weights, own kernel, 8-bit input", 8
 
     def linear(self) -> Linear:
-        """With a scale for each output."""
         return bytes_linear(
             self.shape, 8, self.shape[1], self.packed, self.scales, form=linear.PER_ROW, middle=integers.MIDDLE8
         )
@@ -379,7 +346,6 @@ class NativeInt4ByteProduct(NativeInt4Product):
     name, activations = "int4 weights, own kernel, 8-bit input", 8
 
     def linear(self) -> Linear:
-        """With scales and zeros of groups."""
         form, middle = linear.PAIRS, integers.MIDDLE4
         return bytes_linear(self.shape, 4, self.group, self.packed, self.scales, form=form, zeros=True, middle=middle)
 

@@ -15,7 +15,6 @@ from foretoken.models.native.library import address, function, why_not
 
 SIZES = (32, 64, 96, 128, 256)
 """Numbers of a head that the kernel is made for."""
-_Strides = ctypes.c_long * 9
 
 
 def fits(dtype: torch.dtype | None, size: int) -> bool:
@@ -38,7 +37,7 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
         mask = mask.contiguous()
     result = query.new_empty(batch, rows, heads, size)
     work = torch.empty(2 * (slots + 16) * torch.get_num_threads())
-    strides = _Strides(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
+    strides = (ctypes.c_long * 9)(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
     seen = (address(mask), 0, 0) if mask is None else (address(mask), mask.stride(0), mask.stride(2))
     sizes = batch, heads, keys.shape[1], rows, slots, size
     places = address(query), address(keys), address(values), ctypes.addressof(strides)

@@ -57,14 +57,12 @@ LEVELS = {
 """Instruction sets that kernels are written for, from the least to the most, and what the compiler is told of them."""
 CHECKSUMS = "SHA256SUMS"
 """Beside the libraries of a wheel: a line for each, as ``sha256sum`` writes and reads them."""
-COMPILING_S = 600
-"""A compiler that takes longer for one source is given up: it needs two to ten seconds where nothing else runs."""
 
 
 def compiler() -> str | None:
     """The C++ compiler of this machine."""
     names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
-    return next((found for name in names if (found := shutil.which(name)) is not None), None)
+    return next((path for name in names if (path := shutil.which(name)) is not None), None)
 
 
 def file_name(level: str) -> str:
@@ -80,15 +78,15 @@ def write_library(level: str, file: Path) -> None:
     Raises:
         OSError, subprocess.SubprocessError: there is no compiler, it fails, or the file cannot be written.
     """
-    found = compiler()
-    if found is None:
+    program = compiler()
+    if program is None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)")
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
-        for source, made in zip(SOURCES, objects, strict=True):
-            run(found, *FLAGS, *LEVELS[level], "-fopenmp", "-c", str(source), "-o", made)
+        for source, compiled in zip(SOURCES, objects, strict=True):
+            run(program, *FLAGS, *LEVELS[level], "-fopenmp", "-c", str(source), "-o", compiled)
         # Linked without OpenMP's library: its symbols are those that PyTorch has loaded.
-        run(found, "-shared", "-s", *objects, "-o", str(file))
+        run(program, "-shared", "-s", *objects, "-o", str(file))
 
 
 def write_all(folder: Path) -> None:
@@ -129,7 +127,7 @@ def run(*command: str) -> None:
     Raises:
         OSError, subprocess.SubprocessError: it is not there, fails, or takes too long.
     """
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILING_S)
+    try:  # a source takes two to ten seconds where nothing else runs
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     except subprocess.CalledProcessError as error:
         raise OSError(error.stderr or error) from None

@@ -1,4 +1,4 @@
-"""The structures that ``forward.cpp`` reads: a model as data, and one call of it.  Field by field as in the source."""
+"""The structures that ``forward.cpp`` and ``blocks.cpp`` read, field by field as there, and the calls of both."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ SILU, GELU_TANH = range(2)
 """Activations of a gated MLP."""
 
 
-class Product(Structure):
+class ProductStruct(Structure):
     """Linear layers of one input."""
 
     _fields_ = (("parts", c_void_p), ("count", c_long))
 
 
-class Norm(Structure):
+class NormStruct(Structure):
     """An RMS norm; a null weight for none."""
 
     _fields_ = (("weight", c_void_p), ("eps", c_double))
 
 
-class Layer(Structure):
+class LayerStruct(Structure):
     """A decoder layer."""
 
     _fields_ = (
-        *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
-        *((name, Product) for name in ("qkv", "out", "gate_up", "down")),
+        *(
+            (name, NormStruct)
+            for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")
+        ),
+        *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_double) for name in ("scaling", "added")),
         *((name, c_long) for name in ("mask", "turn", "norms_all", "activation")),
     )
@@ -42,22 +45,22 @@ ALONE, JOINED, WIDE = range(3)
 """How a drafter's head begins that reads an embedding beside every state; as in the source."""
 
 
-class Model(Structure):
+class ModelStruct(Structure):
     """A stack of layers, its last norm and its head, which may have no parts; of a drafter's head how it begins."""
 
     _fields_ = (
         ("layers", c_void_p),
         *((name, c_long) for name in ("count", "width", "heads", "kv_heads", "dim")),
-        ("last", Norm),
-        ("head", Product),
+        ("last", NormStruct),
+        ("head", ProductStruct),
         ("begins", c_long),
-        ("of_beside", Norm),
-        ("of_state", Norm),
-        ("entry", Product),
+        ("of_beside", NormStruct),
+        ("of_state", NormStruct),
+        ("entry", ProductStruct),
     )
 
 
-class Group(Structure):
+class GroupStruct(Structure):
     """Rows that share a cache."""
 
     _fields_ = (
@@ -67,13 +70,13 @@ class Group(Structure):
     )
 
 
-class Best(Structure):
+class BestStruct(Structure):
     """The likeliest tokens of rows of logits: how many, the scale of logits, and where they go."""
 
     _fields_ = (("count", c_long), ("scale", c_double), ("values", c_void_p), ("places", c_void_p))
 
 
-class Call(Structure):
+class CallStruct(Structure):
     """One forward."""
 
     _fields_ = (
@@ -85,14 +88,14 @@ class Call(Structure):
         *((name, c_void_p) for name in ("cos", "sin", "taps", "last")),
         ("wanted", c_long),
         *((name, c_void_p) for name in ("want", "normed", "logits", "beside")),
-        ("best", Best),
+        ("best", BestStruct),
     )
 
 
 def pointers(tensors: Iterable[Tensor | None]) -> Any:
     """An array of the addresses of tensors, null for none; whoever keeps it keeps the tensors."""
-    found = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return (c_void_p * len(found))(*found)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (c_void_p * len(addresses))(*addresses)
 
 
 def numbers(values: Sequence[int]) -> Any:
@@ -105,7 +108,7 @@ def array(kind: type[Any], items: Sequence[Any]) -> Any:
     return (kind * len(items))(*items)
 
 
-def run(model: Model, call: Call, threads: int) -> None:
+def run(model: ModelStruct, call: CallStruct, threads: int) -> None:
     """Run a forward.
 
     Raises:
@@ -116,3 +119,35 @@ def run(model: Model, call: Call, threads: int) -> None:
     forward(ctypes.addressof(model), ctypes.addressof(call), threads, ctypes.addressof(failed))
     if failed.value:
         raise MemoryError(f"too little memory for a forward of {call.rows} rows: feed fewer tokens at once")
+
+
+class BlocksStruct(Structure):
+    """K heads of residual blocks with their projections."""
+
+    _fields_ = (
+        *((name, c_long) for name in ("heads", "width", "residual")),
+        ("first", ProductStruct),
+        ("rest", c_void_p),
+        ("depth", c_long),
+        ("projections", c_void_p),
+        ("shared", c_long),
+    )
+
+
+class BlocksCallStruct(Structure):
+    """States of some rows, and where what is made of them goes."""
+
+    _fields_ = (("rows", c_long), *((name, c_void_p) for name in ("x", "states", "logits")), ("best", BestStruct))
+
+
+def run_blocks(blocks: BlocksStruct, call: BlocksCallStruct, threads: int) -> None:
+    """Run the blocks.
+
+    Raises:
+        MemoryError: too little memory for what they keep in between.
+    """
+    failed = c_long(0)
+    compute = function("blocks", "ppnp")
+    compute(ctypes.addressof(blocks), ctypes.addressof(call), threads, ctypes.addressof(failed))
+    if failed.value:
+        raise MemoryError(f"too little memory for heads on {call.rows} rows: draft for fewer requests at once")

@@ -7,12 +7,14 @@ takes half of their additions, so that memory is what five rows wait for.  A row
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.models.native.library import address, function
-from foretoken.models.native.linear import Linear, pointer
+from foretoken.models.native.linear import Linear
 
 BLOCK, MOST, TINY = 32, 127, 2.0**-111
 """Inputs that share a scale, their largest byte, and what counts as zero, as in the source."""
@@ -32,13 +34,13 @@ def product(x: Tensor, linear: Linear) -> Tensor:
         x = x.contiguous()
     result = x.new_empty(rows, linear.out)
     copies = torch.get_num_threads() if rows <= OWN_ROWS else 1
-    work = torch.empty(copies * work_bytes(rows, inner), dtype=torch.uint8)
+    work = torch.empty(copies * _work_bytes(rows, inner), dtype=torch.uint8)
     multiply = function("integer8_product", "ppnnpp")
-    multiply(pointer(linear), address(x), rows, x.stride(0), address(result), address(work))
+    multiply(ctypes.addressof(linear), address(x), rows, x.stride(0), address(result), address(work))
     return result
 
 
-def work_bytes(rows: int, inner: int) -> int:
+def _work_bytes(rows: int, inner: int) -> int:
     """Memory that rows of activations take: odd numbers of cache lines, scales, sums, and a sum of all for each."""
     row = (-(-inner // 64) | 1) * 64 + 4 * (4 * -(-inner // BLOCK) + 1)
     return -(-rows * row // 64) * 64

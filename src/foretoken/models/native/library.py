@@ -37,15 +37,13 @@ ALLOWED = {
     "portable": ("portable",),
 }
 """Levels that a value of the environment variable leaves."""
-NEEDS = {"avx2": "AVX2", "avx512": "AVX512", "portable": "AVX2"}
-"""What the values ask of an x86-64 CPU."""
 MACHINES = {"x86_64": "x86-64", "aarch64": "64-bit Arm"}
 KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_long, "d": ctypes.c_double}
 """Arguments of functions: a pointer, a whole number, a number."""
 log = logging.getLogger("foretoken")
 
 
-class Library(NamedTuple):
+class _KernelLibrary(NamedTuple):
     """The library that was loaded, and where it comes from."""
 
     functions: ctypes.CDLL
@@ -62,8 +60,8 @@ def why_not() -> str | None:
     Raises:
         ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
     """
-    found = _loaded()
-    return found if isinstance(found, str) else None
+    library = _loaded()
+    return library if isinstance(library, str) else None
 
 
 def described() -> str:
@@ -72,8 +70,8 @@ def described() -> str:
     Raises:
         ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
     """
-    found = _loaded()
-    return found if isinstance(found, str) else f"{level()}, {found.origin}"
+    library = _loaded()
+    return library if isinstance(library, str) else f"{level()}, {library.origin}"
 
 
 def level() -> str | None:
@@ -85,10 +83,11 @@ def level() -> str | None:
     asked = os.environ.get(SWITCH, "native")
     if asked not in ALLOWED:
         raise ValueError(f"{SWITCH} must be one of {', '.join(ALLOWED)}, not {asked!r}")
-    found = _cpu_level(ALLOWED[asked])
-    if found is None and asked != "native":
-        raise ValueError(f"{SWITCH}={asked}, and this CPU has no {NEEDS[asked]}: leave it out")
-    return found
+    highest = _cpu_level(ALLOWED[asked])
+    if highest is None and asked != "native":
+        needed = "AVX512" if asked == "avx512" else "AVX2"
+        raise ValueError(f"{SWITCH}={asked}, and this CPU has no {needed}: leave it out")
+    return highest
 
 
 def _cpu_level(allowed: tuple[str, ...]) -> str | None:
@@ -121,10 +120,10 @@ def function(name: str, kinds: str) -> Callable[..., None]:
     library = _loaded()
     if isinstance(library, str):
         raise RuntimeError(f"no products of our own: {library}")
-    found = library.functions[name]
-    found.argtypes = [KINDS[kind] for kind in kinds]
-    found.restype = None
-    return found
+    entry = library.functions[name]
+    entry.argtypes = [KINDS[kind] for kind in kinds]
+    entry.restype = None
+    return entry
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -133,7 +132,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 @cache
-def _loaded() -> Library | str:
+def _loaded() -> _KernelLibrary | str:
     """The library, or why there is none."""
     lacking = _lacking()
     if lacking is not None:
@@ -143,16 +142,16 @@ def _loaded() -> Library | str:
     if shipped.exists():
         try:
             compiling.check(shipped)
-            return Library(ctypes.CDLL(str(shipped)), "from the wheel")
+            return _KernelLibrary(ctypes.CDLL(str(shipped)), "from the wheel")
         except OSError as error:  # damaged, or made for another C library
             fault = f"the wheel's kernels cannot be used: {error}"
             log.warning(fault)
     try:
-        found = _compiled(chosen)
+        functions = _compiled(chosen)
     except (OSError, subprocess.SubprocessError) as error:
         reason = f"the kernels could not be compiled: {str(error).strip().splitlines()[-1]}"
         return f"{fault}; {reason}" if fault else reason
-    return Library(found, f"compiled here; {fault}" if fault else "compiled here")
+    return _KernelLibrary(functions, f"compiled here; {fault}" if fault else "compiled here")
 
 
 def _lacking() -> str | None:
@@ -206,12 +205,12 @@ def _compiled(chosen: str) -> ctypes.CDLL:
     except OSError:  # damaged, or from another system that shares the folder
         pass
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
-        made = Path(folder) / kept.name
-        compiling.write_library(chosen, made)
+        compiled = Path(folder) / kept.name
+        compiling.write_library(chosen, compiled)
         try:
             kept.parent.mkdir(parents=True, exist_ok=True)
             with replacing(kept) as draft:
-                shutil.copyfile(made, draft)
+                shutil.copyfile(compiled, draft)
         except OSError:  # the cache cannot be written: every process compiles for itself
-            return ctypes.CDLL(str(made))
+            return ctypes.CDLL(str(compiled))
         return ctypes.CDLL(str(kept))

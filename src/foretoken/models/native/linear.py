@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import Structure, c_double, c_long, c_void_p
 
 from torch import Tensor
@@ -52,8 +51,3 @@ def bytes_linear(
     out, inner = shape
     places = address(packed), address(scales), None, address(steps)
     return Linear(BYTES, inner, out, group, *places, bits, form, int(zeros), middle)
-
-
-def pointer(linear: Linear) -> int:
-    """Where it is."""
-    return ctypes.addressof(linear)

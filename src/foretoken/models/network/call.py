@@ -20,7 +20,7 @@ Outputs = tuple[list[Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Call:
+class NetworkCall:
     """Padded rows of nodes; shapes: ``b`` rows of ``width`` columns, ``D`` hidden size.
 
     Attributes:
@@ -104,7 +104,7 @@ class Forward(Protocol):
     def check(self, plan: LayerPlan) -> None:
         """Refuse a part of the layers that it cannot run: ``ValueError``, or a ``CapabilityError``."""
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """Logits [n, V] per feed and taps [b, width, D] of calls that are alike but for their rows."""
 
 

@@ -7,11 +7,6 @@ from typing import Any
 
 from foretoken.models.base import Capabilities
 
-RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "rwkv", "ssm", "lightning", "kda")
-
-SLOT_READERS = ("get_seq_length(self.layer_idx", "get_query_offset(", "update_indexer(")
-"""What the source of a layer says when it takes positions from the cache slot instead of the position ids."""
-
 
 def detect(model: Any) -> Capabilities:
     """Capabilities of ``model``; ``missing`` names the layer type for each absent one."""
@@ -20,7 +15,7 @@ def detect(model: Any) -> Capabilities:
     if recurrent == "conv":
         # Transformers' cache records past convolution inputs, so that the end of a chain can be dropped again.
         reason = f"{config.model_type} has conv layers, which mix neighbouring slots, so that no path can branch off"
-        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
+        return _chains_only(reason)
     if recurrent:
         # Whether its end can be dropped again a trial says (foretoken.models.stateful).
         reason = f"{config.model_type} has {recurrent} layers, whose state cannot be branched"
@@ -28,16 +23,17 @@ def detect(model: Any) -> Capabilities:
             False, False, False, True, False, dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason)
         )
     if _uses_alibi(config):
-        reason = f"{config.model_type} has ALiBi attention layers, which take positions from the cache slot"
-        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
+        return _chains_only(f"{config.model_type} has ALiBi attention layers, which take positions from the cache slot")
     reader = _slot_reader(model, config)
     if reader:
-        reason = f"{config.model_type} has {reader} layers, which take positions from the cache slot"
-        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
+        return _chains_only(f"{config.model_type} has {reader} layers, which take positions from the cache slot")
     if not getattr(model, "_supports_attention_backend", False):
-        reason = f"the attention layers of {config.model_type} do not use Transformers' attention interface"
-        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
+        return _chains_only(f"the attention layers of {config.model_type} do not use Transformers' attention interface")
     return Capabilities()
+
+
+def _chains_only(reason: str) -> Capabilities:
+    return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
 
 
 def _uses_alibi(config: Any) -> bool:
@@ -58,7 +54,8 @@ def _slot_reader(model: Any, config: Any) -> str:
             source = inspect.getsource(inspect.unwrap(kind.forward))
         except (OSError, TypeError):
             continue
-        if any(word in source for word in SLOT_READERS):
+        # What a layer calls that takes positions from the cache slot instead of the position ids.
+        if any(word in source for word in ("get_seq_length(self.layer_idx", "get_query_offset(", "update_indexer(")):
             return kind.__name__
     return ""
 
@@ -71,8 +68,9 @@ def _reaches_tuned_temperature(config: Any) -> bool:
 def _recurrent_layer(model: Any, config: Any) -> str:
     """The first layer type with a recurrent state, else ``"conv"`` if there are convolutions, else an empty string."""
     kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
+    recurrent = ("linear_attention", "mamba", "recurrent", "rwkv", "ssm", "lightning", "kda")
     for kind in kinds:
-        if any(word in kind for word in RECURRENT_LAYERS):
+        if any(word in kind for word in recurrent):
             return kind
     if getattr(model, "_is_stateful", False):
         return next((k for k in getattr(config, "block_types", None) or () if "attention" not in k), "recurrent")

@@ -1,48 +1,185 @@
-"""Texts with chains of tokens below some of their places, read in one pass, as drafts are."""
+"""Texts with chains of tokens below some of their places, read as drafts are: what drafters are trained on.
+
+The network, masks and positions are those of a :class:`~foretoken.models.runner.TreeRunner` that has the chains as
+nodes below those places.  A float32 model runs under the caller's autocast, another one as it is; hidden states are in
+the model's dtype.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from foretoken.models.cache.masks import RowPlan
+from foretoken.models.cache.masks import RowPlan, additive_masks
 from foretoken.models.cache.rectangle import growing_cache
 from foretoken.models.network.alone import switched_attention
-from foretoken.models.network.extra import run_nodes, with_chains
+from foretoken.models.network.extra import embedding_rows
+from foretoken.models.network.layers import LayerPlan, running
 from foretoken.models.network.taps import recording
 
 if TYPE_CHECKING:
+    from foretoken.models.forward.network import Network
     from foretoken.models.huggingface import HuggingFaceModel
 
 
-def chain_states(
+def joint_states(
     model: HuggingFaceModel, tokens: Tensor, columns: Tensor, chains: Tensor, grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states behind the final norm of texts [b, n, D] and of chains below their places [b, g, k, D].
-
-    The masks and positions are those of drafts: a chain sees the text up to its column, and itself.
+    """Hidden states behind the final norm of texts [b, n, D] and, in the same pass, of chains [b, g, k, D] below them.
 
     Args:
         model: a network, whose weights get the gradients.
         tokens: texts [b, n].
-        columns: places [b, g].
+        columns: places [b, g]: a chain sees the text up to its column, and itself.
         chains: token ids [b, g, k].
         grad: whether there are any.
-
-    Returns:
-        in the model's dtype; a float32 model runs under the caller's autocast, another one as it is.
     """
     (b, n), k = tokens.shape, chains.shape[2]
-    text = RowPlan(0, range(-1, n - 1), range(n), n)
     ids = torch.cat([tokens, chains.flatten(1)], 1)
-    network, width = model.forwards, ids.shape[1]
-    plans = [with_chains(text, row, k) for row in columns.tolist()]
-    plans = [RowPlan(0, plan.parents, plan.depths, width) for plan in plans]  # all of it is new
-    as_is = nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
-    with torch.set_grad_enabled(grad), as_is, switched_attention(network), recording(model.model, ("last",)) as states:
-        run_nodes(network, ids, plans, growing_cache())
+    plans = [_with_chains(_text(n), row, k) for row in columns.tolist()]
+    plans = [RowPlan(0, plan.parents, plan.depths, ids.shape[1]) for plan in plans]  # all of it is new
+    network = model.forwards
+    with (
+        torch.set_grad_enabled(grad),
+        _in_its_dtype(model),
+        switched_attention(network),
+        recording(model.model, ("last",)) as states,
+    ):
+        _run_nodes(network, ids, plans, growing_cache())
     last = states["last"]
     return last[:, :n], last[:, n:].view(b, -1, k, last.shape[-1])
+
+
+def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
+    """Hidden states [b, g, k, D] behind the final norm of k extra tokens in a chain below g places of every text;
+    gradients flow to ``rows`` alone.
+
+    Args:
+        model, tokens, columns: as for :func:`chain_states`.
+        rows: [k, D] what the extra tokens are embedded as.
+    """
+    ids = (model.vocab_size + torch.arange(len(rows), device=tokens.device)).expand(len(tokens), columns.shape[1], -1)
+    return chain_states(
+        model, tokens, columns, ids, lambda given: embedding_rows(model.model, given, rows, model.vocab_size)
+    )
+
+
+def chain_states(
+    model: HuggingFaceModel,
+    tokens: Tensor,
+    columns: Tensor,
+    ids: Tensor,
+    within: Callable[[Tensor], AbstractContextManager[Tensor]],
+) -> Tensor:
+    """Hidden states [b, g, k, D] behind the final norm of chains of k tokens below g places of every text.
+
+    The text is read once without gradient, then all chains together over its keys and values.
+
+    Args:
+        model: the target, whose weights must be frozen already (``requires_grad_(False)``).
+        tokens: texts [b, n].
+        columns: places [b, g]: chain j sees the text up to and including this column.
+        ids: [b, g, k] the tokens of the chains.
+        within: what holds while the chains are run, given their ids [b, g k]; yields what the network is fed.
+    """
+    (b, n), (groups, k) = tokens.shape, ids.shape[1:]
+    plans = [_with_chains(_text(n), row, k) for row in columns.tolist()]
+    cache, network = growing_cache(), model.forwards
+    with _in_its_dtype(model), switched_attention(network), recording(model.model, ("last",)) as states:
+        with torch.no_grad():
+            _run_nodes(network, tokens, [_text(n)] * b, cache)
+        with within(ids.flatten(1)) as known:
+            _run_nodes(network, known, plans, cache)
+    return states["last"].view(b, groups, k, -1)
+
+
+class Windows:
+    """Chains of drafted nodes below places of texts, in a window of layers that begins above the first one.
+
+    Args:
+        model: the target, whose weights must be frozen already (``requires_grad_(False)``).
+        tokens: texts [b, n].
+        columns: places [b, R]: chain j sees the text before this column, and begins with the token in it.
+        plan: the layers that draft.
+        cache: keys and values of the text in the layers of the window.
+    """
+
+    def __init__(self, model: HuggingFaceModel, tokens: Tensor, columns: Tensor, plan: LayerPlan, cache: Any) -> None:
+        self.model, self.tokens, self.columns, self.plan, self.cache = model, tokens, columns, plan, cache
+        self.steps = 0
+
+    def step(self, states: Tensor, taps: Sequence[str]) -> dict[str, Tensor]:
+        """Hidden states [b, R, D] by tap of one more node of every chain, from its state at ``plan.start``.
+
+        Args:
+            states: [b, R, D]; gradients flow to them, and on to those of the steps before.
+            taps: ``"layer:i"`` inside the window.
+        """
+        n, count = self.tokens.shape[1], self.columns.shape[1]
+        plans = [_grown_chains(n, row, self.steps + 1) for row in self.columns.tolist()]
+        ids = self.tokens.new_zeros(self.columns.shape)  # what is embedded is not read
+        network, wide = self.model.forwards, states.to(self.model.dtype)
+        with running(self.model.model, self.plan, wide), recording(self.model.model, taps) as recorded:
+            _run_nodes(network, ids, plans, self.cache)
+        self.steps += 1
+        return {name: rows[:, -count:] for name, rows in recorded.items()}
+
+
+@contextmanager
+def windows(
+    model: HuggingFaceModel, tokens: Tensor, states: Tensor, columns: Tensor, plan: LayerPlan
+) -> Iterator[Windows]:
+    """Let the window read texts [b, n], from their states [b, n, D] at ``plan.start`` and without gradient, and draft
+    below ``columns`` [b, R] inside the block."""
+    cache = growing_cache()
+    with _in_its_dtype(model), switched_attention(model.forwards):
+        with torch.no_grad(), running(model.model, plan, states.to(model.dtype)):
+            _run_nodes(model.forwards, tokens, [_text(tokens.shape[1])] * len(tokens), cache)
+        yield Windows(model, tokens, columns, plan, cache)
+
+
+def _in_its_dtype(model: HuggingFaceModel) -> AbstractContextManager[Any]:
+    return nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
+
+
+def _text(length: int) -> RowPlan:
+    """A text as new nodes of a tree."""
+    return RowPlan(0, range(-1, length - 1), range(length), length)
+
+
+def _with_chains(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
+    """The text, and below the places ``columns`` chains of ``k`` new nodes, one chain after the other."""
+    parents, depths = list(text.parents), list(text.depths)
+    for column in columns:
+        parents += [column, *range(len(parents), len(parents) + k - 1)]
+        depths += range(column + 1, column + 1 + k)
+    return RowPlan(0, parents, depths, k * len(columns))
+
+
+def _grown_chains(length: int, columns: Sequence[int], steps: int) -> RowPlan:
+    """A text, and below the places before ``columns`` chains of ``steps`` nodes, one step after the other."""
+    count = len(columns)
+    parents, depths = list(range(-1, length - 1)), list(range(length))
+    for step in range(steps):
+        before = len(parents) - count
+        parents += [column - 1 if step == 0 else before + i for i, column in enumerate(columns)]
+        depths += [column + step for column in columns]
+    return RowPlan(0, parents, depths, count)
+
+
+def _run_nodes(network: Network, ids: Tensor, plans: Sequence[RowPlan], cache: Any) -> None:
+    """One public forward of nodes [b, n] over a growing cache; what it makes of them is recorded by the caller."""
+    width, used = ids.shape[1], len(plans[0].parents)
+    masks: Any = additive_masks(plans, network.layer_masks, width, used, network.dtype, network.device)
+    network.model(
+        input_ids=ids,
+        position_ids=torch.tensor([list(plan.depths)[used - width :] for plan in plans], device=ids.device),
+        attention_mask=masks[""] if network.single_mask else masks,
+        use_cache=True,
+        logits_to_keep=1,
+        **{network.cache_argument: cache},
+    )

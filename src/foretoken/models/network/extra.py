@@ -7,23 +7,16 @@ them.  While one is embedded the network sees token 0 in its place, and its row 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.models.base import CapabilityError
-from foretoken.models.cache.masks import RowPlan, additive_masks
-from foretoken.models.cache.rectangle import growing_cache
-from foretoken.models.network.alone import only_here, switched_attention
-from foretoken.models.network.taps import recording
-
-if TYPE_CHECKING:
-    from foretoken.models.forward.network import Network
-    from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.alone import only_here
 
 
 def check_rows(network: Any, rows: Tensor) -> None:
@@ -65,76 +58,3 @@ def embedding_rows(network: Any, ids: Tensor, rows: Tensor, first: int) -> Itera
         yield known_ids(ids, first)
     finally:
         handle.remove()
-
-
-def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
-    """Hidden states [b, g, k, D] behind the final norm of k extra tokens in a chain below g places of every text;
-    gradients flow to ``rows`` alone.
-
-    Args:
-        model, tokens, columns: as for :func:`chain_states`.
-        rows: [k, D] what the extra tokens are embedded as.
-    """
-    ids = (model.vocab_size + torch.arange(len(rows), device=tokens.device)).expand(len(tokens), columns.shape[1], -1)
-    return chain_states(
-        model, tokens, columns, ids, lambda given: embedding_rows(model.model, given, rows, model.vocab_size)
-    )
-
-
-def chain_states(
-    model: HuggingFaceModel,
-    tokens: Tensor,
-    columns: Tensor,
-    ids: Tensor,
-    within: Callable[[Tensor], AbstractContextManager[Tensor]],
-) -> Tensor:
-    """Hidden states [b, g, k, D] behind the final norm of chains of k tokens below g places of every text.
-
-    The same network, masks and positions as when they are nodes below those places.  The text is read once without
-    gradient, then all chains together over its keys and values.
-
-    Args:
-        model: the target, whose weights must be frozen already (``requires_grad_(False)``).
-        tokens: texts [b, n].
-        columns: places [b, g]: chain j sees the text up to and including this column.
-        ids: [b, g, k] the tokens of the chains.
-        within: what holds while the chains are run, given their ids [b, g k]; yields what the network is fed.
-
-    Returns:
-        in the target's dtype; a float32 target runs under the caller's autocast, another one as it is.
-    """
-    (b, n), (groups, k) = tokens.shape, ids.shape[1:]
-    text = RowPlan(0, range(-1, n - 1), range(n), n)
-    plans = [with_chains(text, row, k) for row in columns.tolist()]
-    cache = growing_cache()
-    network = model.forwards
-    as_is = nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
-    with as_is, switched_attention(network), recording(model.model, ("last",)) as found:
-        with torch.no_grad():
-            run_nodes(network, tokens, [text] * b, cache)
-        with within(ids.flatten(1)) as known:
-            run_nodes(network, known, plans, cache)
-    return found["last"].view(b, groups, k, -1)
-
-
-def with_chains(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
-    """The text as nodes of a tree, and below the places ``columns`` chains of ``k`` new ones."""
-    parents, depths = list(text.parents), list(text.depths)
-    for column in columns:
-        parents += [column, *range(len(parents), len(parents) + k - 1)]
-        depths += range(column + 1, column + 1 + k)
-    return RowPlan(0, parents, depths, k * len(columns))
-
-
-def run_nodes(network: Network, ids: Tensor, plans: Sequence[RowPlan], cache: Any) -> None:
-    """One public forward of nodes [b, n] over a growing cache; what it makes of them is recorded by the caller."""
-    width, used = ids.shape[1], len(plans[0].parents)
-    masks: Any = additive_masks(plans, network.layer_masks, width, used, network.dtype, network.device)
-    network.model(
-        input_ids=ids,
-        position_ids=torch.tensor([list(plan.depths)[used - width :] for plan in plans], device=ids.device),
-        attention_mask=masks[""] if network.single_mask else masks,
-        use_cache=True,
-        logits_to_keep=1,
-        **{network.cache_argument: cache},
-    )

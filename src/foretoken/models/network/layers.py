@@ -122,21 +122,21 @@ def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> 
             for index, layer in enumerate(layers):
                 inside = plan.start <= index < plan.end(len(layers))
                 if not inside:
-                    restores.append(_replace(layer, _first_input))
+                    restores.append(replace_forward(layer, lambda *args, **kwargs: _hidden(args, kwargs)))
                 elif index == plan.start and hidden is not None:
-                    restores.append(_replace(layer, _with_input(layer.forward, hidden)))
+                    restores.append(replace_forward(layer, _with_input(layer.forward, hidden)))
                 if inside and index in plan.skip_attention:
-                    restores.append(_replace(sublayer(layer, ATTENTION_NAMES, "attention"), _no_attention))
+                    restores.append(replace_forward(sublayer(layer, ATTENTION_NAMES, "attention"), _no_attention))
                 if inside and index in plan.skip_mlp:
                     mlp = sublayer(layer, MLP_NAMES, "MLP")
-                    restores.append(_replace(mlp, _nothing_like(mlp)))
+                    restores.append(replace_forward(mlp, _nothing_like(mlp)))
         yield
     finally:
         for restore in reversed(restores):
             restore()
 
 
-def _replace(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Set ``module.forward`` on the instance, for this thread alone; the result puts back what was there."""
     own = module.__dict__.get("forward")
     before = module.forward
@@ -152,8 +152,8 @@ def _replace(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Non
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    found: Tensor = args[0] if args else kwargs["hidden_states"]
-    return found
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
 
 
 def _check_output(layer: nn.Module, args: Any, output: Any) -> None:
@@ -162,10 +162,6 @@ def _check_output(layer: nn.Module, args: Any, output: Any) -> None:
         raise CapabilityError(
             f"{type(layer).__name__} layers return more than hidden states, so that none can be left out"
         )
-
-
-def _first_input(*args: Any, **kwargs: Any) -> Tensor:
-    return _hidden(args, kwargs)
 
 
 def _with_input(forward: Callable[..., Any], hidden: Tensor) -> Callable[..., Any]:

@@ -67,12 +67,12 @@ def add_low_rank(network: nn.Module, rank: int, seed: int = 0) -> None:
 
 def low_rank_factors(network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """(A, B) by the name of the layer; empty when nothing was added."""
-    found = {}
+    factors = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear) and parametrize.is_parametrized(module, "weight"):
             update: Any = module.parametrizations["weight"][0]  # type: ignore[index]
-            found[name] = update.a.detach(), update.b.detach()
-    return found
+            factors[name] = update.a.detach(), update.b.detach()
+    return factors
 
 
 @torch.no_grad()

@@ -21,10 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import LanguageModel, SequenceState
-from foretoken.models.network.layers import _replace
-
-MOST_TWINS = 1024
-"""Lengths whose frequencies are remembered; a dynamic embedding has some for every length."""
+from foretoken.models.network.layers import replace_forward
 
 
 def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
@@ -45,7 +42,7 @@ def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Changing:
+class _Changing:
     """One rotary module of a model.
 
     Attributes:
@@ -72,7 +69,7 @@ class ChangingRotary:
         border: most tokens of a text that has the short frequencies throughout.
     """
 
-    def __init__(self, modules: Sequence[Changing], rereads: bool) -> None:
+    def __init__(self, modules: Sequence[_Changing], rereads: bool) -> None:
         self.modules, self.rereads = modules, rereads
         self.border = min(one.border for one in modules)
         self._exact = any(one.rule == "each" for one in modules) or len({one.border for one in modules}) > 1
@@ -82,7 +79,7 @@ class ChangingRotary:
     def of(cls, model: nn.Module) -> ChangingRotary | None:
         """Those of a Transformers model; ``None`` where no frequencies change."""
         modules = [one for module in model.modules() if (one := _changing(module)) is not None]
-        return cls(modules, _rereads(model)) if modules else None
+        return cls(modules, bool(_rereading(model))) if modules else None
 
     # -- texts -------------------------------------------------------------------------------------------------------
 
@@ -148,7 +145,7 @@ class ChangingRotary:
         restores = []
         try:
             for index, one in enumerate(self.modules):
-                restores.append(_replace(one.module, self._forward(index, known)))
+                restores.append(replace_forward(one.module, self._forward(index, known)))
             yield
         finally:
             for restore in reversed(restores):
@@ -185,15 +182,15 @@ class ChangingRotary:
             column = torch.full_like(inside[..., :1], int(longest))
             given = {} if layer_type is None else {"layer_type": layer_type}
             twin: Any = self._twin(index, key).to(x.device)
-            found = type(twin).forward(twin, x, torch.cat([inside, column], -1), **given)
-            turned = _merged(turned, found, chosen[..., None])
+            new = type(twin).forward(twin, x, torch.cat([inside, column], -1), **given)
+            turned = _merged(turned, new, chosen[..., None])
         return turned
 
     def _twin(self, index: int, key: int) -> nn.Module:
         """A copy of a module that has run with this length alone: dynamic ones remember the longest that they saw."""
         twin = self._twins.get((index, key))
         if twin is None:
-            if len(self._twins) >= MOST_TWINS:
+            if len(self._twins) >= 1024:  # a dynamic embedding has frequencies for every length
                 self._twins.clear()
             twin = self._twins[index, key] = _copy(self.modules[index].fresh)
         return twin
@@ -214,12 +211,12 @@ class LeanTurns:
     def __call__(self, positions: Tensor, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """By layer type, of n nodes' positions [n] and lengths [n]."""
         like = torch.empty(0, dtype=self.dtype, device=positions.device)
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        turns: dict[str, tuple[Tensor, Tensor]] = {}
         for kind in self.kinds:
             cos, sin = self.rotary.turns(0, like, positions[None], lengths[None], kind or None)
             first, second = sin[0].chunk(2, -1)
-            found[kind] = cos[0][:, None], torch.cat([-first, second], -1)[:, None]
-        return found
+            turns[kind] = cos[0][:, None], torch.cat([-first, second], -1)[:, None]
+        return turns
 
 
 def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = None) -> tuple[int, str]:
@@ -236,7 +233,7 @@ def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = N
     if rotary is None:
         why = f"its rotary embeddings change beyond {known.border} tokens, which this forward does not follow"
         return min(context, known.border), why
-    reread_at = [_original_of(module) for module in _rereading(model)]
+    reread_at = [int(module.config.original_max_position_embeddings) for module in _rereading(model)]
     wrong = [length for length in reread_at if length != known.border]
     if wrong or (known.rereads and known._exact):
         border = min([known.border, *wrong])
@@ -248,7 +245,7 @@ def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = N
     return (max(context, int(known.border * min(factors))) if factors else context), ""
 
 
-def _changing(module: nn.Module) -> Changing | None:
+def _changing(module: nn.Module) -> _Changing | None:
     kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
     if kinds is None or config is None:
         return None
@@ -264,7 +261,7 @@ def _changing(module: nn.Module) -> Changing | None:
         for k in changing
     }
     rule = "two" if {rules[kind] for kind in changing} == {"two"} and len(borders) == 1 else "each"
-    return Changing(module, _fresh(module), rule, min(borders))
+    return _Changing(module, _fresh(module), rule, min(borders))
 
 
 def _copy(module: nn.Module) -> nn.Module:
@@ -292,33 +289,23 @@ def _merged(before: Any, new: Any, chosen: Tensor) -> Any:
     return cut if before is None else torch.where(chosen, cut, before)
 
 
-def _rereading(model: nn.Module) -> list[nn.Module]:
+def _rereading(model: nn.Module) -> list[Any]:
     """Modules whose preparation of `generate` drops the cache at an original length."""
-    found = []
+    original = "original_max_position_embeddings"
+    modules = []
     for module in model.modules():
         prepare = getattr(type(module), "prepare_inputs_for_generation", None)
-        if prepare is not None and hasattr(getattr(module, "config", None), ORIGINAL):
+        if prepare is not None and hasattr(getattr(module, "config", None), original):
             try:
                 source = inspect.getsource(inspect.unwrap(prepare))
             except (OSError, TypeError):
                 continue
-            if ORIGINAL in source:
-                found.append(module)
-    return found
+            if original in source:
+                modules.append(module)
+    return modules
 
 
-ORIGINAL = "original_max_position_embeddings"
-
-
-def _rereads(model: nn.Module) -> bool:
-    return bool(_rereading(model))
-
-
-def _original_of(module: Any) -> int:
-    return int(module.config.original_max_position_embeddings)
-
-
-def _factor(one: Changing) -> float:
+def _factor(one: _Changing) -> float:
     """By how much a dynamic embedding stretches the original length."""
     parameters: Any = one.module.config.rope_parameters  # type: ignore[union-attr]
     by_type = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]

@@ -58,35 +58,35 @@ def recording(model: nn.Module, taps: Sequence[str]) -> Iterator[dict[str, Tenso
     ``"layer:i"`` is the output of the first i layers (0: the embedding), ``"last"`` the final norm's output, both
     [b, n, D].
     """
-    found: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
     handles: list[Any] = []
     try:
         if taps:
             decoder, layers = find_decoder(model)
             check_taps(taps, len(layers))
-            handles.extend(_hook(decoder, layers, name, found) for name in taps)
-        yield found
+            handles.extend(_hook(decoder, layers, name, states) for name in taps)
+        yield states
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _hook(decoder: nn.Module, layers: nn.ModuleList, name: str, found: dict[str, Tensor]) -> Any:
+def _hook(decoder: nn.Module, layers: nn.ModuleList, name: str, states: dict[str, Tensor]) -> Any:
     if name == "last":
 
         def decoder_after(_: nn.Module, __: Any, output: Any) -> None:
-            found[name] = output[0] if isinstance(output, tuple) else output.last_hidden_state
+            states[name] = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
         return decoder.register_forward_hook(only_here(decoder_after))
     index = int(name.partition(":")[2])
     if index == 0:
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            found[name] = args[0] if args else kwargs["hidden_states"]
+            states[name] = args[0] if args else kwargs["hidden_states"]
 
         return layers[0].register_forward_pre_hook(only_here(before), with_kwargs=True)
 
     def layer_after(_: nn.Module, __: Any, output: Any) -> None:
-        found[name] = output[0] if isinstance(output, tuple) else output
+        states[name] = output[0] if isinstance(output, tuple) else output
 
     return layers[index - 1].register_forward_hook(only_here(layer_after))

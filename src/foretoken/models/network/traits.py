@@ -19,16 +19,16 @@ def cache_name(module: Any) -> str | None:
     """
     for inner in module.modules():
         parameters = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
-        found = next((name for name in CACHE_NAMES if name in parameters), None)
-        if found is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-            return found
+        taken = next((name for name in CACHE_NAMES if name in parameters), None)
+        if taken is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            return taken
     return None
 
 
 def context_length_of(config: Any) -> int:
     """Most tokens of a text; where the configuration names none (or -1, as XLNet's does), more than anybody has."""
-    found = int(getattr(config, "max_position_embeddings", 0) or 0)
-    return found if found > 0 else 2**20
+    length = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return length if length > 0 else 2**20
 
 
 def cache_argument(module: Any) -> str:
@@ -56,7 +56,7 @@ def layer_masks(model: Any) -> dict[str, LayerMask]:
     """Which masks the model's forward wants: by layer type where it takes a dictionary, else one under ``""``."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    if not takes_mask_dict(model):
+    if not _takes_mask_dict(model):
         # Without layer types a model either slides everywhere (mistral, phi3) or nowhere.
         return {"": LayerMask("sliding", window) if window and _slides(model) else LayerMask()}
     kinds = {
@@ -71,7 +71,7 @@ def layer_masks(model: Any) -> dict[str, LayerMask]:
     return {name: kinds[name] for name in sorted(types)}
 
 
-def takes_mask_dict(model: Any) -> bool:
+def _takes_mask_dict(model: Any) -> bool:
     """Whether the decoder's forward accepts one mask per layer type."""
     return any("causal_mask_mapping" in _source(module) for module in _decoders(model))
 
@@ -94,9 +94,9 @@ def _source(module: Any) -> str:
 
 def attention_configs(model: Any) -> list[Any]:
     """The distinct config objects that attention modules read their implementation from."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())
+            configs[id(config)] = config
+    return list(configs.values())

@@ -16,13 +16,6 @@ SAMPLES = 64
 """Numbers per weight that are compared: writes through ``weight.data``, which PyTorch does not count, show in them."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
-HARMLESS = "transformers.utils.output_capturing"
-"""Whose hooks stay on a model that was once asked for its hidden states; they hand out copies, and only when asked."""
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _param_of(module: Any) -> Any:
-    return module.get_param()
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -31,7 +24,9 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _hooks(tables: Iterable[Mapping[int, Any]]) -> Iterator[Any]:
-    return (hook for table in tables for hook in table.values() if getattr(hook, "__module__", "") != HARMLESS)
+    """All but those that stay on a model once it was asked for its hidden states: they hand out copies, when asked."""
+    harmless = "transformers.utils.output_capturing"
+    return (hook for table in tables for hook in table.values() if getattr(hook, "__module__", "") != harmless)
 
 
 def has_hooks(network: nn.Module) -> bool:
@@ -63,7 +58,8 @@ class Watch:
         self._before = self._members()
         tensors = [*network.parameters(), *_saved_buffers(modules)]
         self._tensors = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta]
-        self._uncounted = {id(_param_of(module)) for module in modules if _updates_in_forward(module)}
+        wrappers: list[Any] = [module for module in modules if _updates_in_forward(module)]
+        self._uncounted = {id(wrapper.get_param()) for wrapper in wrappers}
         self._written = self._counts()
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in self._tensors:
@@ -119,6 +115,7 @@ def _sampled(tensor: Tensor) -> Tensor:
     """A view [n] of the bits of some numbers of a tensor, spread over all of it; none where it cannot be viewed so."""
     try:
         step = max(1, tensor.numel() // SAMPLES)
-        return tensor.view(-1).view(INTEGERS[tensor.element_size()])[step - 1 :: step]
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+        return tensor.view(-1).view(integers)[step - 1 :: step]
     except (RuntimeError, KeyError):  # not dense, complex, or a parameter with data of inference mode
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)

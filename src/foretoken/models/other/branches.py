@@ -73,12 +73,12 @@ class Branches:
             while parents[path[-1]] >= old:
                 path.append(parents[path[-1]])
             anchor = parents[path[-1]]
-            found = self._behind(anchor, 0 if anchor < 0 else depths[anchor] + 1, committed, take, copies)
+            chosen = self._behind(anchor, 0 if anchor < 0 else depths[anchor] + 1, committed, take, copies)
             for node in path:
-                ids[node - old].append(found)
-            self.ends[leaf] = found
-            self.used.add(found)
-        self.through.extend(found[0] for found in ids)
+                ids[node - old].append(chosen)
+            self.ends[leaf] = chosen
+            self.used.add(chosen)
+        self.through.extend(own[0] for own in ids)
         return ids, copies
 
     def _behind(self, anchor: int, below: int, committed: int, take: Callable[[], int], copies: list[Copy]) -> int:
@@ -87,20 +87,20 @@ class Branches:
             return self.ends.pop(anchor)
         if anchor < 0 and self.main not in self.used:
             return self.main
-        found, covered = self.spare.popitem() if self.spare else (take(), 0)
+        chosen, covered = self.spare.popitem() if self.spare else (take(), 0)
         if covered < committed:
-            copies.append((self.main, found, covered, committed))
+            copies.append((self.main, chosen, covered, committed))
         if anchor >= 0:
-            copies.append((self.through[anchor], found, committed, committed + below))
-        return found
+            copies.append((self.through[anchor], chosen, committed, committed + below))
+        return chosen
 
     def commit(self, path: Sequence[int], committed: int) -> list[Removal]:
         """Keep one path of the scratch tree; returns the cells that leave their ids."""
         kept = self.through[path[-1]] if path else self.main
-        removals = [(found, committed) for found in self.used if found != kept]
+        removals = [(other, committed) for other in self.used if other != kept]
         if kept in self.used and (not path or self.ends.get(path[-1]) != kept):
             removals.append((kept, committed + len(path)))
-        self.spare.update((found, committed) for found in self.used | {self.main} if found != kept)
+        self.spare.update((other, committed) for other in self.used | {self.main} if other != kept)
         self.main = kept
         self.through.clear()
         self.ends.clear()
@@ -109,9 +109,9 @@ class Branches:
 
     def rewind(self, length: int) -> list[Removal]:
         """Keep ``length`` committed tokens; there must be no scratch nodes."""
-        longer = [found for found, covered in self.spare.items() if covered > length]
+        longer = [other for other, covered in self.spare.items() if covered > length]
         self.spare.update(dict.fromkeys(longer, length))
-        return [(found, length) for found in (self.main, *longer)]
+        return [(other, length) for other in (self.main, *longer)]
 
     @property
     def ids(self) -> list[int]:

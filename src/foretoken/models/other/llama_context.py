@@ -99,37 +99,37 @@ class LlamaContext:
         count = sum(wanted)
         if not count:
             return torch.empty(0, self.vocab_size)
-        found = self._c.llama_get_logits(self._handle)
-        logits = np.ctypeslib.as_array(found, shape=(count, self.vocab_size))
+        rows = self._c.llama_get_logits(self._handle)
+        logits = np.ctypeslib.as_array(rows, shape=(count, self.vocab_size))
         return torch.from_numpy(logits.copy())  # the next call writes over them
 
     def join(self, source: int, other: int, start: int, end: int) -> None:
         """The cells of ``source`` at positions from ``start`` to before ``end`` join ``other`` too."""
         self._c.llama_memory_seq_cp(self._memory, source, other, start, end)
 
-    def leave(self, found: int, start: int) -> None:
+    def leave(self, sequence: int, start: int) -> None:
         """The cells from position ``start`` on leave an id; a cell that no id has is free.
 
         Raises:
             RuntimeError: the cache cannot give back a part of a sequence.
         """
-        if not self._c.llama_memory_seq_rm(self._memory, found, start, -1):
+        if not self._c.llama_memory_seq_rm(self._memory, sequence, start, -1):
             raise RuntimeError(f"llama.cpp cannot take back the end of a sequence in {self.weights.path}")
 
-    def saved(self, found: int) -> Any:
+    def saved(self, sequence: int) -> Any:
         """The state of one id as bytes, which :meth:`restore` takes in another context of these weights."""
-        size = self._c.llama_state_seq_get_size(self._handle, found)
+        size = self._c.llama_state_seq_get_size(self._handle, sequence)
         state = (ctypes.c_uint8 * size)()
-        self._c.llama_state_seq_get_data(self._handle, state, size, found)
+        self._c.llama_state_seq_get_data(self._handle, state, size, sequence)
         return state
 
-    def restore(self, state: Any, found: int) -> None:
+    def restore(self, state: Any, sequence: int) -> None:
         """Give an id the state of another context's.
 
         Raises:
             RuntimeError: llama.cpp does not take it.
         """
-        if not self._c.llama_state_seq_set_data(self._handle, state, len(state), found):
+        if not self._c.llama_state_seq_set_data(self._handle, state, len(state), sequence):
             raise RuntimeError(
                 f"llama.cpp could not move a sequence to a larger cache: {self.weights.library.reason()}"
             )
@@ -161,9 +161,9 @@ class _Batch:
         """The batch with these tokens."""
         count = len(tokens)
         self._tokens[:count], self._positions[:count], self._wanted[:count] = tokens, positions, wanted
-        self._counts[:count] = [len(found) for found in ids]
-        for i, found in enumerate(ids):
-            self._ids[i, : len(found)] = found
+        self._counts[:count] = [len(own) for own in ids]
+        for i, own in enumerate(ids):
+            self._ids[i, : len(own)] = own
         self._batch.n_tokens = count
         return self._batch
 

@@ -17,17 +17,13 @@ from foretoken.core.io.checkpoints import gguf_fault
 from foretoken.models.gguf.file import GgufError as GgufError
 
 log = logging.getLogger(__name__)
-ERROR_LEVEL = 4
-"""``GGML_LOG_LEVEL_ERROR``."""
-TRUNCATED = ("not within the file bounds", "failed to read", "exceeds remaining file size")
-"""What llama.cpp says of a file that ends before its header or its weights do."""
 
 
 class MissingLlamaCppError(GgufError):
     """llama-cpp-python is not installed."""
 
 
-class Library:
+class LlamaLibrary:
     """The loaded library and the errors that it logged.
 
     Attributes:
@@ -42,10 +38,13 @@ class Library:
         module.llama_log_set(self._callback, ctypes.c_void_p(0))
         module.llama_backend_init()
         if b"AMX_INT8 = 1" in module.llama_print_system_info():
-            log.warning(WITH_AMX)
+            log.warning(
+                "this llama.cpp was compiled with AMX, where it can end the process with an illegal instruction "
+                "(llama.cpp, pull request 26954): compile it again with `make gguf`, which leaves AMX out"
+            )
 
     def _log(self, level: int, text: bytes, _: Any) -> None:
-        if level == ERROR_LEVEL:
+        if level == 4:  # GGML_LOG_LEVEL_ERROR
             self.errors.append(text.decode(errors="replace").strip())
 
     def reason(self) -> str:
@@ -58,14 +57,8 @@ class Library:
         return rest if colon and head.isidentifier() else last
 
 
-WITH_AMX = (
-    "this llama.cpp was compiled with AMX, where it can end the process with an illegal instruction "
-    "(llama.cpp, pull request 26954): compile it again with `make gguf`, which leaves AMX out"
-)
-
-
 @cache
-def library() -> Library:
+def library() -> LlamaLibrary:
     """The library, loaded on first use.
 
     Raises:
@@ -79,7 +72,7 @@ def library() -> Library:
             f"a GGUF file needs llama-cpp-python{'' if absent else f' ({error})'}: "
             "pip install 'foretoken[gguf]' (or `make gguf`), which compiles it for some minutes"
         ) from None
-    return Library(llama_cpp)
+    return LlamaLibrary(llama_cpp)
 
 
 class Weights:
@@ -100,7 +93,9 @@ class Weights:
 
     def __init__(self, path: str | Path, *, vocab_only: bool = False) -> None:
         self.path = Path(path).expanduser()
-        _check_magic(self.path)
+        fault = gguf_fault(self.path)
+        if fault is not None:
+            raise GgufError(fault)
         self.library = library()
         c = self.library.c
         options = c.llama_model_default_params()
@@ -128,19 +123,13 @@ class Weights:
         return self.metadata("general.architecture") or "unknown"
 
 
-def _check_magic(path: Path) -> None:
-    fault = gguf_fault(path)
-    if fault is not None:
-        raise GgufError(fault)
-
-
-def _refusal(path: Path, found: Library) -> str:
+def _refusal(path: Path, llama: LlamaLibrary) -> str:
     """Why llama.cpp did not open a file, in one line."""
-    said = " ".join(found.errors)
-    if any(words in said for words in TRUNCATED):
-        return f"{path} is cut off or damaged ({found.reason()}): copy it again"
+    said = " ".join(llama.errors)
+    if any(words in said for words in ("not within the file bounds", "failed to read", "exceeds remaining file size")):
+        return f"{path} is cut off or damaged ({llama.reason()}): copy it again"
     if "unknown model architecture" in said or "unsupported model architecture" in said:
         return (
-            f"{path} has an architecture that this llama.cpp does not know ({found.reason()}): update llama-cpp-python"
+            f"{path} has an architecture that this llama.cpp does not know ({llama.reason()}): update llama-cpp-python"
         )
-    return f"llama.cpp cannot load {path}: {found.reason()}"
+    return f"llama.cpp cannot load {path}: {llama.reason()}"

@@ -14,17 +14,21 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import (
+    Capabilities,
+    CapabilityError,
+    Feed,
+    LanguageModel,
+    Rows,
+    SequenceState,
+    check_distinct,
+)
 from foretoken.models.other.branches import Branches, Removal
 from foretoken.models.other.llama_context import CACHE_TYPES, MOST_IDS, PIECE, LlamaContext
 from foretoken.models.other.llama_cpp import GgufError, Weights
 
 USUAL_CONTEXT = 4096
 """Tokens of a text where none are asked for, unless the model was made for fewer: a cache takes memory at once."""
-SCRATCH_CELLS = 256
-"""Cells beyond one text for its scratch tree."""
-FIRST_IDS = 32
-"""Sequence ids to begin with: llama.cpp compares all pairs of them in every call."""
 HASHED_PLACES = 32
 """Places of a file that go into its identity."""
 NO_LAYERS = "llama.cpp runs a file's layers as a whole and hands out logits only"
@@ -55,6 +59,7 @@ class LlamaCppModel(LanguageModel):
     """
 
     forward_name = "llama.cpp"
+    path: Path
 
     def __init__(
         self,
@@ -73,12 +78,12 @@ class LlamaCppModel(LanguageModel):
         self.cache_type = cache_type
         self.weights = Weights(path)
         self.path = self.weights.path
-        self.capabilities = capabilities_of(self.weights)
+        self.capabilities = _capabilities_of(self.weights)
         c, handle = self.weights.library.c, self.weights.handle
         trained = int(c.llama_model_n_ctx_train(handle)) or USUAL_CONTEXT
         self.context_length = context_length or min(trained, USUAL_CONTEXT)
         self.vocab_size = int(c.llama_vocab_n_tokens(self.weights.vocab))
-        self.eos_token_ids = eog_ids(self.weights)
+        self.eos_token_ids = _eog_ids(self.weights)
         self.device = torch.device("cpu")
         self.dtype = c.llama_ftype_name(c.llama_model_ftype(handle)).decode()
         self.rounds_like = _rounding(self.dtype, cache_type)
@@ -86,29 +91,28 @@ class LlamaCppModel(LanguageModel):
         self._sequences: list[SequenceState] = []
         self._branches: dict[int, Branches] = {}
         self._opened = 0
-        # A recurrent layer keeps a state per id, whether it is used or not.
-        self._start(self.context_length + SCRATCH_CELLS, FIRST_IDS if self.capabilities.tree_mask else 4)
+        # Room for one text and its scratch tree.  Few ids to begin with: llama.cpp compares all pairs of them in every
+        # call, and a recurrent layer keeps a state per id, whether it is used or not.
+        self._start(self.context_length + 256, 32 if self.capabilities.tree_mask else 4)
 
     @property
     def weight_bytes(self) -> int:
-        """What the tensors of the file take."""
         return int(self.weights.library.c.llama_model_size(self.weights.handle))
 
     @property
     def identity(self) -> str:
         """Tells one file from another: a hash over its size and some of its bytes."""
         size = self.path.stat().st_size
-        found = hashlib.blake2b(str(size).encode(), digest_size=8)
+        digest = hashlib.blake2b(str(size).encode(), digest_size=8)
         with self.path.open("rb") as file:
             for place in range(HASHED_PLACES):
                 file.seek(size * place // HASHED_PLACES)
-                found.update(file.read(4096))
-        return f"{self.weights.architecture}-{found.hexdigest()}"
+                digest.update(file.read(4096))
+        return f"{self.weights.architecture}-{digest.hexdigest()}"
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:
-        """A new, empty sequence with an id of its own."""
         if not self._free:
             self._make_room(0, 1)
         self._opened += 1
@@ -118,11 +122,10 @@ class LlamaCppModel(LanguageModel):
         return sequence
 
     def release(self, sequence: SequenceState) -> None:
-        """Free a sequence's cells and ids."""
         self._sequences.remove(sequence)
-        for found in self._branches.pop(sequence.row).ids:
-            self._context.leave(found, 0)
-            self._free.append(found)
+        for own in self._branches.pop(sequence.row).ids:
+            self._context.leave(own, 0)
+            self._free.append(own)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep one scratch path: ids that run through other nodes leave them.
@@ -144,15 +147,14 @@ class LlamaCppModel(LanguageModel):
         branches.commit((), len(sequence.tokens))
         kept = sequence.tokens[:length]
         again = 0 if not self.capabilities.rollback else length
-        for found in branches.ids:
-            self._context.leave(found, again)
+        for own in branches.ids:
+            self._context.leave(own, again)
         branches.rewind(again)
         del sequence.tokens[again:]
         sequence.clear_scratch()
         self.prefill(sequence, kept[again:])
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Commit ``tokens`` in pieces, without logits."""
         for start in range(0, len(tokens), PIECE):
             piece = tokens[start : start + PIECE]
             self.forward([Feed(sequence, piece, wanted=0)], taps)
@@ -161,8 +163,8 @@ class LlamaCppModel(LanguageModel):
 
     def _remove(self, removals: Sequence[Removal]) -> None:
         if self.capabilities.rollback:
-            for found, start in removals:
-                self._context.leave(found, start)
+            for own, start in removals:
+                self._context.leave(own, start)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -179,8 +181,7 @@ class LlamaCppModel(LanguageModel):
         """
         if taps:
             raise CapabilityError(f"this target has no hidden states: {NO_LAYERS}")
-        if len({feed.sequence.row for feed in feeds}) < len(feeds):
-            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        check_distinct(feeds)
         for feed in feeds:
             self._check(feed)
         try:
@@ -204,7 +205,7 @@ class LlamaCppModel(LanguageModel):
     def _drop_scratch(self, sequence: SequenceState) -> None:
         if self.capabilities.rollback:  # else the engine finds the nodes and drops the request
             branches, length = self._branches[sequence.row], len(sequence.tokens)
-            self._remove([(found, length) for found in branches.ids])
+            self._remove([(own, length) for own in branches.ids])
             branches.commit((), length)
             sequence.clear_scratch()
 
@@ -219,7 +220,7 @@ class LlamaCppModel(LanguageModel):
             sequence, count = feed.sequence, len(feed.tokens)
             tokens += feed.tokens
             positions += [len(sequence.tokens) + depth for depth in sequence.scratch_depths[-count:]] if count else []
-            counts.append(count if feed.wanted is None else feed.wanted)
+            counts.append(feed.num_wanted)
             wanted += [place >= count - counts[-1] for place in range(count)]
         began = perf_counter()
         logits = self._context.decode(tokens, positions, ids, wanted)
@@ -229,15 +230,14 @@ class LlamaCppModel(LanguageModel):
 
     def _append(self, feed: Feed) -> list[list[int]]:
         """Add a feed's nodes to the scratch; returns the ids of each."""
-        sequence, count = feed.sequence, len(feed.tokens)
-        old = len(sequence.scratch_tokens)
-        sequence.append(feed.tokens, range(old - 1, old - 1 + count) if feed.parents is None else feed.parents)
-        found = self._branches[sequence.row].grow(
+        sequence = feed.sequence
+        sequence.append(feed.tokens, feed.parents_behind(len(sequence.scratch_tokens)))
+        grown = self._branches[sequence.row].grow(
             sequence.scratch_parents, sequence.scratch_depths, len(sequence.tokens), self._free.pop
         )
-        for source, other, start, end in found[1]:
+        for source, other, start, end in grown[1]:
             self._context.join(source, other, start, end)
-        return found[0]
+        return grown[0]
 
     # -- room --------------------------------------------------------------------------------------------------------
 
@@ -266,9 +266,9 @@ class LlamaCppModel(LanguageModel):
         """
         for row, branches in self._branches.items():
             while len(self._free) < ids and branches.spare and row not in busy:
-                found, _ = branches.spare.popitem()
-                self._context.leave(found, 0)
-                self._free.append(found)
+                spare, _ = branches.spare.popitem()
+                self._context.leave(spare, 0)
+                self._free.append(spare)
         if cells <= self._context.cells and ids <= len(self._free):
             return
         # In a larger context every sequence begins with one id.
@@ -301,7 +301,7 @@ class LlamaCppModel(LanguageModel):
             self._score(feeds)
 
 
-def capabilities_of(weights: Weights) -> Capabilities:
+def _capabilities_of(weights: Weights) -> Capabilities:
     """What a file's architecture can do.
 
     Raises:
@@ -327,7 +327,7 @@ def _rounding(weights: str, cache_type: str) -> torch.dtype:
     return torch.float16 if weights == "F16" else torch.bfloat16
 
 
-def eog_ids(weights: Weights) -> frozenset[int]:
+def _eog_ids(weights: Weights) -> frozenset[int]:
     """All tokens that end a text or a turn, as llama.cpp reads them from the file."""
     c, vocab = weights.library.c, weights.vocab
     return frozenset(token for token in range(c.llama_vocab_n_tokens(vocab)) if c.llama_vocab_is_eog(vocab, token))

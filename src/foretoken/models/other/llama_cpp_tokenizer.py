@@ -12,8 +12,6 @@ from foretoken.models.other.llama_cpp import GgufError, Weights
 
 UNUSED = 2
 """``LLAMA_TOKEN_ATTR_UNUSED``: rows that only fill the vocabulary up."""
-SENTENCEPIECE = 1
-"""``LLAMA_VOCAB_TYPE_SPM``."""
 
 
 class LlamaCppTokenizer:
@@ -47,8 +45,8 @@ class LlamaCppTokenizer:
         return self.size
 
     def _special(self, ask: Any) -> int | None:
-        found = int(ask(self._vocab))
-        return found if found >= 0 else None
+        token = int(ask(self._vocab))
+        return token if token >= 0 else None
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Any:
         """``{"input_ids": ...}`` of a text or of several."""
@@ -79,20 +77,20 @@ class LlamaCppTokenizer:
 
     def _piece(self, token: int, skip_special: bool) -> bytes:
         """The bytes that a token adds to a text."""
-        found = self._pieces.get((token, skip_special))
-        if found is None:
+        piece = self._pieces.get((token, skip_special))
+        if piece is None:
             buffer = ctypes.create_string_buffer(64)
             size = self._c.llama_token_to_piece(self._vocab, token, buffer, 64, 0, not skip_special)
             if size < 0:
                 buffer = ctypes.create_string_buffer(-size)
                 size = self._c.llama_token_to_piece(self._vocab, token, buffer, -size, 0, not skip_special)
-            found = self._pieces[token, skip_special] = buffer.raw[:size]
-        return found
+            piece = self._pieces[token, skip_special] = buffer.raw[:size]
+        return piece
 
     @cached_property
     def _adds_space(self) -> bool:
         """Whether encoding puts a space before a text, which decoding takes away again."""
-        if self._c.llama_vocab_type(self._vocab) != SENTENCEPIECE:
+        if self._c.llama_vocab_type(self._vocab) != 1:  # LLAMA_VOCAB_TYPE_SPM
             return False
         return self._weights.metadata("tokenizer.ggml.add_space_prefix") != "false"
 
@@ -136,12 +134,12 @@ class LlamaCppTokenizer:
         values = {"bos_token": self._name(self.bos_token_id), "eos_token": self._name(self.eos_token_id), **values}
         messages: Any = [dict(message) for message in conversation]
         try:
-            found: Any = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [messages], chat_template=self.chat_template, add_generation_prompt=add_generation_prompt, **values
             )
         except TemplateError as error:
             raise ValueError(f"the chat template of {self._weights.path} refuses the messages: {error}") from None
-        text: str = found[0][0]
+        text: str = rendered[0][0]
         if not tokenize:
             return text
         ids = self.encode(text, add_special_tokens=False)  # templates write the first token themselves

@@ -25,14 +25,9 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
-from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
+from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot, check_distinct
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.runner import PREFILL_CHUNK
-
-DYING_S = 1.0
-"""Seconds that a process may take to be gone after its connections are."""
-UNSPLIT = ("taps", "layer_windows")
-"""What a split model does not offer: drafters that use it want the weights of the target in one piece."""
 
 
 class PartLost(RuntimeError):
@@ -57,7 +52,7 @@ class Follower(Protocol):
 
 
 @dataclass(frozen=True)
-class PartSnapshot(Snapshot):
+class _PartSnapshot(Snapshot):
     """The leader's part of a text that was kept.
 
     Attributes:
@@ -81,11 +76,12 @@ class ParallelModel(LanguageModel):
         self.context_why = inner.context_why
         self.eos_token_ids, self.device, self.dtype = inner.eos_token_ids, inner.device, inner.dtype
         reason = f"the model is split over {len(followers) + 1} processes"
+        # Drafters that use these want the weights of the target in one piece.
         self.capabilities = replace(
             inner.capabilities,
             taps=False,
             layer_windows=False,
-            missing={**inner.capabilities.missing, **dict.fromkeys(UNSPLIT, reason)},
+            missing={**inner.capabilities.missing, **dict.fromkeys(("taps", "layer_windows"), reason)},
         )
         self._numbers: dict[int, int] = {}
         self._next = 0
@@ -97,7 +93,6 @@ class ParallelModel(LanguageModel):
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be computed any more."""
         if not self._lost:
             for follower in self.followers:
                 how = follower.ended()
@@ -145,7 +140,7 @@ class ParallelModel(LanguageModel):
 
     def _first_end(self) -> str | None:
         """How one of the others has ended; a broken connection is often seen before the process is gone."""
-        end = time.monotonic() + DYING_S
+        end = time.monotonic() + 1.0
         while True:
             how = next(filter(None, (follower.ended() for follower in self.followers)), None)
             if how is not None or time.monotonic() > end:
@@ -176,7 +171,6 @@ class ParallelModel(LanguageModel):
 
     @property
     def kv_peak_bytes(self) -> int:
-        """The most that they have taken."""
         return self.inner.kv_peak_bytes
 
     @cached_property
@@ -198,7 +192,6 @@ class ParallelModel(LanguageModel):
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:
-        """A new, empty sequence in every process."""
         self._next += 1
         self._tell("open", text=self._next)
         sequence: SequenceState = self._together(self.inner.open)
@@ -209,46 +202,40 @@ class ParallelModel(LanguageModel):
         return self._numbers[id(sequence)]
 
     def release(self, sequence: SequenceState) -> None:
-        """Free a sequence everywhere."""
         number = self._numbers.pop(id(sequence))
         if self.trouble is None:  # what is left of a lost model is given back as well
             self._tell("release", text=number)
         self.inner.release(sequence)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path, drop the rest."""
         kept = list(path)
         self._tell("commit", text=self._number(sequence), path=kept)
         self._together(lambda: self.inner.commit(sequence, kept))
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` committed tokens."""
         self._tell("rewind", text=self._number(sequence), length=length)
         self._together(lambda: self.inner.rewind(sequence, length))
 
     def expect(self, sequence: SequenceState, length: int) -> None:
-        """Read a text as one of ``length`` tokens, in every process."""
         self._tell("expect", text=self._number(sequence), length=length)
         self._together(lambda: self.inner.expect(sequence, length))
 
     def room(self, sequence: SequenceState) -> int:
-        """Tokens that can follow the committed ones in one forward."""
         return self.inner.room(sequence)
 
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
         """A copy of the leader's part of a text; each of the others keeps its own until this one is dropped."""
         self._next += 1
         self._tell("snapshot", text=self._number(sequence), length=length, key=self._next)
-        found: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
-        if found is None:
+        own: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
+        if own is None:
             return None
-        kept = PartSnapshot(found.tokens, found.layers, found.divisible, found.regime, self._next)
+        kept = _PartSnapshot(own.tokens, own.layers, own.divisible, own.regime, self._next)
         weakref.finalize(kept, self._forgotten.append, kept.key)
         return kept
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
-        """Commit the first ``length`` tokens of a snapshot to an empty sequence."""
-        if not isinstance(snapshot, PartSnapshot):
+        if not isinstance(snapshot, _PartSnapshot):
             raise ValueError("this text was kept by another model")
         self._tell("restore", text=self._number(sequence), key=snapshot.key, length=length)
         self._together(lambda: self.inner.restore(sequence, snapshot, length))
@@ -275,8 +262,7 @@ class ParallelModel(LanguageModel):
         """What would fail in the middle is refused before anybody begins."""
         if taps:
             raise ValueError(f"{self.capabilities.missing['taps']}, which hands out no hidden states")
-        if len({id(feed.sequence) for feed in feeds}) < len(feeds):
-            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        check_distinct(feeds)
         wrong = [token for feed in feeds for token in feed.tokens if not 0 <= token < self.vocab_size]
         if wrong:
             raise ValueError(f"token {wrong[0]} is outside the vocabulary of {self.vocab_size}")

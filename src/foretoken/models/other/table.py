@@ -73,7 +73,6 @@ class TableModel(LanguageModel):
         return weights / weights.sum()
 
     def open(self) -> SequenceState:
-        """A new, empty sequence."""
         self._opened += 1
         return SequenceState(row=self._opened)
 
@@ -81,12 +80,10 @@ class TableModel(LanguageModel):
         """Nothing is held."""
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path."""
         sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
         sequence.clear_scratch()
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` committed tokens."""
         del sequence.tokens[length:]
         sequence.clear_scratch()
 
@@ -98,9 +95,8 @@ class TableModel(LanguageModel):
         for feed in feeds:
             sequence = feed.sequence
             old, count = len(sequence.scratch_tokens), len(feed.tokens)
-            parents = range(old - 1, old - 1 + count) if feed.parents is None else feed.parents
-            sequence.append(feed.tokens, parents)
-            wanted = count if feed.wanted is None else feed.wanted
+            sequence.append(feed.tokens, feed.parents_behind(old))
+            wanted = feed.num_wanted
             distributions = [
                 self.distribution(self._prefix(sequence, node)) for node in range(old + count - wanted, old + count)
             ]

@@ -16,7 +16,7 @@ from foretoken.models.forward.network import Network
 from foretoken.models.forward.public import run_public
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.alone import alone, only_here
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 
 
 class ConditionedNetwork(Network):
@@ -29,7 +29,7 @@ class ConditionedNetwork(Network):
     def __init__(self, network: Network) -> None:
         vars(self).update(vars(network))
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """Logits [n, V] per feed, and taps, of calls that are alike but for their rows."""
         if calls[0].states is None:
             return super().run_all(calls)
@@ -37,13 +37,13 @@ class ConditionedNetwork(Network):
             return [self._run_conditioned(call) for call in calls]
         return self.fast.run_all([replace(call, states=self._inputs(call)) for call in calls])
 
-    def _inputs(self, call: Call) -> Tensor:
+    def _inputs(self, call: NetworkCall) -> Tensor:
         """What the first layer reads [b, width, D]."""
         fast: Any = self.fast
         embedded: Tensor = fast.embedded(call.ids.flatten()).view(*call.ids.shape, -1)
         return embedded if call.states is None else embedded + call.states.to(embedded) * fast.input_scale
 
-    def _run_conditioned(self, call: Call) -> Outputs:
+    def _run_conditioned(self, call: NetworkCall) -> Outputs:
         with alone(self.model), _adding(self.model, call.states):
             return run_public(self, replace(call, states=None))
 

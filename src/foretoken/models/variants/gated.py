@@ -17,22 +17,17 @@ from torch.nn import functional as F
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
-from foretoken.models.forward.lean_layers import Places
+from foretoken.models.forward.lean_layers import RowPlaces
 from foretoken.models.forward.network import Network
-from foretoken.models.linear.product import Product
+from foretoken.models.linear.packing import PackedLinear
+from foretoken.models.linear.product import Product, QuantisedLayer
 from foretoken.models.network.alone import alone, only_here
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.own_sequences import OwnSequencesModel
 
 Shape = Sequence[int]
 """[out, in]."""
-Factors = tuple[Tensor, Tensor]
-"""A [r, in] and B [out, r]."""
-
-
-ROUTERS = ("gate", "router")
-"""Linear layers that choose experts; those and the experts see rows in an order of their own."""
 
 
 def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
@@ -44,17 +39,17 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
     """
     layers = decoder_layers(network)
     each = [{name: _shape(m) for name, m in layer.named_modules() if _is_linear(name, m)} for layer in layers]
-    found = {name: shape for name, shape in each[0].items() if all(one.get(name) == shape for one in each)}
-    if not found:
+    shapes = {name: shape for name, shape in each[0].items() if all(one.get(name) == shape for one in each)}
+    if not shapes:
         kind = type(layers[0]).__name__
         raise CapabilityError(f"the {kind} layers of this target have no nn.Linear in common that could be updated")
-    return found
+    return shapes
 
 
 def _is_linear(name: str, module: Any) -> bool:
-    """Plain, laid out for the machine, or quantised by us."""
-    is_one = isinstance(module, nn.Linear) or hasattr(module, "projection") or hasattr(module, "joined")
-    return is_one and "expert" not in name and name.rpartition(".")[2] not in ROUTERS
+    """Plain, laid out for the machine, or quantised by us; experts, and what chooses them, reorder rows."""
+    is_one = isinstance(module, nn.Linear | PackedLinear | QuantisedLayer)
+    return is_one and "expert" not in name and name.rpartition(".")[2] not in ("gate", "router")
 
 
 def _shape(module: Any) -> list[int]:
@@ -87,8 +82,8 @@ class LowRankUpdates(nn.Module):
                 holder.lora_A = nn.Parameter(torch.randn(rank, width) / rank**0.5)
                 holder.lora_B = nn.Parameter(torch.zeros(out, rank))
 
-    def factors(self, layer: int, name: str) -> Factors | None:
-        """Of a linear layer; ``None`` where it has no update."""
+    def factors(self, layer: int, name: str) -> tuple[Tensor, Tensor] | None:
+        """A [r, in] and B [out, r] of a linear layer; ``None`` where it has no update."""
         if name not in self.shapes:
             return None
         holder: Any = self.layers[layer].get_submodule(name)
@@ -189,7 +184,7 @@ class _GatedProduct:
         return out
 
 
-class GatedWeights:
+class _GatedWeights:
     """Runs a network so that every row of a text but its first one goes through the updates.
 
     A network on a lean or native forward gets a lean one over the same weights, whose products add the updates; on the
@@ -210,7 +205,7 @@ class GatedWeights:
         """Memory that the updates take."""
         return sum(weight.nbytes for weight in self.updates.parameters())
 
-    def run(self, network: Network, call: Call) -> Outputs:
+    def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
         lean = self._lean_of(network)
         if lean is None:
@@ -236,8 +231,8 @@ class GatedWeights:
             modules = [layers[layer].get_submodule(name) for name in names]
             return self._product(layer, product, names, [_shape(m)[0] for m in modules], fast.dtype)
 
-        made = fast.with_products(change)
-        return made if seen.issuperset(self.updates.shapes) else None
+        gated = fast.with_products(change)
+        return gated if seen.issuperset(self.updates.shapes) else None
 
     @torch.no_grad()
     def _product(
@@ -259,13 +254,13 @@ class GatedWeights:
         return _GatedProduct(base, first, second, self._gate)
 
 
-def _behind_the_first(call: Call) -> Tensor | slice:
+def _behind_the_first(call: NetworkCall) -> Tensor | slice:
     """The flat rows of a call that are not in the first column."""
     b, width = call.ids.shape
     if b == 1:
         return slice(1, None)
     columns = torch.arange(width, device=call.ids.device).expand(b, -1)
-    return Places(b, width, call.counts, call.ids.device).taken(columns).nonzero()[:, 0]
+    return RowPlaces(b, width, call.counts, call.ids.device).taken(columns).nonzero()[:, 0]
 
 
 def _writes(weight: Tensor) -> tuple[int, int]:
@@ -293,7 +288,7 @@ class GatedModel(OwnSequencesModel):
         name = f"updates {id(updates)}"  # which are held as long as they can be asked for by it
         super().__init__(target, name)
         updates.check(self.target.model)
-        self.weights = GatedWeights(updates)
+        self.weights = _GatedWeights(updates)
         self.target.forwards.put_weights(name, self.weights)
 
     @property

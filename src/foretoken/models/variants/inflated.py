@@ -11,9 +11,9 @@ from torch import Tensor
 
 from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.layers import LayerPlan
-from foretoken.models.variants.inflation import Shape, layer_ends
+from foretoken.models.variants.inflation import InflatedShape, layer_ends
 
 
 class InflatedNetwork(Network):
@@ -27,7 +27,7 @@ class InflatedNetwork(Network):
         shape: what it grew to.
     """
 
-    def __init__(self, model: Any, *given: Any, small: Any, shape: Shape, **more: Any) -> None:
+    def __init__(self, model: Any, *given: Any, small: Any, shape: InflatedShape, **more: Any) -> None:
         super().__init__(model, *given, **more)
         self.embedding, self.shape = small.eval(), shape
         self.num_layers = int(small.config.get_text_config().num_hidden_layers)
@@ -35,20 +35,20 @@ class InflatedNetwork(Network):
 
     @property
     def extra_rows(self) -> Tensor | None:
-        """[K, D] what ids from ``vocab_size`` on are embedded as."""
         rows = super().extra_rows
         return None if rows is None else self.shape.widened(rows)
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """Logits, and taps [b, width, d] of the small model."""
         places = {name: self._place(name) for name in calls[0].taps}
-        found = super().run_all([self._inside(call, tuple(dict.fromkeys(places.values()))) for call in calls])
+        outputs = super().run_all([self._inside(call, tuple(dict.fromkeys(places.values()))) for call in calls])
         narrow = self.shape.small
         return [
-            (logits, {name: hidden[place][..., :narrow] for name, place in places.items()}) for logits, hidden in found
+            (logits, {name: hidden[place][..., :narrow] for name, place in places.items()})
+            for logits, hidden in outputs
         ]
 
-    def _inside(self, call: Call, taps: Sequence[str]) -> Call:
+    def _inside(self, call: NetworkCall, taps: Sequence[str]) -> NetworkCall:
         wide = None if call.states is None else self.shape.widened(call.states)
         return replace(call, taps=taps, plan=self._plan(call.plan), states=wide)
 
@@ -79,7 +79,7 @@ class InflatedModel(HuggingFaceModel):
         exact, lean, in_place: as for :class:`HuggingFaceModel`.
     """
 
-    def __init__(self, model: Any, small: Any, shape: Shape, **options: Any) -> None:
+    def __init__(self, model: Any, small: Any, shape: InflatedShape, **options: Any) -> None:
         super().__init__(model, network=partial(InflatedNetwork, small=small, shape=shape), **options)
         self.small, self.shape, self.num_parameters = small, shape, _parameters(self.config)
 

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = ("300m", "1b", "3b", "7b")
 """Sizes that are written about; any other number of parameters works too."""
-ASPECT = 100
-"""Width per layer that shapes come near to: 128 in Llama's 1B and 7B, 110 in its 3B."""
 MLP_RATIO = 4.0
 """MLP units per width, before they are fitted to the wanted number of parameters."""
 UNIT = 64
@@ -36,7 +34,7 @@ POOL = 1 << 20
 
 
 @dataclass(frozen=True)
-class Shape:
+class InflatedShape:
     """What a small model grows to.
 
     Attributes:
@@ -75,13 +73,13 @@ def parse_size(size: str | int) -> int:
     Raises:
         ValueError: no such number.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mb]?)", str(size).strip().lower())
-    if found is None or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mb]?)", str(size).strip().lower())
+    if match is None or float(match[1]) <= 0:
         raise ValueError(f"inflate={size!r} is no number of parameters: use {', '.join(SIZES)} or one like 500m")
-    return round(float(found[1]) * {"": 1, "m": 10**6, "b": 10**9}[found[2]])
+    return round(float(match[1]) * {"": 1, "m": 10**6, "b": 10**9}[match[2]])
 
 
-def shape_for(config: Any, size: str | int) -> Shape:
+def shape_for(config: Any, size: str | int) -> InflatedShape:
     """The shape with about ``size`` parameters: heads as they are (only more), width and depth in usual proportion.
 
     Raises:
@@ -93,10 +91,11 @@ def shape_for(config: Any, size: str | int) -> Shape:
     candidates = [shape for m in range(1, 257) if (shape := _candidate(config, wanted, m, least)) is not None]
     if not candidates:
         raise ValueError(f"the model cannot be inflated to {wanted} parameters: it has about as many, or more, already")
-    return min(candidates, key=lambda shape: abs(math.log(shape.width / shape.layers / ASPECT)))
+    # Width per layer is 128 in Llama's 1B and 7B, 110 in its 3B.
+    return min(candidates, key=lambda shape: abs(math.log(shape.width / shape.layers / 100)))
 
 
-def _candidate(config: Any, wanted: int, m: int, least: int) -> Shape | None:
+def _candidate(config: Any, wanted: int, m: int, least: int) -> InflatedShape | None:
     """The shape of ``m`` times the width; ``None`` when that is too wide for the number of parameters."""
     width = m * config.hidden_size
     vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
@@ -110,7 +109,7 @@ def _candidate(config: Any, wanted: int, m: int, least: int) -> Shape | None:
     halvings = 0
     while m % 4 == 0:
         m, halvings = m // 4, halvings + 1
-    return Shape(config.hidden_size, m, halvings, layers, units)
+    return InflatedShape(config.hidden_size, m, halvings, layers, units)
 
 
 def head_dim(config: Any) -> int:
@@ -126,7 +125,7 @@ def layer_ends(small: int, big: int) -> list[int]:
     return [i * big // small for i in range(small + 1)]
 
 
-def big_config(config: Any, shape: Shape) -> Any:
+def big_config(config: Any, shape: InflatedShape) -> Any:
     """The configuration of the big model."""
     big = copy.deepcopy(config)
     big.head_dim = head_dim(config)
@@ -144,13 +143,13 @@ def big_config(config: Any, shape: Shape) -> Any:
 def available_bytes() -> int | None:
     """Memory that can be had without swapping, where Linux tells it."""
     info = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
-    return 1024 * int(found[1]) if found else None
+    match = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
+    return 1024 * int(match[1]) if match else None
 
 
 def inflate(
     model: Any,
-    size: str | int | Shape,
+    size: str | int | InflatedShape,
     seed: int = 0,
     *,
     on_layer: Callable[[int, int], None] = lambda done, layers: None,
@@ -170,7 +169,7 @@ def inflate(
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("cannot inflate a model whose weights are quantised: give its full checkpoint")
     small = model.config.get_text_config()
-    shape = size if isinstance(size, Shape) else shape_for(small, size)
+    shape = size if isinstance(size, InflatedShape) else shape_for(small, size)
     config = big_config(small, shape)
     with torch.device("meta"):
         big = type(model)(config).to(model.dtype)
@@ -220,7 +219,7 @@ def _set(module: nn.Module, **tensors: Tensor | None) -> None:
 class _Filler:
     """Makes the big model's weights, one module at a time."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(self, shape: InflatedShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         generator = torch.Generator().manual_seed(seed)
         # Small enough that sums over any width stay near 1; none is zero.
@@ -231,11 +230,11 @@ class _Filler:
     def random(self, *size: int) -> Tensor:
         """Numbers of the pool, from its start over and over."""
         count = math.prod(size)
-        found = torch.empty(count, dtype=self.dtype, device=self.device)
+        numbers = torch.empty(count, dtype=self.dtype, device=self.device)
         whole = count // POOL
-        found[: whole * POOL].view(whole, POOL).copy_(self.pool.expand(whole, POOL))
-        found[whole * POOL :].copy_(self.pool[: count - whole * POOL])
-        return found.view(size)
+        numbers[: whole * POOL].view(whole, POOL).copy_(self.pool.expand(whole, POOL))
+        numbers[whole * POOL :].copy_(self.pool[: count - whole * POOL])
+        return numbers.view(size)
 
     def layer(self, layer: Any, source: Any | None) -> None:
         """One decoder layer; without a ``source`` it adds nothing to the stream."""

@@ -21,13 +21,6 @@ from foretoken.models.variants.second_weights import Scheme, check_quantisable, 
 
 SMALLEST = 50_000_000
 """Weights below which a step is mostly overhead: not even measured."""
-FEWEST_BYTES = {"4": 0.625, "8": 1.0}
-"""Bytes of a weight by its bits; those in 4 have a scale and a zero for 32 of them."""
-MOST_OF_STORED = 0.75
-"""A target whose weights take hardly more (a GGUF file in 4 bits) is not drafted for by the same bytes read again.  The
-largest layer alone does not show that: half of them may be stored in more bits than the others."""
-MOST_MEMORY = 0.5
-"""Share of the free memory that a second set of weights may take unasked."""
 ACCEPTANCE = 0.95
 """How often a draft token is accepted, given that those before it were: .97 to .99 for int8 on prose and code."""
 LAYER_S = 0.0002
@@ -46,21 +39,23 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
     """
     if not isinstance(model, HuggingFaceModel) or not model.capabilities.layer_windows:
         return 0.0
-    found = list(linears(model.model))
-    count = sum(linear.out_features * linear.in_features for linear in found)
-    wanted = count * FEWEST_BYTES["8" if scheme.bits == "8" else "4"]
-    if wanted > MOST_OF_STORED * sum(_stored_bytes(linear, model.dtype) for linear in found):
+    layers = list(linears(model.model))
+    count = sum(linear.out_features * linear.in_features for linear in layers)
+    wanted = count * (1.0 if scheme.bits == "8" else 0.625)  # bytes; 4 bits have a scale and a zero for 32 weights
+    # A target whose weights take hardly more (a GGUF file in 4 bits) is not drafted for by the same bytes read again.
+    # The largest layer alone does not show that: half of them may be stored in more bits than the others.
+    if wanted > 0.75 * sum(_stored_bytes(linear, model.dtype) for linear in layers):
         return 0.0
     free = free_bytes()
-    if count < SMALLEST or (free is not None and count > MOST_MEMORY * free):
+    if count < SMALLEST or (free is not None and count > free / 2):  # memory that is taken unasked
         return 0.0
     try:
         check_quantisable(model.forwards, scheme)
     except (CapabilityError, ValueError):
         return 0.0
     head = model.model.get_output_embeddings()
-    largest = max((one for one in found if one is not head), key=lambda one: one.out_features * one.in_features)
-    return _gain(largest, count, len(found), scheme, model.dtype)
+    largest = max((one for one in layers if one is not head), key=lambda one: one.out_features * one.in_features)
+    return _gain(largest, count, len(layers), scheme, model.dtype)
 
 
 def _stored_bytes(linear: Any, dtype: torch.dtype) -> int:

@@ -32,14 +32,11 @@ from foretoken.models.linear.quantised_linear import QuantisedLinear, is_ready_m
 from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.models.linear.quantised_weights import GROUPS, fits_int4
 from foretoken.models.network.alone import alone
-from foretoken.models.network.call import Call, Outputs
-from foretoken.models.network.layers import _replace
+from foretoken.models.network.call import NetworkCall, Outputs
+from foretoken.models.network.layers import replace_forward
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.inflation import available_bytes
 from foretoken.models.variants.own_sequences import OwnSequencesModel
-
-BITS = ("4", "8", "auto")
-ACTIVATIONS = ("8", "15", "auto")
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,8 @@ class Scheme:
     head: bool = True
 
     def __post_init__(self) -> None:
-        for name, choices in (("bits", BITS), ("group", GROUPS), ("activations", ACTIVATIONS)):
+        allowed = {"bits": ("4", "8", "auto"), "group": GROUPS, "activations": ("8", "15", "auto")}
+        for name, choices in allowed.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {getattr(self, name)}")
 
@@ -103,47 +101,47 @@ class QuantisedWeights:
         head = owner.model.get_output_embeddings()
         if owner.fast is not None:
             shadow = copy.copy(owner)
-            shadow.packing = QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
+            shadow.packing = _QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
             self._lean = owner.fast.again(shadow)
         else:
             for linear in linears(owner.model):
-                pick = scheme.head_product if linear is head else scheme.product
-                product = pick((linear.out_features, linear.in_features))
+                choose = scheme.head_product if linear is head else scheme.product
+                product = choose((linear.out_features, linear.in_features))
                 if product is not None:
-                    made = make_product(product, joined_weight([linear]), linear.bias, scheme.group)
-                    self.products[linear] = made
-                    self.all_products.append(made)
+                    quantised = make_product(product, joined_weight([linear]), linear.bias, scheme.group)
+                    self.products[linear] = quantised
+                    self.all_products.append(quantised)
 
     @property
     def nbytes(self) -> int:
         """Memory that the set takes."""
         return sum(product.nbytes for product in self.all_products)
 
-    def run(self, network: Network, call: Call) -> Outputs:
+    def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
         if self._lean is not None:
             return self._lean.run(call)
         with alone(network.model), ExitStack() as swapped:
             for linear, product in self.products.items():
-                swapped.callback(_replace(linear, _forward(product)))
+                swapped.callback(replace_forward(linear, _forward(product)))
             return network.run_public(call)
 
 
 @dataclass(frozen=True)
-class QuantisedPacking:
+class _QuantisedPacking:
     """A :class:`~foretoken.models.linear.packing.Packing` whose projections are quantised.
 
     Attributes:
         base: how the model's own layers became projections.
         scheme: how weights are quantised.
         head: the vocabulary projection.
-        made: all products so far.
+        products: all that were made so far.
     """
 
     base: Packing
     scheme: Scheme
     head: Any
-    made: list[QuantisedProduct]
+    products: list[QuantisedProduct]
 
     @property
     def blocks(self) -> bool:
@@ -162,16 +160,18 @@ class QuantisedPacking:
     def projection(self, *linears: Any) -> Product:
         """One product that gives the outputs of all of them side by side; the model's own where none fits."""
         shape = (sum(linear.out_features for linear in linears), linears[0].in_features)
-        pick = self.scheme.head_product if linears[0] is self.head else self.scheme.product
-        product = pick(shape)
+        choose = self.scheme.head_product if linears[0] is self.head else self.scheme.product
+        product = choose(shape)
         if product is None:
             own: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
             shared = own.pop() if len(own) == 1 else None
             return self._copied(linears) if shared is None else shared
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        made = make_product(product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group)
-        self.made.append(made)
-        return made
+        quantised = make_product(
+            product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group
+        )
+        self.products.append(quantised)
+        return quantised
 
     def _copied(self, linears: Sequence[Any]) -> Product:
         return replace(self.base, home=None).projection(*linears)
@@ -259,9 +259,9 @@ def check_room(needed: int) -> None:
 
 def free_bytes() -> int | None:
     """Memory that can be had; ``None`` where the system does not tell."""
-    found = available_bytes()
-    if found is not None:
-        return found
+    free = available_bytes()
+    if free is not None:
+        return free
     names = getattr(os, "sysconf_names", {})
     if "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -286,8 +286,8 @@ class OwnWeightsModel(OwnSequencesModel):
         super().__init__(target, "" if scheme is None else scheme.name)
         self.weights: QuantisedWeights | None = None
         if scheme is not None:
-            made = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
-            self.weights = made if isinstance(made, QuantisedWeights) else None
+            added = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
+            self.weights = added if isinstance(added, QuantisedWeights) else None
 
     @property
     def weight_bytes(self) -> int:

@@ -115,7 +115,7 @@ def import_drafter(
     with new_folder(place, force, [found.path, *_folder(target)]) as folder:
         opened = Target.open(str(target))
         spec = reader.read_folder(found, opened, folder)
-        parts = {"target_source": str(target), "tokenizer": opened.tokenizer}
+        parts: dict[str, Any] = {"target_source": str(target), "tokenizer": opened.tokenizer}
         build_drafter(spec.format(folder), opened.model, **parts)  # it loads
         told: Mapping[str, Any] = {}
         if check is not None:

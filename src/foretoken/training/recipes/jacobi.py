@@ -18,7 +18,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.chains import chain_states
+from foretoken.models.network.chains import joint_states
 from foretoken.training.recipes.base import Batch, Recipe, check_rank, mean_of, some_places
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 
@@ -114,7 +114,7 @@ class JacobiRecipe(Recipe):
         chance = torch.rand(reached.shape, generator=generator).to(reached.device)
         chosen = (chance * reached).long()
         start = steps.gather(0, chosen[None, ..., None].expand(1, *steps.shape[1:]))[0]  # [b, g, m]
-        states, said = chain_states(self.model, text, columns, start, grad=True)
+        states, said = joint_states(self.model, text, columns, start, grad=True)
         differs = ((start != steps[-1]).cumsum(-1) > 0).float()  # what sees the same tokens says the same
         counted = batch.counted(texts_of(columns), columns.flatten())
         if counted is not None:
@@ -143,7 +143,7 @@ class JacobiRecipe(Recipe):
         point = text.gather(1, columns)[..., None].expand(-1, -1, m).contiguous()
         points = [point]
         while True:
-            states, said = chain_states(self.model, text, columns, point)
+            states, said = joint_states(self.model, text, columns, point)
             logits = self.parts.logits(said)
             first = self.parts.logits(at_rows(states, columns)).argmax(-1)  # [b, g]
             following = torch.cat([first[..., None], logits[:, :, :-1].argmax(-1)], -1)

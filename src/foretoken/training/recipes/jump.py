@@ -15,7 +15,7 @@ from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.models.base import CapabilityError
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.jumped import windows
+from foretoken.models.network.chains import windows
 from foretoken.models.network.layers import LayerPlan
 from foretoken.training.recipes.base import Batch, Recipe, mean_of
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of

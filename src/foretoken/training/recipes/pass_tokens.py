@@ -14,7 +14,8 @@ from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensCo
 from foretoken.methods.drafters.pass_tokens import PassTokensDrafter
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.extra import branch_states, check_rows
+from foretoken.models.network.chains import branch_states
+from foretoken.models.network.extra import check_rows
 from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy
 from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.heads import check_labels

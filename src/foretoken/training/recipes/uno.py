@@ -15,7 +15,7 @@ from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.methods.drafters.uno import UnoDrafter
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.extra import chain_states
+from foretoken.models.network.chains import chain_states
 from foretoken.models.variants.gated import linear_shapes, updated
 from foretoken.training.recipes.base import Batch, Recipe, mean_of
 from foretoken.training.recipes.features import some_rows, texts_of

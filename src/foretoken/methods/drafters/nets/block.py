@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.methods.drafters.nets.decoder import LayerConfig, RmsNorm, rotary, turned
+from foretoken.methods.drafters.nets.decoder import LayerConfig, LayerKeep, RmsNorm, rotary, turned
 
-LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Stores a layer's new keys and values [b, H', n, d] and returns all that its rows may look at [b, H', m, d]."""
 LARGEST_BLOCK = 256
 """Rows of a block: more than any published network has, fewer than the scratch of a text holds."""
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from foretoken.methods.drafters.nets.block import BlockNet, block_mask
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 
 
-class BlockForward(HeadForward):
+class _BlockForward(HeadForward):
     """The layers of a block network."""
 
     model: BlockNet
@@ -28,7 +28,7 @@ class BlockForward(HeadForward):
         self.layer_masks = {}  # the network makes its own
         self.num_layers = self.depth = net.config.layers
 
-    def run(self, call: Call) -> Outputs:
+    def run(self, call: NetworkCall) -> Outputs:
         """No logits; the states [b, width, D] of blocks."""
         cut = call.cache.reads
         nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]
@@ -39,8 +39,8 @@ class BlockForward(HeadForward):
         used, rows = call.cache.get_mask_sizes(0)[0], call.ids.shape[1]
         config = self.model.config
         kinds = list(zip(config.reaches, config.causals, strict=True))
-        made = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
-        masks = [made[kind] if kind[0] or cut is None else cut.hidden(made[kind]) for kind in kinds]
+        by_kind = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
+        masks = [by_kind[kind] if kind[0] or cut is None else cut.hidden(by_kind[kind]) for kind in kinds]
 
         def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             call.cache.reads = None if config.reaches[layer] else cut
@@ -58,7 +58,7 @@ class BlockModel(FeatureModel):
     """
 
     model: BlockNet
-    kind = BlockForward
+    kind = _BlockForward
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
@@ -83,7 +83,7 @@ class BlockModel(FeatureModel):
             Feed(sequence, [anchor, *[mask] * (rows - 1)], wanted=0)
             for sequence, anchor in zip(sequences, anchors, strict=True)
         ]
-        found = self.forward(feeds)
+        outputs = self.forward(feeds)
         for sequence in sequences:
             self.commit(sequence, ())
-        return torch.stack([row.taps["state"] for row in found])
+        return torch.stack([row.taps["state"] for row in outputs])

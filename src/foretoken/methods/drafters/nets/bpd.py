@@ -70,5 +70,5 @@ class BpdHeads(nn.Module):
     def _head(self, states: Tensor, units: Tensor, place: int) -> Tensor:
         rows = slice(place * self.config.hidden_size, (place + 1) * self.config.hidden_size)
         branch = F.linear(units, self.down.weight[rows], self.down.bias[rows])
-        found: Tensor = self.norms[place](states + branch)
-        return found
+        normed: Tensor = self.norms[place](states + branch)
+        return normed

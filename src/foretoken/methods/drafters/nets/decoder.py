@@ -14,6 +14,8 @@ from foretoken.models.forward.heads.lean import HeadRun
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores new keys and values [b, H, n, d] and returns all that may be looked at [b, H, m, d]."""
+LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The same for a layer of several, whose index comes first."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,8 @@ class Attention(nn.Module):
             is_causal=causal,
             enable_gqa=self.config.heads != self.config.kv_heads,
         )
-        found: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return found
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return mixed
 
 
 class DecoderLayer(Attention):
@@ -153,8 +155,8 @@ class DecoderLayer(Attention):
 
     def mlp(self, x: Tensor) -> Tensor:
         """[b, n, D], without the residual."""
-        found: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return found
+        fed: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return fed
 
 
 def rotary(positions: Tensor, dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,7 +105,6 @@ class Dflash2Net(PairNet):
         self.candidate_selector = CandidateSelector(config)
 
     def layer(self, config: BlockConfig) -> nn.Module:
-        """A new layer."""
         return Dflash2Layer(config)  # type: ignore[arg-type]
 
     def query(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:

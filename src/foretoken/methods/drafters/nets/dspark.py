@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
 
 HEADS = ("vanilla", "gated", "rnn")
-CONFIDENCES = ("", "state", "both")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class DsparkConfig(PairConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head not in HEADS or self.confidence not in CONFIDENCES:
+        if self.head not in HEADS or self.confidence not in ("", "state", "both"):
             raise ValueError(
                 f"dspark needs head={' or head='.join(HEADS)} and confidence=state, both or nothing, "
                 f"not {self.head!r} and {self.confidence!r}"
@@ -91,8 +90,8 @@ class DsparkNet(PairNet):
 
     def query(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What W2 reads."""
-        found: tuple[Tensor, Tensor | None] = self.markov_head(before, states, memory)
-        return found
+        query: tuple[Tensor, Tensor | None] = self.markov_head(before, states, memory)
+        return query
 
     @property
     def successors(self) -> Tensor:
@@ -116,5 +115,5 @@ class DsparkNet(PairNet):
             return None
         if self.config.confidence == "both":
             states = torch.cat([states, self.markov_head.markov_w1(before).to(states.dtype)], -1)
-        found: Tensor = self.confidence_head.proj(states)[..., 0]
-        return found
+        log_odds: Tensor = self.confidence_head.proj(states)[..., 0]
+        return log_odds

@@ -37,8 +37,8 @@ class EagleNet(nn.Module):
     ) -> Tensor:
         """Embeddings of tokens t + 1 and features of tokens t, both [b, n, D] -> features of tokens t + 1 [b, n, D]."""
         x = self.fc(torch.cat([embeddings, features], -1))
-        found: Tensor = self.layer(x, positions, mask, keep)
-        return found
+        next_features: Tensor = self.layer(x, positions, mask, keep)
+        return next_features
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""

@@ -101,8 +101,8 @@ class Eagle3Net(nn.Module):
 
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Features [..., D] from the target's hidden states at all depths, each [..., D]."""
-        found: Tensor = self.fc(torch.cat(taps, -1))
-        return found
+        fused: Tensor = self.fc(torch.cat(taps, -1))
+        return fused
 
     def forward(
         self,
@@ -117,13 +117,13 @@ class Eagle3Net(nn.Module):
         Features are fused ones or earlier outputs; the residual stream carries them as they are.
         """
         beside = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(features)], -1)
-        found: Tensor = self.midlayer(features, positions, mask, keep, beside)
-        return found
+        next_features: Tensor = self.midlayer(features, positions, mask, keep, beside)
+        return next_features
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        found: Tensor = self.norm(output)
-        return found
+        normed: Tensor = self.norm(output)
+        return normed
 
     def pieces(self) -> HeadParts:
         """What it is made of."""

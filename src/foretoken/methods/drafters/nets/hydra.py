@@ -61,8 +61,8 @@ class PrefixLayer(nn.Module):
         keep: Keep | None = None,
     ) -> Tensor:
         """States [b, n, D] of tokens t -> what the heads read instead [b, n, D]; embeddings are not looked at."""
-        found: Tensor = self.layer(features, positions, mask, keep)
-        return found
+        states: Tensor = self.layer(features, positions, mask, keep)
+        return states
 
     def head_state(self, output: Tensor) -> Tensor:
         """The output itself."""

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-EPS = 1e-6
-"""Of the norms in front of the predictor, which have no weights."""
 SMALL = 1e-3
 """Spread of the predictor's first outputs, about: it starts as the token's embedding."""
 
@@ -113,9 +111,10 @@ class JumpNet(nn.Module):
         if self.readout is None:
             return states
         wide = states.float()
-        found: Tensor = wide + self.readout(wide if self.narrow is None else self.narrow(wide))
-        return found
+        read: Tensor = wide + self.readout(wide if self.narrow is None else self.narrow(wide))
+        return read
 
 
 def _rms(rows: Tensor) -> Tensor:
-    return F.rms_norm(rows, rows.shape[-1:], eps=EPS)
+    """A norm in front of the predictor, which has no weights."""
+    return F.rms_norm(rows, rows.shape[-1:], eps=1e-6)

@@ -49,13 +49,13 @@ class KangarooNet(nn.Module):
 
         The token of a place is in its state already, so that ``embeddings`` are not read.
         """
-        found: Tensor = states + self.attention.mixed(self.input_layernorm(states), positions, mask, keep)
-        return found
+        mixed: Tensor = states + self.attention.mixed(self.input_layernorm(states), positions, mask, keep)
+        return mixed
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        found: Tensor = self.norm(output)
-        return found
+        normed: Tensor = self.norm(output)
+        return normed
 
     def pieces(self) -> HeadParts:
         """What it is made of."""

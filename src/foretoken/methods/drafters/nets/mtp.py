@@ -64,13 +64,13 @@ class MtpNet(nn.Module):
     ) -> Tensor:
         """Embeddings of tokens t + 1 and states of tokens t, both [b, n, D] -> what the next step is fed [b, n, D]."""
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(features)], -1))
-        found: Tensor = self.layer(x, positions, mask, keep)
-        return self.norm(found) if self.feed == "post_norm" else found
+        output: Tensor = self.layer(x, positions, mask, keep)
+        return self.norm(output) if self.feed == "post_norm" else output
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        found: Tensor = output if self.feed == "post_norm" else self.norm(output)
-        return found
+        state: Tensor = output if self.feed == "post_norm" else self.norm(output)
+        return state
 
     def pieces(self) -> HeadParts:
         """What it is made of."""

@@ -1,20 +1,20 @@
-"""P-EAGLE's network: EAGLE-3 with more layers, and a learned state for places that are not known yet (2602.01469)."""
+"""P-EAGLE: EAGLE-3 with more layers, and a learned state for places that are not known yet (arXiv 2602.01469)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.lean import HeadRun
+from foretoken.models.network.call import NetworkCall
 
-LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Stores a layer's new keys and values [b, H', n, d] and returns all that its rows may look at [b, H', m, d]."""
 DEEPEST = 64
 """Places that a pass may guess at most."""
 
@@ -64,14 +64,14 @@ class PeagleNet(Eagle3Net):
     @property
     def mask_feature(self) -> Tensor:
         """[D] the feature of a place behind the text."""
-        found: Tensor = self.fc(self.mask_hidden)[0, 0]
-        return found
+        feature: Tensor = self.fc(self.mask_hidden)[0, 0]
+        return feature
 
     def forward(
         self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None = None, keep: Any = None
     ) -> Tensor:
         """[b, n, D] of embeddings and features [b, n, D]; the arguments are those of
-        :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, but that ``keep`` is a :data:`LayerKeep` of all
+        :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, but that ``keep`` is a ``LayerKeep`` of all
         layers (or what runs a single one itself)."""
         x = super().forward(embeddings, features, positions, mask, _of_layer(keep, 0))
         for index, layer in enumerate(self.layers, 1):
@@ -83,3 +83,33 @@ def _of_layer(keep: Any, index: int) -> Keep | None:
     if keep is None or isinstance(keep, HeadRun):
         return keep
     return lambda key, value: keep(index, key, value)
+
+
+class _PeagleForward(HeadForward):
+    """The layers of the network."""
+
+    model: PeagleNet
+
+    def __init__(self, net: PeagleNet, *rest: Any) -> None:
+        super().__init__(net, *rest)
+        self.num_layers = self.depth = net.config.num_layers
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """[.., D] of ids, by the network's own embedding where it has one."""
+        own = self.model.embed_tokens
+        return super().embedded(ids) if own is None else F.embedding(ids, own.weight.detach()).float()
+
+    def _keep(self, call: NetworkCall) -> Any:
+        return lambda layer, key, value: call.cache.update(key, value, layer)
+
+
+class PeagleModel(FeatureModel):
+    """Arguments are those of :class:`~foretoken.models.forward.heads.features.HeadForward`."""
+
+    model: PeagleNet
+    kind = _PeagleForward
+
+    @torch.no_grad()
+    def mask_states(self, count: int) -> Tensor:
+        """[count, D] features of places behind a text."""
+        return self.model.mask_feature.float().expand(count, -1)

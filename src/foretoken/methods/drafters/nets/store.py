@@ -22,8 +22,6 @@ from foretoken.models.forward.parts import Fingerprint, QuantisedTargetWarning
 CONFIG = OURS
 WEIGHTS = "model.safetensors"
 VERSION = 1
-PUBLIC = (".json", ".safetensors", ".bin", ".pt")
-"""Files of such a layout."""
 
 
 def save_drafter(
@@ -70,15 +68,15 @@ def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str
     Warns:
         QuantisedTargetWarning: the target is the right one, but its weights are quantised otherwise than in training.
     """
-    found, for_target = read_stored(folder, method)
+    description, for_target = read_stored(folder, method)
     difference = for_target.difference(target)
     if difference:
         raise ValueError(f"{folder} was trained for another target: {difference}")
-    warn_of_storage(str(folder), for_target, target)
-    return found
+    _warn_of_storage(str(folder), for_target, target)
+    return description
 
 
-def warn_of_storage(name: str, trained_for: Fingerprint, target: Fingerprint) -> None:
+def _warn_of_storage(name: str, trained_for: Fingerprint, target: Fingerprint) -> None:
     """Say so where a network meets its model with weights that are stored otherwise: verification keeps the text."""
     doubt = trained_for.doubt(target)
     if doubt:
@@ -99,38 +97,39 @@ def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[
                 f"{folder} is a whole model, not a drafter of the method {method}: give it as MODEL, or with --drafter "
                 f"model:{folder} to draft with it"
             )
-        if method in IMPORTED and folder.is_dir() and any(file.suffix in PUBLIC for file in folder.iterdir()):
+        public = (".json", ".safetensors", ".bin", ".pt")
+        if method in IMPORTED and folder.is_dir() and any(file.suffix in public for file in folder.iterdir()):
             raise ValueError(
                 f"{folder} is in another project's layout (it has no {CONFIG}): import it first, "
                 f"`foretoken import MODEL {folder} --out OUT`, and use {method}:OUT"
             )
         raise ValueError(f"{folder} holds no trained {what} ({CONFIG}): give the --out of `foretoken train {method}`")
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        version, stored, for_target = found["format"], found["method"], Fingerprint(**found["target"])
+        description: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        version, stored, for_target = description["format"], description["method"], Fingerprint(**description["target"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file} is damaged: copy the folder again") from None
     if version != VERSION:
         raise ValueError(f"{file} has format {version}, and this version reads {VERSION}: train it again")
     if stored != method:
         raise ValueError(f"{folder} was trained as {stored!r}: use it as {stored}:{folder}")
-    return found, for_target
+    return description, for_target
 
 
-def build_net(folder: Path, make: Callable[[Any], nn.Module], config: type[Any], found: Mapping[str, Any]) -> Any:
+def build_net(folder: Path, make: Callable[[Any], nn.Module], config: type[Any], description: Mapping[str, Any]) -> Any:
     """The network that a description is of, with the stored weights.
 
     Args:
         folder: where both are.
         make: the network of a configuration.
         config: the class of the configuration.
-        found: the description.
+        description: what :func:`read_description` gave.
 
     Raises:
         ValueError: the description is damaged, or :func:`load_weights` refuses the weights.
     """
     try:
-        net = make(config(**found["config"]))
+        net = make(config(**description["config"]))
     except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         reason = str(error).strip().splitlines()[:1]
         raise ValueError(f"{folder / CONFIG} describes no such drafter, copy it again: {' '.join(reason)}") from None

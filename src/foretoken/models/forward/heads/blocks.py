@@ -13,8 +13,8 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.pieces import BlockParts
 from foretoken.models.forward.native_parts import BestTokens, Description
 from foretoken.models.linear.draft_packing import packed
-from foretoken.models.native import blocks as native
-from foretoken.models.native import forward, why_not
+from foretoken.models.native import forward as native
+from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.watch import Watch, has_hooks
 
@@ -79,12 +79,12 @@ class NativeBlocks:
         self.width = first.shape[0] // len(pieces.first)
         depth = len(pieces.rest[0])
         rest = [packed(layers[i]) for i in range(depth) for layers in pieces.rest]
-        made = [each.native() if isinstance(each, DraftHead) else packed(each) for each in self.projections]
-        self.num_tokens = made[0].shape[0]
-        places = self._description.products(rest) if rest else None, self._description.products(made)
-        self._blocks = native.Blocks(
+        projections = [each.native() if isinstance(each, DraftHead) else packed(each) for each in self.projections]
+        self.num_tokens = projections[0].shape[0]
+        places = self._description.products(rest) if rest else None, self._description.products(projections)
+        self._blocks = native.BlocksStruct(
             *(self.heads, self.width, int(pieces.residual), self._description.product(first)),
-            *(places[0], depth, places[1], int(len(made) == 1)),
+            *(places[0], depth, places[1], int(len(projections) == 1)),
         )
 
     def has_changed(self) -> bool:
@@ -103,7 +103,7 @@ class NativeBlocks:
         states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)
         scale = self.head.scale
         best = BestTokens(rows, min(top, self.num_tokens), scale) if top and scale is not None else None
-        asked = forward.Best() if best is None else best.asked
-        call = native.BlocksCall(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), asked)
-        native.run(self._blocks, call, torch.get_num_threads())
+        asked = native.BestStruct() if best is None else best.asked
+        call = native.BlocksCallStruct(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), asked)
+        native.run_blocks(self._blocks, call, torch.get_num_threads())
         return Guessed(logits, [] if best is None else best.tokens(self.ids), self.head.behind)

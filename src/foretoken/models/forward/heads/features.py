@@ -23,7 +23,7 @@ from foretoken.models.forward.heads.native import native_head
 from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.native.library import NotCoveredError
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
@@ -74,11 +74,11 @@ class HeadForward:
         """
         raise CapabilityError("this model cannot run a part of its layers: it is one layer over the target's states")
 
-    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+    def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         """:meth:`run`, call by call."""
         return [self.run(call) for call in calls]
 
-    def run(self, call: Call) -> Outputs:
+    def run(self, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
         if self.head is None:
             return self._run_module(call)
@@ -97,15 +97,11 @@ class HeadForward:
         """Float32 [.., D] of ids."""
         return self.parts.embedding(ids).float()
 
-    def _keep(self, call: Call) -> Any:
+    def _keep(self, call: NetworkCall) -> Any:
         """Where the network's own forward keeps keys and values."""
+        return lambda key, value: call.cache.update(key, value, 0)
 
-        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            return call.cache.update(key, value, 0)
-
-        return keep
-
-    def _run_module(self, call: Call) -> Outputs:
+    def _run_module(self, call: NetworkCall) -> Outputs:
         """The same through the network's own forward, for one whose layer is the target's."""
         (b, width), first, keep = call.ids.shape, call.first, self._keep(call)
         output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], keep)
@@ -140,7 +136,6 @@ class FeatureModel(TreeRunner):
 
     @property
     def forward_name(self) -> str:  # type: ignore[override]
-        """What runs the network."""
         return self.forwards.name if self.native is None else self.native.name
 
     @property
@@ -199,8 +194,8 @@ class FeatureModel(TreeRunner):
         self._renew_native()
         self._is_renewed = True  # what is fused is read next
         if self.native is None or self.native.fuse is None:
-            found: Tensor = self.model.fc(states.float())
-            return found
+            fused: Tensor = self.model.fc(states.float())
+            return fused
         return self.native.fuse(states.to(torch.bfloat16))
 
     def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
@@ -209,9 +204,9 @@ class FeatureModel(TreeRunner):
             self.pool.make_room(feed.sequence, place.committed + len(place.parents))
         began = now(self.device)
         native: Any = self.native
-        found: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
+        rows: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
         self.run_s += now(self.device) - began
         self.num_layer_runs += 1
         self.run_rows += sum(place.new for place in places)
         self.pool.note_size()
-        return found
+        return rows

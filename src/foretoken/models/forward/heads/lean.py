@@ -16,18 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.forward.lean_families import Family
-from foretoken.models.forward.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary
+from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowPlaces
 from foretoken.models.linear.packing import Packing, has_bfloat16
 from foretoken.models.linear.product_costs import step_s
 from foretoken.models.native import attention as native
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import NetworkCall
 
 LAYER = Family(attention="", mlp="", activation=None)
 """A decoder layer that is its own attention and its own MLP (:mod:`foretoken.methods.drafters.nets.decoder`)."""
 ATTENTION = Family(attention="", mlp=None, norm_attention=None, norm_mlp=None)
 """An attention alone, whose norm and residual are its caller's."""
-CASTS_S = 4e-5
-"""What bfloat16 must save a row at least: states are cast to it and back, and small layers stay in the cache anyway."""
 
 
 class LeanHead:
@@ -57,13 +55,14 @@ class LeanHead:
         if not narrows or not native.fits(torch.bfloat16, self.size.dim):
             return False
         shapes = [tuple(w.shape) for w in self.weights if w.ndim == 2]
-        return step_s(torch.bfloat16, shapes) + CASTS_S < step_s(torch.float32, shapes)
+        casts_s = 4e-5  # states are cast to it and back, and small layers stay in the cache anyway
+        return step_s(torch.bfloat16, shapes) + casts_s < step_s(torch.float32, shapes)
 
     @classmethod
     def of(cls, net: nn.Module) -> LeanHead | None:
         """That of a head's network; ``None`` for one without a layer of ours, or with several."""
-        found = [m for m in net.modules() if hasattr(m, "q_proj") and hasattr(getattr(m, "config", None), "kv_heads")]
-        return cls(found[0]) if len(found) == 1 else None
+        layers = [m for m in net.modules() if hasattr(m, "q_proj") and hasattr(getattr(m, "config", None), "kv_heads")]
+        return cls(layers[0]) if len(layers) == 1 else None
 
     @property
     def layer(self) -> LeanLayer:
@@ -98,10 +97,10 @@ class HeadRun:
         call: padded rows, with ``states``.
     """
 
-    def __init__(self, head: LeanHead, call: Call) -> None:
+    def __init__(self, head: LeanHead, call: NetworkCall) -> None:
         (b, width), mask = call.ids.shape, call.masks[""]
         self.layer = head.layer
-        self.places = Places(b, width, call.counts, call.ids.device)
+        self.places = RowPlaces(b, width, call.counts, call.ids.device)
         self.positions = self.places.taken(call.positions)
         groups = head.size.heads // head.size.kv_heads
         self.dtype = head.dtype
@@ -110,7 +109,9 @@ class HeadRun:
         folded = mask if mask is None or width == 1 or self.layer.native else mask.repeat(1, 1, groups, 1)
         rows = slice(0, len(self.positions))
         self.cache = call.cache
-        self.run = Pass([Group(rows, self.places, {"": folded}, call.cache)], {"": head.rotary(self.positions)})
+        self.run = ForwardPass(
+            [CacheRows(rows, self.places, {"": folded}, call.cache)], {"": head.rotary(self.positions)}
+        )
 
     def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What any cache of a head does: store keys and values [b, H, n, d], return all of them."""

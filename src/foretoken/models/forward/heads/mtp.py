@@ -53,7 +53,7 @@ class NativeModule(nn.Module):
         self.feed = feed
         self.layer_index = index
         size, eps = int(config.hidden_size), float(config.rms_norm_eps)
-        norm = _norm_class(decoder)
+        norm: Any = type(decoder.norm)  # it knows whether its weights are centred at zero or at one
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.enorm, self.hnorm, self.norm = norm(size, eps=eps), norm(size, eps=eps), norm(size, eps=eps)
         layer_class: Any = type(layers[index])
@@ -87,27 +87,28 @@ class NativeModule(nn.Module):
         if mask is not None:
             mask = mask.to(x.dtype).expand(*(1,) * (4 - mask.ndim), *mask.shape)
         rotary = self._rotary[0]
-        found = self.layer(
+        result = self.layer(
             x,
             position_embeddings=None if rotary is None else rotary(x, positions),
             attention_mask=mask,
             position_ids=positions,
             **{self._cache_argument: None if keep is None else _Kept(keep)},
         )
-        output: Tensor = found[0] if isinstance(found, tuple) else found
+        output: Tensor = result[0] if isinstance(result, tuple) else result
         return self.norm(output) if self.feed == "post_norm" else output
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        found: Tensor = output if self.feed == "post_norm" else self.norm(output)
-        return found
+        state: Tensor = output if self.feed == "post_norm" else self.norm(output)
+        return state
 
     @torch.no_grad()
     def start_from(self, network: nn.Module) -> None:
         """Weights to train from: the target's own layer and final norm, and the mean of both inputs."""
         decoder, layers = find_decoder(network)
         self.layer.load_state_dict(layers[self.layer_index].state_dict())
-        self.norm.load_state_dict(_final_norm(decoder).state_dict())
+        final_norm: Any = decoder.norm
+        self.norm.load_state_dict(final_norm.state_dict())
         half = torch.eye(len(self.eh_proj.weight)) / 2
         self.eh_proj.weight.copy_(torch.cat([half, half], 1))
 
@@ -137,24 +138,23 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
     """
     experts = any(".experts." in name for name in tensors)
     with torch.device("meta"):
-        made = NativeModule(network, experts, feed)
-    wanted = made.state_dict()
+        module = NativeModule(network, experts, feed)
+    wanted = module.state_dict()
     given = fused(tensors)
     for name in [*wanted, *sorted(given.keys() - wanted.keys())]:
         if name not in given:
             raise ValueError(f"its multi-token prediction module lacks the tensor {name}: the checkpoint is incomplete")
         if name not in wanted:
-            raise ValueError(
-                f"its multi-token prediction module holds a tensor {name} that {_name(made)} does not have"
-            )
+            kind = type(module.layer).__name__
+            raise ValueError(f"its multi-token prediction module holds a tensor {name} that {kind} does not have")
         if wanted[name].shape != given[name].shape:
             raise ValueError(
                 f"{name} of its multi-token prediction module is {list(given[name].shape)} and must be "
                 f"{list(wanted[name].shape)}"
             )
     floats = {n: t.to(torch.float32) if t.is_floating_point() else t for n, t in given.items()}
-    made.load_state_dict(floats, assign=True)
-    return made.requires_grad_(False)
+    module.load_state_dict(floats, assign=True)
+    return module.requires_grad_(False)
 
 
 def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ValueError: an expert lacks a projection, or numbers are left out.
     """
-    found: dict[str, Tensor] = {}
+    stacked: dict[str, Tensor] = {}
     single: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         place, _, rest = name.rpartition(".experts.")
@@ -174,13 +174,13 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if place and len(parts) == 3 and parts[0].isdecimal() and parts[2] == "weight":
             single.setdefault(place, {}).setdefault(parts[1], {})[int(parts[0])] = tensor
         else:
-            found[name] = tensor
+            stacked[name] = tensor
     for place, by_projection in single.items():
         count = 1 + max(number for rows in by_projection.values() for number in rows)
         stacks = {name: _stack(place, name, by_projection.get(name, {}), count) for name in PROJECTIONS}
-        found[f"{place}.experts.gate_up_proj"] = torch.cat([stacks["gate_proj"], stacks["up_proj"]], 1)
-        found[f"{place}.experts.down_proj"] = stacks["down_proj"]
-    return found
+        stacked[f"{place}.experts.gate_up_proj"] = torch.cat([stacks["gate_proj"], stacks["up_proj"]], 1)
+        stacked[f"{place}.experts.down_proj"] = stacks["down_proj"]
+    return stacked
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -213,24 +213,10 @@ def _last_full(network: nn.Module) -> int:
     types: Sequence[str] | None = getattr(config, "layer_types", None)
     if types is None:
         return int(config.num_hidden_layers) - 1
-    found = [index for index, kind in enumerate(types) if kind in FULL]
-    if not found:
+    full = [index for index, kind in enumerate(types) if kind in FULL]
+    if not full:
         raise ValueError(f"{config.model_type} has no full-attention layer, of which its prediction module is made")
-    return found[-1]
-
-
-def _final_norm(decoder: nn.Module) -> nn.Module:
-    found: nn.Module = decoder.norm  # type: ignore[assignment]
-    return found
-
-
-def _norm_class(decoder: nn.Module) -> Any:
-    """The class of the final norm: it knows whether its weights are centred at zero or at one."""
-    return type(_final_norm(decoder))
-
-
-def _name(module: NativeModule) -> str:
-    return type(module.layer).__name__
+    return full[-1]
 
 
 def modules_of(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
@@ -261,10 +247,10 @@ TARGETS_OWN = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv
 
 
 def _qwen(names: Sequence[str]) -> list[dict[str, str]]:
-    mine = [name for name in names if name.startswith("mtp.") and not name.endswith(TARGETS_OWN)]
-    shared = {QWEN[name]: name for name in mine if name in QWEN}
+    module_names = [name for name in names if name.startswith("mtp.") and not name.endswith(TARGETS_OWN)]
+    shared = {QWEN[name]: name for name in module_names if name in QWEN}
     layers: dict[int, dict[str, str]] = {}
-    for name in mine:
+    for name in module_names:
         if name in QWEN:
             continue
         parts = name.split(".", 3)
@@ -272,7 +258,7 @@ def _qwen(names: Sequence[str]) -> list[dict[str, str]]:
             layers.setdefault(int(parts[2]), {})[f"layer.{parts[3]}"] = name
         else:
             shared[name.removeprefix("mtp.")] = name  # is reported when the module is filled
-    if mine and not layers:
+    if module_names and not layers:
         layers[0] = {}
     return [{**shared, **layers[index]} for index in sorted(layers)]
 

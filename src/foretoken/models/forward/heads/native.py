@@ -36,8 +36,6 @@ from foretoken.models.network.watch import Watch, has_hooks
 
 TABLE = 8192
 """Positions whose cosines and sines are kept once they were asked for."""
-UNSEEN = 0x3F80
-"""Any bfloat16 number that is not zero."""
 NOTHING = NotCoveredError("its network is of another kind")
 
 
@@ -106,17 +104,17 @@ class NativeHead:
         self._watch, self._description = Watch(self.net), Description()
         norm, product = self._description.norm, self._description.product
         layer = self._layer(pieces)
-        layers = self._description.keep(native.array(native.Layer, [layer]))
+        layers = self._description.keep(native.array(native.LayerStruct, [layer]))
         self.width = int(pieces.layer.config.hidden_size)
-        head = native.Product(None, 0)
+        head = native.ProductStruct(None, 0)
         if pieces.guesses:
             head = product(self._projection())
         begins = native.WIDE if pieces.wide else native.ALONE if pieces.entry is None else native.JOINED
-        entry = native.Product(None, 0) if pieces.entry is None else product(packed(pieces.entry))
+        entry = native.ProductStruct(None, 0) if pieces.entry is None else product(packed(pieces.entry))
         self.fuse = None if pieces.fuse is None else packed(pieces.fuse)
         self.has_mlp = hasattr(pieces.layer, "down_proj")
         self.hands_on_normed, self.guesses, self.reads_tokens = pieces.hands_on_normed, pieces.guesses, bool(begins)
-        self._model = native.Model(
+        self._model = native.ModelStruct(
             *(ctypes.addressof(layers), 1, self.width, *self.size, norm(pieces.last), head),
             *(begins, norm(pieces.of_beside), norm(pieces.of_state), entry),
         )
@@ -124,19 +122,19 @@ class NativeHead:
     def _projection(self) -> Any:
         if not isinstance(self.project, DraftHead):
             raise NotCoveredError("its vocabulary projection is of its own kind")
-        found, ids = self.project.native(), self.project.ids
-        self.num_tokens = found.shape[0]
+        product, ids = self.project.native(), self.project.ids
+        self.num_tokens = product.shape[0]
         self.ids = None if ids is None else ids.tolist()
-        return found
+        return product
 
-    def _layer(self, pieces: HeadParts) -> native.Layer:
+    def _layer(self, pieces: HeadParts) -> native.LayerStruct:
         layer, norm, product = pieces.layer, self._description.norm, self._description.product
         before = getattr(layer, "input_layernorm", None) or pieces.before
-        after, mlp = None, (native.Product(None, 0), native.Product(None, 0))
+        after, mlp = None, (native.ProductStruct(None, 0), native.ProductStruct(None, 0))
         if hasattr(layer, "down_proj"):
             after = layer.post_attention_layernorm
             mlp = product(packed(layer.gate_proj, layer.up_proj)), product(packed(layer.down_proj))
-        return native.Layer(
+        return native.LayerStruct(
             *(norm(each) for each in (before, None, after, None, None, None)),
             *(product(packed(layer.q_proj, layer.k_proj, layer.v_proj)), product(packed(layer.o_proj)), *mlp),
             *(self.size[2] ** -0.5, 1.0, 0, 0, 0, native.SILU),
@@ -184,27 +182,27 @@ class NativeHead:
         tapped = native.pointers([None, None if self.hands_on_normed else output])
         numbers = native.numbers(want)
         turns = (ctypes.c_void_p(cos.data_ptr()), ctypes.c_void_p(sin.data_ptr()))
-        call = native.Call(
+        call = native.CallStruct(
             *(rows, len(groups), ctypes.addressof(groups), x.data_ptr(), 0, 1),
             *(b"\0", b"\0" if self.has_mlp else b"\1", 1, cos.shape[1]),
             *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(tapped)),
             *(output.data_ptr() if self.hands_on_normed else None, len(want), ctypes.addressof(numbers), None),
             *(logits.data_ptr(), None if beside is None else beside.data_ptr()),
-            native.Best() if best is None else best.asked,
+            native.BestStruct() if best is None else best.asked,
         )
         native.run(self._model, call, torch.get_num_threads())
         del held
         if best is None and want:
             logits = self.project.behind(logits.float())
-        found = None if best is None else (best.tokens(self.ids), best.values())
-        return self._handed_out(order, counts, wanted, output, logits, found)
+        likeliest = None if best is None else (best.tokens(self.ids), best.values())
+        return self._handed_out(order, counts, wanted, output, logits, likeliest)
 
     def _grouped(
         self, sequences: Sequence[Any], places: Sequence[RowPlan], layer: LayerMask, window: Window
     ) -> tuple[list[int], Any, list[Any]]:
         """The feeds in the order of their rows, the groups as the library reads them, and what they point to."""
         order: list[int] = []
-        groups: list[native.Group] = []
+        groups: list[native.GroupStruct] = []
         held: list[Any] = []
         for indices in by_cache(sequences):
             indices.sort(key=lambda i: sequences[i].row)
@@ -212,7 +210,7 @@ class NativeHead:
             rows = [sequences[i].row for i in indices]
             cache: TreeCache = sequences[indices[0]].cache
             groups.append(self._group(cache, rows, [places[i] for i in indices], layer, window, held))
-        return order, native.array(native.Group, groups), held
+        return order, native.array(native.GroupStruct, groups), held
 
     def _group(
         self,
@@ -222,7 +220,7 @@ class NativeHead:
         layer: LayerMask,
         window: Window,
         held: list[Any],
-    ) -> native.Group:
+    ) -> native.GroupStruct:
         low, count = rows[0], rows[-1] + 1 - rows[0]
         starts, widths = [0] * count, [0] * count  # rows between the fed ones take no part
         for row, place in zip(rows, places, strict=True):
@@ -240,15 +238,15 @@ class NativeHead:
         masks = (ctypes.c_void_p * 1)(None if mask is None else mask.data_ptr())
         held += [mask, masks, arrays, keys, values]
         first, second, *others = map(ctypes.addressof, (*arrays, masks))
-        return native.Group(first, second, cache.num_slots, used, low, count, max(widths), *others)
+        return native.GroupStruct(first, second, cache.num_slots, used, low, count, max(widths), *others)
 
     def _buffers(self, cache: TreeCache) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values in bfloat16; what the twin has stored in another dtype is rounded."""
         keys, values = cache.buffers(self.like)
-        for store, mine in ((cache.keys, keys), (cache.values, values)):
-            for i, buffer in enumerate(mine):
+        for store, buffers in ((cache.keys, keys), (cache.values, values)):
+            for i, buffer in enumerate(buffers):
                 if buffer.dtype != torch.bfloat16:
-                    store[i] = mine[i] = buffer.to(torch.bfloat16)
+                    store[i] = buffers[i] = buffer.to(torch.bfloat16)
         return keys, values
 
     def _turns(self, places: Sequence[RowPlan]) -> tuple[Tensor, Tensor]:
@@ -292,18 +290,18 @@ class NativeHead:
         logits: Tensor,
         best: tuple[list[Any], list[Any]] | None,
     ) -> list[HeadRows]:
-        found: dict[int, HeadRows] = {}
+        by_feed: dict[int, HeadRows] = {}
         row = place = 0
         for i, count, number in zip(order, counts, wanted, strict=True):
             state = {"state": output[row : row + count]}
             rows = logits[place : place + number]
             if best is None:
-                found[i] = HeadRows(rows, state)
+                by_feed[i] = HeadRows(rows, state)
             else:
                 tokens, values = (each[place : place + number] for each in best)
-                found[i] = HeadRows(rows, state, tokens, values, self.project.behind)
+                by_feed[i] = HeadRows(rows, state, tokens, values, self.project.behind)
             row, place = row + count, place + number
-        return [found[i] for i in range(len(order))]
+        return [by_feed[i] for i in range(len(order))]
 
 
 def _mask(rows: Sequence[int], places: Sequence[RowPlan], layer: LayerMask, width: int, used: int) -> Tensor:
@@ -311,7 +309,7 @@ def _mask(rows: Sequence[int], places: Sequence[RowPlan], layer: LayerMask, widt
     seen = np.zeros((rows[-1] + 1 - rows[0], width, used), np.bool_)
     for row, place in zip(rows, places, strict=True):
         seen[row - rows[0], : place.new] = row_allowed(place, layer, used)
-    return torch.from_numpy(np.where(seen, np.int16(0), np.int16(UNSEEN)))
+    return torch.from_numpy(np.where(seen, np.int16(0), np.int16(0x3F80)))  # any bfloat16 number that is not zero
 
 
 def native_head(net: Any, parts: TargetParts, project: Any) -> tuple[NativeHead | None, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,9 @@ from torch import Tensor, nn
 
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.cache.masks import LayerMask, unseen
-from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
-from foretoken.models.forward.heads.mtp import Keep
 from foretoken.models.forward.parts import TargetParts
-from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.call import NetworkCall, Outputs
 
 
 class StackedModules(nn.Module):
@@ -40,11 +39,11 @@ class StackedModules(nn.Module):
     def head_state(self, output: Tensor, step: int = 0) -> Tensor:
         """What the vocabulary projection reads of outputs [..., M D] at a step of the draft."""
         last = min(step, len(self.steps) - 1)
-        found: Tensor = self.steps[last].head_state(output.unflatten(-1, (len(self.steps), -1))[..., last, :])  # type: ignore[operator]
-        return found
+        state: Tensor = self.steps[last].head_state(output.unflatten(-1, (len(self.steps), -1))[..., last, :])  # type: ignore[operator]
+        return state
 
 
-class StackedForward(HeadForward):
+class _StackedForward(HeadForward):
     """The modules in a row.
 
     Attributes:
@@ -57,7 +56,7 @@ class StackedForward(HeadForward):
         super().__init__(net, *rest)
         self.depth = len(net.steps)
 
-    def run(self, call: Call) -> Outputs:
+    def run(self, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and the outputs [b, width, M D]."""
         (b, width), first, step = call.ids.shape, call.first, self.step
         embeddings = self.parts.embedding(call.ids).float()
@@ -73,7 +72,7 @@ class StackedForward(HeadForward):
                 features = inputs[:, :, index - 1]
             elif index and not step:  # within a feed the place before is the row before
                 features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
-            keep, mask = self._keep_of(call.cache, index), self._mask(call, index)
+            keep, mask = partial(call.cache.update, layer_idx=index), self._mask(call, index)
             outputs.append(module(embeddings, features, call.positions, mask, keep))
         output = torch.cat(outputs, -1)
         kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
@@ -82,17 +81,12 @@ class StackedForward(HeadForward):
         )
         return call.taken(logits), {"state": output}
 
-    @staticmethod
-    def _keep_of(cache: TreeCache, index: int) -> Keep:
-        """The cache of a module."""
-        return lambda key, value: cache.update(key, value, index)
-
-    def _mask(self, call: Call, index: int) -> Tensor | None:
+    def _mask(self, call: NetworkCall, index: int) -> Tensor | None:
         """A module's first place is its number: the ones before have no state for it to read."""
         mask = call.masks[""]
         if not index:
             return mask
-        slots = torch.arange(call.cache.planned.used, device=self.device)
+        slots = torch.arange(call.cache.used, device=self.device)
         if call.cache.reads is not None:
             slots = call.cache.reads.slots(slots[None, None, :, None])[0, 0, :, 0]
         if mask is None:
@@ -109,8 +103,8 @@ class StackedModel(FeatureModel):
         count: M.
     """
 
-    forwards: StackedForward
-    kind = StackedForward
+    forwards: _StackedForward
+    kind = _StackedForward
 
     def __init__(
         self, net: StackedModules, parts: TargetParts, target: LanguageModel, project: Any | None = None
@@ -120,18 +114,17 @@ class StackedModel(FeatureModel):
         self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
 
     def release(self, sequence: SequenceState) -> None:
-        """Free a row."""
         self._read.pop(id(sequence), None)
         super().release(sequence)
 
     @torch.inference_mode()
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
         """A copy of the keys and values, and as one more layer of the states that the next place begins with."""
-        found = super().snapshot(sequence, length)
-        if found is None:
+        kept = super().snapshot(sequence, length)
+        if kept is None:
             return None
         states = torch.cat(self._read[id(sequence)])[None, :length]
-        return replace(found, layers=[*found.layers, (states, states[:, :, :0])])
+        return replace(kept, layers=[*kept.layers, (states, states[:, :, :0])])
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
         """Commit the first ``length`` places of a snapshot to an empty sequence."""

@@ -1,0 +1,81 @@
+"""The stage of a round that decides: which rule verifies which request's draft, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foretoken.core import Kind
+from foretoken.engine.request import Request, Turn
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.verifiers.base import Verifier
+from foretoken.methods.verifiers.batched import verify_batch
+from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, check_proposals
+
+
+class Acceptance:
+    """The acceptance rules of one engine.
+
+    Args:
+        verifier: the rule that was asked for, or ``None`` to choose the best lossless one for every tree.
+        drafter: what guesses, if anything does.
+        allow_lossy: accept a rule that changes the target's distribution.
+
+    Raises:
+        ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.
+    """
+
+    def __init__(self, verifier: Verifier | None, drafter: Drafter | None, allow_lossy: bool) -> None:
+        self.verifier, self.drafter, self.allow_lossy = verifier, drafter, allow_lossy
+        self._chosen: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
+        if verifier is not None:
+            self._check(verifier, greedy=verifier.greedy_only)
+
+    def check(self, request: Request) -> None:
+        """Refuse sampling that the rule is not right for.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if self.verifier is not None:
+            self._check(self.verifier, greedy=request.params.temperature == 0)
+
+    def _check(self, verifier: Verifier, greedy: bool) -> None:
+        drafter = self.drafter
+        if drafter is None:
+            check_pair(min(verifier.kinds), False, verifier, "none", self.allow_lossy, greedy)
+        else:
+            check_proposals(drafter.traits.proposals, verifier, drafter.name, self.allow_lossy, greedy)
+
+    def races(self, request: Request) -> bool:
+        """Whether draft and target share noise: then the seed fixes the text.  By default where a seed was given, or
+        where it is accepted most; a verifier with draws of its own that was asked for has no use for it."""
+        if self.verifier is not None:
+            return self.verifier.races
+        return request.seed is not None or (self.drafter is not None and self.drafter.traits.prefers_noise)
+
+    def verify(self, turns: Sequence[Turn]) -> None:
+        """What is accepted of each draft, and the token after it."""
+        for turn in turns:
+            turn.verifier = turn.rule or self._rule_for(turn)
+        rngs = [turn.run.context.rng for turn in turns]
+        verdicts = verify_batch([turn.verifier for turn in turns], [turn.scores for turn in turns], rngs)
+        for turn, verdict in zip(turns, verdicts, strict=True):
+            turn.verdict = verdict
+
+    def _rule_for(self, turn: Turn) -> Verifier:
+        tree, scores = turn.tree, turn.scores
+        kind = tree.kind
+        if len(tree) == 1 and self.verifier is not None and kind not in self.verifier.kinds:
+            kind = min(self.verifier.kinds)  # an empty draft is of any kind
+        key = (kind, not tree.is_chain, scores.sampler.greedy, scores.sampler.fixed)
+        rule = self._chosen.get(key)
+        if rule is None:
+            _, is_tree, greedy, fixed = key
+            if self.verifier is None:
+                rule = auto_verifier(kind, is_tree, greedy, fixed)
+            else:
+                rule = self.verifier
+                name = self.drafter.name if self.drafter else "none"
+                check_pair(kind, is_tree, rule, name, self.allow_lossy, greedy)
+            self._chosen[key] = rule
+        return rule

@@ -1,0 +1,136 @@
+"""The last stages of a round: the accepted path is committed, the request gets its tokens, everybody learns.
+
+Output is truncated here and nowhere else, by the request's :class:`~foretoken.engine.stopping.Stopper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic
+
+from torch import Tensor
+
+from foretoken.core import RoundTimes, StepRecord
+from foretoken.engine.ends import end_where_nothing_follows
+from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
+from foretoken.engine.request import Emission, Origin, Running, Turn
+from foretoken.engine.requests import Requests
+from foretoken.engine.trace import trace
+
+
+class Delivery:
+    """Gives the requests of one engine what a round has brought.
+
+    Args:
+        requests: those of the engine, with its target, drafter and controller.
+        members: names of the drafters of a group, in its order.
+    """
+
+    def __init__(self, requests: Requests, members: Sequence[str]) -> None:
+        self.requests, self.members = requests, members
+        self.target, self.drafter, self.controller = requests.target, requests.drafter, requests.controller
+
+    def commit(self, turns: Sequence[Turn]) -> None:
+        """Keep the accepted path in the target's cache, and write the tokens."""
+        for turn in turns:
+            run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
+            self._note_drafter(turn)
+            path = [0, *verdict.path]
+            self.target.commit(run.text, path)
+            tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+            stuck = (i for i in range(len(tokens)) if tuple(tokens[:i]) in scores.stuck)
+            written = next(stuck, len(tokens)) if scores.stuck else len(tokens)
+            kept, reason = run.stopper.push(tokens[:written])
+            if reason is None and written < len(tokens):
+                reason = end_where_nothing_follows(run, tokens[:written])
+            last: Origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
+            accepted: Origin = "accepted"
+            origins = [*([accepted] * len(verdict.path)), last][:kept]
+            self._extend(run, tokens[:kept], {name: rows[path] for name, rows in scores.taps.items()})
+            run.origins.extend(origins)
+            run.finish_reason = reason
+            told: Sequence[TokenLogprobs] = ()
+            if run.request.logprobs is not None:
+                told = logprobs_of(scores.logits[path], tokens[:kept], run.request.logprobs)
+                run.logprobs.extend(told)
+            turn.emission = Emission(run.id, tokens[:kept], origins, reason, told, run.rounds[-1:])
+
+    def _note_drafter(self, turn: Turn) -> None:
+        """Count who drafted, and keep a trace where one was asked for."""
+        run, tree, name = turn.run, turn.tree, self._drafter_of(turn)
+        if tree.num_drafts:
+            run.stats.drafters[name] = run.stats.drafters.get(name, 0) + 1
+        if run.request.explain:
+            tests = run.context.rng.tests or []
+            run.rounds.append(trace(len(run.rounds), tree, turn.scores, turn.verdict, name, turn.verifier.name, tests))
+            run.context.rng.tests = []
+
+    def _drafter_of(self, turn: Turn) -> str:
+        """Who drafted: the request itself, or the member of a group, where there is one."""
+        if turn.rule is not None:
+            return turn.rule.name
+        if self.drafter is None:
+            return "none"
+        member = _member_of(turn)
+        return self.members[member] if 0 <= member < len(self.members) else self.drafter.name
+
+    def _extend(self, run: Running, tokens: Sequence[int], hidden: dict[str, Tensor]) -> None:
+        context = run.context
+        if len(context.tokens) == context.prompt_length:
+            run.stats.first_token_s = monotonic() - run.arrived_s
+        context.hidden_start = len(context.tokens) - 1
+        context.tokens.extend(tokens)
+        if context.sampler.noise is not None:
+            context.sampler.noise.forget(len(context.tokens) - context.prompt_length)
+        context.hidden = hidden
+        if self.requests.prefix_cache.keeps:
+            run.add_states(hidden)
+
+    def teach(self, turns: Sequence[Turn]) -> None:
+        """Show the drafter what became of its guesses."""
+        for turn in turns:
+            if self.drafter is not None and turn.run.finish_reason is None:
+                self.drafter.observe(turn.run.context, turn.tree, turn.scores, turn.verdict)
+
+    def account(self, turn: Turn, counts: tuple[int, int], times: RoundTimes, rounds: int) -> None:
+        """Count the round in the request's statistics, and tell the controller.
+
+        Args:
+            turn: of one request.
+            counts: requests of the round, and the rows that the target ran for them.
+            times: of the whole round.
+            rounds: how many there were, with this one.
+        """
+        run, tree = turn.run, turn.tree
+        accepted = len(turn.verdict.path)
+        run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens)
+        run.stats.add_times(times)
+        if run.request.explain:
+            run.rounds[-1] = run.rounds[-1].timed(times)
+            turn.emission = replace(turn.emission, rounds=run.rounds[-1:])
+        if self.drafter is not None and self.drafter.foresight is not None and turn.is_drafted:
+            start = self.drafter.foresight.predicted_from(run.context)
+            if start is not None:
+                run.note_prediction(range(start, start + tree.num_drafts), accepted)
+        if self.controller is not None and self.controller.watches and turn.planned:
+            batch, nodes = counts
+            record = StepRecord(
+                run.id,
+                len(tree),
+                tree.num_drafts,
+                accepted,
+                batch,
+                *times,
+                rounds,
+                nodes,
+                _member_of(turn),
+                max(tree.depths),
+                len(self.requests.waiting),
+            )
+            self.controller.observe(run.context, record)
+
+
+def _member_of(turn: Turn) -> int:
+    """The member of a group that guessed last; -1 where nobody is named."""
+    return turn.tree.drafters[-1] if turn.tree.drafters else -1

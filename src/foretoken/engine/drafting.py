@@ -1,0 +1,169 @@
+"""The first stage of a round: what is drafted for each request, and how much of it.
+
+The controller says how much, the drafter what; a request may name a member of a group, or bring a tree of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from foretoken.core import Budget, TokenTree
+from foretoken.engine.request import Running, Turn
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.outside import check_proposal, has_outside
+from foretoken.methods.drafters.texts import BESIDE, DraftTexts, Pace
+from foretoken.methods.trees.operations import truncate
+from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.clock import now
+
+
+def check_target(target: LanguageModel, drafter: Drafter) -> None:
+    """Refuse a target that cannot do what a drafter needs.
+
+    Raises:
+        CapabilityError: says what, and why.
+    """
+    needed = ["rollback"]
+    if drafter.traits.draws_trees:
+        needed += ["tree_mask", "keep_path"]
+    if drafter.taps:
+        needed.append("taps")
+    if drafter.traits.runs_target:
+        needed.append("layer_windows")
+    offered = target.capabilities
+    for name in needed:
+        if not getattr(offered, name):
+            reason = offered.missing.get(name, f"the target lacks {name}")
+            raise CapabilityError(f"drafter {drafter.name!r} needs a target with {name}: {reason}")
+
+
+def drop_scratch(target: LanguageModel, run: Running) -> None:
+    """Take away the nodes that an attempt which failed has left."""
+    if run.text.scratch_tokens and not run.text.provisional:
+        target.commit(run.text, ())
+
+
+class Drafting:
+    """Drafts for the requests of one engine.
+
+    Args:
+        target: the model that is drafted for.
+        drafter: what guesses, or ``None`` for plain decoding.
+        controller: how much to guess; needed with a drafter.
+        members: names of those of a group, in its order.
+        pace: how much drafters may read of texts in a round.
+
+    Attributes:
+        has_outside: whether the drafter, or a member of a group, is none of ours: its proposals are looked at closely.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter | None,
+        controller: Controller | None,
+        members: Sequence[str],
+        pace: Pace,
+    ) -> None:
+        self.target, self.drafter, self.controller, self.members = target, drafter, controller, members
+        self.pace = pace
+        self.has_outside = has_outside(drafter)
+        self._device = getattr(target, "device", None)
+
+    def check_member(self, name: str | None) -> None:
+        """Refuse the name of a member that there is not.
+
+        Raises:
+            ValueError: says which there are.
+        """
+        if name is not None and name not in self.members:
+            known = ", ".join(self.members) or "nobody: this drafter is no group"
+            raise ValueError(f"drafter {name!r} is not among those that draft here: {known}")
+
+    def begin(self, turns: Sequence[Turn]) -> None:
+        """Nothing is drafted yet, unless a request brings its own tree: making that reads, and is no part of the
+        round."""
+        for turn in turns:
+            run = turn.run
+            turn.tree = TokenTree.root_only(run.context.root)
+            if run.own is not None:
+                began = now(self._device)
+                drop_scratch(self.target, run)
+                turn.tree, turn.rule = run.own.propose(self.target, run.context)
+                turn.planned = False  # the controller has not decided it
+                spent = now(self._device) - began
+                run.stats.prefill_s += spent
+                run.stats.total_s += spent
+
+    def propose(self, turns: Sequence[Turn]) -> None:
+        """Ask the controller for budgets, and the drafter for trees within them."""
+        open_turns = [turn for turn in turns if turn.rule is None]
+        if self.drafter is None or self.controller is None or not open_turns:
+            return
+        chosen, budgets = [], []
+        foresight = self.drafter.foresight
+        wanted = self.controller.budgets([turn.run.context for turn in open_turns])
+        for turn, asked in zip(open_turns, wanted, strict=True):
+            budget = self._as_asked(turn.run, asked)
+            wider = budget if foresight is None else foresight.minimum_budget(turn.run.context, budget)
+            turn.planned = wider is asked
+            budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
+            if budget.max_depth > 0 and budget.max_nodes > 0:
+                chosen.append(turn)
+                budgets.append(budget)
+        if chosen:
+            proposed = self.drafter.propose_batch([turn.run.context for turn in chosen], budgets)
+            for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
+                check_proposal(tree, turn.run.context, self.drafter, self.target, self.has_outside)
+                turn.tree = truncate(tree, budget.deepest)
+
+    def _as_asked(self, run: Running, budget: Budget) -> Budget:
+        """The controller's budget, or that of the member which the request has named."""
+        name = run.request.drafter
+        if name is None or self.drafter is None:
+            return budget
+        member = self.members.index(name)
+        limits = self.drafter.limits.members[member]
+        return Budget(limits.max_depth, limits.max_nodes, member=member)
+
+    def _fit(self, run: Running, budget: Budget) -> Budget:
+        """Never draft past the room that is left (one token of every round is the target's own), past what the
+        target can read in one way, or past what the request allows."""
+        depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
+        depth = min(depth, self.target.room(run.text) - 1)  # the root takes one
+        if run.request.max_draft_tokens is not None:
+            depth = min(depth, run.request.max_draft_tokens)
+        if depth < budget.max_depth:
+            budget = replace(budget, max_depth=max(depth, 0))
+        return budget if budget.otherwise is None else replace(budget, otherwise=self._fit(run, budget.otherwise))
+
+    # -- what drafters read before they draft ------------------------------------------------------------------------
+
+    def allow_reading(self, runs: Sequence[Running], most: int) -> None:
+        """Drafters may read as much beside a round as the target does, and more than texts grow by meanwhile.
+
+        Args:
+            runs: those that take part in the round.
+            most: tokens that the target may read.
+        """
+        self.pace.left, self.pace.spent_s = max(most, 2 * BESIDE), 0.0
+        for run in runs:
+            texts = DraftTexts.of(run.context)
+            texts.waits = texts.has_read = False
+
+    def note_reading(self, turns: Sequence[Turn]) -> float:
+        """Tell requests what drafters have read of their texts before they drafted; returns the seconds that it
+        took."""
+        spent = self.pace.spent_s
+        for turn in turns:
+            texts = DraftTexts.of(turn.run.context)
+            stats = turn.run.stats
+            stats.num_draft_prompt_tokens_computed = texts.num_read
+            if texts.has_read:
+                stats.prefill_s += spent
+                stats.total_s += spent
+            if texts.waits and not turn.tree.num_drafts:
+                turn.planned = False  # the controller would learn that nothing is drafted
+        return spent
