@@ -1,19 +1,116 @@
-"""What can be asked of a generation, and the request that it makes."""
+"""What can be asked of a generation: one table of fields, and the request that they make.
+
+Requests, lines of batch jobs, options of commands, bodies of the server and the defaults of a model are all made from
+:data:`FIELDS`.  Nothing heavy is imported until a request is made: the command line reads the table.
+"""
 
 from __future__ import annotations
 
-import typing
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from foretoken.core.constraints import FiniteLanguage, OutputRule
 from foretoken.core.prompts import Prompt as Prompt
 from foretoken.core.prompts import encode as encode
-from foretoken.core.sampling import FILTERS, LogitsProcessor, SamplingParams
 from foretoken.core.values import check_text, ids_of, texts_of
-from foretoken.engine.request import Request
+
+if TYPE_CHECKING:
+    from foretoken.core.constraints import OutputRule
+    from foretoken.core.sampling import LogitsProcessor
+    from foretoken.engine.request import Request
 
 Prediction = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` (itself not, where they must be ``above`` it) to ``high``."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.above and value == self.low)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One thing that can be asked, and who may ask it.
+
+    Attributes:
+        kind: of a value that goes into the request as it is; ``None`` for one that :func:`make_request` converts.
+        default: what holds where nobody asks.
+        sampling: whether it is one of :class:`~foretoken.core.sampling.SamplingParams`, else the request has it.
+        filters: whether it cuts tokens off, so that it means something only where tokens are drawn.
+        neutral: the value that changes nothing, where the default is another.
+        help: of the option of all commands that generate; empty: there is none.
+        in_lines: whether a line of a batch job may have it.
+        served: what the server takes, under the same name; ``None``: nothing, or something else that it converts.
+        configured: what a model's ``generation_config.json`` may say; ``None``: that is not looked at.
+    """
+
+    kind: type | None = None
+    default: Any = None
+    sampling: bool = False
+    filters: bool = False
+    neutral: Any = None
+    help: str = ""
+    in_lines: bool = False
+    served: Range | None = None
+    configured: Range | None = None
+
+
+def _drawn(kind: type, default: float, **more: Any) -> Field:
+    """A number that says how tokens are drawn; lines may have all of these."""
+    return Field(kind, default, sampling=True, in_lines=True, **more)
+
+
+FIELDS: Mapping[str, Field] = {
+    "max_new_tokens": Field(int, 64, help="Most tokens to generate.", in_lines=True, configured=Range(1)),
+    "temperature": _drawn(float, 0.0, neutral=1.0, help="0 is greedy.", served=Range(0, 2), configured=Range(0)),
+    "top_k": _drawn(
+        int, 0, filters=True, help="Keep the k most likely tokens; 0 keeps all.", served=Range(-1), configured=Range(0)
+    ),
+    "top_p": _drawn(
+        float, 1.0, filters=True, help="Nucleus mass in (0, 1].",
+        served=Range(0, 1, above=True), configured=Range(0, 1, above=True),
+    ),
+    "min_p": _drawn(
+        float, 0.0, filters=True, help="Drop tokens below this fraction of the most likely one.",
+        served=Range(0, 1), configured=Range(0, 1),
+    ),
+    "repetition_penalty": _drawn(float, 1.0, served=Range(0, 10, above=True), configured=Range(0, above=True)),
+    "presence_penalty": _drawn(float, 0.0, served=Range(-2, 2)),
+    "frequency_penalty": _drawn(float, 0.0, served=Range(-2, 2)),
+    "logit_bias": Field(),
+    "logits_processor": Field(),
+    "stop": Field(in_lines=True),
+    "include_stop": Field(bool, False),
+    "stop_token_ids": Field(),
+    "ignore_eos": Field(bool, False, in_lines=True, served=Range()),
+    "min_tokens": Field(int, 0, in_lines=True, served=Range(0)),
+    "allowed_token_ids": Field(),
+    "bad_words": Field(in_lines=True),
+    "constraint": Field(),
+    "logprobs": Field(int),
+    "prompt_logprobs": Field(int),
+    "max_draft_tokens": Field(int),
+    "drafter": Field(str),
+    "explain": Field(bool, False),
+    "priority": Field(int, 0, in_lines=True, served=Range(-(2**31))),
+    "deadline_s": Field(float),
+    "cache_salt": Field(str, "", in_lines=True),
+    "seed": Field(
+        int, help="Fixes the output when sampling.", in_lines=True, served=Range(-(2**63), 2**63 - 1)
+    ),
+    "prediction": Field(in_lines=True),
+}  # fmt: skip
+"""All options, by name."""
+FILTERS = tuple(name for name, field in FIELDS.items() if field.filters)
+COMMAND_LINE = tuple(name for name, field in FIELDS.items() if field.help)
+"""Options of every command that generates."""
 
 
 class CommonOptions(TypedDict, total=False):
@@ -100,34 +197,6 @@ class BatchOptions(CommonOptions, total=False):
     prediction: Prediction | Sequence[Prediction | None] | None
 
 
-KNOWN = tuple(typing.get_type_hints(Options))
-"""Names of all options."""
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-_AS_IT_IS = (
-    "max_new_tokens",
-    "include_stop",
-    "ignore_eos",
-    "min_tokens",
-    "seed",
-    "logprobs",
-    "prompt_logprobs",
-    "max_draft_tokens",
-    "drafter",
-    "explain",
-    "priority",
-    "deadline_s",
-    "cache_salt",
-)
-
-
 def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Options]) -> Request:
     """A checked request.
 
@@ -141,14 +210,19 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
         ValueError: what is no prompt, or text or messages without a tokenizer.
         TypeError: an unknown option.
     """
-    unknown = [name for name in options if name not in KNOWN]
+    from foretoken.core.constraints import FiniteLanguage
+    from foretoken.core.sampling import SamplingParams
+    from foretoken.engine.request import Request
+
+    unknown = [name for name in options if name not in FIELDS]
     if unknown:
-        raise TypeError(f"unknown option {unknown[0]!r}: known are {', '.join(KNOWN)}")
+        raise TypeError(f"unknown option {unknown[0]!r}: known are {', '.join(FIELDS)}")
     given: dict[str, Any] = dict(options)
     bias, allowed, stops = (given.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
     rule = given.get("constraint")
+    plain = {name: value for name, value in given.items() if FIELDS[name].kind is not None}
     params = SamplingParams(
-        **{name: given[name] for name in _SAMPLING if name in given},
+        **{name: value for name, value in plain.items() if FIELDS[name].sampling},
         logit_bias={} if bias is None else bias,
         processors=tuple(given.get("logits_processor") or ()),
     )
@@ -162,7 +236,7 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
         prediction=_prediction(given.get("prediction"), tokenizer),
         constraint=None if isinstance(rule, FiniteLanguage) else rule,
         language=rule if isinstance(rule, FiniteLanguage) else None,
-        **{name: given[name] for name in _AS_IT_IS if name in given},
+        **{name: value for name, value in plain.items() if not FIELDS[name].sampling},
     )
 
 
@@ -172,6 +246,8 @@ def beside(defaults: Mapping[str, Any], constraint: OutputRule | None) -> dict[s
     A finite language leaves out those that cut tokens off, which would take strings away: a request that names them is
     refused, and one that does not need not know that the model has them.
     """
+    from foretoken.core.constraints import FiniteLanguage
+
     left_out = FILTERS if isinstance(constraint, FiniteLanguage) else ()
     return {name: value for name, value in defaults.items() if name not in left_out}
 

@@ -163,7 +163,7 @@ def _run(
     from foretoken.lab.bench.run import run_bench
     from foretoken.loading import load_model, load_tokenizer
 
-    SamplingParams(max(settings.temperatures), common.top_k, common.top_p, common.min_p)
+    SamplingParams(max(settings.temperatures), **common.filters)
     device = None if common.device == "auto" else common.device
     dtype = None if common.dtype == "auto" else common.dtype
     shared = Shared(
@@ -184,7 +184,7 @@ def _run(
         common.profile,
         common.max_new_tokens,
         ignore_eos,
-        {"top_k": common.top_k, "top_p": common.top_p, "min_p": common.min_p},
+        common.filters,
         inflate,
     )
     with progress_bar() as on_progress:

@@ -12,6 +12,7 @@ import typer
 from foretoken.cli.model_argument import HELP
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar, screen
+from foretoken.options import COMMAND_LINE
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from foretoken.lab.bench.fitting import Fit
 
 
-@with_common(
-    omit=("drafter", "profile", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"), model="own"
-)
+@with_common(omit=("drafter", "profile", *COMMAND_LINE), model="own")
 def drafters_command(
     words: Annotated[
         list[str] | None,

@@ -13,7 +13,7 @@ import typer
 
 from foretoken.cli.explain import print_explained, stream_explained
 from foretoken.cli.model_argument import model_and_prompt
-from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.options import OWN_SAMPLING, Common, Json, with_common
 from foretoken.cli.output import has_colour, json_only, print_json, screen, status_line
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
@@ -140,10 +140,7 @@ def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
     own = llm.defaults.sampling
     if not own:
         return {}
-    names = [
-        *own,
-        *(name for name in ("temperature", "top_k", "top_p", "min_p") if name in options and name not in own),
-    ]
+    names = [*own, *(name for name in OWN_SAMPLING if name in options and name not in own)]
     return {"sampling": {name: options[name] for name in names}, "sampling_source": llm.defaults.source}
 
 

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from foretoken.options import FIELDS as REQUEST_FIELDS
+
 if TYPE_CHECKING:
     from foretoken.engine.request import Emission, Running
     from foretoken.llm import Llm
 
 FIELDS = ("id", "prompt", "messages", "conversations")
-OPTIONS = (
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "prediction", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "ignore_eos", "min_tokens", "bad_words", "priority", "cache_salt",
-)  # fmt: skip
-"""Options of :class:`foretoken.options.Options` that a line may have."""
+OPTIONS = tuple(name for name, field in REQUEST_FIELDS.items() if field.in_lines)
+"""Options of a generation that a line may have."""
 
 
 @dataclass(frozen=True)

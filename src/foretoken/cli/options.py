@@ -7,8 +7,8 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.model_argument import HELP, GroupModel, Model, existing_model, one_model
+from foretoken.options import COMMAND_LINE, FIELDS, FILTERS, Field
 from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ DRAFTER_HELP = (
     "auto, none or NAME[:PATH][,KEY=VALUE...], such as ngram, model:./draft,k=4 or eagle3:./head; "
     "`foretoken methods` lists all."
 )
-OWN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+OWN_SAMPLING = tuple(name for name in COMMAND_LINE if FIELDS[name].sampling)
 """Options for which a model may have values of its own."""
 
 
@@ -37,8 +38,9 @@ OWN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 class Common:
     """The options of every command that runs a model.
 
-    ``drafter``, ``verifier`` and ``controller`` are spec strings ``name[:path][,key=value...]``; ``given`` has the
-    names of the options that were really given.
+    ``drafter``, ``verifier`` and ``controller`` are spec strings ``name[:path][,key=value...]``; ``sampling`` has what
+    every request is asked (keyword arguments of :meth:`foretoken.llm.Llm.generate`); ``given`` has the names of the
+    options that were really given.
     """
 
     target: Annotated[str, typer.Option(help=f"The same as MODEL: {HELP}")] = "builtin"
@@ -68,17 +70,33 @@ class Common:
     backend: Annotated[
         str, typer.Option(help="What runs a GGUF file: auto (native where it is covered), native or llama.cpp.")
     ] = "auto"
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0
-    min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the most likely one.")] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Fixes the output when sampling.")] = None
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Permit verifiers that change the target's distribution.")
     ] = False
 
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {name: FIELDS[name].default for name in COMMAND_LINE})
     given: frozenset[str] = frozenset()
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens to generate."""
+        return int(self.sampling["max_new_tokens"])
+
+    @property
+    def temperature(self) -> float:
+        """0 is greedy."""
+        return float(self.sampling["temperature"])
+
+    @property
+    def seed(self) -> int | None:
+        """Of the output when sampling."""
+        found: int | None = self.sampling["seed"]
+        return found
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """What cuts tokens off."""
+        return {name: self.sampling[name] for name in FILTERS}
 
     def of(self, model: str | None, is_run: bool = True) -> Common:
         """These options for a MODEL that was given as an argument, or was not.
@@ -97,12 +115,6 @@ class Common:
     def asked(self) -> dict[str, Any]:
         """:attr:`sampling` without what the model may decide because nobody gave it."""
         return {key: value for key, value in self.sampling.items() if key not in OWN_SAMPLING or key in self.given}
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Keyword arguments of :meth:`foretoken.llm.Llm.generate`."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-        return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
         """Find wrong names and values before seconds are spent on loading.
@@ -136,7 +148,7 @@ class Common:
         from foretoken.core.sampling import SamplingParams
         from foretoken.llm import load
 
-        SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
+        SamplingParams(**{name: self.sampling[name] for name in OWN_SAMPLING})
         chosen = drafter or self.drafter
         llm = load(
             self.target,
@@ -219,10 +231,11 @@ def with_common(
         own_sampling: the model's own sampling options are the defaults, and the help says so.
         defaults: defaults of this command that differ.
     """
-    fields = [f for f in dataclasses.fields(Common) if f.name not in (*omit, "given")]
-    kinds = typing.get_type_hints(Common, include_extras=True)
-    if own_sampling:
-        kinds |= {name: _decided_by_model(kinds[name], getattr(Common, name)) for name in OWN_SAMPLING}
+    shared = [
+        _parameter(p.name, _decided_by_model(p) if own_sampling and p.name in OWN_SAMPLING else p.annotation,
+                   defaults.get(p.name, p.default))
+        for p in common_parameters() if p.name not in omit
+    ]  # fmt: skip
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = typing.get_type_hints(command, include_extras=True)
@@ -232,7 +245,6 @@ def with_common(
             if p.name != "common"
         ]
         context = next((p.name for p in parameters if p.annotation is typer.Context), None)
-        shared = [_parameter(f.name, kinds[f.name], defaults.get(f.name, f.default)) for f in fields]
         first = [] if context is not None else [_parameter("ctx", typer.Context, inspect.Parameter.empty)]
         if model != "own":
             first.append(_parameter("model", Model if model == "argument" else GroupModel, None))
@@ -241,8 +253,7 @@ def with_common(
         def run(**values: Any) -> None:
             ctx = values[context] if context is not None else values.pop("ctx")
             chosen = values.pop("model") if model != "own" else None
-            shared_values = {f.name: values.pop(f.name) for f in fields}
-            common = Common(**shared_values, given=given_options(ctx))
+            common = _common({p.name: values.pop(p.name) for p in shared}, given_options(ctx))
             if model != "own":
                 common = common.of(chosen, is_run=ctx.invoked_subcommand is None)
             command(common=common, **values)
@@ -252,6 +263,29 @@ def with_common(
         return run
 
     return decorate
+
+
+def common_parameters() -> list[inspect.Parameter]:
+    """The options of :class:`Common` as parameters of a command, those of requests before the last one."""
+    kinds = typing.get_type_hints(Common, include_extras=True)
+    own = [
+        _parameter(f.name, kinds[f.name], f.default)
+        for f in dataclasses.fields(Common)
+        if f.name not in ("sampling", "given")
+    ]
+    asked = [_parameter(name, _option(FIELDS[name]), FIELDS[name].default) for name in COMMAND_LINE]
+    return [*own[:-1], *asked, own[-1]]
+
+
+def _option(field: Field) -> Any:
+    kind = Any if field.kind is None else field.kind
+    return Annotated[kind | None if field.default is None else kind, typer.Option(help=field.help)]
+
+
+def _common(values: dict[str, Any], given: frozenset[str]) -> Common:
+    """From the values of options; those that a command does not take are the usual ones."""
+    asked = {name: values.pop(name, FIELDS[name].default) for name in COMMAND_LINE}
+    return Common(**values, sampling=asked, given=given)
 
 
 def check_drafter(spec: str) -> None:
@@ -277,8 +311,8 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _decided_by_model(kind: Any, default: Any) -> Any:
+def _decided_by_model(parameter: inspect.Parameter) -> Any:
     """An option whose help says that the model's own value is the default."""
-    option = copy.copy(kind.__metadata__[0])
-    option.show_default = f"the model's, else {default:g}"
-    return Annotated[kind.__origin__, option]
+    option = copy.copy(parameter.annotation.__metadata__[0])
+    option.show_default = f"the model's, else {parameter.default:g}"
+    return Annotated[parameter.annotation.__origin__, option]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.options import Common, Json, check_drafter, with_common
+from foretoken.cli.options import Common, Json, check_drafter, common_parameters, with_common
 from foretoken.cli.output import json_only, print_json
 from foretoken.cli.parity_certificate import before_certifying, verify_certificate, write_certificate
 from foretoken.cli.parity_report import print_report, run_on
@@ -96,7 +95,7 @@ def _refuse_beside_verify(common: Common, own: dict[str, Any]) -> None:
     """
     usual = {"samples": _SAMPLES, "false_alarm": _FALSE_ALARM, "repetition_penalty": 1.0}
     names = [name for name, value in own.items() if (value or None) != usual.get(name)]
-    shared = {field.name for field in fields(Common)} - {"target", "drafter", "given"}
+    shared = {parameter.name for parameter in common_parameters()} - {"target", "drafter"}
     names += sorted(shared & common.given)
     if names:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in names)
@@ -119,9 +118,7 @@ def _settings(
         max_new_tokens=common.max_new_tokens,
         sampling={
             "temperature": common.temperature or 1.0,
-            "top_k": common.top_k,
-            "top_p": common.top_p,
-            "min_p": common.min_p,
+            **common.filters,
             "repetition_penalty": repetition_penalty,
         },
         samples=samples,

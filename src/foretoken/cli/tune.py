@@ -10,6 +10,7 @@ import typer
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
+from foretoken.options import FILTERS
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.layer_skip import SkipSearch, TunedSkips
@@ -24,9 +25,7 @@ app = typer.Typer(
 
 
 @app.command("layer-skip")
-@with_common(
-    omit=("drafter", "verifier", "controller", "profile", "max_new_tokens", "top_k", "top_p", "min_p", "allow_lossy")
-)
+@with_common(omit=("drafter", "verifier", "controller", "profile", "max_new_tokens", *FILTERS, "allow_lossy"))
 def layer_skip_command(
     out: Annotated[Path, typer.Option(help="File for the result, which loads as layer_skip:FILE.")],
     prompts: Annotated[

@@ -14,6 +14,7 @@ import typer
 
 from foretoken.cli.options import Common, Json, given_options, with_common
 from foretoken.cli.output import check_out, json_only, print_json, screen
+from foretoken.options import FILTERS
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.tuned import Job, Outcome, TunedRow
@@ -25,7 +26,7 @@ SMALLEST = 24
 
 
 @with_common(
-    omit=("drafter", "verifier", "controller", "max_new_tokens", "top_k", "top_p", "min_p", "allow_lossy"),
+    omit=("drafter", "verifier", "controller", "max_new_tokens", *FILTERS, "allow_lossy"),
     model="group",
 )
 def tune_command(

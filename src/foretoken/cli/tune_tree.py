@@ -10,6 +10,7 @@ import typer
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
 from foretoken.cli.tune import workload_of
+from foretoken.options import FILTERS
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.tree import TunedTree
@@ -20,12 +21,7 @@ if TYPE_CHECKING:
 DEFAULT = "medusa"
 
 
-@with_common(
-    omit=(
-        "drafter", "verifier", "controller", "profile", "max_new_tokens", "top_k", "top_p", "min_p", "seed",
-        "allow_lossy",
-    )
-)  # fmt: skip
+@with_common(omit=("drafter", "verifier", "controller", "profile", "max_new_tokens", *FILTERS, "seed", "allow_lossy"))
 def tree_command(
     out: Annotated[Path, typer.Option(help="File for the tree, which loads as NAME,tree=FILE.")],
     drafter: Annotated[

@@ -69,6 +69,11 @@ class Budget:
         """The longest draft that this budget or its alternatives allow."""
         return self.max_depth if self.otherwise is None else max(self.max_depth, self.otherwise.deepest)
 
+    @property
+    def asks_for_confidence(self) -> bool:
+        """Whether a stop rule looks at the distribution or at the probability of a drawn token."""
+        return self.min_confidence > 0 or (self.stop is not None and self.path_stop is None)
+
     def stops_after(self, distribution: Tensor | None, probability: float) -> bool:
         """Whether drafting ends after a token of this probability."""
         return probability < self.min_confidence or (self.stop is not None and self.stop(distribution, probability))

@@ -91,6 +91,8 @@ class SamplingParams:
 
 FILTERS = ("top_k", "top_p", "min_p")
 """Parameters that cut tokens off."""
+NO_FILTERS = {name: getattr(SamplingParams, name) for name in FILTERS}
+"""Values that cut none off."""
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -131,7 +133,7 @@ class Sampler:
             and not params.processors
         )
         self._plain = self._context_free and not params.logit_bias
-        self._filters = not self.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self._filters = not self.greedy and any(getattr(params, name) != off for name, off in NO_FILTERS.items())
 
     @property
     def context_free(self) -> bool:
@@ -143,7 +145,7 @@ class Sampler:
         """Equal ones make equal distributions of equal logits; ``None`` where the prefix counts, or single tokens
         do."""
         params = self.params
-        return (params.temperature, params.top_k, params.top_p, params.min_p) if self.context_free else None
+        return (params.temperature, *(getattr(params, name) for name in FILTERS)) if self.context_free else None
 
     def distribution(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         """[V] float distribution at the end of ``prefix`` from logits [V]; one-hot when greedy.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from foretoken.core import Context, Kind, NothingAllowedError, OptionError, Scores, TokenTree, Verdict
 from foretoken.core.constraints import CannotGoOn, FiniteLanguage
-from foretoken.core.sampling import FILTERS, SamplingParams
+from foretoken.core.sampling import NO_FILTERS, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.methods.trees.operations import select
 from foretoken.methods.verifiers.base import Coins, Verifier, draw
@@ -40,7 +40,7 @@ WIDTH = 64
 def whole_params(params: SamplingParams) -> SamplingParams:
     """The pipeline by which strings are scored: at temperature 0 the model's own distribution, unfiltered, of whose
     strings the most likely one is taken; a product of one-hot distributions would know only one string."""
-    return replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if params.temperature == 0 else params
+    return replace(params, temperature=1.0, **NO_FILTERS) if params.temperature == 0 else params
 
 
 def check_language(
@@ -88,13 +88,12 @@ def _check_options(request: Request) -> None:
         raise OptionError(
             "ignore_eos", "ignore_eos cannot go with conditional sampling: a string ends with the end of the text"
         )
-    params, neutral = request.params, SamplingParams()
-    for name in FILTERS if params.temperature > 0 else ():
-        if getattr(params, name) != getattr(neutral, name):
+    for name, neutral in NO_FILTERS.items() if request.params.temperature > 0 else ():
+        if getattr(request.params, name) != neutral:
             raise OptionError(
                 name,
                 f"{name} cannot go with conditional sampling: it would take strings of the language away, all of them "
-                f"where the model prefers other texts; leave it out or give {getattr(neutral, name)}",
+                f"where the model prefers other texts; leave it out or give {neutral}",
             )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,22 +16,19 @@ from foretoken.loading.adapters import read_adapter
 from foretoken.loading.checkpoints import LoadError, is_adapter, is_builtin, place_of, resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import LanguageModel
+from foretoken.options import FIELDS, FILTERS
 
 FILE = "generation_config.json"
-SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+SAMPLED = ("temperature", *FILTERS)
 """Fields that mean something only where sampling is on."""
-NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL = {name: one.default if one.neutral is None else one.neutral for name, one in FIELDS.items() if one.sampling}
 """Values that change nothing, which need not be named."""
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, math.inf),
-    "top_k": (0, math.inf),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, math.inf),
-    "max_new_tokens": (1, math.inf),
+RANGES = {
+    name: one.configured
+    for name, one in sorted(FIELDS.items(), key=lambda row: not row[1].sampling)
+    if one.configured is not None
 }
-POSITIVE = ("top_p", "repetition_penalty")
-WHOLE = ("top_k", "max_new_tokens")
+"""Fields that are looked at, those of sampling first."""
 MOST = 2**63
 """Whole numbers in JSON have no end, and no field means one that is longer than this."""
 
@@ -132,10 +128,10 @@ def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationD
 
 
 def _check(name: str, value: Any, place: str) -> None:
-    low, high = RANGES[name]
-    kind = int if name in WHOLE else (int, float)
-    right = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high and value < MOST
-    if not right or (name in POSITIVE and value == 0):
+    allowed = RANGES[name]
+    kind = int if FIELDS[name].kind is int else (int, float)
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not (is_number and value in allowed and value < MOST):
         raise LoadError(_wrong(name, value, place))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from foretoken.core.sampling import LogitsProcessor, SamplingParams
+from foretoken.core.sampling import FILTERS, LogitsProcessor, SamplingParams
 
 STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -19,6 +19,7 @@ STATEFUL = (
 """Processors that remember earlier calls: a distribution must be a pure function of the prefix."""
 
 _OWN_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
+"""What our own sampler applies itself, in its order: the temperature and the filters."""
 
 
 def params_of(processors: Sequence[Any], row: int, padding: int, config: GenerationConfig) -> SamplingParams:
@@ -33,7 +34,7 @@ def params_of(processors: Sequence[Any], row: int, padding: int, config: Generat
         own["temperature"] = 1.0
         rest, warpers = _split_warpers(rest)
         for warper in warpers:
-            name = ("temperature", "top_k", "top_p", "min_p")[_OWN_ORDER.index(type(warper))]
+            name = ("temperature", *FILTERS)[_OWN_ORDER.index(type(warper))]
             own[name] = getattr(warper, name)
     if rest and type(rest[0]) is hf.RepetitionPenaltyLogitsProcessor and _skips_padding_only(rest[0], padding):
         own["repetition_penalty"] = rest.pop(0).penalty

@@ -13,17 +13,17 @@ from starlette.requests import Request as HttpRequest
 
 from foretoken.engine.background import Ticket
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
-from foretoken.engine.output import Piece
+from foretoken.engine.output import Output, Piece
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
-from foretoken.engine.trace import RoundTrace
 from foretoken.server import usage
 from foretoken.server.errors import ApiError, api_error, bad
 from foretoken.server.limits import log_request
 from foretoken.server.places import Place, place_of
-from foretoken.server.running import ClientGone, submit_all, while_connected
+from foretoken.server.running import ClientGone, outputs_of, pieces_of, submit_all, while_connected
 from foretoken.server.schemas import Shared
 from foretoken.server.serving import Serving
+from foretoken.server.sse import OPENAI, Dialect, EventStream
 
 T = TypeVar("T")
 PREFIXES = {"text_completion": "cmpl-", "chat.completion": "chatcmpl-", "message": "msg_", "response": "resp_"}
@@ -98,7 +98,7 @@ class Answer:
         self._taken(lambda: self._take(count))
 
     def _take(self, count: int) -> None:
-        if (self.body.priority or 0) < 0 and not self.place.caller.priority:
+        if (getattr(self.body, "priority", None) or 0) < 0 and not self.place.caller.priority:
             raise bad(
                 "a priority below 0 comes before other requests, which this key may not: leave it out",
                 "priority",
@@ -139,6 +139,33 @@ class Answer:
         self.last_s[index] = now
         self.written += tokens
         self.place.spend(tokens)
+
+    async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
+        """The whole answers, counted and logged.
+
+        Raises:
+            ApiError: it failed.
+        """
+        found = await self.finished(outputs_of(self.serving.engine, tickets, self.saw))
+        for index, output in enumerate(found):
+            self.note(index, output.stats, output.finish_reason, output.why)
+        self.log(200)
+        return found
+
+    async def pieces(self, tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
+        """What each answer gains, with its index."""
+        gathered = [Gathered(self.serving.settings.stream_interval) for _ in tickets]
+        async for index, piece in pieces_of(self.serving.engine, tickets, self.saw):
+            if piece.stats is not None:
+                self.note(index, piece.stats, piece.finish_reason, piece.why)
+            ready = gathered[index].push(piece)
+            if ready is not None:
+                yield index, ready
+
+    def streamed(self, events: AsyncIterator[Any], headers: dict[str, str], dialect: Dialect = OPENAI) -> EventStream:
+        """Events as the answer."""
+        settings = self.serving.settings
+        return EventStream(events, settings.ping, settings.stream_pad, headers, dialect)
 
     async def finished(self, work: Awaitable[T]) -> T:
         """The result of the engine's work for an answer in one piece; counted and logged whatever comes of it.
@@ -242,21 +269,6 @@ def fingerprint(serving: Serving) -> str:
     """The same for answers that a seed would make again."""
     drafter = serving.llm.drafter
     return f"foretoken-{serving.settings.dtype}-{'none' if drafter is None else drafter.name}"
-
-
-def explained(rounds: Sequence[RoundTrace], serving: Serving) -> dict[str, Any]:
-    """Traces, with the texts of their tokens."""
-    tokenizer = serving.llm.tokenizer
-
-    def text(token: int) -> str:
-        return str(tokenizer.decode([token])) if tokenizer is not None else str(token)
-
-    return {
-        "rounds": [
-            {**one.as_dict(), "texts": [text(token) for token in one.tokens], "next_text": text(one.next_token)}
-            for one in rounds
-        ]
-    }
 
 
 class Gathered:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from foretoken.engine.background import Ticket
+from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.output import Output, Piece
-from foretoken.server.answering import explained, finish_reason
-from foretoken.server.call_reader import Call, CallReader
-from foretoken.server.errors import RESPONSES, api_error
-from foretoken.server.inputs import check_fields
-from foretoken.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from foretoken.server.answering import finish_reason
+from foretoken.server.call_reader import Call
+from foretoken.server.choices import Choices
+from foretoken.server.errors import RESPONSES
+from foretoken.server.logprobs import chat_logprobs, prompt_logprobs
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
-from foretoken.server.sse import EventStream
 from foretoken.server.turn import Part, Turn
 
 router = APIRouter()
@@ -26,12 +26,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", response_model=None, responses=RESPONSES)
 async def chat_completions(body: ChatRequest, http: Request) -> Response:
     """Answer a conversation."""
-    serving: Serving = http.app.state.serving
-    headers = check_fields(body, serving)
-    try:
-        return await _Chat(serving, http, body).respond(headers)
-    except Exception as error:
-        raise api_error(error) from error
+    return await _Chat.route(body, http)
 
 
 def text_of(parts: Sequence[Part]) -> str:
@@ -50,88 +45,62 @@ def ended(reason: str | None, calls: int) -> str | None:
     return "tool_calls" if calls and found == "stop" else found
 
 
-class _Chat:
+class _Chat(Choices):
     """One request."""
 
+    chunk = "chat.completion.chunk"
+    body: ChatRequest
+
     def __init__(self, serving: Serving, http: Request, body: ChatRequest) -> None:
-        self.serving, self.body = serving, body
-        self.texts = TokenTexts(serving.llm.tokenizer, bool(body.return_tokens_as_token_ids))
+        super().__init__(serving, http, body)
         self.turn = Turn(serving, http, body, "chat.completion")
         self.answer = self.turn.answer
+        self.readers = [self.turn.reader() for _ in range(body.n or 1)]
 
-    async def respond(self, headers: dict[str, str]) -> Response:
-        """The answer, whole or streamed."""
-        body, settings = self.body, self.serving.settings
-        tickets = await self.turn.start()
-        if body.stream:
-            self.answer.kind = "chat.completion.chunk"
-            events = self.answer.logged(self._events(tickets))
-            return EventStream(events, settings.ping, settings.stream_pad, headers)
-        outputs = await self.turn.outputs(tickets)
-        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        found = {**self.answer.head, "choices": choices, **self.answer.tail()}
-        if body.prompt_logprobs is not None:
-            values = outputs[0].prompt_logprobs or []
-            found["prompt_logprobs"] = prompt_logprobs(values, self.texts, body.prompt_logprobs)
-        return JSONResponse(found, headers=headers)
+    async def start(self) -> Sequence[Ticket]:
+        return await self.turn.start()
 
-    def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        body = self.body
-        parts = self.turn.reader().push(output.text, final=True)
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        parts = self.readers[index].push(output.text, final=True)
         text, calls = text_of(parts), calls_of(parts)
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if calls:
             message["tool_calls"] = [call.function for call in calls]
-        values = (
-            chat_logprobs(output.logprobs, self.texts, body.top_logprobs or 0) if output.logprobs is not None else None
-        )
-        found: dict[str, Any] = {
+        return {
             "index": index,
             "message": message,
-            "logprobs": values,
+            "logprobs": self._logprobs(output.logprobs),
             "finish_reason": ended(output.finish_reason, len(calls)),
             "stop_reason": output.stop_reason,
+            **self.told(output.token_ids, output, prompt_token_ids=self.turn.prompt),
         }
-        if body.return_token_ids:
-            found |= {"token_ids": output.token_ids, "origins": output.origins, "prompt_token_ids": self.turn.prompt}
-        if body.speculative is not None and body.speculative.explain:
-            found["speculative"] = {**explained(output.rounds, self.serving), "why": output.why}
-        return found
 
-    # -- streams -----------------------------------------------------------------------------------------------------
+    def also(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        count = self.body.prompt_logprobs
+        if count is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(outputs[0].prompt_logprobs or [], self.texts, count)}
 
-    async def _events(self, tickets: Sequence[Ticket]) -> AsyncIterator[Any]:
-        options = self.body.stream_options
-        readers = [self.turn.reader() for _ in tickets]
-        for index in range(len(tickets)):
-            yield self._chunk(index, {"role": "assistant", "content": ""}, None)
-        async for index, piece in self.turn.pieces(tickets):
-            chunk = self._delta(index, piece, readers[index])
-            if options is not None and options.continuous_usage_stats:
-                chunk["usage"] = self.answer.tail()["usage"]
-            yield chunk
-        if options is not None and options.include_usage:
-            yield {**self.answer.head, "choices": [], **self.answer.tail()}
+    def beginnings(self, count: int) -> Iterator[dict[str, Any]]:
+        for index in range(count):
+            delta = {"role": "assistant", "content": ""}
+            yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        return {**self.answer.head, "choices": [choice]}
-
-    def _delta(self, index: int, piece: Piece, reader: CallReader) -> dict[str, Any]:
-        body, final, before = self.body, piece.finish_reason is not None, reader.count
-        parts = reader.push(piece.text, final)
+    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        reader, final = self.readers[index], piece.finish_reason is not None
+        before, parts = reader.count, reader.push(piece.text, final)
         delta: dict[str, Any] = {"content": text_of(parts)}
         calls = calls_of(parts)
         if calls:
             delta["tool_calls"] = [{"index": place, **call.function} for place, call in enumerate(calls, before)]
-        chunk = self._chunk(index, delta, ended(piece.finish_reason, reader.count))
-        choice = chunk["choices"][0]
-        if final:
-            choice["stop_reason"] = piece.stop_reason
-        if body.logprobs:
-            choice["logprobs"] = chat_logprobs(piece.logprobs, self.texts, body.top_logprobs or 0)
-        if body.return_token_ids:
-            choice |= {"token_ids": piece.token_ids, "origins": piece.origins}
-        if body.speculative is not None and body.speculative.explain:
-            choice["speculative"] = {**explained(piece.rounds, self.serving), "why": piece.why}
-        return chunk
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(piece.logprobs) if self.body.logprobs else None,
+            "finish_reason": ended(piece.finish_reason, reader.count),
+            **({"stop_reason": piece.stop_reason} if final else {}),
+            **self.told(piece.token_ids, piece),
+        }
+
+    def _logprobs(self, values: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        return None if values is None else chat_logprobs(values, self.texts, self.body.top_logprobs or 0)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from foretoken.core.constraints import OutputRule
 from foretoken.engine.background import Ticket
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.output import Output, Piece
 from foretoken.engine.request import Request as EngineRequest
-from foretoken.server.answering import Answer, Gathered, explained, finish_reason
-from foretoken.server.errors import RESPONSES, api_error, bad
-from foretoken.server.inputs import check_fields, constraints_of, encoded, engine_requests, tenant_of
-from foretoken.server.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
-from foretoken.server.running import outputs_of, pieces_of
+from foretoken.server.answering import Answer, finish_reason
+from foretoken.server.choices import Choices
+from foretoken.server.errors import RESPONSES, bad
+from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
+from foretoken.server.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from foretoken.server.schemas import CompletionRequest
 from foretoken.server.serving import Serving
-from foretoken.server.sse import EventStream
 from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter()
@@ -30,30 +29,28 @@ DEFAULT_TOKENS = 16
 @router.post("/v1/completions", response_model=None, responses=RESPONSES)
 async def completions(body: CompletionRequest, http: Request) -> Response:
     """Continue one or several prompts."""
-    serving: Serving = http.app.state.serving
-    headers = check_fields(body, serving)
-    try:
-        return await _Completions(serving, http, body).respond(headers)
-    except Exception as error:
-        raise api_error(error) from error
+    return await _Completions.route(body, http)
 
 
-class _Completions:
+class _Completions(Choices):
     """One request.
 
     Attributes:
         prompts: token ids, one list per prompt.
         unwritten: whether only the prompt's own values are wanted (``max_tokens: 0``).
+        places: how far the text of each streamed choice is.
     """
 
+    body: CompletionRequest
+
     def __init__(self, serving: Serving, http: Request, body: CompletionRequest) -> None:
-        self.serving, self.http, self.body = serving, http, body
-        self.engine = serving.engine
-        self.texts = TokenTexts(serving.llm.tokenizer, bool(body.return_tokens_as_token_ids))
+        super().__init__(serving, http, body)
         self._check()
         self.prompts: list[list[int]] = []
         self.unwritten = body.max_tokens == 0
+        self.written = 0 if self.unwritten else None
         self.answer = Answer(serving, http, body, "text_completion")
+        self.places: list[_Place] = []
 
     def _check(self) -> None:
         body = self.body
@@ -85,25 +82,13 @@ class _Completions:
                 raise bad(f"token {max(ids)} is outside the vocabulary of {wide}", "prompt")
         return found
 
-    async def respond(self, headers: dict[str, str]) -> Response:
-        """The answer, whole or streamed."""
-        body = self.body
+    async def start(self) -> Sequence[Ticket]:
+        body, size = self.body, self.answer.size
         several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
         self.answer.check_room((len(body.prompt) if several else 1) * (body.n or 1))
-        self.prompts = await in_thread(TEXTS, self._encoded, cost=self.answer.size)
+        self.prompts = await in_thread(TEXTS, self._encoded, cost=size)
         constraints = await constraints_of(body, len(self.prompts) * (body.n or 1), self.serving)
-        tickets = self.answer.submit(await in_thread(TEXTS, lambda: self._requests(constraints), cost=self.answer.size))
-        if body.stream:
-            events = self.answer.logged(self._events(tickets))
-            return EventStream(events, self.serving.settings.ping, self.serving.settings.stream_pad, headers)
-        outputs = await self.answer.finished(outputs_of(self.engine, tickets, self.answer.saw))
-        for index, output in enumerate(outputs):
-            self.answer.note(index, output.stats, output.finish_reason, output.why)
-        self.answer.log(200)
-        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        return JSONResponse(
-            {**self.answer.head, "choices": choices, **self.answer.tail(self._written)}, headers=headers
-        )
+        return self.answer.submit(await in_thread(TEXTS, lambda: self._requests(constraints), cost=size))
 
     def _requests(self, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
         """What the engine is asked."""
@@ -123,12 +108,8 @@ class _Completions:
             prediction=None if body.prediction is None else body.prediction.text,
         )
 
-    @property
-    def _written(self) -> int | None:
-        return 0 if self.unwritten else None
-
-    def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        body, prompt = self.body, self.prompts[index // (self.body.n or 1)]
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        body, prompt = self.body, self._prompt(index)
         ids = [] if self.unwritten else output.token_ids
         before = self._prompt_text(prompt) if body.echo else ""
         text = before + ("" if self.unwritten else output.text)
@@ -141,11 +122,7 @@ class _Completions:
         }
         if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.texts, body.prompt_logprobs)
-        if body.return_token_ids:
-            found |= {"token_ids": ids, "prompt_token_ids": prompt, "origins": output.origins[: len(ids)]}
-        if body.speculative is not None and body.speculative.explain:
-            found["speculative"] = {**explained(output.rounds, self.serving), "why": output.why}
-        return found
+        return found | self.told(ids, output, prompt_token_ids=prompt)
 
     def _logprobs(
         self, output: Output, prompt: Sequence[int], ids: Sequence[int], before: int, whole: int
@@ -162,56 +139,39 @@ class _Completions:
             ids = [*prompt, *ids]
         return completion_logprobs(found, ids, self.texts, self.body.logprobs, offsets)
 
+    def _prompt(self, index: int) -> list[int]:
+        """That of a choice."""
+        return self.prompts[index // (self.body.n or 1)]
+
     def _prompt_text(self, ids: Sequence[int]) -> str:
         tokenizer = self.serving.llm.tokenizer
         return str(tokenizer.decode(list(ids), skip_special_tokens=True)) if tokenizer is not None else ""
 
     # -- streams -----------------------------------------------------------------------------------------------------
 
-    async def _events(self, tickets: Sequence[Ticket]) -> AsyncIterator[Any]:
-        options = self.body.stream_options
-        gathered = [Gathered(self.serving.settings.stream_interval) for _ in tickets]
-        places = [_Place(self.serving.llm.tokenizer) for _ in tickets]
-        if self.body.echo:
-            for index in range(len(tickets)):
-                text = self._prompt_text(self.prompts[index // (self.body.n or 1)])
-                places[index] = _Place(self.serving.llm.tokenizer, len(text))
-                yield self._chunk({"index": index, "text": text, "logprobs": None, "finish_reason": None})
-        async for index, piece in pieces_of(self.engine, tickets, self.answer.saw):
-            if piece.stats is not None:
-                self.answer.note(index, piece.stats, piece.finish_reason, piece.why)
-            ready = gathered[index].push(piece)
-            if ready is not None:
-                chunk = self._chunk(self._delta(index, ready, places[index]))
-                if options is not None and options.continuous_usage_stats:
-                    chunk["usage"] = self.answer.tail()["usage"]
-                yield chunk
-        if options is not None and options.include_usage:
-            yield {**self.answer.head, "choices": [], **self.answer.tail(self._written)}
+    def beginnings(self, count: int) -> Iterator[dict[str, Any]]:
+        for index in range(count):
+            text = self._prompt_text(self._prompt(index)) if self.body.echo else ""
+            self.places.append(_Place(self.serving.llm.tokenizer, len(text)))
+            if self.body.echo:
+                yield {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return {**self.answer.head, "choices": [choice]}
-
-    def _delta(self, index: int, piece: Piece, place: _Place) -> dict[str, Any]:
+    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
         body = self.body
         if self.unwritten:
             return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason(piece.finish_reason)}
         values = None
         if body.logprobs is not None:
-            offsets = place.after(piece)
+            offsets = self.places[index].after(piece)
             values = completion_logprobs(piece.logprobs, piece.token_ids, self.texts, body.logprobs, offsets)
-        found: dict[str, Any] = {
+        return {
             "index": index,
             "text": piece.text,
             "logprobs": values,
             "finish_reason": finish_reason(piece.finish_reason),
             "stop_reason": piece.stop_reason,
+            **self.told(piece.token_ids, piece),
         }
-        if body.return_token_ids:
-            found |= {"token_ids": piece.token_ids, "origins": piece.origins}
-        if body.speculative is not None and body.speculative.explain:
-            found["speculative"] = {**explained(piece.rounds, self.serving), "why": piece.why}
-        return found
 
 
 class _Place:

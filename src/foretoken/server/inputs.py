@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from foretoken.core.bos import ids_with_one_bos
 from foretoken.core.constraints import OutputRule
 from foretoken.engine.request import Request
-from foretoken.options import beside, make_request
+from foretoken.options import FIELDS, beside, make_request
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
 from foretoken.server.places import place_of
@@ -191,25 +191,14 @@ def _options(body: Shared, serving: Serving, tenant: str, own: Mapping[str, Any]
     wanted = body.speculative
     plain = wanted is not None and (not wanted.enabled or wanted.method == "none")
     options: dict[str, Any] = {
+        **{name: _served(name, body, own) for name, field in FIELDS.items() if field.served is not None},
         "temperature": _temperature(body, serving),
-        "top_p": _or(body.top_p, own.get("top_p")),
-        "top_k": own.get("top_k") if body.top_k is None else max(body.top_k, 0),
-        "min_p": _or(body.min_p, own.get("min_p")),
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": own.get("repetition_penalty")
-        if body.repetition_penalty is None
-        else body.repetition_penalty,
         "logit_bias": _biases(body.logit_bias, serving),
         "stop": body.stop,
         "include_stop": body.include_stop_str_in_output,
         "stop_token_ids": _known(body.stop_token_ids, serving, "stop_token_ids"),
-        "ignore_eos": body.ignore_eos,
-        "min_tokens": body.min_tokens,
-        "seed": None if body.seed is None else body.seed % 2**64,
         "allowed_token_ids": _known(body.allowed_token_ids, serving, "allowed_token_ids"),
         "bad_words": body.bad_words,
-        "priority": body.priority,
         "cache_salt": f"{tenant}/{body.cache_salt or ''}" if tenant else body.cache_salt or "",
         "deadline_s": serving.settings.request_timeout,
         "max_draft_tokens": 0 if plain else None if wanted is None else wanted.num_speculative_tokens,
@@ -217,6 +206,16 @@ def _options(body: Shared, serving: Serving, tenant: str, own: Mapping[str, Any]
         "explain": None if wanted is None else wanted.explain,
     }
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _served(name: str, body: Shared, own: Mapping[str, Any]) -> Any:
+    """An option that the server takes as it is, in our words: -1 keeps all tokens, and a seed may be negative."""
+    given = getattr(body, name)
+    if given is None:
+        return own.get(name)
+    if name == "top_k":
+        return max(given, 0)
+    return given % 2**64 if name == "seed" else given
 
 
 def _known(ids: Sequence[int] | None, serving: Serving, field: str) -> Sequence[int] | None:
@@ -230,11 +229,7 @@ def _known(ids: Sequence[int] | None, serving: Serving, field: str) -> Sequence[
 
 def _temperature(body: Shared, serving: Serving) -> float:
     """What was asked, else the model's own, else OpenAI's."""
-    return float(_or(body.temperature, serving.llm.defaults.sampling.get("temperature", 1.0)))
-
-
-def _or(given: float | None, default: Any) -> Any:
-    return default if given is None else given
+    return float(_served("temperature", body, {"temperature": 1.0, **serving.llm.defaults.sampling}))
 
 
 def _biases(given: Mapping[str, float] | None, serving: Serving) -> dict[int, float] | None:

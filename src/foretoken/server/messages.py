@@ -16,7 +16,7 @@ from foretoken.server.errors import ANTHROPIC_RESPONSES, api_error
 from foretoken.server.inputs import check_fields
 from foretoken.server.messages_bodies import CountRequest, MessagesRequest, chat_request
 from foretoken.server.serving import Serving
-from foretoken.server.sse import ANTHROPIC, EventStream
+from foretoken.server.sse import ANTHROPIC
 from foretoken.server.turn import Part, Turn
 
 router = APIRouter(responses=ANTHROPIC_RESPONSES)
@@ -32,9 +32,8 @@ async def messages(body: MessagesRequest, http: Request) -> Response:
         headers, turn = _turn(body, http, serving)
         tickets = await turn.start()
         if body.stream:
-            events = turn.answer.logged(_Stream(turn, body).events(tickets))
-            return EventStream(events, serving.settings.ping, serving.settings.stream_pad, headers, ANTHROPIC)
-        (output,) = await turn.outputs(tickets)
+            return turn.answer.streamed(turn.answer.logged(_Stream(turn, body).events(tickets)), headers, ANTHROPIC)
+        (output,) = await turn.answer.outputs(tickets)
         parts = turn.reader().push(output.text, final=True)
         found = {
             **_head(turn, [_block(part) for part in parts if part], _usage(output.stats)),
@@ -135,7 +134,7 @@ class _Stream:
         cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         yield {"type": "message_start", "message": _head(self.turn, (), begun | cache)}
         reader = self.turn.reader()
-        async for _, piece in self.turn.pieces(tickets):
+        async for _, piece in self.turn.answer.pieces(tickets):
             for part in reader.push(piece.text, piece.finish_reason is not None):
                 for one in self._events_of(part):
                     yield one

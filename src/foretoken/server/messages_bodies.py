@@ -21,7 +21,7 @@ from foretoken.server.schemas import (
     Text,
     count,
     encodable,
-    number,
+    option,
 )
 
 MOST_MESSAGES, MOST_BLOCKS = 2048, 256
@@ -112,12 +112,12 @@ class MessagesRequest(CountRequest):
     max_tokens: count(1, BIG)  # type: ignore[valid-type]
     stop_sequences: Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: StrictBool | None = None
-    temperature: number(0, 2) | None = None  # type: ignore[valid-type]
-    top_p: number(0, 1, above=True) | None = None  # type: ignore[valid-type]
-    top_k: count(-1, BIG) | None = None  # type: ignore[valid-type]
+    temperature: option("temperature") = None  # type: ignore[valid-type]
+    top_p: option("top_p") = None  # type: ignore[valid-type]
+    top_k: option("top_k") = None  # type: ignore[valid-type]
     metadata: dict[str, Any] | None = None
     service_tier: Short | None = None
-    seed: count(-(2**63), 2**63 - 1) | None = None  # type: ignore[valid-type]
+    seed: option("seed") = None  # type: ignore[valid-type]
     cache_salt: Short | None = None
     speculative: Speculative | None = None
 

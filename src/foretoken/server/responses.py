@@ -19,7 +19,6 @@ from foretoken.server.logprobs import TokenTexts, chat_logprobs
 from foretoken.server.responses_bodies import ResponsesRequest, chat_request, no_effect, renamed
 from foretoken.server.serving import Serving
 from foretoken.server.sse import RESPONSES as DIALECT
-from foretoken.server.sse import EventStream
 from foretoken.server.turn import Part, Turn
 
 router = APIRouter()
@@ -37,8 +36,8 @@ async def responses(body: ResponsesRequest, http: Request) -> Response:
         tickets = await answer.turn.start()
         if body.stream:
             events = answer.told(answer.turn.answer.logged(_Stream(answer).events(tickets)))
-            return EventStream(events, serving.settings.ping, serving.settings.stream_pad, headers, DIALECT)
-        (output,) = await answer.turn.outputs(tickets)
+            return answer.turn.answer.streamed(events, headers, DIALECT)
+        (output,) = await answer.turn.answer.outputs(tickets)
         return JSONResponse(answer.whole(output), headers=headers)
     except Exception as error:
         raise renamed(api_error(error)) from error
@@ -175,7 +174,7 @@ class _Stream:
         for name in ("created", "in_progress"):
             yield {"type": f"response.{name}", "response": answer.object("in_progress")}
         reader = turn.reader()
-        async for _, piece in turn.pieces(tickets):
+        async for _, piece in turn.answer.pieces(tickets):
             self.untold.extend(piece.logprobs)
             for part in reader.push(piece.text, piece.finish_reason is not None):
                 values, self.untold = self.untold, []

@@ -20,7 +20,7 @@ from foretoken.server.schemas import (
     Text,
     count,
     encodable,
-    number,
+    option,
 )
 
 MOST_ITEMS, MOST_PARTS = 2048, 256
@@ -112,8 +112,8 @@ class ResponsesRequest(Body):
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=MOST_ITEMS)]
     instructions: Text | None = None
     max_output_tokens: count(1, BIG) | None = None  # type: ignore[valid-type]
-    temperature: number(0, 2) | None = None  # type: ignore[valid-type]
-    top_p: number(0, 1, above=True) | None = None  # type: ignore[valid-type]
+    temperature: option("temperature") = None  # type: ignore[valid-type]
+    top_p: option("top_p") = None  # type: ignore[valid-type]
     top_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
     stream: StrictBool | None = None
     stream_options: dict[str, Any] | None = None
@@ -130,7 +130,7 @@ class ResponsesRequest(Body):
     safety_identifier: Short | None = None
     prompt_cache_key: Short | None = None
     service_tier: Short | None = None
-    seed: count(-(2**63), 2**63 - 1) | None = None  # type: ignore[valid-type]
+    seed: option("seed") = None  # type: ignore[valid-type]
     cache_salt: Short | None = None
     speculative: Speculative | None = None
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+    create_model,
+)
+
+from foretoken.options import FIELDS
 
 MOST_PROMPTS, MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 64, 8, 16, 256
 MOST_LOGPROBS, MOST_BIASES, MOST_WORDS, MOST_IDS = 20, 300, 128, 4096
@@ -103,6 +116,19 @@ def count(low: int, high: int) -> Any:
     return Annotated[StrictInt, Field(ge=low, le=high)]
 
 
+def option(name: str) -> Any:
+    """What a body may say for an option of :data:`foretoken.options.FIELDS`, or ``None``."""
+    field = FIELDS[name]
+    if field.served is None or field.kind not in (bool, int, float):
+        raise LookupError(f"the server does not take {name} as it is")
+    if field.kind is bool:
+        return StrictBool | None
+    low, high = field.served.low, field.served.high
+    if field.kind is int:
+        return count(int(low), BIG if math.isinf(high) else int(high)) | None
+    return number(low, high, field.served.above) | None
+
+
 class Body(BaseModel):
     """A JSON object; other names than these are kept apart."""
 
@@ -170,21 +196,27 @@ class StructuredOutputs(Body):
         return {kind: value for kind, value in kinds.items() if value is not None}
 
 
+M = TypeVar("M", bound=type[BaseModel])
+
+
+def with_options(model: M) -> M:
+    """Give a body a field, ``None`` by default, for every option that the server takes as it is."""
+    fields: dict[str, Any] = {name: (option(name), None) for name, field in FIELDS.items() if field.served is not None}
+    found: Any = create_model(
+        model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
+    )
+    return found
+
+
+@with_options
 class Shared(Body):
     """What completions and chat have in common."""
 
     model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
-    temperature: number(0, 2) | None = None  # type: ignore[valid-type]
-    top_p: number(0, 1, above=True) | None = None  # type: ignore[valid-type]
-    top_k: count(-1, BIG) | None = None  # type: ignore[valid-type]
-    min_p: number(0, 1) | None = None  # type: ignore[valid-type]
     n: count(1, MOST_CHOICES) | None = None  # type: ignore[valid-type]
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
-    presence_penalty: number(-2, 2) | None = None  # type: ignore[valid-type]
-    frequency_penalty: number(-2, 2) | None = None  # type: ignore[valid-type]
-    repetition_penalty: number(0, 10, above=True) | None = None  # type: ignore[valid-type]
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], number(-100, 100)],  # type: ignore[valid-type]
@@ -193,10 +225,7 @@ class Shared(Body):
         ]
         | None
     ) = None
-    seed: count(-(2**63), 2**63 - 1) | None = None  # type: ignore[valid-type]
     user: Short | None = None
-    min_tokens: count(0, BIG) | None = None  # type: ignore[valid-type]
-    ignore_eos: StrictBool | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=MOST_WORDS)] | None = None
     include_stop_str_in_output: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
@@ -208,7 +237,6 @@ class Shared(Body):
     structured_outputs: StructuredOutputs | None = None
     request_id: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=256), BeforeValidator(encodable)] | None = None
-    priority: count(-(2**31), BIG) | None = None  # type: ignore[valid-type]
     prompt_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
     add_special_tokens: StrictBool | None = None
     speculative: Speculative | None = None

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from starlette.requests import Request as HttpRequest
 
 from foretoken.core.constraints import OutputRule
 from foretoken.engine.background import Ticket
-from foretoken.engine.output import Output, Piece
 from foretoken.engine.request import Request as EngineRequest
-from foretoken.server.answering import Answer, Gathered
+from foretoken.server.answering import Answer
 from foretoken.server.call_formats import LONGEST_PAST, CallFormat, forced, format_of, special_of
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import bad
 from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
-from foretoken.server.running import outputs_of, pieces_of
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
 from foretoken.server.templates import PLAIN_STOP, Conversation, arguments_of, has_template, prompt_of, takes_effort
@@ -160,25 +158,3 @@ class Turn:
             if call.function.name in names
         ]
         return "\n".join(past)[:LONGEST_PAST] or None
-
-    async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
-        """The whole answers, counted and logged.
-
-        Raises:
-            ApiError: it failed.
-        """
-        found = await self.answer.finished(outputs_of(self.serving.engine, tickets, self.answer.saw))
-        for index, output in enumerate(found):
-            self.answer.note(index, output.stats, output.finish_reason, output.why)
-        self.answer.log(200)
-        return found
-
-    async def pieces(self, tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
-        """What each answer gains, with its index."""
-        gathered = [Gathered(self.serving.settings.stream_interval) for _ in tickets]
-        async for index, piece in pieces_of(self.serving.engine, tickets, self.answer.saw):
-            if piece.stats is not None:
-                self.answer.note(index, piece.stats, piece.finish_reason, piece.why)
-            ready = gathered[index].push(piece)
-            if ready is not None:
-                yield index, ready

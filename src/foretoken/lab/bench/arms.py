@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from foretoken.core.sampling import NO_FILTERS
 from foretoken.lab.bench.results import Setting, UnitResult
 from foretoken.lab.workload import Subject
 
 MAX_BATCH = 64
 """Requests that an engine runs together."""
-NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Shared(Subject):
         profile: a tuned profile, for the arm ``auto``; the others are what their specs say.
         max_new_tokens: length of every output.
         ignore_eos: go on behind an end-of-text token, so that every arm writes the same number of tokens.
-        filters: ``top_k``, ``top_p``, ``min_p``.
+        filters: those of :data:`foretoken.core.sampling.FILTERS` that are not off.
         inflate: the size that the target was inflated to, if it was.
     """
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.core.sampling import NO_FILTERS, Sampler, SamplingParams
 from foretoken.models.base import Feed, LanguageModel
 
 RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -93,7 +93,7 @@ def _logit_gap(
     has to beat only those that were kept in any case.
     """
     params = sampler.params
-    ranking = _ranking(sampler, replace(params, top_k=0, top_p=1.0, min_p=0.0), logits, prefix)
+    ranking = _ranking(sampler, replace(params, **NO_FILTERS), logits, prefix)
     may, must = _kept(sampler, logits, prefix, tolerance)
     best = ranking.where(must, -math.inf).max()
     gap = float(best - ranking.where(may, -math.inf)[list(tokens)].min())

@@ -21,7 +21,7 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.noise import Noise
 from foretoken.methods.drafters.base import BuildContext, Traits
 from foretoken.methods.drafters.drawing import best, distribution_of, drawn_at, ranked
-from foretoken.methods.drafters.growing import asks_for_confidence, check_growth
+from foretoken.methods.drafters.growing import check_growth
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.narrowed import light_head, projected, reduced_head
 from foretoken.methods.drafters.texts import BESIDE
@@ -296,4 +296,4 @@ class AheadDrafter(ModelDrafter):
 
 def _is_plain(budget: Budget) -> bool:
     """Whether no stop rule looks at the draft."""
-    return not asks_for_confidence(budget) and budget.path_stop is None
+    return not budget.asks_for_confidence and budget.path_stop is None

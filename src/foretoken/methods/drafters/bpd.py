@@ -15,7 +15,6 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.methods.drafters.drawing import best_ahead
 from foretoken.methods.drafters.features import load_net
-from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.packing import weight_bytes
@@ -82,7 +81,7 @@ class BpdDrafter(Drafter):
         found = best_ahead(logits.flatten(0, 1), rows, [k for k in range(depth) for _ in ready], 1)
         for row, i in enumerate(ready):
             chain = [token for (token,) in found[row :: len(ready)]][: lengths[i]]
-            if asks_for_confidence(budgets[i]):
+            if budgets[i].asks_for_confidence:
                 chain = _confident(chain, logits[:, row], budgets[i])
             trees[i] = TokenTree.chain(contexts[i].root, chain)
         return trees

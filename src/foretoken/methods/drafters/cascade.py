@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.core.sampling import Sampler
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
-from foretoken.methods.drafters.growing import asks_for_confidence, readable, widened
+from foretoken.methods.drafters.growing import readable, widened
 from foretoken.methods.drafters.nested import Nested, works_nested
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.methods.trees.operations import truncate
@@ -312,7 +312,7 @@ class CascadeDrafter(Drafter):
         chain.distributions.append(distribution)
         chain.places.append((scores, node))
         chain.spots.append(chain.root + node)
-        chain.stopped = asks_for_confidence(chain.budget) and self._is_last(chain, scores, node, token)
+        chain.stopped = chain.budget.asks_for_confidence and self._is_last(chain, scores, node, token)
 
     def _is_last(self, chain: Chain, scores: Scores, node: int, token: int) -> bool:
         """Whether the budget's stop suppresses what follows a token after ``node``."""

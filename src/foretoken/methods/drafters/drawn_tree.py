@@ -16,7 +16,6 @@ from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import Traits
 from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement
-from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.cost_aware import paying_count
 from foretoken.methods.trees.counts import Counts, Levels, Ranks, StaticTree
 from foretoken.methods.trees.sequoia import TYPICAL, Sequoia, values_of_ranks
@@ -68,39 +67,50 @@ def traits_of(draw: str, points_branch: bool, drawn_branch: bool) -> Traits:
 
 
 class DrawnTree:
-    """A drawn tree, or chain, under construction; node 0 is the root.
+    """A tree, or chain, under construction whose shape is decided before its tokens are; node 0 is the root.
 
     Args:
         context: the request.
         places: the shape.
         budget: of this round.
         most: nodes that the drafter makes at most.
+
+    Attributes:
+        places: ranks of every node below the root.
+        path_of: tokens from below the root to every node.
+        distributions: what was drawn from [V], if anything was; ``q_rows`` are each node's place in it.
     """
 
     def __init__(self, context: Context, places: StaticTree, budget: Budget, most: int) -> None:
-        self.context, self.budget = context, budget
+        self.context, self.budget, self.sampler = context, budget, context.sampler
         self.most = min(most, budget.max_nodes)
         self.counts: Counts = places.within(budget.max_depth, self.most)
         self.branches = places.branches
         self.tokens, self.parents, self.q_rows = [context.root], [-1], [-1]
         self.places: list[Choice] = [()]
+        self.path_of: list[tuple[int, ...]] = [()]
         self.distributions: list[Tensor] = []
 
     def width(self, node: int) -> int:
         """How many children a node gets."""
         return max(0, min(self.counts(self.places[node]), self.most - (len(self.tokens) - 1)))
 
-    def path(self, node: int) -> list[int]:
-        """Draft tokens from below the root to ``node``."""
-        tokens: list[int] = []
-        while node:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
-
     def prefix(self, node: int) -> Sequence[int]:
         """The text and the path, where a distribution depends on them."""
-        return () if self.context.sampler.context_free else (*self.context.tokens, *self.path(node))
+        return () if self.sampler.context_free else (*self.context.tokens, *self.path_of[node])
+
+    def add(self, node: int, tokens: Sequence[int], distribution: Tensor | None = None) -> range:
+        """Children of a node, and what they were drawn from [V] if they were drawn; their numbers."""
+        if distribution is not None:
+            self.distributions.append(distribution)
+        row, first = -1 if distribution is None else len(self.distributions) - 1, len(self.tokens)
+        for rank, token in enumerate(tokens):
+            self.tokens.append(token)
+            self.parents.append(node)
+            self.q_rows.append(row)
+            self.places.append((*self.places[node], rank))
+            self.path_of.append((*self.path_of[node], token))
+        return range(first, len(self.tokens))
 
     def draw(self, node: int, distribution: Tensor | None) -> list[int]:
         """Draw the children of a node from ``distribution`` [V] (``None``: the request allows nothing); those that get
@@ -108,21 +118,13 @@ class DrawnTree:
         width = self.width(node)
         if distribution is None or not width:
             return []
-        alone = width == 1
-        tokens = (draw_iid if alone else draw_without_replacement)(distribution, width, self.context)
-        self.distributions.append(distribution)
-        first = len(self.tokens)
-        for rank, token in enumerate(tokens):
-            self.tokens.append(token)
-            self.parents.append(node)
-            self.q_rows.append(len(self.distributions) - 1)
-            self.places.append((*self.places[node], rank))
+        draw = draw_iid if width == 1 else draw_without_replacement
+        children = self.add(node, draw(distribution, width, self.context), distribution)
         # A stop may only suppress what comes after a token: the token itself stays in the draft.
-        children = range(first, len(self.tokens))
         return [child for child in children if not self._ends(child, distribution) and self.width(child)]
 
     def _ends(self, node: int, distribution: Tensor) -> bool:
-        confident = asks_for_confidence(self.budget)
+        confident = self.budget.asks_for_confidence
         return confident and self.budget.stops_after(distribution, float(distribution[self.tokens[node]]))
 
     def grow(self, distribution_after: Callable[[int], Tensor | None]) -> TokenTree:
@@ -132,11 +134,14 @@ class DrawnTree:
             frontier = [child for node in frontier for child in self.draw(node, distribution_after(node))]
         return self.finished()
 
-    def finished(self) -> TokenTree:
-        """What was drawn, with what it was drawn from."""
+    def finished(self, kind: Kind | None = None) -> TokenTree:
+        """All nodes, with what they were drawn from, if they were: siblings as ``kind`` says, without replacement by
+        default."""
+        if not self.distributions:
+            return TokenTree(tuple(self.tokens), tuple(self.parents))
         if len(self.tokens) == 1:
             return TokenTree.root_only(self.context.root)
-        kind = Kind.WITHOUT_REPLACEMENT if self.branches else Kind.IID
-        return TokenTree(
-            tuple(self.tokens), tuple(self.parents), kind, torch.stack(self.distributions), tuple(self.q_rows)
-        )
+        kind = kind or (Kind.WITHOUT_REPLACEMENT if self.branches else Kind.IID)
+        rows = self.distributions
+        q = torch.stack(rows) if len(rows) > 1 else rows[0][None]
+        return TokenTree(tuple(self.tokens), tuple(self.parents), kind, q, tuple(self.q_rows))

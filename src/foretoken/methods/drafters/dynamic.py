@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.core import Context, TokenTree
+from foretoken.core import TokenTree
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.drawing import log_beliefs, ranked
-from foretoken.methods.drafters.growing import Growing, asks_for_confidence, ends_path
+from foretoken.methods.drafters.growing import Growing, ends_path
 from foretoken.methods.trees.base import Candidates, Growth
 from foretoken.methods.trees.cost_aware import CostAware, paying_count
 from foretoken.methods.trees.specs import build_tree, dynamic_trees
@@ -35,15 +35,16 @@ def is_dynamic(tree: str) -> bool:
 
 
 class DynamicTree:
-    """How a draft model's tree grows, and how much of it the target scores.
+    """How a tree grows by the draft's confidence, and how much of it the target scores.
 
     Args:
         growth: what is read next, and what is kept.
-        costs: what a call of the target costs by its nodes.
+        costs: what a call of the target costs by its nodes; ``None``: that does not count.
+        width: children that an expanded node gets, and with ``eagle2`` nodes that are expanded per level.
     """
 
-    def __init__(self, growth: Growth, costs: TargetCost) -> None:
-        self.growth, self.costs = growth, costs
+    def __init__(self, growth: Growth, costs: TargetCost | None, width: int = WIDTH) -> None:
+        self.growth, self.costs, self.width = growth, costs, width
 
     @classmethod
     def of(cls, spec: str, target: LanguageModel, step_cost: float) -> DynamicTree:
@@ -62,63 +63,78 @@ class DynamicTree:
             return cls(CostAware(step_cost=step_cost, cost=costs.relative), costs)
         return cls(build_tree(spec, Growth), costs)
 
-    def begin(self, context: Context) -> Candidates:
-        """A tree of the root alone."""
-        return Candidates([context.root])
-
-    def grow(self, tree: Growing, seen: Candidates, logits: Tensor, levels: int, most: int) -> None:
+    def grow(
+        self,
+        tree: Growing,
+        seen: Candidates,
+        tokens: Sequence[Sequence[int]],
+        values: Sequence[Sequence[float]],
+        sure: Tensor | None,
+        levels: int,
+    ) -> list[int]:
         """Give every node of the frontier its best children, and choose which of these are read next.
 
         Args:
             tree: the tree.
             seen: its candidates.
-            logits: of the frontier's nodes, [n, V].
+            tokens: per node of the frontier its best ones.
+            values: the log-probabilities of these.
+            sure: all log-probabilities [n, V'] of the frontier; ``None`` where no stop rule looks at them.
             levels: levels that the tree may have.
-            most: nodes that the target will score.
+
+        Returns:
+            Per node that is read next, the place of its parent in the frontier before.
         """
-        if tree.looked is not None:  # for the whole batch
-            (sure, tokens, values), tree.looked = tree.looked, None
-        else:
-            sure = log_beliefs(_rows(tree, logits))
-            best = sure.topk(min(WIDTH, sure.shape[-1]), -1)
-            tokens, values = best.indices.tolist(), best.values.tolist()
         first, row_of = len(seen), {node: row for row, node in enumerate(tree.frontier)}
-        for node, candidates, chances in zip(tree.frontier, tokens, values, strict=True):
+        for node, chosen, chances in zip(tree.frontier, tokens, values, strict=True):
             possible = [i for i, chance in enumerate(chances) if chance > -math.inf]
-            seen.add(node, [candidates[i] for i in possible], [seen.scores[node] + chances[i] for i in possible])
-        for node in range(first, len(seen)):
-            tree.path_of[node] = (*tree.path_of[seen.parents[node]], seen.tokens[node])
-        tree.frontier = []
+            seen.add(node, [chosen[i] for i in possible], [seen.scores[node] + chances[i] for i in possible])
+        tree.path_of += [(*tree.path_of[seen.parents[node]], seen.tokens[node]) for node in range(first, len(seen))]
+        wanted: list[int] = []
         if len(seen) > first and seen.depths[-1] < levels:
-            wanted = self.growth.frontier(seen, first, WIDTH, most)
-            paying = set(self._kept(tree, seen, most))  # behind other nodes nothing is worth its score either
+            wanted = self.growth.frontier(seen, first, self.width, tree.most)
+        if wanted and self.costs is not None:
+            paying = set(self._kept(tree, seen))  # behind other nodes nothing is worth its score either
             wanted = [node for node in wanted if node in paying]
-            tree.frontier = [n for n in wanted if not _ends(tree, seen, n, sure[row_of[seen.parents[n]]])]
+        tree.frontier = [node for node in wanted if not _ends(tree, seen, node, sure, row_of[seen.parents[node]])]
+        return [row_of[seen.parents[node]] for node in tree.frontier]
 
-    def finished(self, tree: Growing, seen: Candidates, most: int) -> TokenTree:
+    def finished(self, tree: Growing, seen: Candidates) -> TokenTree:
         """The likeliest nodes, as many as give most tokens per time."""
-        return seen.tree(self._kept(tree, seen, most))
+        return seen.tree(self._kept(tree, seen))
 
-    def _kept(self, tree: Growing, seen: Candidates, most: int) -> list[int]:
-        kept = self.growth.kept(seen, most)
-        return kept[: paying_count(seen.values(kept), self.costs, tree.sharing)]
+    def _kept(self, tree: Growing, seen: Candidates) -> list[int]:
+        """The nodes that are worth their scores, of those that were looked at so far."""
+        kept = self.growth.kept(seen, tree.most)
+        return kept if self.costs is None else kept[: paying_count(seen.values(kept), self.costs, tree.sharing)]
 
 
-def _rows(tree: Growing, logits: Tensor) -> Tensor:
-    """What the best tokens of the frontier are the largest of: [n, V], with noise the race."""
+def beliefs(tree: Growing, logits: Tensor) -> Tensor:
+    """Log-probabilities [n, V] of the tokens behind the frontier's nodes, with noise those of the race; what the best
+    tokens are the largest of.
+
+    Args:
+        tree: the tree.
+        logits: of its frontier's nodes, [n, V].
+    """
     if not tree.sampler.fixed:
-        return logits.float()  # the likeliest tokens of a request that samples (draw=greedy)
-    lengths: Sequence[int] = [tree.length(node) for node in tree.frontier]
-    text = tree.context.tokens
-    prefixes = None if tree.sampler.context_free else [[*text, *tree.path_of[node]] for node in tree.frontier]
-    return ranked(tree.sampler, logits, lengths, prefixes)
+        return log_beliefs(logits.float())  # the likeliest tokens of a request that samples (draw=greedy)
+    lengths = [tree.length(node) for node in tree.frontier]
+    return log_beliefs(ranked(tree.sampler, logits, lengths, tree.prefixes(tree.frontier)))
 
 
-def _ends(tree: Growing, seen: Candidates, node: int, sure: Tensor) -> bool:
-    """Whether a stop rule ends the path with this node, by the log-probabilities [V] that it was chosen from."""
+def best_of(sure: Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Per row of log-probabilities [n, V] its ``width`` best tokens, and the values of these."""
+    values, tokens = sure.topk(min(width, sure.shape[-1]), -1)
+    return tokens.tolist(), values.tolist()
+
+
+def _ends(tree: Growing, seen: Candidates, node: int, sure: Tensor | None, row: int) -> bool:
+    """Whether a stop rule ends the path with this node, by the row of the log-probabilities [n, V] that it was chosen
+    from."""
     if ends_path(tree, seen.parents[node]):
         return True
-    if not asks_for_confidence(tree.budget):
+    if sure is None or not tree.budget.asks_for_confidence:
         return False
     own = seen.scores[node] - seen.scores[seen.parents[node]]
-    return tree.budget.stops_after(torch.exp(sure), math.exp(own))
+    return tree.budget.stops_after(torch.exp(sure[row]), math.exp(own))

@@ -1,53 +1,85 @@
-"""Drafts while they grow: a tree under construction, and what a draft model must be able to do for it."""
+"""Drafts while they grow on a model: a tree under construction, and what a draft model must be able to do for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from foretoken.core import Budget, Context
-from foretoken.core.sampling import Sampler
+from foretoken.methods.drafters.drawn_tree import DrawnTree
 from foretoken.methods.trees.base import Candidates
-from foretoken.methods.trees.counts import Counts
-from foretoken.methods.trees.shapes import Choice
+from foretoken.methods.trees.counts import StaticTree
 from foretoken.models.base import CapabilityError, LanguageModel, Rows, SequenceState
 
 
-@dataclass
-class Growing:
-    """A tree under construction."""
+class Growing(DrawnTree):
+    """A tree that grows level by level, for whose nodes a model is asked.
 
-    context: Context
-    budget: Budget
-    sequence: SequenceState
-    sampler: Sampler
-    tokens: list[int]
-    draws: bool  # whether tokens are drawn, and what they are drawn from is kept; else the best ones are taken
-    races: bool  # whether the best ones are those of a race on the request's noise
-    text: Sequence[int]  # the committed tokens in the draft model's own ids
-    counts: Counts  # children per place of the tree
-    parents: list[int] = field(default_factory=lambda: [-1])
-    q_rows: list[int] = field(default_factory=lambda: [-1])
-    distributions: list[Tensor] = field(default_factory=list)
-    frontier: list[int] = field(default_factory=lambda: [0])
-    scratch_of: dict[int, int] = field(default_factory=dict)
-    path_of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})  # node -> tokens below the root
-    place_of: dict[int, Choice] = field(default_factory=lambda: {0: ()})  # node -> ranks below the root
-    likelihood: dict[int, float] = field(default_factory=lambda: {0: 1.0})
-    seen: Candidates | None = None  # of a tree that grows by confidence: ``tokens`` and ``parents`` are its own
-    sharing: int = 1  # requests whose nodes are scored by the same call, as far as the tree may depend on that
-    # Made for the whole batch: by node its children, and what they were drawn from [V] if they were drawn; and of a
-    # tree that grows by confidence, log-probabilities [n, V] of the frontier's rows, their best tokens, and theirs.
-    ready: dict[int, tuple[Tensor | None, list[int]]] = field(default_factory=dict)
-    looked: tuple[Tensor, list[list[int]], list[list[float]]] | None = None
+    Args:
+        context: the request.
+        places: the shape, unless it grows by confidence.
+        budget: of this round.
+        most: nodes that the drafter makes at most.
+        sequence: the model's, whose scratch holds the nodes that it has read.
+        draws: whether tokens are drawn, and what they are drawn from is kept; else the best ones are taken.
+        races: whether the best ones are those of a race on the request's noise.
+        text: the committed tokens in the model's own ids.
+        seen: what a tree that grows by confidence has looked at; ``tokens`` and ``parents`` are its own.
+        sharing: requests whose nodes are scored by the same call, as far as the tree may depend on that.
+
+    Attributes:
+        frontier: nodes whose children come next.
+        states: features that the model reads with them, if it reads any.
+        scratch_of: the place of a node in the sequence's scratch.
+        likelihood: of the path down to a node, where a stop rule reads hidden states.
+        ready: made for the whole batch: by node its children, and what they were drawn from [V] if they were drawn.
+        looked: likewise, of a tree that grows by confidence: log-probabilities [n, V] of the frontier's rows, their
+            best tokens, and theirs.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        places: StaticTree,
+        budget: Budget,
+        most: int,
+        sequence: SequenceState,
+        *,
+        draws: bool,
+        races: bool,
+        text: Sequence[int] = (),
+        seen: Candidates | None = None,
+        sharing: int = 1,
+    ) -> None:
+        super().__init__(context, places, budget, most)
+        self.sequence, self.draws, self.races, self.text = sequence, draws, races, text
+        self.seen, self.sharing = seen, sharing
+        if seen is not None:
+            self.tokens, self.parents = seen.tokens, seen.parents
+        self.frontier = [0]
+        self.states: list[Tensor] = []
+        self.scratch_of: dict[int, int] = {}
+        self.likelihood: dict[int, float] = {0: 1.0}
+        self.ready: dict[int, tuple[Tensor | None, list[int]]] = {}
+        self.looked: tuple[Tensor, list[list[int]], list[list[float]]] | None = None
 
     def length(self, node: int) -> int:
         """Tokens before the one that follows a node."""
         return len(self.context.tokens) + len(self.path_of[node])
+
+    def prefixes(self, nodes: Sequence[int]) -> list[Sequence[int]] | None:
+        """The texts down to nodes; ``None`` where no distribution depends on them."""
+        return None if self.sampler.context_free else [self.prefix(node) for node in nodes]
+
+    def enter(self, root: int) -> list[int]:
+        """Put the frontier behind what is in the scratch; the scratch nodes that it hangs from, ``root`` for the
+        tree's root."""
+        first = len(self.sequence.scratch_tokens)
+        self.scratch_of.update({node: first + i for i, node in enumerate(self.frontier)})
+        return [self.scratch_of[self.parents[node]] if self.parents[node] else root for node in self.frontier]
 
 
 def check_growth(model: LanguageModel, branches: bool) -> None:
@@ -68,11 +100,6 @@ def widened(logits: Tensor, wide: int) -> Tensor:
     """Logits [n, V'] over ``wide`` tokens: added ones are impossible, surplus ones go."""
     missing = wide - logits.shape[-1]
     return logits if missing == 0 else functional.pad(logits, (0, missing), value=-torch.inf)
-
-
-def asks_for_confidence(budget: Budget) -> bool:
-    """Whether a stop rule looks at the distribution or at the probability of a drawn token."""
-    return budget.min_confidence > 0 or (budget.stop is not None and budget.path_stop is None)
 
 
 def follow(tree: Growing, row: Rows) -> None:

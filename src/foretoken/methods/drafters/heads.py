@@ -18,7 +18,6 @@ from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.drawing import distribution_of, largest, raced_ahead
 from foretoken.methods.drafters.drawn_tree import DrawnTree, traits_of
-from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.drafters.nets.store import build_net, read_description
 from foretoken.methods.trees.cost_aware import paying_count
 from foretoken.methods.trees.counts import Ranks
@@ -268,7 +267,7 @@ class HeadsDrafter(Drafter):
         if self._native:
             found = self._native[head](inputs, count)
             races = any(context.sampler.noise is not None for context in contexts)
-            looked_at = races or any(map(asks_for_confidence, budgets))
+            looked_at = races or any(budget.asks_for_confidence for budget in budgets)
             if found.tokens and not looked_at:
                 return found.tokens, None
             logits = found.whole()
@@ -322,7 +321,7 @@ def values_of(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) 
 def ends_after(budget: Budget, logits: Tensor | None, row: int, rank: int) -> bool:
     """Whether a budget's stop rule ends a path with the token of this rank (0: the best) of a row of ``logits``
     [n, V]; they are there for every rule that looks at them."""
-    if logits is None or not asks_for_confidence(budget):
+    if logits is None or not budget.asks_for_confidence:
         return False
     distribution = torch.softmax(logits[row].float(), -1)
     return budget.stops_after(distribution, float(distribution.topk(rank + 1).values[-1]))

@@ -17,7 +17,7 @@ from foretoken.core.sampling import checks_later, race
 from foretoken.core.transfers import read_together
 from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement, last_possible, log_beliefs
 from foretoken.methods.drafters.dynamic import WIDTH
-from foretoken.methods.drafters.growing import Growing, asks_for_confidence
+from foretoken.methods.drafters.growing import Growing
 
 WidthOf = Callable[[Growing, int], int]
 """How many children a node of a tree gets, as far as the nodes before it leave room."""
@@ -65,7 +65,7 @@ def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of
     level = [
         _Rows(tree, rows, [] if tree.seen is not None else [width_of(tree, node) for node in tree.frontier])
         for tree, rows in zip(trees, logits, strict=True)
-        if tree.sampler.context_free and not asks_for_confidence(tree.budget)
+        if tree.sampler.context_free and not tree.budget.asks_for_confidence
     ]
     level = [one for one in level if one.tree.seen is not None or any(one.widths)]
     noises = [
@@ -201,7 +201,7 @@ def _draw_here(one: _Rows, rows: Tensor, width_of: WidthOf, iid: bool) -> None:
     tree, added = one.tree, 0
     room = tree.budget.max_nodes - (len(tree.tokens) - 1)
     for node, row, kept in zip(tree.frontier, rows, _ranking(one), strict=True):
-        width = max(0, min(tree.counts(tree.place_of[node]), room - added, width_of(tree, node)))
+        width = max(0, min(tree.counts(tree.places[node]), room - added, width_of(tree, node)))
         if not width:
             continue
         draw = draw_iid if iid or width == 1 else draw_without_replacement

@@ -26,10 +26,9 @@ from foretoken.methods.drafters.drawing import (
     draw_without_replacement,
     ranked,
 )
-from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, is_dynamic
+from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, beliefs, best_of, is_dynamic
 from foretoken.methods.drafters.growing import (
     Growing,
-    asks_for_confidence,
     check_growth,
     ends_path,
     follow,
@@ -40,6 +39,7 @@ from foretoken.methods.drafters.levels import choose_together
 from foretoken.methods.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.trees.base import Candidates
 from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
 from foretoken.methods.trees.shapes import Choice
 from foretoken.methods.trees.specs import places_of
@@ -215,7 +215,7 @@ class ModelDrafter(Drafter):
             if tree.seen is None or self.dynamic is None:
                 found[i] = self._finished(tree)
             else:
-                found[i] = self.dynamic.finished(tree, tree.seen, min(self.max_nodes, budgets[i].max_nodes))
+                found[i] = self.dynamic.finished(tree, tree.seen)
         return found
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
@@ -253,7 +253,7 @@ class ModelDrafter(Drafter):
             return
         alike: dict[tuple[Hashable, bool], list[int]] = {}
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
-            plain = tree.draws or (tree.races and not asks_for_confidence(tree.budget))
+            plain = tree.draws or (tree.races and not tree.budget.asks_for_confidence)
             recipe = tree.sampler.recipe if plain else None
             if recipe is not None and tree.seen is None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1:
                 alike.setdefault((recipe, tree.races), []).append(index)
@@ -294,29 +294,30 @@ class ModelDrafter(Drafter):
         return widened(logits if self.head is None else self.head.widened(logits), self.vocab_size)
 
     def _begin(self, context: Context, budget: Budget, text: Sequence[int]) -> Growing:
-        sequence: SequenceState = context.state[self]
         sampler, likeliest = context.sampler, self.draw == "greedy"
         draws, races = not (sampler.fixed or likeliest), sampler.noise is not None and not likeliest
-        counts = self.places.within(budget.max_depth, budget.max_nodes)
-        tree = Growing(context, budget, sequence, sampler, [context.root], draws, races, text, counts)
-        if self.dynamic is not None and not draws:
-            tree.seen = self.dynamic.begin(context)
-            tree.tokens, tree.parents = tree.seen.tokens, tree.seen.parents
-        return tree
+        confident = self.dynamic is not None and not draws
+        return Growing(
+            context,
+            self.places,
+            budget,
+            self.max_nodes if confident else budget.max_nodes,
+            context.state[self],
+            draws=draws,
+            races=races,
+            text=text,
+            seen=Candidates([context.root]) if confident else None,
+        )
 
     def _width(self, tree: Growing, node: int) -> int:
         """Children that a node gets (0: none)."""
-        place = tree.place_of[node]
-        if not tree.text or len(place) > self.model.context_length - len(tree.text):
-            return 0
-        room = tree.budget.max_nodes - (len(tree.tokens) - 1)
-        return max(0, min(tree.counts(place), room))
+        has_room = tree.text and len(tree.places[node]) <= self.model.context_length - len(tree.text)
+        return tree.width(node) if has_room else 0
 
     def _expand(self, tree: Growing, logits: Tensor) -> Feed | None:
         """Add the children of the frontier; return the feed that scores them, if the tree goes on."""
         if tree.seen is not None and self.dynamic is not None:
-            levels = min(self.max_depth, tree.budget.max_depth, 1 + self.model.context_length - len(tree.text))
-            self.dynamic.grow(tree, tree.seen, logits, levels, min(self.max_nodes, tree.budget.max_nodes))
+            self._expand_by_confidence(self.dynamic, tree, tree.seen, logits)
         else:
             parents, tree.frontier = tree.frontier, []
             for row, parent in enumerate(parents):
@@ -326,14 +327,18 @@ class ModelDrafter(Drafter):
             tree.frontier = [node for node in tree.frontier if self._width(tree, node)]
         if not tree.frontier:
             return None
-        committed_and_fed = len(tree.sequence.scratch_tokens)
-        for i, node in enumerate(tree.frontier):
-            tree.scratch_of[node] = committed_and_fed + i
-        first_level = committed_and_fed - 1
-        scratch_parents = [
-            tree.scratch_of[tree.parents[node]] if tree.parents[node] else first_level for node in tree.frontier
-        ]
-        return Feed(tree.sequence, self._readable([tree.tokens[node] for node in tree.frontier]), scratch_parents)
+        last_read = len(tree.sequence.scratch_tokens) - 1  # the root, where the root's children are fed
+        tokens = self._readable([tree.tokens[node] for node in tree.frontier])
+        return Feed(tree.sequence, tokens, tree.enter(last_read))
+
+    def _expand_by_confidence(self, dynamic: DynamicTree, tree: Growing, seen: Candidates, logits: Tensor) -> None:
+        if tree.looked is not None:  # for the whole batch
+            (sure, tokens, values), tree.looked = tree.looked, None
+        else:
+            sure = beliefs(tree, logits)
+            tokens, values = best_of(sure, dynamic.width)
+        levels = min(self.max_depth, tree.budget.max_depth, 1 + self.model.context_length - len(tree.text))
+        dynamic.grow(tree, seen, tokens, values, sure, levels)
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         if parent in tree.ready:
@@ -341,18 +346,11 @@ class ModelDrafter(Drafter):
             chosen = chosen[:width]
         else:
             distribution, chosen = self._candidates(tree, logits, parent, width)
-        if tree.draws and distribution is not None:
-            tree.distributions.append(distribution)
-        for rank, token in enumerate(chosen):
-            node = len(tree.tokens)
-            tree.tokens.append(token)
-            tree.parents.append(parent)
-            tree.q_rows.append(len(tree.distributions) - 1 if tree.draws else -1)
-            tree.path_of[node] = (*tree.path_of[parent], token)
-            tree.place_of[node] = (*tree.place_of[parent], rank)
-            # A stop may only suppress what comes after the token: the token itself stays in the draft.
-            if ends_path(tree, parent):
-                continue
+        children = tree.add(parent, chosen, distribution if tree.draws else None)
+        # A stop may only suppress what comes after the token: the token itself stays in the draft.
+        if ends_path(tree, parent):
+            return
+        for node, token in zip(children, chosen, strict=True):
             if distribution is None or not tree.budget.stops_after(
                 *self._confidence(logits, distribution, token, tree)
             ):
@@ -362,10 +360,10 @@ class ModelDrafter(Drafter):
         """Children of a node, best first or in sampling order, from draft logits [V]; and the distribution [V] that
         they were drawn from by the request's own pipeline, or by which a stop rule judges them (``None`` where none
         does)."""
-        sampler, confident = tree.sampler, asks_for_confidence(tree.budget)
+        sampler, confident = tree.sampler, tree.budget.asks_for_confidence
         if not tree.draws and not tree.races and width == 1 and sampler.context_free and not confident:
             return None, [int(logits.argmax())]
-        prefix = () if sampler.context_free else (*tree.context.tokens, *tree.path_of[parent])
+        prefix = tree.prefix(parent)
         if tree.races:
             ranking = ranked(sampler, logits[None], [tree.length(parent)], [prefix])[0]
             return torch.softmax(ranking, -1) if confident else None, best(ranking, width)
@@ -382,14 +380,11 @@ class ModelDrafter(Drafter):
 
     def _confidence(self, logits: Tensor, distribution: Tensor, token: int, tree: Growing) -> tuple[Tensor, float]:
         """The draft's own distribution and its probability of ``token``; for greedy drafts the untempered softmax."""
-        if not asks_for_confidence(tree.budget):
+        if not tree.budget.asks_for_confidence:
             return distribution, 1.0
         if tree.sampler.greedy:
             distribution = torch.softmax(logits.float(), -1)
         return distribution, float(distribution[token])
 
     def _finished(self, tree: Growing) -> TokenTree:
-        if len(tree.tokens) == 1 or not tree.draws:
-            return TokenTree(tuple(tree.tokens), tuple(tree.parents))
-        distributions = torch.stack(tree.distributions) if len(tree.distributions) > 1 else tree.distributions[0][None]
-        return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.traits.kind, distributions, tuple(tree.q_rows))
+        return tree.finished(self.traits.kind)

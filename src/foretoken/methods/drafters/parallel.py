@@ -19,7 +19,6 @@ from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
-from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.cost_aware import paying_count
 from foretoken.methods.trees.counts import StaticTree
 from foretoken.methods.trees.lattice import Continuations, lattice
@@ -80,7 +79,7 @@ class Guesses:
         if not self.races:
             best = self.head.mapped(best if row.ids is None else row.ids[best])
         log_probs = values.tolist()
-        confident = asks_for_confidence(budget)
+        confident = budget.asks_for_confidence
         ends = [confident and budget.stops_after(sure.exp(), math.exp(value)) for value in log_probs]
         return Continuations(best.tolist(), log_probs, ends, after)
 
@@ -171,7 +170,7 @@ class ParallelDrafter(Drafter):
         behind: dict[int, Any] = {}  # by node what the places of its children are asked with
 
         def after(node: int) -> Tensor | None:
-            path = drawn.path(node)
+            path = drawn.path_of[node]
             row, behind[node] = guess.row(path, behind[drawn.parents[node]] if node else None)
             return None if row.ends else guess.distribution(path, row)
 

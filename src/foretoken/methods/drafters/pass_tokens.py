@@ -29,7 +29,6 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
 from foretoken.methods.drafters.drawing import distribution_of, draw_without_replacement, ranked
-from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.methods.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
@@ -190,7 +189,7 @@ class PassTokensDrafter(Drafter):
         count = 0 if logits is None else min(len(logits), budget.max_depth, budget.max_nodes)
         if logits is None or count == 0:
             return [], []
-        sampler, confident = context.sampler, asks_for_confidence(budget)
+        sampler, confident = context.sampler, budget.asks_for_confidence
         likeliest = self.draw == "greedy"
         if (sampler.greedy or likeliest) and sampler.context_free and not confident:
             return argmaxes(logits[:count])[0], []

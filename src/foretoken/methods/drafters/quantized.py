@@ -13,10 +13,9 @@ from typing import Any
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
-from foretoken.methods.drafters.cascade import CascadeDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.narrowed import reduced_head
-from foretoken.methods.drafters.staged import StagedDrafter
+from foretoken.methods.drafters.staged import sped_up
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.variants.quantised_gain import expected_gain
@@ -105,17 +104,11 @@ class QuantizedDrafter(ModelDrafter):
             return cls(context.target, **options, head=reduced_head(vocab, context.target, context, quantised))
         if vocab:
             raise ValueError(f"quantized with inner={inner} drafts from the whole vocabulary: leave out vocab={vocab}")
-        for key in ("tree", "draw"):
-            if options.get(key):
-                raise ValueError(f"quantized with inner={inner} drafts chains: leave out {key}={options[key]}")
-        k = int(options.pop("k", 8))
-        target, guesser = context.target, context.nested(cls.name, inner)
-        model = OwnWeightsModel(target, scheme_of(**{"bits": "auto", "group": 32, **options}))
-        built = (
-            CascadeDrafter(model, guesser, context.inner_rule, k=k, target=target)
-            if width == 1
-            else StagedDrafter(model, guesser, context.inner_rule, k=k, width=width, target=target)
-        )
+
+        def model(bits: str = "auto", group: int = 32, **more: Any) -> LanguageModel:
+            return OwnWeightsModel(context.target, scheme_of(bits, group, **more))
+
+        built = sped_up(cls.name, context, inner, options, model, width)
         built.traits = replace(built.traits, runs_target=True)  # its chains grow on the target's own sequence
         return built
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
-from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.methods.drafters.vocabulary import (
     Vocabulary,
@@ -212,7 +211,7 @@ class RetokenizeDrafter(Drafter):
 
 def _stops(budget: Budget, logits: Tensor, token: int) -> bool:
     """Whether the draft ends behind a token that was drawn from logits [V']."""
-    if not asks_for_confidence(budget):
+    if not budget.asks_for_confidence:
         return False
     distribution = torch.softmax(logits.float(), -1)
     return budget.stops_after(distribution, float(distribution[token]))

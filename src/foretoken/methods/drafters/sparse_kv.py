@@ -7,11 +7,12 @@ TriForce, Sun et al. 2024 (https://arxiv.org/abs/2404.11912).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from foretoken.methods.drafters.base import BuildContext
-from foretoken.methods.drafters.cascade import CascadeDrafter
 from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.staged import sped_up
 from foretoken.models.base import LanguageModel
 from foretoken.models.variants.sparse import SparseModel
 
@@ -76,12 +77,4 @@ class SparseKvDrafter(ModelDrafter):
             raise ValueError("drafter 'sparse_kv' takes no path: it drafts with the target's own weights")
         if not inner:
             return cls(context.target, **options)
-        for key in ("tree", "draw"):
-            if options.get(key):
-                raise ValueError(f"sparse_kv with inner={inner} drafts chains: leave out {key}={options[key]}")
-        shape = {"k": options["k"]} if "k" in options else {}
-        sparse = SparseModel(
-            context.target, **{key: value for key, value in options.items() if key not in ("k", "tree", "draw")}
-        )
-        guesser = context.nested(cls.name, inner)
-        return CascadeDrafter(sparse, guesser, context.inner_rule, target=context.target, **shape)
+        return sped_up(cls.name, context, inner, options, partial(SparseModel, context.target))

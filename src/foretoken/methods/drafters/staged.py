@@ -4,17 +4,17 @@ model that writes it is itself sped up by a cheaper drafter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree
-from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.base import BuildContext, Drafter
 from foretoken.methods.drafters.cascade import CascadeDrafter, Chain, Rule
 from foretoken.methods.drafters.drawing import best, draw_without_replacement
-from foretoken.methods.drafters.growing import asks_for_confidence
 from foretoken.methods.trees.counts import Ranks, StaticTree
 from foretoken.methods.trees.shapes import Choice, fitting_nodes
 from foretoken.methods.trees.specs import places_of
@@ -181,7 +181,7 @@ class StagedDrafter(CascadeDrafter):
 
     def _stops_after(self, chain: Chain, depth: int, token: int) -> bool:
         """Whether the budget's stop suppresses what is below a sibling."""
-        return asks_for_confidence(chain.budget) and self._is_last(chain, *chain.places[depth], token)
+        return chain.budget.asks_for_confidence and self._is_last(chain, *chain.places[depth], token)
 
     def _finished(self, chain: Chain) -> TokenTree:
         nodes = chain.nodes if isinstance(chain, Spine) else []
@@ -195,6 +195,31 @@ class StagedDrafter(CascadeDrafter):
         q_rows = (-1, *(rows.setdefault(id(distribution), len(rows)) for distribution in drawn))
         each = {id(distribution): distribution for distribution in drawn}
         return TokenTree(tokens, parents, self.traits.kind, torch.stack(list(each.values())), q_rows)
+
+
+def sped_up(
+    name: str,
+    context: BuildContext,
+    inner: str,
+    options: dict[str, Any],
+    make: Callable[..., LanguageModel],
+    width: int = 1,
+) -> CascadeDrafter:
+    """The drafter ``name`` over the model that ``make`` makes of its options, sped up by the drafter ``inner``: a
+    cascade, or with ``width`` tokens per place a staged one.
+
+    Raises:
+        ValueError: an inner drafter that does not fit, or options for another tree.
+    """
+    for key in ("tree", "draw"):
+        if given := options.pop(key, ""):
+            raise ValueError(f"{name} with inner={inner} drafts chains: leave out {key}={given}")
+    k = options.pop("k", 8)
+    guesser, target = context.nested(name, inner), context.target
+    model = make(**options)
+    if width == 1:
+        return CascadeDrafter(model, guesser, context.inner_rule, k, target=target)
+    return StagedDrafter(model, guesser, context.inner_rule, k, width, target)
 
 
 def comb(k: int, width: int) -> list[Choice]:

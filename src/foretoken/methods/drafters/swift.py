@@ -152,7 +152,7 @@ class SwiftDrafter(OwnLayersDrafter):
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         """The best token is the next of the chain; the distribution is kept for siblings."""
-        prefix = () if tree.sampler.context_free else (*tree.context.tokens, *tree.path_of[parent])
+        prefix = tree.prefix(parent)
         if tree.sampler.noise is not None:
             raced = ranked(tree.sampler, logits[None], [tree.length(parent)], [prefix])[0]
             if not bool(raced.max() > -torch.inf):
@@ -166,12 +166,7 @@ class SwiftDrafter(OwnLayersDrafter):
             # A one-hot distribution names the best token, penalties included, but ranks no others.
             ranking = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
         token = int(distribution.argmax())
-        node = len(tree.tokens)
-        tree.tokens.append(token)
-        tree.parents.append(parent)
-        tree.distributions.append(ranking)
-        tree.path_of[node] = (*tree.path_of[parent], token)
-        tree.place_of[node] = (*tree.place_of[parent], 0)
+        (node,) = tree.add(parent, [token], ranking)
         confidence = float(ranking[token])
         if confidence >= self.threshold and not tree.budget.stops_after(ranking, confidence):
             tree.frontier.append(node)

@@ -1,0 +1,106 @@
+"""The table of request fields, and all that is made of it: requests, lines, commands, bodies, defaults of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from foretoken import options
+from foretoken.cli.jobs import read_jobs
+from foretoken.cli.options import Common, common_parameters
+from foretoken.core.sampling import FILTERS, NO_FILTERS, SamplingParams
+from foretoken.engine.request import Request
+from foretoken.loading.generation_defaults import NEUTRAL, RANGES
+from foretoken.options import FIELDS, Field, Range, make_request
+
+PLAIN = {name: field for name, field in FIELDS.items() if field.kind is not None}
+OTHER = {bool: True, int: 2, float: 0.5, str: "x"}
+
+
+def test_the_table_has_what_can_be_asked() -> None:
+    names = {"LogitsProcessor": Any, "OutputRule": Any, "Request": Any}
+    assert set(get_type_hints(options.Options, localns=names)) == set(FIELDS)
+    assert FILTERS == options.FILTERS
+    params = {field.name: field for field in dataclasses.fields(SamplingParams)}
+    assert {name for name, field in FIELDS.items() if field.sampling} == set(params) - {"logit_bias", "processors"}
+    for name, field in FIELDS.items():
+        if field.sampling:
+            assert params[name].default == field.default, name
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_value_goes_into_the_request_as_it_is(name: str) -> None:
+    field = PLAIN[name]
+    value = OTHER[field.kind] if field.kind is not None else None
+    made: Any = make_request([0], None, **{"temperature": 1.0, name: value})  # type: ignore[misc]
+    assert getattr(made.params if field.sampling else made, name) == value
+    owner = made.params if field.sampling else made
+    usual = getattr(SamplingParams() if field.sampling else Request([0]), name)
+    assert usual == field.default and getattr(owner, name) != usual
+
+
+def test_ranges() -> None:
+    assert 0 in Range(0, 1) and 1 in Range(0, 1) and 1.5 not in Range(0, 1) and -1 not in Range(0, 1)
+    assert 0 not in Range(0, 1, above=True) and 1 in Range(0, 1, above=True)
+    assert 1e300 in Range() and -1e300 in Range()
+
+
+def test_commands_have_the_fields_with_a_help() -> None:
+    made = {parameter.name: parameter for parameter in common_parameters()}
+    assert list(made)[-1] == "allow_lossy"
+    for name in options.COMMAND_LINE:
+        assert made[name].default == FIELDS[name].default
+        assert made[name].annotation.__metadata__[0].help == FIELDS[name].help
+    common = Common()
+    assert common.sampling == {name: FIELDS[name].default for name in options.COMMAND_LINE}
+    assert common.filters == NO_FILTERS and common.asked == {"max_new_tokens": 64, "seed": None}
+
+
+def test_a_line_has_the_fields_that_it_may_have(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.jsonl"
+    for name, field in FIELDS.items():
+        file.write_text(json.dumps({"prompt": "x", name: 1}) + "\n")
+        if field.in_lines:
+            assert read_jobs(file, {})[0].options == {name: 1}
+        else:
+            with pytest.raises(ValueError, match=f"unknown field '{name}'"):
+                read_jobs(file, {})
+
+
+def test_a_body_has_the_fields_that_are_served() -> None:
+    schemas = pytest.importorskip("foretoken.server.schemas", reason="the extra 'serve' is not installed")
+    for body in (schemas.CompletionRequest, schemas.ChatRequest):
+        for name, field in FIELDS.items():
+            if field.served is not None:
+                assert body.model_fields[name].default is None, name
+    for name, low, high in (
+        ("temperature", -0.1, 2.1),
+        ("top_p", 0, 1.1),
+        ("min_tokens", -1, 2**31),
+        ("top_k", -2, 0.5),
+    ):
+        for value in (low, high):
+            with pytest.raises(ValueError, match=name):
+                schemas.CompletionRequest(model="m", prompt="x", **{name: value})
+    with pytest.raises(LookupError, match="does not take stop"):
+        schemas.option("stop")
+
+
+def test_a_new_row_is_served_and_written_in_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the table has to know it."""
+    schemas = pytest.importorskip("foretoken.server.schemas", reason="the extra 'serve' is not installed")
+    table = {**FIELDS, "typical_p": Field(float, 1.0, sampling=True, served=Range(0, 1, above=True))}
+    monkeypatch.setattr(schemas, "FIELDS", table)
+    body = schemas.with_options(schemas.Body)
+    assert body(typical_p=0.5).typical_p == 0.5 and body().typical_p is None
+    with pytest.raises(ValueError, match="typical_p"):
+        body(typical_p=0)
+
+
+def test_what_a_model_may_say() -> None:
+    assert list(RANGES) == ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"]
+    assert NEUTRAL["temperature"] == 1.0 and NEUTRAL["top_k"] == 0 and NEUTRAL["top_p"] == 1.0
