@@ -8,24 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.models.linear.packing import BlockedProducts
+from foretoken.models.checks.fast_paths import Checks
+from foretoken.models.checks.judging import Run
+from foretoken.models.linear.packing import BlockedProducts, pack_linears, unpack_linears
 from foretoken.models.linear.product import has_quantised
+from foretoken.models.linear.quantised_linear import multiply_dequantised
 from foretoken.models.network.alone import switched_attention
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import embedding_rows
 from foretoken.models.network.layers import running
 from foretoken.models.network.placement import decoding
 from foretoken.models.network.taps import recording
-
-if TYPE_CHECKING:
-    from foretoken.models.forward.network import Network
-
-from typing import TYPE_CHECKING
-
-from foretoken.models.checks.fast_paths import Checks
-from foretoken.models.checks.judging import Run
-from foretoken.models.linear.packing import pack_linears, unpack_linears
-from foretoken.models.linear.quantised_linear import multiply_dequantised
 
 if TYPE_CHECKING:
     from foretoken.models.forward.network import Network

@@ -47,7 +47,7 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
 
 
 def _is_linear(name: str, module: Any) -> bool:
-    """Plain, laid out for the machine, or quantised by us; what chooses experts reorders rows."""
+    """Plain, laid out for the machine, or quantised by us; experts, and what chooses them, reorder rows."""
     is_one = isinstance(module, nn.Linear | PackedLinear | QuantisedLayer)
     return is_one and "expert" not in name and name.rpartition(".")[2] not in ("gate", "router")
 
