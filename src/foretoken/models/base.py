@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.models.capabilities import Capabilities as Capabilities
-from foretoken.models.capabilities import CapabilityError as CapabilityError
+from foretoken.models.refusals import Capabilities as Capabilities
+from foretoken.models.refusals import CapabilityError as CapabilityError
 from foretoken.models.refusals import Refusal as Refusal
 
 if TYPE_CHECKING:
