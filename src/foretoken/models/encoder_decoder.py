@@ -177,17 +177,17 @@ class EncoderDecoderModel(TreeRunner):
         if own.given == UNKNOWN:
             own.given = len(tokens)
         count = max(0, min(len(tokens), own.given - len(own.tokens)))
-        found: dict[str, list[Tensor]] = {name: [] for name in taps}
+        states: dict[str, list[Tensor]] = {name: [] for name in taps}
         own.tokens.extend(tokens[:count])
         if count and len(own.tokens) == own.given:
             own.encoded = self.forwards.encode(own.tokens)
             self._most_given = max(self._most_given, self._given_bytes())
-            for parts in found.values():
+            for parts in states.values():
                 parts.append(own.encoded.states)
         if len(tokens) > count:
             for name, rows in super().prefill(sequence, tokens[count:], taps).items():
-                found[name].append(rows)
-        return {name: torch.cat(parts) for name, parts in found.items() if parts}
+                states[name].append(rows)
+        return {name: torch.cat(parts) for name, parts in states.items() if parts}
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()

@@ -80,8 +80,8 @@ class DecoderForward:
     @property
     def run_dtype(self) -> torch.dtype:
         """Of hidden states, keys and values."""
-        found: torch.dtype = self.dtype
-        return found
+        dtype: torch.dtype = self.dtype
+        return dtype
 
     def check(self, plan: LayerPlan) -> None:
         """Refuse a part of the layers.
@@ -110,7 +110,7 @@ class DecoderForward:
 
     def _run(self, call: NetworkCall) -> Outputs:
         ids, (width, first) = call.ids, (call.ids.shape[1], call.first)
-        low = call.cache.planned.low
+        low = call.cache.low
         other = self._side_by_side([text.encoded for text in call.cache.texts[low : low + len(ids)]])
         with switched_attention(self), recording(self.model, call.taps) as hidden:
             decoding(self.model)
@@ -164,17 +164,17 @@ def _answer_start(model: Any) -> tuple[int, ...]:
     Raises:
         CapabilityError: neither configuration names one.
     """
-    found: dict[str, int] = {}
+    starts: dict[str, int] = {}
     for config in (model.config, getattr(model, "generation_config", None)):  # the latter has the last word
         for name in ("decoder_start_token_id", "forced_bos_token_id"):
             value = getattr(config, name, None)
             if isinstance(value, int):
-                found[name] = value
-    if "decoder_start_token_id" not in found:
+                starts[name] = value
+    if "decoder_start_token_id" not in starts:
         raise CapabilityError(
             f"{model.config.model_type}: config.json names no decoder_start_token_id, which an answer begins with"
         )
-    return tuple(found.values())
+    return tuple(starts.values())
 
 
 def _biased_layer(model: Any) -> Any:
@@ -183,10 +183,10 @@ def _biased_layer(model: Any) -> Any:
     Raises:
         CapabilityError: the decoder has its positions otherwise.
     """
-    found = [module for module in model.get_decoder().modules() if hasattr(module, "relative_attention_bias")]
-    if len(found) != 1 or not hasattr(found[0], "compute_bias"):
+    biased = [module for module in model.get_decoder().modules() if hasattr(module, "relative_attention_bias")]
+    if len(biased) != 1 or not hasattr(biased[0], "compute_bias"):
         raise CapabilityError(
             f"{model.config.model_type} is an encoder and a decoder whose positions are no bias by distance that all "
             "layers share: of these only T5 and its kin are run"
         )
-    return found[0]
+    return biased[0]

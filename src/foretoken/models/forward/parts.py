@@ -213,14 +213,14 @@ class TargetParts:
         if not taps:
             return {}
         start = len(self.answer_start)
-        with torch.set_grad_enabled(grad), recording(self.network, taps) as found:
+        with torch.set_grad_enabled(grad), recording(self.network, taps) as states:
             if start:
                 given = tokens[:, : max(1, tokens.shape[1] // 2)]
                 begun = torch.cat([tokens.new_tensor(self.answer_start).expand(len(tokens), -1), tokens], 1)
                 self.network(input_ids=given, decoder_input_ids=begun, use_cache=False)
             else:
                 self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        return {name: states[:, start:] for name, states in found.items()}
+        return {name: state[:, start:] for name, state in states.items()}
 
     @property
     def final_norm(self) -> torch.nn.Module:
