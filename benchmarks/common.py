@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foretoken.lab.interleave import interleave
-from foretoken.lab.timing import Stopwatch
+from foretoken.lab.timing import Stopwatch, interleave
 
 
 @dataclass

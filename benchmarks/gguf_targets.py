@@ -32,7 +32,6 @@ from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 import foretoken as ft
 from foretoken.lab.bench.arms import Shared
 from foretoken.lab.bench.gguf_export import KINDS, quantize_gguf, write_gguf
-from foretoken.lab.bench.inflate import load_inflated
 from foretoken.lab.bench.run import BenchSettings, run_bench
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.llm import Llm
@@ -72,7 +71,7 @@ def files(folder: Path, size: str, kinds: Sequence[str]) -> tuple[dict[str, Path
     base = folder / f"{size}-BF16.gguf"
     if not base.exists():
         print("inflating", file=sys.stderr)
-        write_gguf(_network(load_inflated("builtin", size, "bfloat16")), base, tokenizer)
+        write_gguf(_network(load_model("builtin", inflate=size, dtype="bfloat16")), base, tokenizer)
     found = {}
     for kind in kinds:
         found[kind] = folder / f"{size}-{kind}.gguf"

@@ -25,13 +25,12 @@ from prompts import CODE, PROSE
 
 import foretoken as ft
 from foretoken.lab.bench.arms import Arm, Shared, Unit
-from foretoken.lab.bench.inflate import inflation, load_inflated
 from foretoken.lab.bench.results import UnitResult, acceptance_length, rate
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.transformers_arms import TransformersArm
-from foretoken.lab.interleave import median_run, runs_of
-from foretoken.lab.timing import Stopwatch
-from foretoken.loading import load_tokenizer, parse_device
+from foretoken.lab.timing import Stopwatch, median_run, runs_of
+from foretoken.lab.workload import inflation
+from foretoken.loading import load_model, load_tokenizer, parse_device
 from foretoken.models.forward.capture import Eager
 from foretoken.models.forward.graphed import with_graphs
 
@@ -55,7 +54,7 @@ def arms_of(size: str, options: argparse.Namespace, device: torch.device) -> tup
     Raises:
         ValueError: graphs cannot be had here.
     """
-    eager: Any = load_inflated("builtin", size, options.dtype, device=device)
+    eager: Any = load_model("builtin", inflate=size, dtype=options.dtype, device=device)
     graphed = eager.sibling()  # the same weights
     with_graphs(graphed, True, None if device.type == "cuda" else Eager())
     same: dict[str, Any] = {"tokenizer": load_tokenizer("builtin"), "controller": "constant", "device": device}

@@ -22,11 +22,11 @@ from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
 from foretoken.lab.bench.arms import Shared, Unit
-from foretoken.lab.bench.inflate import load_inflated, target_name
 from foretoken.lab.bench.run import BenchSettings, run_bench
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.specs import PLAIN, is_foreign
 from foretoken.lab.prompts import BenchPrompt
+from foretoken.lab.workload import target_name
 from foretoken.loading import load_model, load_tokenizer
 
 DRAFTERS = (
@@ -128,7 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     engines = usable(options.engines)
     print("loading", file=sys.stderr)
-    target = load_inflated("builtin", options.size, options.dtype)
+    target = load_model("builtin", inflate=options.size, dtype=options.dtype)
     print(target_name(target, "builtin"))
     print(environment(), f"foretoken {ft.__version__}", f"{options.new_tokens} new tokens", options.dtype, sep=", ")
     texts = {"code": (*CODE, *MORE_CODE), "prose": (*PROSE, *MORE_PROSE)}

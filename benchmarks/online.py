@@ -29,11 +29,11 @@ import torch
 from common import environment
 
 from foretoken.core.io.documents import iter_documents
+from foretoken.core.io.files import checksum
 from foretoken.llm import Llm, assemble
 from foretoken.loading import BUILTIN, build_draft_model, load_model, load_tokenizer, resolve
 from foretoken.methods.drafters.online import OnlineDrafter
 from foretoken.models.base import LanguageModel
-from foretoken.training.corpus import is_held_out
 from foretoken.training.lm import next_token_loss
 
 HELD = 0.01
@@ -109,7 +109,7 @@ def prose_draft(folder: Path, prose: Path, tokenizer: Any, steps: int, lr: float
 def pieces(data: Path, tokenizer: Any, length: int, count: int) -> list[list[int]]:
     """Prompts of ``length`` tokens from held-out documents (from all, when none is), in random order."""
     documents = list(iter_documents([data]))
-    chosen = [text for text in documents if is_held_out(text, HELD)] or documents
+    chosen = [text for text in documents if int(checksum(text), 16) < HELD * 2**64] or documents
     found = []
     for text in chosen:
         ids = tokenizer(text)["input_ids"]

@@ -28,9 +28,9 @@ import httpx
 from transformers import AutoModelForCausalLM
 
 from foretoken.lab.bench.gguf_export import write_gguf
-from foretoken.lab.bench.inflate import inflate
 from foretoken.loading import load_tokenizer
 from foretoken.loading.checkpoints import ZOO
+from foretoken.models.variants.inflation import inflate
 
 WAIT_S = 240.0
 

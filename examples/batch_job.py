@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import foretoken as ft
-from foretoken.cli.jobs import append, finished_ids, output_file, read_jobs, run_jobs
+from foretoken.cli.batch import append, finished_ids, output_file, read_jobs, run_jobs
 
 
 class Killed(Exception):

@@ -23,7 +23,7 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.noise import unseeded_from
 from foretoken.core.sampling import Sampler
 from foretoken.hub import SpeculativeOutput
-from foretoken.lab.parity.statistics import chi_square, upper_tail
+from foretoken.lab.parity.distribution import chi_square, upper_tail
 from foretoken.loading.hub_params import params_of
 from foretoken.methods.drafters.jacobi import JacobiDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter

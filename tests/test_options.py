@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from foretoken.cli.jobs import read_jobs
 
 from foretoken import options
-from foretoken.cli.jobs import read_jobs
 from foretoken.cli.options import Common, common_parameters
 from foretoken.core.sampling import FILTERS, NO_FILTERS, SamplingParams
 from foretoken.engine.request import Request

@@ -16,7 +16,7 @@ import pytest
 
 import foretoken as ft
 import foretoken.cli.batch as batch_module
-from foretoken.cli.jobs import finished_ids, output_file, read_jobs
+from foretoken.cli.batch import finished_ids, output_file, read_jobs
 
 PROMPTS = [f"for item in {word}" for word in ("range(3):", "list:", "self.items:", "x", "names", "(1, 2)")]
 

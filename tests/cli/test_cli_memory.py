@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from foretoken.cli.memory import keep_freed_memory
+from foretoken.cli.train_options import keep_freed_memory
 
 # glibc adapts by itself up to 32 MB, so the blocks are larger.
 PROGRAM = """
 import resource, sys
 import torch
-from foretoken.cli.memory import keep_freed_memory
+from foretoken.cli.train_options import keep_freed_memory
 kept = keep_freed_memory() if sys.argv[1] == "on" else None
 torch.set_num_threads(1)
 def work():

@@ -15,8 +15,8 @@ from scipy.stats import chisquare
 
 from foretoken.core import Rng, TokenTree
 from foretoken.lab.parity.difference import Difference, first_difference, next_logits, tie_tolerance
+from foretoken.lab.parity.distribution import chi_square, uniform_place, uniformity, upper_tail
 from foretoken.lab.parity.run import Settings, run_parity
-from foretoken.lab.parity.statistics import chi_square, uniform_place, uniformity, upper_tail
 from foretoken.lab.prompts import read_prompts
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.other.table import TableModel

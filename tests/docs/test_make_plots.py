@@ -8,8 +8,7 @@ import make_plots
 import pytest
 from pages import DOCS
 
-from foretoken.lab.plan.speedup import expected_tokens
-from foretoken.lab.plan.trees import tree_expected_tokens
+from foretoken.lab.plan.speedup import expected_tokens, tree_expected_tokens
 
 each_plot = pytest.mark.parametrize("name", list(make_plots.PLOTS))
 

@@ -12,7 +12,7 @@ from tiny_tokenizer import chat_tokenizer, ids_of, tokenizer
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from foretoken.cli.jobs import read_jobs, run_jobs
+from foretoken.cli.batch import read_jobs, run_jobs
 from foretoken.engine.background import AsyncLlm
 from foretoken.llm import Llm
 from foretoken.methods.controllers.constant import ConstantController

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.lab.interleave import interleave, median_run, runs_of
+from foretoken.lab.timing import interleave, median_run, runs_of
 
 
 def test_another_arm_begins_every_turn() -> None:

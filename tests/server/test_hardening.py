@@ -19,11 +19,10 @@ from running_server import Running, make_llm, served
 from test_limits import error_of, raw
 
 from foretoken.server import workers
-from foretoken.server.bodies import checked, deeper_than
 from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError
-from foretoken.server.hosts import Hosts
 from foretoken.server.lengths import Lengths
+from foretoken.server.limits import Hosts, checked, deeper_than
 from foretoken.server.workers import FairQueue
 
 JSON = {"Content-Type": "application/json"}

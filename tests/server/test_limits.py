@@ -14,7 +14,7 @@ import httpx
 import pytest
 from running_server import Running, served
 
-from foretoken.server.bodies import deeper_than
+from foretoken.server.limits import deeper_than
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:

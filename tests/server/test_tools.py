@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from tool_server import CALL, SCHEMA, make_with_template, script
 
 import foretoken as ft
-from foretoken.server import tool_choice, turn
+from foretoken.server import call_formats, turn
 from foretoken.server.call_formats import HERMES, LLAMA, MISTRAL, forced, format_of, special_of
 from foretoken.server.call_reader import CallReader
 from foretoken.server.schemas import Tool
@@ -134,7 +134,7 @@ def test_forced_calls_are_valid(
     temperature: float,
 ) -> None:
     """Whatever the model would rather say: one that was not trained for it."""
-    monkeypatch.setattr(tool_choice, "MOST_CALLS", 3)
+    monkeypatch.setattr(call_formats, "MOST_CALLS", 3)
     body = {"tools": offered, "tool_choice": "required", "temperature": temperature, "seed": 1}
     body |= {} if most is None else {"parallel_tool_calls": False}
     choice = choice_of(ask(tools, question, **body))

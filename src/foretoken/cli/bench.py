@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.bench_serve import serve_command
+from foretoken.cli.bench_serve import FORMATS, numbers, serve_command
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
-from foretoken.cli.output import json_only, progress_bar, screen
+from foretoken.cli.output import json_only, progress_bar, screen, table
 from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm
 from foretoken.registry import find, parse_spec
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from foretoken.lab.bench.summary import BenchResult
     from foretoken.lab.report.cards.written import Origin
 
-_FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
-Number = TypeVar("Number", int, float)
 
 app = typer.Typer(
     cls=ModelGroup,
@@ -51,7 +49,7 @@ def bench_command(
         list[Path] | None,
         typer.Option(help="File or folder of prompts, may be given several times; built-in prompts by default."),
     ] = None,
-    format: Annotated[str, typer.Option(help=f"Format of the prompts: {_FORMATS}.")] = "auto",
+    format: Annotated[str, typer.Option(help=f"Format of the prompts: {FORMATS}.")] = "auto",
     category: Annotated[
         list[str] | None, typer.Option(help="Only these categories; may be given several times.")
     ] = None,
@@ -94,7 +92,8 @@ def bench_command(
     if context.invoked_subcommand is not None:
         return
     arms = _checked(common, drafter or ["auto"])
-    temperatures, batches = _numbers("temperature", temperature, float, 0.0), _numbers("batch", batch, int, 1)
+    temperatures = tuple(numbers("temperature", temperature, float)) or (0.0,)
+    batches = tuple(numbers("batch", batch, int)) or (1,)
     if resume and out is None:
         raise ValueError("--resume goes on with OUT.partial: give --out too")
     cards = _cards(card or ())
@@ -130,22 +129,6 @@ def _checked(common: Common, arms: Sequence[str]) -> list[str]:
     for arm in arms:
         check_arm(arm)
     return list(arms)
-
-
-def _numbers(
-    name: str, given: Sequence[str] | None, kind: Callable[[str], Number], default: Number
-) -> tuple[Number, ...]:
-    """Numbers that were joined by commas or given one by one.
-
-    Raises:
-        ValueError: something else.
-    """
-    parts = [part.strip() for text in given or () for part in text.split(",")]
-    try:
-        return tuple(kind(part) for part in parts) or (default,)
-    except ValueError:
-        word = "numbers" if kind is float else "whole numbers"
-        raise ValueError(f"--{name} takes {word} joined by commas, not {','.join(parts)!r}") from None
 
 
 def _run(
@@ -225,24 +208,20 @@ def _print(console: Console, result: BenchResult, out: Path | None) -> None:
 
 def _print_setting(console: Console, cells: Sequence[Mapping[str, Any]], prefill: Mapping[str, str]) -> None:
     """Speed-ups by category (rows) and arm (columns), and what explains them below."""
-    from rich import box
-    from rich.table import Table
-
     arms = list(dict.fromkeys(c["arm"] for c in cells))
     title = f"speed-up, T={cells[0]['temperature']:g}, batch {cells[0]['batch']}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("category", overflow="fold")
+    shown = table(title, ["category"])
     for arm in arms:
-        table.add_column(arm, justify="right", overflow="fold")
+        shown.add_column(arm, justify="right", overflow="fold")
     for category in dict.fromkeys(c["category"] for c in cells):
         here = {c["arm"]: c for c in cells if c["category"] == category}
-        table.add_row(category, *(_speed(here[arm]) for arm in arms))
+        shown.add_row(category, *(_speed(here[arm]) for arm in arms))
     overall = {c["arm"]: c for c in cells if c["category"] == "overall"}
-    table.add_section()
+    shown.add_section()
     for label, show in _DETAILS.items():
-        table.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
-    table.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
-    console.print(table)
+        shown.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
+    shown.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
+    console.print(shown)
 
 
 def _speed(cell: Mapping[str, Any]) -> str:
@@ -313,11 +292,14 @@ def _origin(common: Common, arms: Sequence[str], inflate: str | None) -> Origin:
 
 def _write_card(result: BenchResult, kind: str, file: Path, about: Origin | None) -> None:
     from foretoken.core.io.files import write_text
-    from foretoken.lab.bench.card import card
     from foretoken.lab.report.cards.card import to_json
-    from foretoken.lab.report.cards.written import card_of
+    from foretoken.lab.report.cards.written import card_of, markdown_card
 
-    text = card(result.cells, result.summary) if about is None or kind == ".md" else to_json(card_of(result, about))
+    text = (
+        markdown_card(result.cells, result.summary)
+        if about is None or kind == ".md"
+        else to_json(card_of(result, about))
+    )
     try:
         write_text(file, text)
     except OSError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from foretoken.cli.output import json_only, progress_bar, screen
+from foretoken.cli.output import json_only, progress_bar, screen, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foretoken.lab.bench.load.settings import Level
 
 Number = TypeVar("Number", int, float)
-_FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
+FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
 
 
 def serve_command(
@@ -48,7 +48,7 @@ def serve_command(
         list[Path] | None,
         typer.Option(help="File or folder of prompts, may be given several times; built-in prompts by default."),
     ] = None,
-    format: Annotated[str, typer.Option(help=f"Format of the prompts: {_FORMATS}.")] = "auto",
+    format: Annotated[str, typer.Option(help=f"Format of the prompts: {FORMATS}.")] = "auto",
     category: Annotated[
         list[str] | None, typer.Option(help="Only these categories; may be given several times.")
     ] = None,
@@ -112,14 +112,19 @@ def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst
         raise ValueError("--burst says how many requests of a --rate arrive together: give --rate too")
     if not concurrency and not rate:
         concurrency = ["1,8"]
-    found = [Level("concurrency", value) for value in _numbers("concurrency", concurrency, int)]
-    return [*found, *(Level("rate", value, burst) for value in _numbers("rate", rate, float))]
+    found = [Level("concurrency", value) for value in dict.fromkeys(numbers("concurrency", concurrency, int))]
+    return [*found, *(Level("rate", value, burst) for value in dict.fromkeys(numbers("rate", rate, float)))]
 
 
-def _numbers(name: str, given: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
+def numbers(name: str, given: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
+    """Numbers that were joined by commas or given one by one.
+
+    Raises:
+        ValueError: something else.
+    """
     parts = [part.strip() for text in given or () for part in text.split(",")]
     try:
-        return list(dict.fromkeys(kind(part) for part in parts))
+        return [kind(part) for part in parts]
     except ValueError:
         word = "numbers" if kind is float else "whole numbers"
         raise ValueError(f"--{name} takes {word} joined by commas, not {','.join(parts)!r}") from None
@@ -193,23 +198,19 @@ def show(console: Console, result: LoadResult, out: Path | None) -> None:
 
 
 def _table(result: LoadResult) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 0))
-    for name in ("load", "arm"):
-        table.add_column(name, overflow="fold")
-    heads = ["req/s", "tok/s", "TTFT", "TPOT", "latency", "tok/rd"]
     ratios = any(cell["ratios"] for cell in result.cells)
-    for name in [*heads, *(["tok/s x", "TPOT x"] if ratios else [])]:
-        table.add_column(name, justify="right")
+    heads = ["req/s", "tok/s", "TTFT", "TPOT", "latency", "tok/rd", *(["tok/s x", "TPOT x"] if ratios else [])]
+    shown = table(None, ["load", "arm"])
+    shown.padding = (0, 0, 0, 0)
+    for name in heads:
+        shown.add_column(name, justify="right")
     for cell in result.cells:
-        table.add_row(*_row(cell, ratios))
-    table.caption = (
+        shown.add_row(*_row(cell, ratios))
+    shown.caption = (
         "c: concurrency. TTFT, TPOT (time per output token), latency: ms, median|99th percentile. x: over the first"
     )
-    table.caption_justify = "left"
-    return table
+    shown.caption_justify = "left"
+    return shown
 
 
 def _row(cell: Mapping[str, Any], ratios: bool) -> list[str]:

@@ -71,7 +71,7 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
 
 
 def _about(source: str, target: Any) -> dict[str, Any]:
-    from foretoken.lab.bench.inflate import target_name
+    from foretoken.lab.workload import target_name
     from foretoken.models.huggingface import HuggingFaceModel
     from foretoken.models.linear.packing import num_parameters
 

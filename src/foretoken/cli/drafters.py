@@ -11,7 +11,7 @@ import typer
 
 from foretoken.cli.model_argument import HELP
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, progress_bar, screen
+from foretoken.cli.output import json_only, print_json, progress_bar, screen, table
 from foretoken.options import COMMAND_LINE
 
 if TYPE_CHECKING:
@@ -96,12 +96,9 @@ def _print(listing: _Listing) -> None:
 
 
 def _table(title: str, fits: Sequence[Fit]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("--drafter", overflow="fold", max_width=36, style="bold cyan" if fits[0].works else "bold")
-    table.add_column("why", overflow="fold")
+    shown = table(title)
+    shown.add_column("--drafter", overflow="fold", max_width=36, style="bold cyan" if fits[0].works else "bold")
+    shown.add_column("why", overflow="fold")
     for fit in fits:
-        table.add_row(fit.spec, fit.why)
-    return table
+        shown.add_row(fit.spec, fit.why)
+    return shown

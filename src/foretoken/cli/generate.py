@@ -146,7 +146,7 @@ def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _inflated(llm: Llm) -> dict[str, Any]:
     """A note for JSON about an inflated target; nothing about another one."""
-    from foretoken.lab.bench.inflate import inflation
+    from foretoken.lab.workload import inflation
 
     found = inflation(llm.target)
     return {} if found is None else {"inflation": found}

@@ -30,7 +30,6 @@ from foretoken.cli import (
     train,
     tune,
     tune_all,
-    tune_tree,
 )
 from foretoken.cli.model_argument import WordsCommand
 
@@ -72,7 +71,6 @@ app.command("plan")(plan.plan_command)
 app.command("doctor")(doctor.doctor_command)
 app.add_typer(train.app, name="train")
 tune.app.callback(invoke_without_command=True)(tune_all.tune_command)
-tune.app.command("tree")(tune_tree.tree_command)
 app.add_typer(tune.app, name="tune")
 app.add_typer(datastore.app, name="datastore")
 app.command("export", cls=WordsCommand)(export.export_command)

@@ -16,8 +16,6 @@ from foretoken.cli.output import json_only, print_json, screen
 if TYPE_CHECKING:
     from foretoken.core.io.fetching import Progress
 
-LICENCE = "Apache-2.0"
-"""Of what comes with the package."""
 TITLES = {"builtin": "16M parameters, code and prose", "builtin:early_exit": "the same, trained for early exits"}
 TITLES |= {"builtin:hybrid": "with recurrent layers and a head of its own"}
 
@@ -75,7 +73,8 @@ def catalogue() -> list[dict[str, Any]]:
     from foretoken.core.io.named_models import MODELS
 
     ours = [
-        _row(name, TITLES[name], LICENCE, sum(file.stat().st_size for file in folder.iterdir()), 0, folder, True)
+        # Of what comes with the package
+        _row(name, TITLES[name], "Apache-2.0", sum(file.stat().st_size for file in folder.iterdir()), 0, folder, True)
         for name, folder in built_in_models().items()
     ]
     return ours + [

@@ -214,7 +214,7 @@ class Common:
     def _tell_inflated(self, target: LanguageModel) -> None:
         """Whatever is printed below is about an inflated target: say so first."""
         if self.inflate is not None:
-            from foretoken.lab.bench.inflate import target_name
+            from foretoken.lab.workload import target_name
 
             print(f"target: {target_name(target, self.target)}", file=sys.stderr)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from foretoken.core.io.finite import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def screen(stderr: bool = False) -> Console:
@@ -20,6 +21,19 @@ def screen(stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def table(title: str | None = None, words: Sequence[str] = (), numbers: Sequence[str] = ()) -> Table:
+    """A table with a line below its head; columns of words break their lines, those of numbers end at the right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in words:
+        made.add_column(name, overflow="fold")
+    for name in numbers:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
 
 
 def check_out(out: Path) -> None:

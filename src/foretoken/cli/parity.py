@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.options import Common, Json, check_drafter, common_parameters, with_common
-from foretoken.cli.output import json_only, print_json
-from foretoken.cli.parity_certificate import before_certifying, verify_certificate, write_certificate
-from foretoken.cli.parity_report import print_report, run_on
+from foretoken.cli.output import json_only, print_json, progress_bar, screen, table
+from foretoken.core.outside import refuse_code
 
 if TYPE_CHECKING:
-    from foretoken.lab.parity.report import Report
-    from foretoken.lab.parity.run import Settings
+    from rich.console import Console
+
+    from foretoken.lab.parity.report import Check, Report, Settings
+    from foretoken.lab.parity.verification import Verification
+    from foretoken.lab.prompts import BenchPrompt
     from foretoken.models.base import LanguageModel
+    from foretoken.options import Prompt
 
 _DIFFERENCE, _INTERRUPTED = 1, 130
+"""Exit codes."""
 _TOKENS, _SAMPLES, _FALSE_ALARM = 32, 128, 1e-3
 """Defaults of the run."""
+OPTIONS = ("dtype", "device", "inflate", "quantize")
+"""How a target is loaded, as far as a certificate repeats it."""
 
 
 @with_common(omit=("drafter",), max_new_tokens=_TOKENS)
@@ -74,7 +82,11 @@ def parity_command(
     settings = _settings(common, mode, samples, false_alarm, repetition_penalty)
     checksums = {} if certificate is None else before_certifying(certificate, common)
     with json_only(as_json):
-        report, stopped, target = _run(common, drafter, prompts, settings)
+        from foretoken.lab.prompts import read_prompts
+
+        texts = read_prompts(prompts)
+        target = common.load_target()
+        report, stopped = run_on(target, common.target, drafter, texts, settings)
     if as_json:
         print_json(report.public())
     else:
@@ -105,8 +117,7 @@ def _refuse_beside_verify(common: Common, own: dict[str, Any]) -> None:
 def _settings(
     common: Common, modes: list[str] | None, samples: int, false_alarm: float, repetition_penalty: float
 ) -> Settings:
-    from foretoken.lab.parity.report import MODES
-    from foretoken.lab.parity.run import Settings
+    from foretoken.lab.parity.report import MODES, Settings
 
     return Settings(
         target_source=common.target,
@@ -128,13 +139,174 @@ def _settings(
     )
 
 
-def _run(
-    common: Common, drafters: list[str] | None, prompts: Path | None, settings: Settings
-) -> tuple[Report, bool, LanguageModel]:
-    """The report, whether Ctrl-C cut it short, and the target."""
-    from foretoken.lab.prompts import read_prompts
+# -- the report ------------------------------------------------------------------------------------------------------
 
-    texts = read_prompts(prompts)
-    target = common.load_target()
-    report, stopped = run_on(target, common.target, drafters, texts, settings)
-    return report, stopped, target
+
+def run_on(
+    target: LanguageModel,
+    source: str,
+    drafters: list[str] | None,
+    prompts: Sequence[Prompt | BenchPrompt],
+    settings: Settings,
+) -> tuple[Report, bool]:
+    """The report on a target that is loaded, and whether Ctrl-C cut it short."""
+    from foretoken.lab.parity.report import Report
+    from foretoken.lab.parity.run import run_parity
+    from foretoken.loading import load_tokenizer
+
+    report = Report()
+    try:
+        with progress_bar() as on_progress:
+            run_parity(target, load_tokenizer(source), drafters, prompts, settings, on_progress, report)
+    except KeyboardInterrupt:
+        if not report.checks:
+            raise
+        return report, True
+    return report, False
+
+
+def print_report(report: Report, settings: Settings) -> None:
+    console = screen()
+    shown = table("parity")
+    shown.add_column("drafter", overflow="fold", min_width=12)
+    shown.add_column("verifier", no_wrap=True)
+    shown.add_column("check", no_wrap=True)
+    for name in ("outputs", "drafted", "identical", "ties", "differ", "p-value", "sees"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for check in report.checks:
+        shown.add_row(*_cells(check), style="red" if check.differences else "")
+    # In less room Rich leaves the drafters' names out; a narrow terminal may break the lines instead.
+    widest = 110
+    shown.width = min(widest, console.measure(shown, options=console.options.update(width=widest)).maximum)
+    console.print(shown, crop=False)
+    for skipped in report.skipped:
+        console.print(f"skipped {skipped}", style="dim", soft_wrap=True)
+    for check in report.checks:
+        for note in check.notes:
+            console.print(f"{check.drafter}, {check.mode}: {note}", soft_wrap=True)
+    _print_power(console, report, settings)
+    _print_verdict(console, report)
+
+
+def _print_power(console: Console, report: Report, settings: Settings) -> None:
+    """What the tests of the distribution would have found."""
+    sees = [check.sees for check in report.checks if check.sees is not None]
+    if not sees:
+        return
+    span = f"{min(sees):.2f}" if f"{min(sees):.2f}" == f"{max(sees):.2f}" else f"{min(sees):.2f} to {max(sees):.2f}"
+    console.print(
+        f"distribution tests: {settings.samples} outputs each; one that is right fails with a chance of "
+        f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one that is off by a "
+        f"total variation of {span} or more is found with a chance of 0.9",
+        soft_wrap=True,
+    )
+
+
+def _print_verdict(console: Console, report: Report) -> None:
+    from foretoken.lab.parity.report import verdict
+
+    colours = {"good": "bold green", "bad": "bold red", "even": ""}
+    for remark in verdict(report):
+        console.print(remark.text, style=colours[remark.tone], soft_wrap=True)
+
+
+def _cells(check: Check) -> list[str]:
+    sampled = check.mode == "sampled"
+    counts = ["", ""] if sampled else [str(check.identical), str(check.ties)]
+    p_value = "" if check.p_value is None else f"{check.p_value:.3g}"
+    sees = "" if check.sees is None else f"{check.sees:.2f}"
+    numbers = [str(check.prompts), str(check.drafted), *counts, str(check.differences), p_value, sees]
+    return [check.drafter, check.verifier, check.mode, *numbers]
+
+
+# -- certificates ----------------------------------------------------------------------------------------------------
+
+
+def before_certifying(file: Path, common: Common) -> dict[str, str]:
+    """Checksums of the target's files; what would keep the certificate from being written is found first.
+
+    Raises:
+        ValueError: there is no folder for the file, a profile, or the model's files are not on this machine.
+    """
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ValueError(
+            f"--certificate cannot be written to {file}: give the name of a file in a folder that is there"
+        )
+    if common.profile is not None:
+        raise ValueError("a certificate names no profile: give --drafter, --verifier and --controller instead")
+    from foretoken.lab.parity.weights import model_checksums
+
+    return model_checksums(common.target)
+
+
+def write_certificate(
+    file: Path,
+    report: Report,
+    settings: Settings,
+    target: LanguageModel,
+    common: Common,
+    checksums: dict[str, str],
+) -> None:
+    """Write the certificate of a run that came to its end; of another one nothing is written, and that is said."""
+    console = screen(stderr=True)
+    if not report.complete:
+        console.print(f"{file} was not written: the run was broken off", soft_wrap=True)
+        return
+    from foretoken.core.io.files import write_text
+    from foretoken.lab.parity.certificate import certify, to_json
+
+    options = {name: getattr(common, name) for name in OPTIONS}
+    write_text(file, to_json(certify(report, settings, target, options, checksums)))
+    console.print(f"wrote {file}; another machine repeats it with: foretoken parity --verify {file}", soft_wrap=True)
+
+
+def verify_certificate(
+    file: Path, common: Common, model: str | None, drafters: list[str] | None, as_json: bool
+) -> None:
+    """Run a certificate's checks again and say what is equal; exit code 1 where a promise does not hold.
+
+    Args:
+        file: the certificate.
+        common: its target is used where another one than the default was named.
+        model: the target here; by default where the certificate found it.
+        drafters: where they are here, in the certificate's order; by default as the certificate says.
+        as_json: print one JSON object.
+
+    Raises:
+        ValueError: no whole certificate, or it is about another model or drafter.
+    """
+    from foretoken.lab.parity.certificate import check_weights, read_certificate
+    from foretoken.lab.parity.verification import compare
+
+    certificate = read_certificate(file)
+    named = common.target if common.target != Common.target else certificate.model["source"]
+    source, specs = model or named, drafters or certificate.specs
+    for spec in certificate.specs if not drafters else ():
+        refuse_code(spec, f"the certificate {file}")
+    check_weights(certificate, file, source, specs)
+    options: dict[str, Any] = {**certificate.model["options"], "target": source}
+    settings = certificate.run_settings(source)
+    with json_only(as_json):
+        target = replace(common, **options).load_target()
+        report, stopped = run_on(target, source, specs, certificate.prompts, settings)
+        if not as_json:
+            print_report(report, settings)
+    if stopped:
+        screen(stderr=True).print("nothing is verified: the run was broken off", soft_wrap=True)
+        raise typer.Exit(_INTERRUPTED)
+    result = compare(certificate, report, settings, target)
+    if as_json:
+        print_json(result.public() | {"parity": report.public()})
+    else:
+        _print_verification(result, file)
+    if not result.verified:
+        raise typer.Exit(_DIFFERENCE)
+
+
+def _print_verification(result: Verification, file: Path) -> None:
+    console = screen()
+    console.print(f"certificate {file}", style="bold", soft_wrap=True)
+    width = max(len(line.name) for line in result.lines)
+    for line in result.lines:
+        console.print(f"{'=' if line.equal else '!'} {line.name:<{width}}  {line.text}", soft_wrap=True)
+    console.print(result.outcome, style="bold green" if result.verified else "bold red", soft_wrap=True)

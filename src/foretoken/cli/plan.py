@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli import plan_options
 from foretoken.cli.options import Json
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import json_only, print_json, screen, table
 
 if TYPE_CHECKING:
     from foretoken.core.costs import RoundCosts
     from foretoken.lab.plan.ahead import AheadRow
-    from foretoken.lab.plan.assumptions import Assumptions
+    from foretoken.lab.plan.assumptions import Assumptions, CallCost
     from foretoken.lab.plan.planner import Plan
 
 LEGEND = (
     "tokens: per round; ops and reads: arithmetic, and reads of the target's weights, per token over plain decoding; "
     "from α, up to c: where drafting k tokens pays"
 )
+LONGEST = 512
+"""Longest draft that is worked out."""
+LEAVES = 4096
+"""Widest tree."""
 
 
 def plan_command(
@@ -66,11 +71,11 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Work out how much to draft, how much faster that is, and what would break it.  No model is loaded."""
-    lengths, batches = plan_options.lengths(k), plan_options.counts(batch, "--batch")
-    shapes = [plan_options.widths(text) for text in tree or ()]
-    siblings = None if positions is None else plan_options.chances(positions, "--positions")
+    lengths, batches = parse_lengths(k), parse_counts(batch, "--batch")
+    shapes = [parse_widths(text) for text in tree or ()]
+    siblings = None if positions is None else parse_chances(positions, "--positions")
     if plot is not None:
-        plan_options.check_writable(plot)
+        check_writable(plot)
     from dataclasses import replace
 
     from foretoken.lab.plan.planner import plan, summary
@@ -122,20 +127,20 @@ def _assumptions(
         raise ValueError("give --alpha or --survival, not both")
     if alpha is not None and not 0 <= alpha <= 1:
         raise ValueError(f"--alpha must be in [0, 1], not {alpha:g}")
-    acceptance = alpha if survival is None else tuple(plan_options.chances(survival, "--survival"))
+    acceptance = alpha if survival is None else tuple(parse_chances(survival, "--survival"))
     given, name = Assumptions(0.0), None
     if profile is not None:
-        given, name = _measured(plan_options.read_costs(profile), drafter, lengths, batch)
+        given, name = _measured(read_costs(profile), drafter, lengths, batch)
     elif drafter is not None:
         raise ValueError("--drafter chooses from a profile: give --profile too, or --alpha and --c")
     elif acceptance is None:
         raise ValueError("give --alpha, --survival, or a --profile with measured acceptance")
     changes: dict[str, Any] = {
         "acceptance": acceptance,
-        "c": plan_options.cost(c, "--c"),
-        "overhead": plan_options.cost(overhead, "--overhead"),
-        "v": None if v is None else plan_options.curve(v),
-        "c_hat": plan_options.cost(operations, "--operations"),
+        "c": checked_cost(c, "--c"),
+        "overhead": checked_cost(overhead, "--overhead"),
+        "v": None if v is None else parse_curve(v),
+        "c_hat": checked_cost(operations, "--operations"),
     }
     changes = {key: value for key, value in changes.items() if value is not None}
     if acceptance is not None:  # a rate is that of every round: drafts are as long as asked
@@ -179,19 +184,12 @@ def _ahead_rows(
 
 
 def _print(made: Plan, name: str | None, plot: Path | None) -> None:
-    from rich import box
-    from rich.table import Table
-
     from foretoken.lab.plan.planner import summary
 
     console = screen()
-    style = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-    table = Table(**style)  # type: ignore[arg-type]
-    heads = ["k", "tokens", *_heads(made), "ops", "reads", "from α", "up to c"]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    shown = table(None, (), ["k", "tokens", *_heads(made), "ops", "reads", "from α", "up to c"])
     for row in made.rows:
-        table.add_row(
+        shown.add_row(
             str(row.k),
             f"{row.tokens:.2f}",
             *(f"{x:.2f}x" for x in row.speedups.values()),
@@ -201,16 +199,14 @@ def _print(made: Plan, name: str | None, plot: Path | None) -> None:
             _or_never(row.break_even_c, row.k),
             style="bold" if row is made.best else None,
         )
-    console.print(table)
+    console.print(shown)
     console.print(LEGEND, style="dim", soft_wrap=True)
     if made.trees:
-        table = Table(**style)  # type: ignore[arg-type]
-        for head in ("tree", "nodes", "tokens", *_heads(made)):
-            table.add_column(head, justify="right")
+        shown = table(None, (), ["tree", "nodes", "tokens", *_heads(made)])
         for tree in made.trees:
             speedups = (f"{x:.2f}x" for x in tree.speedups.values())
-            table.add_row(tree.shape, str(tree.nodes), f"{tree.tokens:.2f}", *speedups)
-        console.print(table)
+            shown.add_row(tree.shape, str(tree.nodes), f"{tree.tokens:.2f}", *speedups)
+        console.print(shown)
     _print_changes(made)
     if len(made.batches) > 1:
         best = ", ".join(f"k={k} at {batch}" for batch, k in made.best_by_batch.items())
@@ -225,37 +221,27 @@ def _print(made: Plan, name: str | None, plot: Path | None) -> None:
 
 
 def _print_changes(made: Plan) -> None:
-    from rich import box
-    from rich.table import Table
-
     near = made.best if made.best.k else made.nearest
     if near is None:
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("if")
-    for head in (f"speed-up of k={near.k}", "best k then", "its speed-up"):
-        table.add_column(head, justify="right")
+    shown = table(None, ["if"], [f"speed-up of k={near.k}", "best k then", "its speed-up"])
     for change in made.changes:
-        table.add_row(change.what, f"{change.speedup:.2f}x", str(change.best_k), f"{change.best_speedup:.2f}x")
-    screen().print(table)
+        shown.add_row(change.what, f"{change.speedup:.2f}x", str(change.best_k), f"{change.best_speedup:.2f}x")
+    screen().print(shown)
 
 
 def _print_ahead(rows: list[AheadRow], contention: float) -> None:
-    from rich import box
-    from rich.table import Table
-
     from foretoken.lab.plan.ahead import ahead_summary
 
     if not rows:
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for head in ("k", "outcomes", "guessed", "work", "ahead", "between rounds", "contention up to"):
-        table.add_column(head, justify="right", no_wrap=True)
+    heads = ("k", "outcomes", "guessed", "work", "ahead", "between rounds", "contention up to")
+    shown = table(None, (), heads)
     for row in rows:
         most = "never" if row.contention is None else f"{row.contention:.2f}"
         speeds = (f"{row.speedup:.2f}x", f"{row.without:.2f}x")
-        table.add_row(str(row.k), str(row.rows), f"{row.hits:.0%}", f"{row.work:.2f}", *speeds, most)
-    screen().print(table)
+        shown.add_row(str(row.k), str(row.rows), f"{row.hits:.0%}", f"{row.work:.2f}", *speeds, most)
+    screen().print(shown)
     screen().print(ahead_summary(rows, contention), style="bold", soft_wrap=True)
 
 
@@ -267,3 +253,133 @@ def _or_never(value: float | None, k: int) -> str:
     if not k:
         return ""
     return "never" if value is None else f"{value:.2f}"
+
+
+# -- what options say --------------------------------------------------------------------------------------------------
+
+
+def read_costs(file: Path) -> RoundCosts:
+    """The measured costs in a profile."""
+    from foretoken.core.costs import RoundCosts
+    from foretoken.lab.plan.assumptions import Assumptions
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the profile {file}: {getattr(error, 'strerror', None) or 'no text'}") from None
+    try:
+        stored = json.loads(text)["costs"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} holds no measured costs: make it with `foretoken tune --out {file.name}`") from None
+    try:
+        costs = RoundCosts.from_dict(stored)
+        for spec in costs.drafters:
+            Assumptions.measured(costs, spec)
+        return costs
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the costs in {file} cannot be used: {error}") from None
+
+
+def parse_curve(text: str) -> CallCost:
+    """v(n): ``flat``, ``1:1,8:1.1,...`` or ``roofline,key=value,...``."""
+    from foretoken.core.costs import TargetCost
+    from foretoken.lab.plan.assumptions import Flat, Measured
+
+    if text.strip() == "flat":
+        return Flat()
+    if text.partition(",")[0].strip() == "roofline":
+        return _roofline(text)
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        points = {int(n): float(x) for n, x in pairs}
+        right = len(pairs) == len(points) >= 2 and 1 in points and all(0 < x < math.inf for x in points.values())
+        right = right and min(points) >= 1
+    except ValueError:
+        right = False
+    if not right:
+        raise ValueError(
+            f"--v {text!r} must be 'flat', roofline,key=value,... or two or more points n:cost that start at 1, "
+            "for example 1:1,8:1.1,32:2"
+        )
+    return Measured(TargetCost(points))
+
+
+def _roofline(text: str) -> CallCost:
+    from dataclasses import fields
+
+    from foretoken.lab.plan.roofline import Roofline
+    from foretoken.registry import parse_spec
+
+    kinds = {f.name: int if f.type == "int" else float for f in fields(Roofline)}
+    needed, options = ("parameters", "bandwidth", "flops"), parse_spec(text).options
+    if not set(needed) <= set(options) <= set(kinds):
+        raise ValueError(f"--v roofline needs {', '.join(needed)} and takes {', '.join(kinds)}; not {text!r}")
+    try:
+        values = {name: kinds[name](float(value)) for name, value in options.items()}
+    except (ValueError, OverflowError):
+        raise ValueError(f"--v {text!r}: every option is a number, for example parameters=7e9") from None
+    return Roofline(**values)  # type: ignore[arg-type]
+
+
+def checked_cost(value: float | None, name: str) -> float | None:
+    """A finite number >= 0, or none given."""
+    if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number >= 0, not {value:g}")
+    return value
+
+
+def parse_chances(text: str, name: str) -> list[float]:
+    """``0.8,0.6,0.5``."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} must be numbers joined by commas, for example 0.8,0.6,0.5; not {text!r}") from None
+    if not all(0 <= value <= 1 for value in values):
+        raise ValueError(f"{name} must be chances in [0, 1], not {text!r}")
+    return values
+
+
+def parse_counts(text: str, name: str) -> list[int]:
+    """``1,4,16``, each once."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{name} must be whole numbers > 0 joined by commas, for example 1,4,16; not {text!r}")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def parse_lengths(text: str) -> list[int]:
+    """``4`` or ``1-16``."""
+    low, dash, high = text.partition("-")
+    parts = [low, high] if dash else [low, low]
+    if not all(part.strip().isdecimal() for part in parts) or int(parts[0]) > int(parts[1]):
+        raise ValueError(f"--k must be a length or a range of lengths, for example 4 or 1-16; not {text!r}")
+    if int(parts[1]) > LONGEST:
+        raise ValueError(f"--k goes up to {LONGEST}, not {text!r}")
+    return list(range(int(parts[0]), int(parts[1]) + 1))
+
+
+def parse_widths(text: str) -> list[int]:
+    """``3x2x1``."""
+    parts = text.lower().split("x")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--tree must be positive child counts per level, for example 3x2x1; not {text!r}")
+    found = [int(part) for part in parts]
+    if math.prod(found) > LEAVES:
+        raise ValueError(f"--tree {text!r} has too many nodes: at most {LEAVES} leaves")
+    return found
+
+
+def check_writable(file: Path) -> None:
+    """Find out before the work whether the picture can be written."""
+    from tempfile import TemporaryFile
+
+    if file.suffix.lower() != ".png":
+        raise ValueError(f"--plot writes a PNG file: {file} should end in .png")
+    if file.is_dir():
+        raise ValueError(f"cannot write the plot {file}: it is a folder")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=file.parent):  # permissions alone do not tell
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write the plot {file}: {error.strerror}; choose another folder") from None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from foretoken.cli.model_argument import HELP, Model, one_model
+from foretoken.server.config import Settings, settings_from
 
 Given = typer.Option
 
@@ -19,65 +22,7 @@ def serve_command(
         Path | None,
         Given(help="YAML file with any of these settings (examples/serve.yaml).", envvar="FORETOKEN_CONFIG"),
     ] = None,
-    served_name: Annotated[str | None, Given(help="What clients call the model.")] = None,
-    host: Annotated[str | None, Given(help="Address to listen on [127.0.0.1].")] = None,
-    port: Annotated[int | None, Given(help="Port to listen on [8000].")] = None,
-    drafter: Annotated[str | None, Given(help="Spec of the drafter, auto or none [auto].")] = None,
-    verifier: Annotated[str | None, Given(help="Acceptance rule [auto].")] = None,
-    controller: Annotated[str | None, Given(help="How much to draft [auto].")] = None,
-    profile: Annotated[str | None, Given(help="File that foretoken tune wrote.")] = None,
-    dtype: Annotated[str | None, Given(help="float32, float64, bfloat16 or float16 [the checkpoint's].")] = None,
-    device: Annotated[str | None, Given(help="auto, cpu, cuda, cuda:1 or mps [auto].")] = None,
-    quantize: Annotated[
-        str | None, Given(help="int8 or int4 weights (int8-a8, int4-a8: 8-bit activations too), on the cpu.")
-    ] = None,
-    backend: Annotated[str | None, Given(help="What runs a GGUF file: auto, native or llama.cpp [auto].")] = None,
-    exact: Annotated[
-        str | None,
-        Given(help="bitwise: equal texts whatever is drafted and served beside, or no start [distribution]."),
-    ] = None,
-    tensor_parallel: Annotated[
-        int | None, Given(help="Processes of this machine, on CUDA devices, that the model is split over [1].")
-    ] = None,
-    max_running: Annotated[int | None, Given(help="Requests that run together [16].")] = None,
-    max_queued: Annotated[int | None, Given(help="Requests that wait besides; more get 503 [256].")] = None,
-    kv_memory: Annotated[str | None, Given(help="Memory of keys and values, as 2GiB [no limit].")] = None,
-    prefill_chunk: Annotated[int | None, Given(help="Prompt tokens read between two rounds [256].")] = None,
-    prefill_time: Annotated[float | None, Given(help="Seconds for this while others wait; 0: no limit [0.1].")] = None,
-    prefix_cache: Annotated[
-        bool | None, Given("--prefix-cache/--no-prefix-cache", help="Reuse texts with the same beginning [yes].")
-    ] = None,
-    prefix_memory: Annotated[str | None, Given(help="Memory of reused texts, as 256MiB [256MiB].")] = None,
-    api_key: Annotated[
-        list[str] | None, Given(help="Key that opens every route; may be given again.", envvar="FORETOKEN_API_KEY")
-    ] = None,
     api_key_file: Annotated[Path | None, Given(help="File with a key a line.", envvar="FORETOKEN_API_KEY_FILE")] = None,
-    key_running: Annotated[int | None, Given(help="Choices of one key that run together [no limit].")] = None,
-    key_queued: Annotated[int | None, Given(help="Choices of one key that wait besides [no limit].")] = None,
-    key_tokens_per_minute: Annotated[int | None, Given(help="Tokens of one key [no limit].")] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        Given(help="Another name that clients may call the server; may be given again; * for all."),
-    ] = None,
-    insecure: Annotated[bool | None, Given("--insecure", help="Allow a public address without a key.")] = None,
-    max_body: Annotated[int | None, Given(help="Bytes of a request [2097152].")] = None,
-    request_timeout: Annotated[float | None, Given(help="Seconds of a request [600].")] = None,
-    body_timeout: Annotated[float | None, Given(help="Seconds in which a request must have arrived [20].")] = None,
-    write_timeout: Annotated[float | None, Given(help="Seconds that an answer may stay unread [30].")] = None,
-    max_unread: Annotated[int | None, Given(help="Answers that may stay unread together [32].")] = None,
-    shutdown_timeout: Annotated[float | None, Given(help="Seconds to finish in after SIGTERM [30].")] = None,
-    watchdog: Annotated[
-        float | None, Given(help="Seconds of silence after which the engine counts as hung [60].")
-    ] = None,
-    ping: Annotated[float | None, Given(help="Seconds between comments in a silent stream [15].")] = None,
-    stream_interval: Annotated[int | None, Given(help="Fewest tokens of a chunk but the last [1].")] = None,
-    stream_pad: Annotated[int | None, Given(help="Fill chunks up to a multiple of so many bytes [0].")] = None,
-    metrics_compat: Annotated[str | None, Given(help="vllm: all metrics under vLLM's names, too.")] = None,
-    log_prompts: Annotated[int | None, Given(help="Characters of a prompt in the log [0].")] = None,
-    root_path: Annotated[str | None, Given(help="Where a proxy has put the server.")] = None,
-    chat_template: Annotated[str | None, Given(help="File with a chat template.")] = None,
-    online: Annotated[bool | None, Given("--online", help="The draft model learns while it serves.")] = None,
-    online_save: Annotated[str | None, Given(help="Folder for the draft model that has learned.")] = None,
     replicas: Annotated[
         int, Given(help="More than one: as many replicas under Ray Serve.", min=1, envvar="FORETOKEN_REPLICAS")
     ] = 1,
@@ -85,27 +30,21 @@ def serve_command(
         str,
         Given(help="Ray cluster for --replicas: local, auto, or its address.", envvar="FORETOKEN_RAY_ADDRESS"),
     ] = "local",
+    **flags: Any,
 ) -> None:
     """Serve MODEL over HTTP.
 
     Every option is an environment variable as well, FORETOKEN_MAX_RUNNING for --max-running, and a line of the
     --config file, max_running.  Options come first, then the environment, then the file.
     """
-    flags: dict[str, Any] = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("target", "config", "api_key", "api_key_file", "replicas", "ray_address")
-    }
-    if target is not None:
-        flags["model"] = one_model(model, target)
+    flags["model"] = model if target is None else one_model(model, target)
     from foretoken.core.io.checkpoints import check_source
     from foretoken.server import logs
-    from foretoken.server.config import settings_from
     from foretoken.server.lifecycle import listener, run
 
     logs.keep_standard_files()
-    flags["api_keys"] = _keys(api_key, api_key_file)
-    flags["allowed_host"] = tuple(allowed_host or ()) or None
+    flags["api_keys"] = _keys(flags.pop("api_key"), api_key_file)
+    flags["allowed_host"] = tuple(flags["allowed_host"] or ()) or None
     settings = settings_from(flags, config)
     check_source(settings.model)
     _check_extra()
@@ -157,3 +96,25 @@ def _check_extra() -> None:
     ]
     if missing:
         raise ValueError(f"serving needs {', '.join(missing)}: pip install 'foretoken[server]'")
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """The options: those of the command itself, and every setting in between, with no default of its own."""
+    own = {one.name: one for one in inspect.signature(serve_command, eval_str=True).parameters.values()}
+    kinds = get_type_hints(Settings)
+    found = [own["model"], own["target"], own["config"]]
+    for one in fields(Settings)[1:]:
+        kind: Any = list[str] if isinstance(one.default, tuple) else kinds[one.name]
+        name, variable = ("api_key", "FORETOKEN_API_KEY") if one.name == "api_keys" else (one.name, None)
+        # Where a switch is off by default, there is nothing to switch off.
+        names = [f"--{name.replace('_', '-')}"] if one.default is False else []
+        option = Given(*names, help=one.metadata["help"], envvar=variable)
+        annotation = Annotated[kind | None, option]
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        if one.name == "api_keys":
+            found.append(own["api_key_file"])
+    found += [own["replicas"], own["ray_address"]]
+    return [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in found]
+
+
+serve_command.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]

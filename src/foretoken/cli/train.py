@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
-from foretoken.cli.train_options import Blocks, Data, Every, Optimizer, Precision, SaveMinutes, Steps
+from foretoken.cli.train_options import Blocks, Data, Every, Optimizer, Precision, SaveMinutes, Steps, keep_freed_memory
 from foretoken.cli.train_progress import stop_on_signals, training_bar
 from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
@@ -78,7 +77,7 @@ def train_lm_command(
     from transformers.utils import logging as hf_logging
 
     from foretoken.training import lm
-    from foretoken.training.cards.language_model import CardInfo
+    from foretoken.training.cards import CardInfo
     from foretoken.training.loop import Saving
 
     config = lm.LmConfig(

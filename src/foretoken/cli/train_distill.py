@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
-from foretoken.cli.train_options import Data, Every, SaveMinutes, Steps, load_target
+from foretoken.cli.train_options import Data, Every, SaveMinutes, Steps, keep_freed_memory, load_target
 from foretoken.cli.train_progress import progress_bars, stop_on_signals
 
 if TYPE_CHECKING:
@@ -232,8 +231,7 @@ def _write_card(
     out: Path, report: Any, data: Sequence[Path], target: str, config: DistillConfig, count: int | None = None
 ) -> None:
     """The card with a command that makes this model: options that differ from the defaults, last parts of paths."""
-    from foretoken.training.cards.alignment import write_alignment_card
-    from foretoken.training.cards.parts import command
+    from foretoken.training.cards import command, write_alignment_card
     from foretoken.training.workshop import DistillConfig
 
     method, folder, note = ("distill", out, "") if count is None else ("boost", out.parent, _boost_note(report))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import check_inputs, json_only, print_json, screen
 from foretoken.cli.train_options import (
@@ -29,6 +28,7 @@ from foretoken.cli.train_options import (
     Text,
     WrittenBlocks,
     WrittenTemperature,
+    keep_freed_memory,
     key_values,
     load_target,
 )
@@ -118,7 +118,7 @@ def train(
 ) -> dict[str, Any]:
     """Load the target, let it answer where that is asked for, train, show it, write the card; returns the report."""
     from foretoken.models.forward.parts import TargetParts
-    from foretoken.training.cards.drafter import write_drafter_card
+    from foretoken.training.cards import write_drafter_card
     from foretoken.training.joint import load_trainable
     from foretoken.training.loop import Saving
     from foretoken.training.recipes import find_recipe

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import json_only, print_json, screen
 from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out
@@ -24,6 +23,7 @@ from foretoken.cli.train_options import (
     Text,
     WrittenBlocks,
     WrittenTemperature,
+    keep_freed_memory,
     key_values,
     load_target,
 )
@@ -63,7 +63,7 @@ def specdec_pp_command(
 ) -> None:
     """Train a head that stops drafts before a rejection (SpecDec++); resumes by itself from OUT/checkpoints."""
     chosen, settings = existing_model(model, target), key_values(setting)
-    from foretoken.training.cards.stop_head import write_stop_card
+    from foretoken.training.cards import write_stop_card
     from foretoken.training.loop import Saving
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import TrainConfig, Trainer

@@ -9,12 +9,15 @@ import typer
 
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, screen
-from foretoken.options import FILTERS
+from foretoken.cli.output import json_only, print_json, screen, table
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.layer_skip import SkipSearch, TunedSkips
+    from foretoken.lab.tune.tree import TunedTree
     from foretoken.lab.workload import Workload
+    from foretoken.methods.drafters.base import Drafter
+    from foretoken.methods.drafters.heads import HeadsDrafter
+    from foretoken.methods.drafters.model import ModelDrafter
 
 app = typer.Typer(
     cls=ModelGroup,
@@ -22,19 +25,23 @@ app = typer.Typer(
     subcommand_metavar="[MODEL] | COMMAND [ARGS]...",
     no_args_is_help=True,
 )
+OWN = ("drafter", "verifier", "controller", "profile", "max_new_tokens", "top_k", "top_p", "min_p", "allow_lossy")
+"""Common options that mean something else here, or nothing."""
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="Text file (one prompt a line) or JSONL with prompt, text or turns; built-in ones if none."),
+]
+MaxPrompts = Annotated[int, typer.Option(min=1, help="Most prompts to use, spread over the file.")]
 
 
 @app.command("layer-skip")
-@with_common(omit=("drafter", "verifier", "controller", "profile", "max_new_tokens", *FILTERS, "allow_lossy"))
+@with_common(omit=OWN)
 def layer_skip_command(
     out: Annotated[Path, typer.Option(help="File for the result, which loads as layer_skip:FILE.")],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="Text file (one prompt a line) or JSONL with prompt, text or turns; built-in ones if none."),
-    ] = None,
+    prompts: Prompts = None,
     trials: Annotated[int, typer.Option(min=1, help="Sets of skipped sublayers to try.")] = 100,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate per prompt and trial.")] = 32,
-    max_prompts: Annotated[int, typer.Option(min=1, help="Most prompts to use, spread over the file.")] = 8,
+    max_prompts: MaxPrompts = 8,
     k: Annotated[int, typer.Option(min=1, help="Longest draft.")] = 8,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the trials beside --out.")] = False,
     as_json: Json = False,
@@ -98,19 +105,12 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
 
 
 def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
-    from rich import box
-    from rich.table import Table
-
     console = screen()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("skipped", "attention", "MLP"):
-        table.add_column(name, overflow="fold")
-    for name in ("tokens/s", "speed-up", "accepted", "tokens/round"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("plain", "", "", f"{outcome.plain.tokens_per_s:.1f}", "1.00", "", "1.00")
+    shown = table(None, ("skipped", "attention", "MLP"), ("tokens/s", "speed-up", "accepted", "tokens/round"))
+    shown.add_row("plain", "", "", f"{outcome.plain.tokens_per_s:.1f}", "1.00", "", "1.00")
     for name, skips in outcome.sets.items():
         speed = outcome.speeds[name]
-        table.add_row(
+        shown.add_row(
             name,
             *(text.replace("+", " ") for text in skips.options.values()),
             f"{speed.tokens_per_s:.1f}",
@@ -118,8 +118,108 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
             f"{speed.acceptance_rate:.0%}",
             f"{speed.mean_acceptance_length:.2f}",
         )
-    console.print(table)
+    console.print(shown)
     counts = f"{outcome.trials} trials, {len(work.prompts)} prompts of {work.new_tokens} new tokens"
     console.print(f"{counts}; the {outcome.chosen} set is in {out}: --drafter layer_skip:{out}", soft_wrap=True)
     if outcome.speedup(outcome.chosen) <= 1:
         console.print("plain decoding is faster than skipping layers for this target on this machine", style="yellow")
+
+
+@app.command("tree")
+@with_common(omit=(*OWN, "seed"))
+def tree_command(
+    out: Annotated[Path, typer.Option(help="File for the tree, which loads as NAME,tree=FILE.")],
+    drafter: Annotated[
+        str, typer.Option(help="What fills the tree: heads (medusa[:FOLDER], hydra[:FOLDER]) or model[:PATH].")
+    ] = "medusa",
+    shape: Annotated[
+        str, typer.Option(help="How it is built: medusa (greedily) or sequoia (for draft models, their default).")
+    ] = "",
+    prompts: Prompts = None,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the target writes per prompt.")] = 64,
+    max_prompts: MaxPrompts = 8,
+    max_nodes: Annotated[int, typer.Option(min=1, help="Largest tree to try.")] = 64,
+    max_depth: Annotated[int, typer.Option(min=1, help="Deepest tree of a draft model to try.")] = 8,
+    as_json: Json = False,
+    *,
+    common: Common,
+) -> None:
+    """Choose a tree from how often its places are right, and from what nodes and levels cost on this machine."""
+    with json_only(as_json):
+        outcome = _tuned_tree(common, drafter, shape, prompts, new_tokens, max_prompts, max_nodes, max_depth)
+        outcome.save(out)
+        if not as_json:
+            _print_tree(outcome, out)
+    if as_json:
+        print_json({**outcome.public(), "out": str(out)})
+
+
+def _tuned_tree(
+    common: Common,
+    spec: str,
+    shape: str,
+    prompts: Path | None,
+    new_tokens: int,
+    most: int,
+    max_nodes: int,
+    max_depth: int,
+) -> TunedTree:
+    from foretoken.lab.tune import positional, tree
+    from foretoken.methods.drafters.heads import HeadsDrafter
+
+    work = workload_of(common, prompts, new_tokens, most)
+    filler, chosen = _checked_filler(spec, work.subject.drafter(spec), shape, common.temperature)
+    sizes = [size for size in tree.SIZES if size <= max_nodes]
+    with screen(stderr=True).status("starting") as status:
+        if isinstance(filler, HeadsDrafter):
+            return tree.tune(work, filler, sizes, status.update)
+        return positional.tune(work, filler, sizes, chosen, max_depth, status.update)
+
+
+def _checked_filler(
+    spec: str, drafter: Drafter | None, shape: str, temperature: float
+) -> tuple[HeadsDrafter | ModelDrafter, str]:
+    """What fills a tree, and the shape to build for it.
+
+    Raises:
+        ValueError: a drafter that fills no fixed tree, or a shape or temperature that it cannot be measured for.
+    """
+    from foretoken.methods.drafters.heads import HeadsDrafter
+    from foretoken.methods.drafters.model import ModelDrafter
+    from foretoken.registry import rows
+
+    # Drafters that run the target's own layers look at a request's states, which a tuner does not have.
+    classes = {row.name: row.load() for row in rows("drafter")}
+    able = [
+        name
+        for name, cls in classes.items()
+        if issubclass(cls, HeadsDrafter | ModelDrafter) and not cls.traits.runs_target
+    ]
+    if not isinstance(drafter, HeadsDrafter | ModelDrafter) or drafter.name not in able:
+        raise ValueError(f"{spec!r} fills no tree of fixed shape: choose one of {', '.join(able)}")
+    heads = isinstance(drafter, HeadsDrafter)
+    known = ("medusa",) if heads else ("sequoia", "medusa")
+    if shape and shape not in known:
+        raise ValueError(f"unknown shape {shape!r} for {drafter.name}: choose one of {', '.join(known)}")
+    if heads and temperature:
+        raise ValueError("heads are measured greedily: leave out --temperature, or tune a draft model")
+    return drafter, shape or known[0]
+
+
+def _print_tree(outcome: TunedTree, out: Path) -> None:
+    console = screen()
+    shown = table("what trees promise", (), ("nodes", "ms a round", "tokens a round", "tokens/s"))
+    for size, (ms, length) in outcome.sizes.items():
+        chosen = "bold" if size == len(outcome.choices) else None
+        shown.add_row(str(size), f"{ms:.2f}", f"{length:.2f}", f"{1e3 * length / ms:.0f}", style=chosen)
+    console.print(shown)
+    plain = outcome.speeds["plain"].tokens_per_s
+    for name, speed in outcome.speeds.items():
+        console.print(
+            f"{name:8} {speed.tokens_per_s:7.1f} tokens/s  {speed.tokens_per_s / plain:.2f}x plain  "
+            f"{speed.mean_acceptance_length:.2f} tokens a round"
+        )
+    console.print(
+        f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep: --drafter {outcome.method},tree={out}",
+        soft_wrap=True,
+    )

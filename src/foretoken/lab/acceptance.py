@@ -40,8 +40,6 @@ LONG_TEXTS = 2
 """Texts of each length."""
 COLLAPSED = 0.5
 """Share of the drafts accepted in short texts below which those of long ones count as broken."""
-CLEARLY_MORE = 1.1
-"""How many times the tokens a round other layers must give to be named."""
 DEPTHS = {"dflash": "taps", "dflash2": "taps", "dspark": "taps", "eagle3": "layers", "peagle": "layers"}
 """Where a drafter's configuration names depths of the target, by method."""
 CHAINS = dict.fromkeys(("dflash", "dflash2", "dspark", "pard", "peagle"), "nodes=256,width=1") | dict.fromkeys(
@@ -223,7 +221,8 @@ def _better_layers(new: NewDrafter, own: Acceptance, prompts: Sequence[Sequence[
     tried = {by: _shifted(new, by, prompts) for by in (-1, 1)}
     measured = {by: other.tokens_a_round for by, other in tried.items() if other is not None}
     best = max(measured, key=measured.__getitem__, default=0)
-    if not best or measured[best] < CLEARLY_MORE * own.tokens_a_round:
+    # How many times the tokens a round other layers must give to be named
+    if not best or measured[best] < 1.1 * own.tokens_a_round:
         return ""
     return (
         f"its layer ids are off by one: with ids one {'higher' if best > 0 else 'lower'} it gives "

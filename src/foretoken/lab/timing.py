@@ -1,10 +1,14 @@
-"""The laboratory's clock."""
+"""How arms are timed: the laboratory's clock, and turns, so that what else the machine does meets all arms alike."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from foretoken.models.clock import now
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Stopwatch:
@@ -18,3 +22,32 @@ class Stopwatch:
     def seconds(self) -> float:
         """Seconds since the start."""
         return now(self.device) - self.began_s
+
+
+def interleave(arms: Sequence[T], turns: int, first: int = 0) -> Iterator[tuple[int, T]]:
+    """Yield (turn, arm): every arm once a turn, another one first in each.
+
+    Args:
+        arms: what takes turns.  One that leaves the sequence is out from the next turn on; without arms it is over.
+        turns: how many.
+        first: place of the arm that begins.
+    """
+    for turn in range(turns):
+        if not arms:
+            return
+        start = (first + turn) % len(arms)
+        for arm in (*arms[start:], *arms[:start]):
+            yield turn, arm
+
+
+def runs_of(arms: Mapping[K, Callable[[], T]], turns: int) -> dict[K, list[T]]:
+    """What every arm returned, in the order of its runs."""
+    runs: dict[K, list[T]] = {name: [] for name in arms}
+    for _, name in interleave(list(arms), turns):
+        runs[name].append(arms[name]())
+    return runs
+
+
+def median_run(runs: Sequence[T], key: Callable[[T], Any]) -> T:
+    """The run whose ``key`` is the median; of an even number of runs the lower of the middle two."""
+    return sorted(runs, key=key)[(len(runs) - 1) // 2]

@@ -1,9 +1,10 @@
-"""What is measured: a target with what belongs to it, and the prompts that every arm decodes."""
+"""What is measured: a target (inflated or not) with what belongs to it, and the prompts that every arm decodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from foretoken.core.noise import unseeded_from
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
+from foretoken.models.base import LanguageModel
+from foretoken.models.variants.inflated import InflatedModel
 from foretoken.options import Options
 
 if TYPE_CHECKING:
@@ -124,3 +127,24 @@ def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens
         raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {context}")
     count = min(most, len(fitting))
     return [fitting[i * len(fitting) // count] for i in range(count)]
+
+
+def target_name(target: LanguageModel, source: Any) -> str:
+    """How tables and JSON call a target: the source, and what it was inflated to."""
+    known = getattr(getattr(source, "config", None), "_name_or_path", "") or "target"
+    name = str(source) if isinstance(source, str | Path) else known
+    return f"{name}, {target.note}" if isinstance(target, InflatedModel) else name
+
+
+def inflation(target: LanguageModel) -> dict[str, Any] | None:
+    """For JSON: what an inflated target grew to; ``None`` for another one."""
+    if not isinstance(target, InflatedModel):
+        return None
+    shape = target.shape
+    return {
+        "parameters": target.num_parameters,
+        "layers": shape.layers,
+        "hidden_size": shape.width,
+        "small_layers": target.num_layers,
+        "small_hidden_size": shape.small,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,12 @@ from foretoken.server import chat, completions, errors, info, messages, pages, r
 from foretoken.server.config import Settings
 from foretoken.server.limits import Gate
 from foretoken.server.serving import Serving
+
+# PyTorch keeps a compiled oneDNN product for every number of rows and shape of weight, .4 to .6 MB each, up to 1,024 of
+# them: batches that come and go meet all numbers, so a server would grow for hours.  A product that was given up is
+# compiled again in half a millisecond.  Both caches read this when they are first used; a user's own setting stays.
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "256")
 
 
 def create_app(settings: Settings, serving: Serving | None = None) -> FastAPI:

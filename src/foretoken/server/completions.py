@@ -23,7 +23,6 @@ from foretoken.server.serving import Serving
 from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter()
-DEFAULT_TOKENS = 16
 
 
 @router.post("/v1/completions", response_model=None, responses=RESPONSES)
@@ -93,7 +92,7 @@ class _Completions(Choices):
     def _requests(self, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
         """What the engine is asked."""
         body = self.body
-        tokens = DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+        tokens = 16 if body.max_tokens is None else max(body.max_tokens, 1)
         asked = [one for one in (body.logprobs if body.echo else None, body.prompt_logprobs) if one is not None]
         return engine_requests(
             self.prompts,

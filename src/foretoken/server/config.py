@@ -17,92 +17,81 @@ UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib"
 UNITS |= {"g": 2**30, "gib": 2**30, "gb": 10**9, "t": 2**40, "tib": 2**40, "tb": 10**12}
 
 
+def _option(default: Any, told: str, shown: bool = True) -> Any:
+    """A setting with what ``foretoken serve --help`` says of it."""
+    return field(default=default, metadata={"help": told}, repr=shown)
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What a server serves, and what it lets clients do.
+    """What a server serves, and what it lets clients do; every field is an option of ``foretoken serve``.
+
+    What the fields' own texts leave out:
 
     Attributes:
-        model: as for :func:`foretoken.load`.
-        served_name: what clients call it; its last path part by default.
-        host, port: where it listens.
-        drafter, verifier, controller, dtype, device, quantize, backend, profile: as for :func:`foretoken.load`.
+        model, drafter, verifier, controller, profile, dtype, device, quantize, backend: as for :func:`foretoken.load`.
+        served_name: the model's last path part by default.
         exact: ``"distribution"``, or ``"bitwise"``: a model that cannot keep that is not served.
-        tensor_parallel: processes of this machine (on CUDA: devices) that the model is split over.
-        max_running: requests that run together.
-        max_queued: requests that wait besides; more get 503.
-        kv_memory: bytes of keys and values, as "2GiB"; empty for no limit.
-        prefill_chunk: prompt tokens that are read between two rounds.
-        prefill_time: seconds that this may take while several requests run or wait; 0 for no limit.
         prefix_cache: whether finished texts are kept for others with the same beginning.
-        prefix_memory: bytes that they may take, as "256MiB".
         api_keys: any of them opens every route; none leaves all open.  Behind a key there may be what it may take, as
             "KEY name=team-a running=4 queued=16 tokens_per_minute=60000 priority".
-        key_running: choices of a key that run together, where its entry says nothing else; 0 for no limit.
-        key_queued: choices of a key that wait besides; -1 for no limit.
-        key_tokens_per_minute: tokens of prompts and answers of a key; 0 for no limit.
-        allowed_host: names besides its address that the server answers to; "*" for all.
-        insecure: allow an address that others can reach without a key.
-        max_body: bytes of a request.
-        request_timeout: seconds after which a request ends with 504.
-        body_timeout: seconds in which a request must have arrived.
-        write_timeout: seconds in which a client must take some of what was sent, or its connection is cut.
-        max_unread: answers that may wait for clients that have stopped reading; of more the oldest is cut.
-        shutdown_timeout: seconds that running requests have after SIGTERM.
-        watchdog: seconds without a sign of life after which the engine counts as hung.
-        ping: seconds between comments in a silent stream.
-        stream_interval: fewest tokens of a chunk but the last.
-        stream_pad: every chunk is filled up to a multiple of so many bytes, so that its size tells nothing.
-        metrics_compat: other prefix ("vllm") under which all metrics appear as well.
-        log_prompts: characters of a prompt in the log.
-        root_path: where a proxy has put the server.
-        chat_template: file with a chat template to use instead of the model's.
-        online: the draft model learns from what the target writes while it serves.
-        online_save: folder that the draft model is written to after every update.
+        key_running: where a key's entry says nothing else; 0 for no limit.
+        key_queued: -1 for no limit.
+        key_tokens_per_minute: of prompts and answers; 0 for no limit.
+        request_timeout: after which a request ends with 504.
+        write_timeout: a client that takes nothing of what was sent for so long is cut off.
+        max_unread: of more the oldest is cut.
+        stream_pad: so that the size of a chunk tells nothing.
+        online_save: it is written after every update.
     """
 
     model: str = "builtin"
-    served_name: str = ""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drafter: str = "auto"
-    verifier: str = "auto"
-    controller: str = "auto"
-    dtype: str = "auto"
-    device: str = "auto"
-    quantize: str = ""
-    backend: str = "auto"
-    exact: str = "distribution"
-    profile: str = ""
-    tensor_parallel: int = 1
-    max_running: int = 16
-    max_queued: int = 256
-    kv_memory: str = ""
-    prefill_chunk: int = 256
-    prefill_time: float = 0.1
-    prefix_cache: bool = True
-    prefix_memory: str = "256MiB"
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    key_running: int = 0
-    key_queued: int = -1
-    key_tokens_per_minute: int = 0
-    allowed_host: tuple[str, ...] = ()
-    insecure: bool = False
-    max_body: int = 2 * 2**20
-    request_timeout: float = 600.0
-    body_timeout: float = 20.0
-    write_timeout: float = 30.0
-    max_unread: int = 32
-    shutdown_timeout: float = 30.0
-    watchdog: float = 60.0
-    ping: float = 15.0
-    stream_interval: int = 1
-    stream_pad: int = 0
-    metrics_compat: str = ""
-    log_prompts: int = 0
-    root_path: str = ""
-    chat_template: str = ""
-    online: bool = False
-    online_save: str = ""
+    served_name: str = _option("", "What clients call the model.")
+    host: str = _option("127.0.0.1", "Address to listen on [127.0.0.1].")
+    port: int = _option(8000, "Port to listen on [8000].")
+    drafter: str = _option("auto", "Spec of the drafter, auto or none [auto].")
+    verifier: str = _option("auto", "Acceptance rule [auto].")
+    controller: str = _option("auto", "How much to draft [auto].")
+    profile: str = _option("", "File that foretoken tune wrote.")
+    dtype: str = _option("auto", "float32, float64, bfloat16 or float16 [the checkpoint's].")
+    device: str = _option("auto", "auto, cpu, cuda, cuda:1 or mps [auto].")
+    quantize: str = _option("", "int8 or int4 weights (int8-a8, int4-a8: 8-bit activations too), on the cpu.")
+    backend: str = _option("auto", "What runs a GGUF file: auto, native or llama.cpp [auto].")
+    exact: str = _option(
+        "distribution", "bitwise: equal texts whatever is drafted and served beside, or no start [distribution]."
+    )
+    tensor_parallel: int = _option(1, "Processes of this machine, on CUDA devices, that the model is split over [1].")
+    max_running: int = _option(16, "Requests that run together [16].")
+    max_queued: int = _option(256, "Requests that wait besides; more get 503 [256].")
+    kv_memory: str = _option("", "Memory of keys and values, as 2GiB [no limit].")
+    prefill_chunk: int = _option(256, "Prompt tokens read between two rounds [256].")
+    prefill_time: float = _option(0.1, "Seconds for this while others wait; 0: no limit [0.1].")
+    prefix_cache: bool = _option(True, "Reuse texts with the same beginning [yes].")
+    prefix_memory: str = _option("256MiB", "Memory of reused texts, as 256MiB [256MiB].")
+    api_keys: tuple[str, ...] = _option((), "Key that opens every route; may be given again.", shown=False)
+    key_running: int = _option(0, "Choices of one key that run together [no limit].")
+    key_queued: int = _option(-1, "Choices of one key that wait besides [no limit].")
+    key_tokens_per_minute: int = _option(0, "Tokens of one key [no limit].")
+    allowed_host: tuple[str, ...] = _option(
+        (), "Another name that clients may call the server; may be given again; * for all."
+    )
+    insecure: bool = _option(False, "Allow a public address without a key.")
+    max_body: int = _option(2 * 2**20, "Bytes of a request [2097152].")
+    request_timeout: float = _option(600.0, "Seconds of a request [600].")
+    body_timeout: float = _option(20.0, "Seconds in which a request must have arrived [20].")
+    write_timeout: float = _option(30.0, "Seconds that an answer may stay unread [30].")
+    max_unread: int = _option(32, "Answers that may stay unread together [32].")
+    shutdown_timeout: float = _option(30.0, "Seconds to finish in after SIGTERM [30].")
+    watchdog: float = _option(60.0, "Seconds of silence after which the engine counts as hung [60].")
+    ping: float = _option(15.0, "Seconds between comments in a silent stream [15].")
+    stream_interval: int = _option(1, "Fewest tokens of a chunk but the last [1].")
+    stream_pad: int = _option(0, "Fill chunks up to a multiple of so many bytes [0].")
+    metrics_compat: str = _option("", "vllm: all metrics under vLLM's names, too.")
+    log_prompts: int = _option(0, "Characters of a prompt in the log [0].")
+    root_path: str = _option("", "Where a proxy has put the server.")
+    chat_template: str = _option("", "File with a chat template.")
+    online: bool = _option(False, "The draft model learns while it serves.")
+    online_save: str = _option("", "Folder for the draft model that has learned.")
 
     def __post_init__(self) -> None:
         for name in ("max_running", "tensor_parallel", "prefill_chunk", "max_body", "stream_interval", "max_unread"):

@@ -54,7 +54,6 @@ KINDS = {
 }
 ANTHROPIC_KINDS = {413: "request_too_large", 500: "api_error"}
 """Where Anthropic's words are others."""
-ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 log = logging.getLogger("foretoken.server")
 
 
@@ -137,7 +136,7 @@ class ApiError(Exception):
 
 def is_anthropic(path: str) -> bool:
     """Whether a path belongs to Anthropic's API."""
-    return path.endswith(ANTHROPIC_PATHS)
+    return path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -20,8 +20,6 @@ from foretoken.server.schemas import REFUSED, ChatRequest, ResponseFormat, Share
 from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, in_thread
 
-GRAMMAR_S = 2.0
-"""Seconds in which a grammar must be compiled."""
 PATIENCE_S = 0.3
 """Seconds that a new grammar waits for others; its own trial then takes 1.6 s at most."""
 
@@ -274,7 +272,8 @@ async def constraints_of(body: Shared, count: int, serving: Serving, calls: str 
         return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]
 
     try:
-        return await in_thread(GRAMMARS, compiled, GRAMMAR_S)
+        # Seconds in which a grammar must be compiled
+        return await in_thread(GRAMMARS, compiled, 2.0)
     except TrialBusy:
         raise ApiError(
             503, "other grammars are being compiled: try again", code="grammars_queued", headers={"Retry-After": "2"}

@@ -16,9 +16,6 @@ from typing import Any
 from foretoken.server import logs
 from foretoken.server.config import Settings
 
-DEAD = 70
-"""Exit code when the engine has stopped by itself."""
-
 
 def listener(settings: Settings) -> socket.socket:
     """The bound socket; before anything heavy is imported or loaded.
@@ -114,7 +111,8 @@ async def _watched(serving: Any, asked: asyncio.Event, task: asyncio.Task[None])
             return 2
         if serving.trouble is not None:
             await asyncio.sleep(0.5)  # open streams are told
-            return DEAD
+            # Exit code when the engine has stopped by itself
+            return 70
         if serving.is_loaded and not said:
             said = True
             logs.say(greeting(serving.settings, serving.is_chat))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foretoken.server.bodies import checked
 from foretoken.server.config import Settings
-from foretoken.server.errors import ApiError
-from foretoken.server.hosts import Hosts
+from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
 from foretoken.server.memory import FREED
 from foretoken.server.pages import PATHS as PAGE_PATHS
@@ -30,8 +32,6 @@ WRITERS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/respo
 """Routes that need a place in the engine."""
 LARGE = 64 * 1024
 """Bytes of a request or an answer behind which memory is given back to the system."""
-DISCARD_S = 1.0
-"""Seconds for the rest of a body that is too large."""
 PIECE = 16 * 1024
 """Bytes of an answer that are handed to a connection at once: the next ones wait until the client has taken these."""
 BETWEEN = "between_events"
@@ -41,6 +41,11 @@ SECURITY = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+DEEPEST = 64
+"""Levels of a JSON document."""
+_STEP = np.zeros(256, dtype=np.int32)
+_STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
+ANY = "*"
 
 
 class Gate:
@@ -170,7 +175,8 @@ class Gate:
         """Let up to twice the limit arrive: a client that is still sending would see a reset, not the answer."""
         size = 0
         with suppress(TimeoutError):
-            async with asyncio.timeout(DISCARD_S):
+            # Seconds for the rest of a body that is too large
+            async with asyncio.timeout(1.0):
                 while size < 2 * self.max_body:
                     message = await receive()
                     size += len(message.get("body", b""))
@@ -217,3 +223,95 @@ def _id_of(headers: Headers) -> str:
     """The client's id, where it is one that can be put into a log, else a new one."""
     given = headers.get("x-request-id", "")
     return given if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given) else uuid.uuid4().hex
+
+
+def checked(body: bytes) -> bytes:
+    """The document as UTF-8, whatever Unicode encoding it came in.
+
+    Raises:
+        ApiError: 400, it is nested too deeply, or its bytes are no text.
+    """
+    encoding = json.detect_encoding(body)
+    if encoding != "utf-8":
+        try:
+            body = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            raise bad("the body is no valid JSON", code="json_invalid") from None
+    if deeper_than(body, DEEPEST):
+        raise bad(f"the JSON document is nested more than {DEEPEST} levels deep", code="json_too_deep")
+    return body
+
+
+def deeper_than(body: bytes, most: int) -> bool:
+    """Whether brackets outside of texts are nested more deeply, in UTF-8.
+
+    Arrays instead of a loop or a pattern: it takes some ten milliseconds for the worst two megabytes, and every other
+    request waits for that.
+    """
+    if body.count(b"[") + body.count(b"{") <= most:
+        return False
+    codes = np.frombuffer(body, dtype=np.uint8)
+    steps = _STEP[codes]
+    brackets = np.flatnonzero(steps)
+    outside = np.searchsorted(_quotes(codes), brackets) % 2 == 0
+    depths = steps[brackets[outside]].cumsum()
+    return len(depths) > 0 and int(depths.max()) > most
+
+
+def _quotes(codes: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Where texts begin and end: at quotes with an even number of backslashes before them."""
+    quotes = np.flatnonzero(codes == ord('"'))
+    if not (codes == ord("\\")).any():
+        return quotes
+    places = np.arange(len(codes), dtype=np.int32)
+    others = np.maximum.accumulate(np.where(codes == ord("\\"), -1, places))  # the last one that is no backslash
+    before = np.concatenate([np.array([-1], dtype=np.int32), others])[quotes]
+    return quotes[(quotes - 1 - before) % 2 == 0]
+
+
+class Hosts:
+    """Names that may be in ``Host``.
+
+    Args:
+        bound: where the server listens.
+        allowed: more names; ``*`` allows all.
+        keyed: whether every request needs a key: a stranger's page has none, so that all names are allowed unless some
+            are given.
+    """
+
+    def __init__(self, bound: str, allowed: Sequence[str], keyed: bool) -> None:
+        self._bound = bound
+        self._names = {"localhost", bound.lower(), *(name.lower() for name in allowed)}
+        self._any = ANY in allowed or (keyed and not allowed)
+
+    def check(self, header: str) -> None:
+        """Refuse a name that is not this server's; a client that names none is no browser.
+
+        Raises:
+            ApiError: 421.
+        """
+        name = _name_of(header)
+        if self._any or not header or name in self._names or self._is_own_address(name):
+            return
+        raise ApiError(
+            421,
+            f"this server is not called {name[:64]!r}: start it with --allowed-host {name[:64]}, or ask it by the "
+            "address that it listens on",
+            code="unknown_host",
+        )
+
+    def _is_own_address(self, name: str) -> bool:
+        """An address cannot be somebody else's name: where the server listens on all, any may be its own."""
+        try:
+            address = ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or self._bound in ("0.0.0.0", "::")
+
+
+def _name_of(header: str) -> str:
+    """Without the port, and without the brackets of an IPv6 address."""
+    header = header.strip().lower()
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].rstrip(".")

@@ -9,9 +9,6 @@ from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.stopping import Detokenizer
 from foretoken.methods.drafters.vocabulary import speller
 
-REPLACEMENT = "\ufffd"
-"""What bytes that are no whole character are decoded to."""
-
 
 class TokenTexts:
     """Texts of single tokens.
@@ -33,7 +30,8 @@ class TokenTexts:
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token}"
         text = str(self._tokenizer.decode([token]))
-        if REPLACEMENT not in text:
+        # What bytes that are no whole character are decoded to
+        if "\ufffd" not in text:
             return text
         spelled = self.bytes_of(token)
         try:

@@ -15,8 +15,6 @@ from typing import Any
 
 MOST_LINES = 10_000
 """Lines that wait to be written; more are counted and lost."""
-FLUSH_S = 1.0
-"""Seconds that the end of the process waits for the last lines."""
 
 
 class JsonLines(logging.Formatter):
@@ -66,7 +64,8 @@ class Lines(logging.Handler):
     def flush(self) -> None:
         """Wait until everything is written, a second at most."""
         with self._lines.all_tasks_done:
-            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
+            # Seconds that the end of the process waits for the last lines
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, 1.0)
 
     def _write_all(self) -> None:
         while True:

@@ -20,8 +20,6 @@ KWARGS = ("enable_thinking", "thinking", "reasoning", "date_string", "documents"
 """What a request may hand to a template: nothing that changes how it is run."""
 PLAIN_STOP = "\nUser:"
 """Where an answer ends for a model without a template."""
-UNPARSED = "unparsed"
-"""The one argument of an earlier call whose arguments are no JSON object: templates want an object."""
 NINE = "[TOOL_CALLS]"
 """Mistral's templates, which have this, refuse ids of calls that are not nine letters and digits."""
 
@@ -170,7 +168,8 @@ def arguments_of(given: str | dict[str, Any] | None) -> dict[str, Any]:
         found = json.loads(given)
     except (json.JSONDecodeError, RecursionError):
         found = None
-    return found if isinstance(found, dict) else {UNPARSED: given}
+    # The one argument of an earlier call whose arguments are no JSON object: templates want an object
+    return found if isinstance(found, dict) else {"unparsed": given}
 
 
 def _id(given: str, template: str) -> str:

@@ -11,14 +11,13 @@ from foretoken.core.constraints import OutputRule
 from foretoken.engine.background import Ticket
 from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer
-from foretoken.server.call_formats import LONGEST_PAST, CallFormat, forced, format_of, special_of
+from foretoken.server.call_formats import LONGEST_PAST, CallFormat, choice_of, forced, format_of, special_of
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import bad
 from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
 from foretoken.server.templates import PLAIN_STOP, Conversation, arguments_of, has_template, prompt_of, takes_effort
-from foretoken.server.tool_choice import choice_of
 from foretoken.server.workers import TEXTS, in_thread
 
 Part = str | Call

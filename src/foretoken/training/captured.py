@@ -20,9 +20,9 @@ from torch import Tensor
 
 from foretoken.core.io.files import replacing, write_json
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.blocks import WrittenBlocks
 from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler
+from foretoken.training.text_sources import WrittenBlocks
 
 STEPS = 16
 """Steps (of conversations: rows) per shard."""

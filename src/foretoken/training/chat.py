@@ -17,8 +17,6 @@ from foretoken.core.conversation import checked, from_sharegpt, render, turn_end
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak in training data."""
-OPEN_ROWS = 64
-"""Rows that wait for a piece that fits while conversations are packed."""
 
 Piece = tuple[list[int], list[bool]]
 """Token ids, and which of them are learned."""
@@ -167,7 +165,8 @@ def _packed(spans: Sequence[range], size: int) -> list[list[range]]:
     """Spans put together while they fit into ``size`` tokens, each into the first open row that has room."""
     rows, room = list[list[range]](), list[int]()
     for span in spans:
-        first = max(0, len(rows) - OPEN_ROWS)
+        # Rows that wait for a piece that fits while conversations are packed
+        first = max(0, len(rows) - 64)
         row = next((row for row in range(first, len(rows)) if room[row] >= len(span)), len(rows))
         if row == len(rows):
             rows.append([])

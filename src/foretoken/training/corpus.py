@@ -26,15 +26,7 @@ from foretoken.core.io.files import checksum, replacing, write_json
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"
-SPLITS = ("train", "held")
 PARTS = ("tokens", "learned", "starts")
-HELD_CONVERSATIONS = 16
-"""Conversations that are held out at least, though no more than an eighth of them."""
-
-
-def is_held_out(document: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out split: a property of its content alone."""
-    return int(checksum(document), 16) < fraction * 2**64
 
 
 def held_below(records: Iterable[Record], fraction: float) -> tuple[int, bool]:
@@ -50,7 +42,8 @@ def held_below(records: Iterable[Record], fraction: float) -> tuple[int, bool]:
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
         return 0, chat  # a single document is to be learned
-    least = max(1, min(HELD_CONVERSATIONS, len(distinct) // 8) if chat else 1)
+    # Conversations that are held out at least, though no more than an eighth of them
+    least = max(1, min(16, len(distinct) // 8) if chat else 1)
     return max(round(fraction * 2**64), distinct[least - 1] + 1), chat
 
 
@@ -138,7 +131,7 @@ def build_corpus(
     out.mkdir(parents=True, exist_ok=True)
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     with ExitStack() as stack:
-        splits = {name: _Split.open(out, name, np.dtype(dtype), chat, stack) for name in SPLITS}
+        splits = {name: _Split.open(out, name, np.dtype(dtype), chat, stack) for name in ("train", "held")}
         read = 0
         for batch in _batched(iter_records(paths), 64):
             for record, pieces in zip(batch, _encoded(batch, tokenizer), strict=True):

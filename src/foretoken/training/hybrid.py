@@ -20,8 +20,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from foretoken.training.lm import LmConfig
 
-KEY_WIDTH = 0.5
-"""Width of a recurrent layer's keys, as a share of its values'."""
 PROBE = 1024
 """Tokens on which the sizes of queries and keys are measured."""
 DECAYS = (0.02, 1.0)
@@ -53,7 +51,8 @@ def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
             head_dim=head_dim,
             linear_num_key_heads=config.heads,
             linear_num_value_heads=config.heads,
-            linear_key_head_dim=round(head_dim * KEY_WIDTH),
+            # Width of a recurrent layer's keys, as a share of its values'
+            linear_key_head_dim=round(head_dim * 0.5),
             linear_value_head_dim=head_dim,
             max_position_embeddings=max(config.context, 1024),
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},

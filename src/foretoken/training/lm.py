@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from foretoken.core.io.documents import iter_documents
 from foretoken.core.io.files import save_model
-from foretoken.training.cards.language_model import CardInfo, write_card
-from foretoken.training.cards.parts import command
+from foretoken.training.cards import CardInfo, command, write_card
 from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,

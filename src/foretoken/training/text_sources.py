@@ -1,6 +1,10 @@
 """What a draft model is aligned on: the corpus, the target's writing, its own writing, or a mix.
 
 Every source is a pure function of (seed, step) and, where the student writes, of its weights when it wrote.
+
+Drafters, too, can be trained on blocks that the target wrote itself, which is sequence-level distillation: Stern et al.
+2018 (arXiv 1811.03115) train blockwise heads on text decoded by the model; Medusa, EAGLE-3 and SpecForge regenerate
+their corpora in the same way.
 """
 
 from __future__ import annotations
@@ -8,19 +12,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.models.base import LanguageModel
 from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler
+from foretoken.training.written import stored_continuations
 
 TEXTS = ("fixed", "teacher", "policy", "mixed")
 
 Writer = Callable[[Tensor, Sequence[int]], Tensor]
 """``(prompts [n, m], their numbers) -> int64 [n, context + 1]``: continues prompts."""
+BLOCK_TEXTS = ("fixed", "target")
 
 
 @dataclass(frozen=True)
@@ -156,3 +164,57 @@ class PolicyText(TextSource):
         """Go on with rows that were written before."""
         self._window = int(state.get("window", -1))
         self._rows = {int(n): torch.tensor(row) for n, row in state.get("rows", {}).items()}
+
+
+class WrittenBlocks:
+    """Blocks [batch, n + 1] in an order that is a function of (seed, step), as :class:`BlockSampler` gives them."""
+
+    def __init__(self, rows: Tensor, batch: int, seed: int) -> None:
+        self.block, self.batch, self.seed = rows.shape[1] - 1, batch, seed
+        self.tokens: np.ndarray[Any, np.dtype[Any]] = rows.flatten().numpy()
+        self._source = TeacherText(rows, torch.ones(len(rows), self.block), batch, seed)
+
+    def __call__(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The blocks of one step, int64 [batch, block + 1]."""
+        found: np.ndarray[Any, np.dtype[np.int64]] = self._source(step).tokens.numpy()
+        return found
+
+    @property
+    def guessed(self) -> np.ndarray[Any, np.dtype[Any]]:
+        """All tokens, which are all to be guessed."""
+        return self.tokens
+
+
+def write_blocks(
+    folder: Path,
+    target: LanguageModel,
+    fingerprint: dict[str, Any],
+    corpus: BlockSampler | ChatBlocks,
+    count: int,
+    temperature: float,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> WrittenBlocks:
+    """``count`` blocks: the beginnings of corpus blocks, which ``target`` continues; kept below ``folder``.
+
+    Raises:
+        ValueError: blocks that the target's context does not hold, fewer than a batch, or conversations.
+    """
+    if isinstance(corpus, ChatBlocks):
+        raise ValueError("--text target goes on with texts; for conversations use --answers target")
+    if count < corpus.batch:
+        raise ValueError(f"{count} written blocks do not fill a batch of {corpus.batch}: ask for more")
+    # One in so many tokens of a written block is its prompt, from the corpus
+    prompt = max(1, corpus.block // 8)
+    steps = range(-(-count // corpus.batch))
+    prompts = torch.from_numpy(np.concatenate([corpus(step)[:, :prompt] for step in steps])[:count])
+    rows = stored_continuations(
+        folder,
+        target,
+        prompts,
+        corpus.block + 1 - prompt,
+        temperature,
+        corpus.seed,
+        writer=fingerprint,
+        on_rows=on_rows,
+    )
+    return WrittenBlocks(rows, corpus.batch, corpus.seed)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,16 +16,21 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.blocks import TEXTS, WrittenBlocks, write_blocks
 from foretoken.training.captured import FeatureStore
 from foretoken.training.chat import ChatBlocks
-from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks
+from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, part_file, read_chat, read_tokens
 from foretoken.training.curves import DrafterCurve
-from foretoken.training.held import held_blocks, held_prompts
 from foretoken.training.joint import as_served, held_loss, save_target, save_update, start_update
 from foretoken.training.loop import Loop, Progress, RunConfig, Saving
 from foretoken.training.optimizers import autocast, build_optimizers, check_choices
 from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.text_sources import BLOCK_TEXTS, WrittenBlocks, write_blocks
+
+BLOCKS = 8
+"""Held-out blocks that accuracies are measured on."""
+
+Held = tuple[Tensor, Tensor | None]
+"""Tokens int64 [1, n + 1], and which of them are to be guessed, bool [1, n + 1]; ``None``: all."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,8 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         check_choices(self.optimizer, self.precision)
-        if self.text not in TEXTS:
-            raise ValueError(f"text must be one of {', '.join(TEXTS)}, not {self.text!r}")
+        if self.text not in BLOCK_TEXTS:
+            raise ValueError(f"text must be one of {', '.join(BLOCK_TEXTS)}, not {self.text!r}")
 
 
 Evaluate = Callable[[Drafter, LanguageModel], Mapping[str, Any]]
@@ -145,7 +151,7 @@ class Trainer:
             count: prompts at most.
             length: tokens of each that is no conversation.
         """
-        return held_prompts(self.held_tokens, self.held_learned, count, length)
+        return prompts_of(self.held_tokens, self.held_learned, count, length)
 
     def _held_batches(self, recipe: Recipe) -> list[Batch]:
         return [
@@ -252,3 +258,47 @@ class Trainer:
             "drafter": recipe.spec("FOLDER"),
             "hours": spent_s / 3600,
         }
+
+
+def held_blocks(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context: int) -> list[Held]:
+    """A few blocks, spread over what was held out; none where nothing was.
+
+    Args:
+        folder: where the corpus is.
+        corpus: its description.
+        tokenizer: for the token that fills up conversations.
+        context: n.
+    """
+    if corpus.get("chat"):
+        return _chat_rows(folder, corpus, tokenizer, context)
+    tokens = read_tokens(part_file(folder, "held", "tokens"), corpus["dtype"])
+    length = min(context, max(len(tokens) - 1, 0))
+    if length < 2:
+        return []
+    starts = np.unique(np.linspace(0, len(tokens) - length - 1, BLOCKS).astype(int))
+    return [(torch.from_numpy(tokens[s : s + length + 1].astype(np.int64))[None], None) for s in starts]
+
+
+def _chat_rows(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context: int) -> list[Held]:
+    """Each row begins with a conversation."""
+    parts = read_chat(folder, "held", corpus["dtype"])
+    if not parts[1].any():
+        return []
+    blocks = ChatBlocks(*parts, context, 1, 0, tokenizer.eos_token_id)
+    rows = range(min(BLOCKS, blocks.num_blocks))
+    return [(torch.from_numpy(blocks.rows[i])[None], torch.from_numpy(blocks.learned[i])[None]) for i in rows]
+
+
+def prompts_of(blocks: Sequence[Tensor], learned: Sequence[Tensor | None], count: int, length: int) -> list[list[int]]:
+    """At most ``count`` prompts: the first ``length`` tokens of blocks; of a conversation what its first answer
+    follows, without its beginning where that is long."""
+    found = []
+    for tokens, guessed in zip(blocks, learned, strict=True):
+        if guessed is None:
+            found.append(tokens[0, :length].tolist())
+            continue
+        first = int(guessed[0].int().argmax())
+        if first:
+            longest = max(length, tokens.shape[1] // 2)
+            found.append(tokens[0, max(0, first - longest) : first].tolist())
+    return found[:count]

@@ -14,13 +14,13 @@ import pytest
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.lab.bench import run as bench_run
 from foretoken.lab.bench.arms import Shared, Unit
-from foretoken.lab.bench.card import card
 from foretoken.lab.bench.partial import Partial, partial_of
 from foretoken.lab.bench.results import UnitResult, acceptance_length, anchored, cell, dumps, positions, speedup_ci95
 from foretoken.lab.bench.run import Bench, BenchSettings, run_bench
 from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.specs import check_arm, split_arm
 from foretoken.lab.bench.summary import BenchResult
+from foretoken.lab.report.cards.written import markdown_card
 from foretoken.llm import Llm
 from toys import MarkovTable, llamas, tables
 
@@ -166,7 +166,7 @@ def test_a_rule_that_changes_the_output_is_seen(table: MarkovTable) -> None:
     found = run_bench(lossy, PROMPTS, BenchSettings(("ngram,n=1",)))
     wrong = [c for c in found.cells if c["arm"] == "ngram,n=1" and not c["identical"]]
     assert wrong and sum(e["differences"] for e in found.summary["equality"]) > 0
-    assert "really" in card(found.cells, found.summary)
+    assert "really" in markdown_card(found.cells, found.summary)
 
 
 def test_lengths_are_equal_unless_texts_may_end(table: MarkovTable) -> None:

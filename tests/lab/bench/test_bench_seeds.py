@@ -17,10 +17,10 @@ from foretoken.core.noise import Noise
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.lab.bench.arms import Shared
-from foretoken.lab.bench.card import card
 from foretoken.lab.bench.results import UnitResult, cell
 from foretoken.lab.bench.run import BenchSettings, run_bench
 from foretoken.lab.bench.summary import BenchResult
+from foretoken.lab.report.cards.written import markdown_card
 from foretoken.lab.report.read import read_run
 from foretoken.lab.report.verdict import verdict
 from foretoken.methods.drafters.ngram import NgramDrafter
@@ -73,7 +73,7 @@ def test_a_rule_with_coins_of_its_own_makes_no_claim(table: MarkovTable, verifie
     assert claims(found)["plain", 1.0] == {True} and claims(found)[ARM, 0.0] <= {True, False}
     compared = {(e["arm"], e["temperature"]) for e in found.summary["equality"]}
     assert compared == {("plain", 0.0), ("plain", 1.0), (ARM, 0.0)}
-    assert "| not compared |" in card(found.cells, found.summary)
+    assert "| not compared |" in markdown_card(found.cells, found.summary)
 
 
 def test_a_profile_may_name_such_a_rule(table: MarkovTable, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_an_error_that_changes_seeded_text_is_a_real_difference(
         "differs from plain decoding's in 2 of 4 compared cells (2 of them sampled, with the same seeds)"
         in words_of(found, tmp_path)
     )
-    noted = card(found.cells, found.summary)
+    noted = markdown_card(found.cells, found.summary)
     assert f"`{ARM}`, a, temperature 1, batch 1" in noted and "really" in noted
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import foretoken as ft
-from foretoken.lab.bench.inflate import inflate, inflation, load_inflated, target_name
+from foretoken.lab.workload import inflation, target_name
+from foretoken.loading import load_model
 from foretoken.models.base import Feed
 from foretoken.models.cache import pool
 from foretoken.models.forward.parts import TargetParts
@@ -21,7 +22,7 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear, weight_bytes
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.variants.inflated import InflatedModel
-from foretoken.models.variants.inflation import InflatedShape, big_config, layer_ends, parse_size, shape_for
+from foretoken.models.variants.inflation import InflatedShape, big_config, inflate, layer_ends, parse_size, shape_for
 from toys import llama
 
 SHAPE = InflatedShape(small=16, copies=3, halvings=1, layers=7, units=40)
@@ -174,7 +175,7 @@ def test_bad_sizes(size: str | int) -> None:
 
 def test_too_small_a_size() -> None:
     with pytest.raises(ValueError, match="already"):
-        load_inflated(llama(), 1000)
+        load_model(llama(), inflate=1000)
 
 
 def test_other_architectures_are_refused() -> None:
@@ -182,7 +183,7 @@ def test_other_architectures_are_refused() -> None:
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, n_positions=16))
     with pytest.raises(ValueError, match=r"gpt2.*llama, mistral, qwen2, qwen3"):
-        load_inflated(model, "1b")
+        load_model(model, inflate="1b")
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.engine.stopping import Stopper
+from foretoken.lab.parity.distribution import noncentral_tail, smallest_seen
 from foretoken.lab.parity.report import MODES, Settings
 from foretoken.lab.parity.run import run_parity
-from foretoken.lab.parity.statistics import noncentral_tail, smallest_seen
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.verifiers.base import Coins, Verifier, draw
 from foretoken.models.base import SequenceState

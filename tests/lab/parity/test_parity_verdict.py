@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from parity_toys import Planted, Wavering, models
 
-from foretoken.lab.parity.report import Check, Report, Settings
+from foretoken.lab.parity.report import Check, Report, Settings, verdict
 from foretoken.lab.parity.run import run_parity
-from foretoken.lab.parity.verdict import verdict
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter

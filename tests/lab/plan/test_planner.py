@@ -13,8 +13,7 @@ from foretoken.lab.plan.assumptions import Assumptions, Flat, Measured, shifted
 from foretoken.lab.plan.planner import plan, summary
 from foretoken.lab.plan.plots import plot
 from foretoken.lab.plan.roofline import Roofline
-from foretoken.lab.plan.speedup import expected_tokens
-from foretoken.lab.plan.trees import branching_parents, positional_success, tree_expected_tokens
+from foretoken.lab.plan.speedup import branching_parents, expected_tokens, positional_success, tree_expected_tokens
 
 V = Measured(TargetCost({1: 1.0, 8: 1.1, 32: 2.0}))
 COSTS = RoundCosts(

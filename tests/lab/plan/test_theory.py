@@ -14,15 +14,13 @@ from foretoken.lab.plan.planner import plan
 from foretoken.lab.plan.roofline import Roofline, experts_touched
 from foretoken.lab.plan.speedup import (
     alpha_for_tokens,
+    branching_parents,
     expected_tokens,
     extended,
+    positional_success,
     round_cost,
     survival,
     tokens_of_guesses,
-)
-from foretoken.lab.plan.trees import (
-    branching_parents,
-    positional_success,
     tree_expected_tokens,
     trial_acceptance,
 )

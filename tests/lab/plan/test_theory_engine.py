@@ -11,8 +11,13 @@ import pytest
 from foretoken.core import Budget, Context, StepRecord, TokenTree
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
-from foretoken.lab.plan.speedup import expected_tokens, survival
-from foretoken.lab.plan.trees import branching_parents, positional_success, tree_expected_tokens
+from foretoken.lab.plan.speedup import (
+    branching_parents,
+    expected_tokens,
+    positional_success,
+    survival,
+    tree_expected_tokens,
+)
 from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.scripted import ScriptedDrafter

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.lab.interleave import interleave, median_run
 from foretoken.lab.parity.difference import Difference, first_difference
+from foretoken.lab.timing import interleave, median_run
 
 if TYPE_CHECKING:
     from foretoken.engine.request import Request

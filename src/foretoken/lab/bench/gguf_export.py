@@ -40,9 +40,11 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
         tokenizer: a byte-level BPE tokenizer that splits words as GPT-2 does (the built-in one), to go into the file.
 
     Raises:
-        ValueError: another architecture, another kind of tokenizer, or the ``gguf`` package is missing.
+        ValueError: another architecture, or another kind of tokenizer.
         OSError: the file cannot be written.
     """
+    import gguf
+
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if config.model_type not in FAMILIES or rope.get("rope_type", "default") != "default":
@@ -50,7 +52,6 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
             f"cannot write a {config.model_type} model with {rope.get('rope_type', 'default')} positions as GGUF: "
             f"only {' and '.join(FAMILIES)} with default ones"
         )
-    gguf = gguf_package()
     vocabulary = None if tokenizer is None else _vocabulary(tokenizer, int(config.vocab_size), gguf)
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_file_type(_file_type(model.model.embed_tokens.weight.dtype, gguf))
@@ -71,19 +72,6 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
             writer.write_tensor_data(_bytes(tensor))
     finally:
         writer.close()
-
-
-def gguf_package() -> Any:
-    """The ``gguf`` package.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import gguf
-    except ImportError:
-        raise ValueError("writing a GGUF file needs the gguf package: pip install gguf") from None
-    return gguf
 
 
 def tensors(model: Any) -> Iterator[tuple[str, Tensor]]:

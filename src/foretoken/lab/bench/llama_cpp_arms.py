@@ -20,9 +20,6 @@ from foretoken.loading import resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
-MOST_SLOTS = 8192
-"""Most tokens that llama.cpp is given room for: it takes the memory at once."""
-
 
 def llama_package() -> Any:
     """The ``llama_cpp`` package.
@@ -69,7 +66,8 @@ class LlamaCppArm(ForeignArm):
         file = gguf_file(shared)
         if file is not None:
             count = threads or getattr(shared.target, "threads", 0) or torch.get_num_threads()
-            self.engine = open_file(file, min(shared.target.context_length, MOST_SLOTS), count, drafter, True)
+            # Most tokens that llama.cpp is given room for: it takes the memory at once
+            self.engine = open_file(file, min(shared.target.context_length, 8192), count, drafter, True)
         elif hasattr(network, "generate"):
             self.engine = open_llama(network, threads, drafter, logits_all=True)
         else:

@@ -16,14 +16,13 @@ from foretoken.lab.bench.results import Key, Setting, UnitResult
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.specs import PLAIN
 from foretoken.lab.bench.summary import BenchResult, Tally, dtype_of, machine
-from foretoken.lab.interleave import interleave, median_run
 from foretoken.lab.prompts import BenchPrompt
+from foretoken.lab.timing import interleave, median_run
 from foretoken.models.call_costs import measure_target
 
 WARM_UP = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
 """Decoded by every arm before anything is timed; no prompt of ours, so that nothing is learned from it."""
 WARM_UP_IDS, WARM_UP_TOKENS = 24, 32
-COST_REPEATS = 7
 MOST_NODES = 256
 
 OnProgress = Callable[[int, int, str], None]
@@ -198,7 +197,7 @@ class Bench:
                 self.on_progress(len(self.results), self._total, f"measuring v(n), batch {batch}")
                 last = min(MOST_NODES, most * batch)
                 counts = [batch * 2**i for i in range(10) if batch * 2**i < 2 * last]
-                cost = measure_target(self.shared.target, middle, counts, COST_REPEATS, batch)
+                cost = measure_target(self.shared.target, middle, counts, 7, batch)
                 known = {str(n): seconds for n, seconds in cost.seconds.items()}
                 if partial is not None:
                     partial.note(name, known)

@@ -7,8 +7,6 @@ from foretoken.registry import find, parse_spec
 
 PLAIN = "plain"
 """The arm that all others are compared with; ``none`` names it too."""
-FOREIGN = ("transformers", "llama.cpp")
-"""Engines that are not ours; every other arm is a drafter's spec."""
 OTHER_ENGINES = "transformers:plain, transformers:assisted, transformers:prompt_lookup, llama.cpp"
 
 
@@ -30,7 +28,8 @@ def split_arm(spec: str) -> tuple[str, str | None]:
 
 def is_foreign(spec: str) -> bool:
     """Whether a spec names another engine."""
-    return spec.partition(",")[0].partition(":")[0].strip() in FOREIGN
+    # Engines that are not ours; every other arm is a drafter's spec
+    return spec.partition(",")[0].partition(":")[0].strip() in ("transformers", "llama.cpp")
 
 
 def check_arm(spec: str) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.lab.bench.inflate import inflation, target_name
 from foretoken.lab.bench.results import (
     OVERALL,
     Setting,
@@ -27,6 +26,7 @@ from foretoken.lab.bench.results import (
 from foretoken.lab.bench.specs import PLAIN
 from foretoken.lab.parity.difference import first_difference
 from foretoken.lab.prompts import BenchPrompt
+from foretoken.lab.workload import inflation, target_name
 from foretoken.loading.measured.machine import hardware, threads, versions
 
 if TYPE_CHECKING:

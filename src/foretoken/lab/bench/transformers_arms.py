@@ -17,8 +17,6 @@ from foretoken.lab.timing import Stopwatch
 from foretoken.loading import BUILTIN, load_model
 from foretoken.models.linear.packing import PackedLinear, plain_linear
 
-NO_TOKEN = -1
-"""An end-of-text id that never comes (``None`` would be filled in from the model's own settings)."""
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
@@ -79,7 +77,8 @@ class TransformersArm(ForeignArm):
         config = copy.deepcopy(self.network.generation_config)
         config.max_new_tokens, config.max_length = max_new_tokens, None
         if self.shared.ignore_eos:
-            config.eos_token_id = NO_TOKEN
+            # An end-of-text id that never comes (``None`` would be filled in from the model's own settings)
+            config.eos_token_id = -1
         config.do_sample = temperature > 0
         config.temperature, config.top_k, config.top_p = (temperature or 1.0), 0, 1.0
         return config

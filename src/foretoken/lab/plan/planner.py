@@ -13,8 +13,8 @@ from foretoken.core.costs import speedup
 from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
 from foretoken.lab.plan.roofline import Roofline
-from foretoken.lab.plan.speedup import Acceptance
-from foretoken.lab.plan.trees import (
+from foretoken.lab.plan.speedup import (
+    Acceptance,
     branching_parents,
     positional_success,
     tree_expected_tokens,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from foretoken.lab.report import load_figures as figures
-from foretoken.lab.report.markup import Markup, join, tag
+from foretoken.lab.report.markup import Markup, tag
 from foretoken.lab.report.read import Run, number
-from foretoken.lab.report.sections import download, head, number_cell, panels, section
+from foretoken.lab.report.sections import download, head, header_of, number_cell, panels, section
 from foretoken.lab.report.verdict import Remark
 
 WORDS = {"rate": "Requests that arrive by chance", "concurrency": "Clients that wait for each answer"}
@@ -31,16 +31,8 @@ SHARES = ("p50", "p90", "p99")
 
 def header(run: Run) -> Markup:
     """What was measured, of what, and what came out."""
-    rows = [join(tag("dt", name), tag("dd", value)) for name, value in _facts(run) if value]
-    remarks = [tag("p", remark.text, class_=remark.tone) for remark in verdict(run)]
-    told = [str(note) for note in run.listed("notes")]
-    return tag(
-        "header",
-        tag("h1", "Load test of a server"),
-        tag("dl", *rows, class_="facts"),
-        *(tag("p", note, class_="note") for note in [*run.notes, *told]),
-        tag("div", *remarks, class_="verdict", role="note", aria_label="verdict"),
-    )
+    notes = [*run.notes, *map(str, run.listed("notes"))]
+    return header_of("Load test of a server", _facts(run), notes, verdict(run))
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

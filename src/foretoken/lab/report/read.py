@@ -13,8 +13,6 @@ PLAIN = ("none", "plain")
 """Names of the arm that all others are compared with."""
 NOT_A_RUN = "write one with 'foretoken bench --out run.jsonl'"
 
-LOADS = ("rate", "concurrency")
-"""What requests of a load test follow."""
 
 Setting = tuple[float, int]
 """Temperature and batch size."""
@@ -174,7 +172,8 @@ def _cell(found: Mapping[str, Any], place: int, file: Path) -> Mapping[str, Any]
         raise ValueError(f"line {place} of {file} is no bench cell, it lacks an arm: {NOT_A_RUN}")
     if number(cell["temperature"]) is None or number(cell["batch"]) is None:
         raise ValueError(f"line {place} of {file} is no bench cell, its temperature or batch is no number: {NOT_A_RUN}")
-    if "load" in cell and (cell["load"] not in LOADS or number(cell.get("level")) is None):
+    # What requests of a load test follow
+    if "load" in cell and (cell["load"] not in ("rate", "concurrency") or number(cell.get("level")) is None):
         raise ValueError(f"line {place} of {file} is no cell of a load test, it lacks its level: {NOT_A_RUN}")
     return cell
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from foretoken.lab.report import figures
@@ -11,7 +11,7 @@ from foretoken.lab.report.charts import Chart
 from foretoken.lab.report.markup import Markup, join, tag
 from foretoken.lab.report.read import PLAIN, Run, number
 from foretoken.lab.report.svg import draw
-from foretoken.lab.report.verdict import setting_name, verdict
+from foretoken.lab.report.verdict import Remark, setting_name, verdict
 
 LEGEND = {
     "root": "root: the last token that were accepted",
@@ -68,15 +68,23 @@ def panels(charts: Sequence[Chart]) -> Markup:
 
 def header(run: Run) -> Markup:
     """What was measured, on what, and what came out."""
-    rows = [join(tag("dt", name), tag("dd", value)) for name, value in facts(run) if value]
-    remarks = [tag("p", remark.text, class_=remark.tone) for remark in verdict(run)]
-    notes = [tag("p", note, class_="note") for note in [*run.notes, *_inflated(run)]]
+    return header_of("Speculative decoding benchmark", facts(run), [*run.notes, *_inflated(run)], verdict(run))
+
+
+def header_of(title: str, told: Iterable[tuple[str, str]], notes: Iterable[str], remarks: Iterable[Remark]) -> Markup:
+    """A header with facts that are known, notes and a verdict."""
     return tag(
         "header",
-        tag("h1", "Speculative decoding benchmark"),
-        tag("dl", *rows, class_="facts"),
-        *notes,
-        tag("div", *remarks, class_="verdict", role="note", aria_label="verdict"),
+        tag("h1", title),
+        tag("dl", *(join(tag("dt", name), tag("dd", value)) for name, value in told if value), class_="facts"),
+        *(tag("p", note, class_="note") for note in notes),
+        tag(
+            "div",
+            *(tag("p", remark.text, class_=remark.tone) for remark in remarks),
+            class_="verdict",
+            role="note",
+            aria_label="verdict",
+        ),
     )
 
 

@@ -12,8 +12,6 @@ from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_of
 
 FEW = 0.3
 """Fewer accepted tokens per round than this is called few."""
-WORTH_NAMING = 0.05
-"""A cost below this share of a plain round is not named."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,8 @@ def why(run: Run, setting: Setting, arm: str) -> str:
     """
     length = _tokens_per_round(run, setting, arm)
     costs = sorted(extra_costs(run, setting, arm).items(), key=lambda pair: -pair[1])
-    named = [f"{part} {cost:.2f}" for part, cost in costs if cost >= WORTH_NAMING]
+    # A cost below this share of a plain round is not named
+    named = [f"{part} {cost:.2f}" for part, cost in costs if cost >= 0.05]
     cost = f"{' and '.join(named)} of a plain round" if named else ""
     if length is None:
         return cost

@@ -12,10 +12,6 @@ from foretoken.lab.tune.race import RaceRound, Standing
 
 NEAR = 0.995
 """Share of the best predicted speed at which a length counts as the best."""
-RARE = 0.5
-"""Share of the rounds below which guesses count as rare."""
-LITTLE = 1.25
-"""Tokens a round below which there is little to gain, however cheap drafting and scoring are."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +124,10 @@ def why_not(candidate: Candidate, target: TargetCost, rest_s: float) -> str:
     """
     cost, depth = candidate.cost, candidate.depth
     first = cost.survival[0] if cost.survival else 0.0
-    if cost.expected_tokens(len(cost.survival)) < LITTLE:
-        if cost.proposes < RARE:
+    # Tokens a round below which there is little to gain, however cheap drafting and scoring are
+    if cost.expected_tokens(len(cost.survival)) < 1.25:
+        # Share of the rounds below which guesses count as rare
+        if cost.proposes < 0.5:
             return f"rarely guesses: in {cost.proposes:.0%} of the rounds, and in {first:.0%} something is accepted"
         return f"rarely accepted: the first guess stands in {first:.0%} of the rounds"
     free, flat = without_faults(candidate, target, rest_s)

@@ -14,16 +14,12 @@ from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.sources import SourceDrafter
 from foretoken.registry import convert_options, find, options_of, parse_spec, rows
 
-LEFT_OUT = ("scripted", "prediction", "online")
-"""Drafters that say nothing about a user's prompts: given tokens, a caller's prediction, one that is being trained."""
 LIKELY = ("ngram", "suffix,share=false", "quantized,bits=4")
 """What pays most often without anything to be trained or downloaded."""
 FIRST = ("model", "ngram", "suffix", "recycling")
 """Drafters that are tried before all others, when there is time for others."""
 LENGTH = 8
 """Draft length that a network is measured at."""
-COPY_LENGTH = 16
-"""Draft length that a drafter which copies text is measured at: its steps are free."""
 TREE_SIZES = (8, 16, 32, 64)
 """Node counts of trees that are tried."""
 
@@ -67,7 +63,12 @@ def _items(text: str) -> list[str]:
 def default_specs(target_source: Any) -> list[str]:
     """Everything that a target may have: its trained drafters if it is built in, and all that need no training."""
     builtin = str(target_source) == BUILTIN
-    able = [row for row in rows("drafter") if row.name not in LEFT_OUT and (builtin or not row.needs_training)]
+    # Drafters that say nothing about a user's prompts: given tokens, a caller's prediction, one that is being trained
+    able = [
+        row
+        for row in rows("drafter")
+        if row.name not in ("scripted", "prediction", "online") and (builtin or not row.needs_training)
+    ]
     alone = [row for row in able if not issubclass(row.load(), GroupDrafter)]
     # What pays most often first: time may run out.
     alone.sort(key=lambda row: (row.name not in FIRST, not row.needs_training))
@@ -98,7 +99,8 @@ def generous(spec: str, given: bool) -> str:
     key = length_key(cls)
     if key is None or (given and key in parsed.options):
         return spec
-    wanted = COPY_LENGTH if issubclass(cls, SourceDrafter) else LENGTH
+    # Draft length that a drafter which copies text is measured at: its steps are free
+    wanted = 16 if issubclass(cls, SourceDrafter) else LENGTH
     known = options_of(cls)
     for option in (key, "nodes") if key == "depth" else (key,):  # a chain of 8 needs 8 nodes
         own = parsed.options.get(option, known[option].default)

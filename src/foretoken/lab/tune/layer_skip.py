@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.io.files import checksum
-from foretoken.lab.interleave import median_run, runs_of
+from foretoken.lab.timing import median_run, runs_of
 from foretoken.lab.workload import Speed, Workload
 from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
 from foretoken.methods.drafters.own_layers import num_layers_of

@@ -15,8 +15,7 @@ import torch
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.core.costs import TargetCost
 from foretoken.core.sampling import Sampler, SamplingParams
-from foretoken.lab.interleave import runs_of
-from foretoken.lab.timing import Stopwatch
+from foretoken.lab.timing import Stopwatch, runs_of
 from foretoken.lab.tune.choices import with_option
 from foretoken.lab.tune.tree import REPEATS, SIZES, DraftCost, SizeCost, TunedTree, compared, target_costs
 from foretoken.lab.workload import Workload

@@ -16,7 +16,7 @@ from foretoken.core import RoundTimes, TokenTree, Verdict
 from foretoken.core.costs import RoundCosts
 from foretoken.core.noise import unseeded_from
 from foretoken.engine.request import Running
-from foretoken.lab.interleave import interleave
+from foretoken.lab.timing import interleave
 from foretoken.lab.workload import Workload
 from foretoken.llm import assemble
 from foretoken.methods.drafters.base import Drafter

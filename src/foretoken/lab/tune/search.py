@@ -35,14 +35,10 @@ SCOUTING, LATEST, FURTHER = 0.35, 0.6, 0.45
 """Shares of the time: for the likely winners, after which none of them is begun, and none of the others."""
 SCOUTED, SCOUTS = 32, 2
 """Tokens of an answer, and prompts, that a drafter is tried on."""
-PROMISING = 0.7
-"""Share of the best speed-up from which on a drafter's other trees are tried."""
 FINALISTS, RUNGS = 3, 2
 """Fixed ways that race each other, ``auto`` beside them; how often half of them go on."""
 PAYS = 1.02
 """Speed-up below which plain decoding is chosen."""
-ADAPTS = 0.97
-"""Share of the fastest way's speed at which ``auto`` is chosen instead: it adapts to other text."""
 GROUPS = ("router", "ensemble")
 """Drafters that are made of others."""
 LATE = "out of time: give more --minutes"
@@ -199,7 +195,8 @@ class Search:
         """The trees of other sizes, or of the best shape, of drafters that are nearly the best."""
         best = max(one.standing.speedup for one in self.scouted.values())
         given = bool(self.job.drafters)
-        for one in [one for one in self.scouted.values() if one.standing.speedup >= PROMISING * best]:
+        # Share of the best speed-up from which on a drafter's other trees are tried
+        for one in [one for one in self.scouted.values() if one.standing.speedup >= 0.7 * best]:
             if one.trees:
                 yield from sizes(one.spec, given)
             elif can_fill(one.spec) and self.job.clock() + _shape_s(one) + share_s < latest_s:
@@ -387,5 +384,6 @@ def _chosen(rows: Sequence[TunedRow]) -> Way | None:
     best = max(rows, key=lambda row: row.speedup)
     if best.speedup < PAYS:
         return None
-    adaptive = [row.way for row in rows if row.way.controller == "auto" and row.speedup >= ADAPTS * best.speedup]
+    # Share of the fastest way's speed at which ``auto`` is chosen instead: it adapts to other text
+    adaptive = [row.way for row in rows if row.way.controller == "auto" and row.speedup >= 0.97 * best.speedup]
     return adaptive[0] if adaptive else best.way

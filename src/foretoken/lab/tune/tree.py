@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from foretoken.core.io.files import write_json
-from foretoken.lab.interleave import median_run, runs_of
+from foretoken.lab.timing import median_run, runs_of
 from foretoken.lab.tune.layer_skip import FINAL_RUNS
 from foretoken.lab.workload import Speed, Workload
 from foretoken.methods.drafters.heads import HeadsDrafter

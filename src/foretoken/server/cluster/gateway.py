@@ -26,8 +26,6 @@ from foretoken.server.limits import WRITERS, Gate
 from foretoken.server.places import Place, Places, place_of
 from foretoken.server.sse import event
 
-ATTEMPTS = 8
-"""Replicas that a request may lose before it is given up."""
 PAUSE_S = 0.2
 """Before a request is tried again; doubled each time, up to two seconds."""
 GRACE_S = 10.0
@@ -245,7 +243,8 @@ class Gateway:
         sent = _Sent(send, is_anthropic(scope["path"]))
         # The replica ends a request in time itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + GRACE_S
-        for attempt in range(ATTEMPTS):
+        # Replicas that a request may lose before it is given up
+        for attempt in range(8):
             try:
                 async with asyncio.timeout_at(end):
                     answer = self.fleet.replicas.answer(scope, body, session, place.caller)

@@ -14,8 +14,6 @@ from starlette.types import ASGIApp, Message
 from foretoken.server.config import Settings
 from foretoken.server.keys import Caller
 
-GONE_S = 5.0
-"""Seconds in which the application must end a request whose client has left."""
 SPENT = "foretoken.spent"
 """Type of the message that tells the gateway how many ``tokens`` a request has used."""
 ANYBODY = Caller()
@@ -135,4 +133,5 @@ class Replica:
         finally:
             gone.set()
             with suppress(asyncio.CancelledError, TimeoutError):
-                await asyncio.wait_for(task, GONE_S)
+                # Seconds in which the application must end a request whose client has left
+                await asyncio.wait_for(task, 5.0)

@@ -15,11 +15,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HEADER = "x-session-id"
 LONGEST_ID = 256
 """Characters of a session that a client names."""
-CHARACTERS = 256
-"""Of a prompt: texts with the same ones share a replica."""
 MORE = 1.5
 """A replica keeps its sessions until it has so many times its share of requests: moving one costs reading its text."""
 TOKENS = 64
@@ -50,7 +47,7 @@ def session_of(headers: Mapping[str, str], asked: Mapping[str, Any], tenant: str
         asked: its JSON object.
         tenant: who asks: texts of one are never found again by another, so they need no replica in common.
     """
-    named = headers.get(HEADER, "")[:LONGEST_ID]
+    named = headers.get("x-session-id", "")[:LONGEST_ID]
     if named:
         return _digest("named", tenant, named)
     key = asked.get("prompt_cache_key")
@@ -74,7 +71,8 @@ def _beginning(asked: Mapping[str, Any]) -> str:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return prompt[:CHARACTERS]
+        # Of a prompt: texts with the same ones share a replica
+        return prompt[:256]
     return json.dumps(prompt[:TOKENS]) if isinstance(prompt, list) else ""
 
 

@@ -27,16 +27,8 @@ from foretoken.server.keys import Caller
 
 MANY = 100_000
 """Requests that Ray may hand to a replica, which refuses by its own limits, in OpenAI's words."""
-LOOK_S = 0.5
-"""How often the gateway asks how many replicas there are."""
-REACH_S = 5.0
-"""Seconds in which somebody must answer at the address of a cluster."""
 METRICS_S = 5.0
 """Seconds in which replicas must have told their counters."""
-LEAVE_S = 1.0
-"""Seconds in which Ray's processes must have ended after it was shut down here."""
-SLOW_S = 60.0
-"""Seconds of starting after which it is said what is waited for."""
 REASON = re.compile(r"(?:ray::|\s*)(?:[\w.]*\.)?(?:\w*Error|\w*Exception): (.+)")
 
 
@@ -150,7 +142,8 @@ class RayReplicas:
         import ray
 
         while True:
-            await asyncio.sleep(SLOW_S)
+            # Seconds of starting after which it is said what is waited for
+            await asyncio.sleep(60.0)
             free = await asyncio.to_thread(ray.available_resources)
             rest = {name: free.get(name, 0) for name in ("CPU", "GPU")}
             wants = _resources(self.settings)
@@ -158,7 +151,8 @@ class RayReplicas:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            # How often the gateway asks how many replicas there are
+            await asyncio.sleep(0.5)
             try:
                 self.num_ready = await asyncio.to_thread(_running, self._name)
             except Exception:  # Ray's controller is being replaced: what is known stays
@@ -229,7 +223,8 @@ class RayReplicas:
         serve.delete(self._name)
         ray.shutdown()
         # Agents of Ray take up to a minute to see that their node is gone.
-        _, alive = psutil.wait_procs(ours, timeout=LEAVE_S)
+        # Seconds in which Ray's processes must have ended after it was shut down here
+        _, alive = psutil.wait_procs(ours, timeout=1.0)
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -321,7 +316,8 @@ def _reach(address: str) -> None:
     if not host or "/" in host or not port.isdigit():
         raise ValueError(f"--ray-address must be local, auto or HOST:PORT, not {address!r}")
     try:
-        socket.create_connection((host, int(port)), REACH_S).close()
+        # Seconds in which somebody must answer at the address of a cluster
+        socket.create_connection((host, int(port)), 5.0).close()
     except OSError as error:
         raise ValueError(f"no Ray cluster at {address!r}: {error.strerror or error}") from None
 

@@ -18,8 +18,6 @@ MOST_STRINGS = 2048
 """Strings of a language."""
 MOST_BYTES = 4096
 """Bytes of one string."""
-MOST_STEPS = 65_536
-"""Bytes of all strings, shared beginnings counted once."""
 WALK_S = 1.0
 """Seconds in which they must be listed."""
 
@@ -92,7 +90,8 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
                 matcher.rollback(1)
             continue
         steps += 1
-        if steps > MOST_STEPS or len(text) >= MOST_BYTES or monotonic() > until:
+        # Bytes of all strings, shared beginnings counted once
+        if steps > 65_536 or len(text) >= MOST_BYTES or monotonic() > until:
             raise _too_large(kind)
         matcher.consume_token(byte)
         text.append(byte)

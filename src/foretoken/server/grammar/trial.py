@@ -15,10 +15,6 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-CPU_S = 0.7
-"""Processor time for one grammar."""
-WALL_S = 1.6
-"""The same by the clock, for a busy machine."""
 MEMORY = 512 * 1024 * 1024
 """Bytes that the process may use."""
 REMEMBERED = 256
@@ -83,7 +79,8 @@ class Trial:
         process = self._started()
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the process that tries grammars has no pipes")
-        watch = threading.Timer(WALL_S, process.kill)
+        # Seconds for one grammar by the clock: more than its processor time, for a busy machine
+        watch = threading.Timer(1.6, process.kill)
         watch.daemon = True
         watch.start()
         try:
@@ -106,7 +103,8 @@ class Trial:
         self.close()
         worker = str(Path(__file__).with_name("trial_worker.py"))
         self._process = subprocess.Popen(
-            [sys.executable, "-I", worker, str(MEMORY), str(CPU_S)],
+            # The last: seconds of processor time for one grammar
+            [sys.executable, "-I", worker, str(MEMORY), "0.7"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -90,6 +90,24 @@ class Target:
             torch.allclose(weight[:count].float(), mine[:count].float(), rtol=2**-7, atol=1e-7)
         )
 
+    def check_embedding(self, embedding: Tensor | None) -> None:
+        """An embedding in a checkpoint must be this target's own, which is what we use.
+
+        Raises:
+            ValueError: it is another.
+        """
+        if embedding is not None and not self.is_embedding(embedding):
+            raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
+
+    def speculators_config(self, algorithm: str, **proposal: float) -> dict[str, Any]:
+        """How vllm-project/speculators says to serve a drafter of this target with one greedy way of drafting."""
+        return {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", **proposal}],
+            "verifier": {"name_or_path": self.name, "architectures": self.architectures},
+        }
+
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Equal in bfloat16; float16 cannot hold the tiniest values."""
@@ -135,9 +153,11 @@ class Format(ABC):
     def recognises(self, found: Found) -> bool:
         """Whether a folder looks like this layout."""
 
-    @abstractmethod
     def inputs(self, spec: Spec, target: str) -> list[Path]:
-        """Folders that an export reads."""
+        """Folders that an export reads: the drafter's."""
+        if spec.options:
+            raise ValueError(f"options of {self.method} are not exported: leave out {', '.join(spec.options)}")
+        return [drafter_folder(self.method, spec.path, target)]
 
     @abstractmethod
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
@@ -170,12 +190,6 @@ class NetFormat(Format):
     @abstractmethod
     def read(self, found: Checkpoint, target: Target) -> Trained:
         """Theirs to ours."""
-
-    def inputs(self, spec: Spec, target: str) -> list[Path]:
-        """The drafter's folder."""
-        if spec.options:
-            raise ValueError(f"options of {self.method} are not exported: leave out {', '.join(spec.options)}")
-        return [drafter_folder(self.method, spec.path, target)]
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         """Read our folder, check it against the target, write theirs."""

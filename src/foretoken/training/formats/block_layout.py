@@ -13,10 +13,9 @@ from torch import Tensor
 
 from foretoken.core.io.drafter_folders import our_name
 from foretoken.training.formats.base import Target, check_sizes
+from foretoken.training.formats.llama_layer import layer_shape
 from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
 
-MOST_LAYERS = 256
-"""More than any published drafter has."""
 QUANTISED = ("weight_packed", "weight_scale", "qweight", "scales")
 """Last parts of names of tensors in quantised checkpoints."""
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -108,16 +107,10 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
     for key, followed in REFUSED.items():
         if config.get(key) not in followed:
             raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
-    heads, size = whole(config, "num_attention_heads"), whole(config, "hidden_size")
-    layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
+    # More than any published drafter has
+    layers = whole(config, "num_hidden_layers", most=256)
     return {
-        "hidden_size": size,
-        "heads": heads,
-        "kv_heads": whole(config, "num_key_value_heads", default=heads),
-        "head_dim": whole(config, "head_dim", default=size // heads),
-        "ffn": whole(config, "intermediate_size"),
-        "rope_theta": _theta(config),
-        "eps": positive(config, "rms_norm_eps", default=1e-6),
+        **layer_shape(config),
         "vocab_size": target.parts.vocab_size,
         "layers": layers,
         "taps": ",".join(map(str, taps_of(config, tensors, target))),
@@ -128,14 +121,6 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
         "input_scale": positive(config, "input_embedding_scale", default=1.0),
         **_attention(config, layers),
     }
-
-
-def _theta(config: Mapping[str, Any]) -> float:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
-    if kind != "default":
-        raise ValueError(f"the checkpoint's rotary embedding is of the type {kind!r}, and our layer has 'default'")
-    return positive({**rope, **config}, "rope_theta", default=10000.0)
 
 
 def _mask_token(config: Mapping[str, Any], own: bool, target: Target) -> int:

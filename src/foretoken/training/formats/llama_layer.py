@@ -60,18 +60,37 @@ def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a key is missing, or asks for what our layer does not do.
     """
     _refuse(config)
+    return layer_shape(config)
+
+
+def layer_shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes among them.
+
+    Raises:
+        ValueError: a key is missing, or a rotary embedding that ours is not.
+    """
     heads = whole(config, "num_attention_heads")
     size = whole(config, "hidden_size")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {
         "hidden_size": size,
         "heads": heads,
         "kv_heads": whole(config, "num_key_value_heads", default=heads),
         "head_dim": whole(config, "head_dim", default=size // heads),
         "ffn": whole(config, "intermediate_size"),
-        "rope_theta": positive({**rope, **config}, "rope_theta", default=10000.0),
+        "rope_theta": _theta(config),
         "eps": positive(config, "rms_norm_eps", default=1e-6),
     }
+
+
+def _theta(config: Mapping[str, Any]) -> float:
+    inner: Mapping[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
+        if kind != "default":
+            raise ValueError(f"the checkpoint's rotary embedding is of the type {kind!r}, and our layer has 'default'")
+        inner = rope or inner
+    return positive({**inner, **config}, "rope_theta", default=10000.0)
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
@@ -79,11 +98,6 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise ValueError(f"the checkpoint has {config['num_hidden_layers']} layers, and our network has one")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"the checkpoint's hidden_act is {config['hidden_act']!r}, and our layer has 'silu'")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-        if kind != "default":
-            raise ValueError(f"the checkpoint's rotary embedding is of the type {kind!r}, and our layer has 'default'")
     for key, usual in REFUSED.items():
         if config.get(key) not in (None, usual):
             raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")

@@ -8,24 +8,24 @@ from foretoken.core.names import unknown
 from foretoken.training.recipes.base import Recipe
 
 RECIPES = {
-    "medusa": "MedusaRecipe",
-    "hydra": "HydraRecipe",
-    "eagle": "EagleRecipe",
-    "pass_tokens": "PassTokensRecipe",
-    "mtp": "MtpRecipe",
-    "eagle3": "Eagle3Recipe",
-    "peagle": "PeagleRecipe",
-    "kangaroo": "KangarooRecipe",
-    "jump": "JumpRecipe",
-    "early_exit": "EarlyExitRecipe",
-    "bpd": "BpdRecipe",
-    "dflash": "DflashRecipe",
-    "dflash2": "Dflash2Recipe",
-    "dspark": "DsparkRecipe",
-    "jacobi": "JacobiRecipe",
-    "uno": "UnoRecipe",
+    "medusa": "medusa:MedusaRecipe",
+    "hydra": "hydra:HydraRecipe",
+    "eagle": "eagle:EagleRecipe",
+    "pass_tokens": "pass_tokens:PassTokensRecipe",
+    "mtp": "mtp:MtpRecipe",
+    "eagle3": "eagle3:Eagle3Recipe",
+    "peagle": "peagle:PeagleRecipe",
+    "kangaroo": "kangaroo:KangarooRecipe",
+    "jump": "jump:JumpRecipe",
+    "early_exit": "early_exit:EarlyExitRecipe",
+    "bpd": "bpd:BpdRecipe",
+    "dflash": "dflash:DflashRecipe",
+    "dflash2": "dflash:Dflash2Recipe",
+    "dspark": "dflash:DsparkRecipe",
+    "jacobi": "jacobi:JacobiRecipe",
+    "uno": "uno:UnoRecipe",
 }
-"""Method -> class in the module of the same name."""
+"""Method -> ``module:Class`` below this package."""
 
 
 def find_recipe(method: str) -> type[Recipe]:
@@ -36,5 +36,6 @@ def find_recipe(method: str) -> type[Recipe]:
     """
     if method not in RECIPES:
         raise unknown(f"nothing is trained for {method!r}", method, list(RECIPES))
-    found: type[Recipe] = getattr(importlib.import_module(f"foretoken.training.recipes.{method}"), RECIPES[method])
+    module, _, name = RECIPES[method].partition(":")
+    found: type[Recipe] = getattr(importlib.import_module(f"foretoken.training.recipes.{module}"), name)
     return found

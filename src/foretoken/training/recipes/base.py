@@ -72,6 +72,7 @@ class Recipe(ABC):
     Attributes:
         method: registry name of the drafter.
         config_class: dataclass of the network's shape; its fields are the options of ``--set``.
+        net_config: those of its fields that the network needs; ``None``: all.
         lr: learning rate that suits the method.
         weight_decay: for the matrices.
         target_lr: learning rate of the target's weights, in parts of ``lr``, where they are trained too.
@@ -79,6 +80,7 @@ class Recipe(ABC):
 
     method: ClassVar[str]
     config_class: ClassVar[type[Any]]
+    net_config: ClassVar[type[Any] | None] = None
     lr: ClassVar[float] = 5e-3
     weight_decay: ClassVar[float] = 0.0
     target_lr: ClassVar[float] = 0.1
@@ -178,8 +180,9 @@ class Recipe(ABC):
         return {}
 
     def stored_config(self) -> dict[str, Any]:
-        """The network's shape as it is written to disk."""
-        return asdict(self.config)
+        """The network's shape as it is written to disk: no more than the network needs."""
+        found = asdict(self.config)
+        return found if self.net_config is None else {f.name: found[f.name] for f in fields(self.net_config)}
 
 
 def _convert(key: str, text: str, kind: type[Any]) -> Any:

@@ -14,9 +14,6 @@ from foretoken.methods.drafters.bpd import BpdDrafter
 from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.training.recipes.base import Batch, Recipe, check_rank, cross_entropy, soft_cross_entropy
 
-PROBED_TOKENS = 64
-"""Tokens, spread over the vocabulary, on which the usual size of the target's states is measured."""
-
 
 @dataclass(frozen=True)
 class BpdSettings(BpdConfig):
@@ -52,6 +49,7 @@ class BpdRecipe(Recipe):
 
     method = "bpd"
     config_class: ClassVar[type[Any]] = BpdSettings
+    net_config = BpdConfig
     net: BpdHeads
     config: BpdSettings
 
@@ -66,15 +64,11 @@ class BpdRecipe(Recipe):
 
     def build(self) -> nn.Module:
         """New heads, whose norms start at the usual size of the target's states."""
-        ids = torch.linspace(0, self.parts.vocab_size - 1, PROBED_TOKENS, device=self.parts.device).long()
+        # Tokens, spread over the vocabulary, on which the usual size of the target's states is measured
+        ids = torch.linspace(0, self.parts.vocab_size - 1, 64, device=self.parts.device).long()
         with torch.no_grad():
             states = self.parts.features(ids[None], ("last",))["last"].float()
         return BpdHeads(self.config, size=float(states.square().mean().sqrt()))
-
-    def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        found = super().stored_config()
-        return {key: found[key] for key in BpdConfig.__dataclass_fields__}
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """The loss of one head; head 1 is drawn only where it can learn."""

@@ -1,9 +1,27 @@
-"""DFlash's training: blocks behind places all over a text, all of them at once (arXiv 2602.06036)."""
+"""The training of DFlash, DFlash2 and DSpark: blocks behind places all over a text, all of them at once.
+
+DFlash is arXiv 2602.06036.  DFlash2 adds the selector's loss over each place's candidates.  DSpark (arXiv 2607.05147)
+learns corrected distributions near the target's, and the chance that a draft is accepted.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from foretoken.methods.drafters.dflash import DflashDrafter
-from foretoken.training.recipes.blocks import BlockRecipe
+from foretoken.methods.drafters.dflash2 import Dflash2Drafter
+from foretoken.methods.drafters.dspark import DsparkDrafter
+from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
+from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
+from foretoken.training.recipes.base import Batch, mean_of, soft_cross_entropy
+from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings
+from foretoken.training.recipes.features import texts_of
+from foretoken.training.recipes.labels import Labels
 
 
 class DflashRecipe(BlockRecipe):
@@ -11,3 +29,81 @@ class DflashRecipe(BlockRecipe):
 
     method = "dflash"
     drafter_class = DflashDrafter
+
+
+@dataclass(frozen=True)
+class Dflash2Settings(BlockSettings, Dflash2Config):
+    """The network's shape and its loss."""
+
+
+class Dflash2Recipe(BlockRecipe):
+    """The selector learns to choose among the candidates behind the text's own token."""
+
+    method = "dflash2"
+    config_class: ClassVar[type[Any]] = Dflash2Settings
+    drafter_class = Dflash2Drafter
+    net: Dflash2Net
+
+    def place_loss(
+        self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
+    ) -> tuple[Tensor, Any]:
+        """Cross-entropies with the target's distribution, over all tokens and over the candidates.
+
+        The target's likeliest token is made a candidate where it is none.
+        """
+        logits = self.logits(states)
+        wanted, counted = labels.of(texts_of(columns), columns.flatten())
+        ids = logits.detach().topk(min(self.config.top, logits.shape[-1]), -1).indices
+        best = wanted.argmax(-1, keepdim=True)
+        ids[:, -1:] = torch.where((ids == best).any(-1, keepdim=True), ids[:, -1:], best)
+        query, _ = self.net.query(batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1), None)
+        targets = ids if self.frequent is None else self.frequent[ids]
+        scores = self.net.corrected(logits.gather(-1, ids), ids, targets, query)
+        chances = wanted.gather(-1, ids)
+        chances = chances / chances.sum(-1, keepdim=True).clamp_min(1e-9)
+        return soft_cross_entropy(logits, wanted, counted) + soft_cross_entropy(scores, chances, counted), None
+
+
+@dataclass(frozen=True)
+class DsparkSettings(BlockSettings, DsparkConfig):
+    """The network's shape and its loss.
+
+    Attributes:
+        entropy: weight of the cross-entropy; the distance between the distributions, summed over tokens, weighs the
+            rest of 1.
+    """
+
+    from_anchor: bool = True
+    entropy: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.entropy <= 1:
+            raise ValueError(f"entropy must be from 0 to 1, not {self.entropy}")
+
+
+class DsparkRecipe(BlockRecipe):
+    """Places are corrected by the text's own tokens; the confidence head learns how often a draft would be accepted."""
+
+    method = "dspark"
+    config_class: ClassVar[type[Any]] = DsparkSettings
+    drafter_class = DsparkDrafter
+    net: DsparkNet
+
+    def place_loss(
+        self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
+    ) -> tuple[Tensor, Any]:
+        """Cross-entropy and distance to the target's distribution, and the confidence's cross-entropy."""
+        before, states = batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1)
+        query, memory = self.net.query(before, states, memory)
+        rows = self.net.successors if self.frequent is None else self.net.successors[self.frequent]
+        logits = self.parts.logits(states, self.frequent) + F.linear(query, rows.to(query.dtype))
+        wanted, counted = labels.of(texts_of(columns), columns.flatten())
+        log_guess = torch.log_softmax(logits.float(), -1)
+        guess, entropy = log_guess.exp(), self.config.entropy
+        losses = -entropy * (wanted * log_guess).sum(-1) + (1 - entropy) * (wanted - guess).abs().sum(-1)
+        odds = self.net.confidences(before, states)
+        if odds is not None:
+            accepted = torch.minimum(wanted, guess).sum(-1).detach().clamp(0, 1)
+            losses = losses + F.binary_cross_entropy_with_logits(odds.float(), accepted, reduction="none")
+        return mean_of(losses, counted), memory

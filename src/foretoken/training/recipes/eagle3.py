@@ -17,9 +17,6 @@ from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, defa
 from foretoken.training.recipes.base import Batch, token_counts
 from foretoken.training.recipes.features import FeatureRecipe, some_rows
 
-DRAFT_VOCAB = 4096
-"""Tokens of the draft vocabulary, where the target has that many."""
-
 
 @dataclass(frozen=True)
 class Eagle3Settings(Eagle3Config):
@@ -61,7 +58,8 @@ class Eagle3Recipe(FeatureRecipe):
         return {
             **super().from_target(),
             "vocab_size": self.parts.vocab_size,
-            "draft_vocab": min(self.parts.vocab_size, DRAFT_VOCAB),
+            # Tokens of the draft vocabulary, where the target has that many
+            "draft_vocab": min(self.parts.vocab_size, 4096),
             "layers": default_layers(self.parts.num_layers),
         }
 

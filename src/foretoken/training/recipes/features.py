@@ -38,11 +38,6 @@ class FeatureRecipe(Recipe):
         """A new network."""
         return self.net_class(self.net_config(**self.stored_config()))
 
-    def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        found = asdict(self.config)
-        return {key: found[key] for key in self.net_config.__dataclass_fields__}
-
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """The network as it is."""
         head = DraftHead(self.parts, self.guessed)

@@ -50,11 +50,6 @@ class HeadsRecipe(Recipe):
             projection.weight.data.copy_(self.parts.head.weight.detach())
         return heads
 
-    def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        found = super().stored_config()
-        return {key: found[key] for key in self.net_config.__dataclass_fields__}
-
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """Heads as they are."""
         frequent = () if self.frequent is None else self.frequent.tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +56,7 @@ class JumpRecipe(Recipe):
 
     method = "jump"
     config_class: ClassVar[type[Any]] = JumpSettings
+    net_config = JumpConfig
     fixed = ("hidden_size",)
     lr = 1e-2
     net: JumpNet
@@ -106,11 +107,6 @@ class JumpRecipe(Recipe):
     def build(self) -> nn.Module:
         """A new predictor, which says that a token's state is its embedding."""
         return JumpNet(JumpConfig(**self.stored_config()))
-
-    def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        found = asdict(self.config)
-        return {key: found[key] for key in JumpConfig.__dataclass_fields__}
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over the steps of the cross-entropy with the target's distributions, and of the distance of

@@ -20,8 +20,6 @@ from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_c
 from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.heads import check_labels
 
-LOOK_AHEAD = 512
-"""Most look-ahead tokens per text and step: with a text of that length, twice its tokens go through the target."""
 SAMPLED = 1024
 """Token embeddings whose mean the rows start from."""
 
@@ -93,7 +91,8 @@ class PassTokensRecipe(Recipe):
         last = batch.length - k  # columns that have all labels
         if last < 1:
             raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
-        groups = max(1, min(batch.length, LOOK_AHEAD) // k)
+        # Most look-ahead tokens per text and step: with a text of that length, twice its tokens go through the target
+        groups = max(1, min(batch.length, 512) // k)
         columns = torch.randint(last, (b, groups), generator=generator).to(batch.tokens.device)
         if batch.learned is not None:
             columns = some_rows(batch, k, generator, groups)

@@ -20,8 +20,6 @@ from foretoken.models.variants.gated import linear_shapes, updated
 from foretoken.training.recipes.base import Batch, Recipe, mean_of
 from foretoken.training.recipes.features import some_rows, texts_of
 
-NOISE_ROWS = 512
-"""Most rows of noise per text and step."""
 PARTS = ("all", "attention", "mlp")
 
 
@@ -98,7 +96,8 @@ class UnoRecipe(Recipe):
         config, behind = self.config, self.config.places - 1
         if batch.length <= behind:
             raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
-        groups = max(1, min(batch.length, NOISE_ROWS) // behind)
+        # Most rows of noise per text and step
+        groups = max(1, min(batch.length, 512) // behind)
         columns = some_rows(batch, behind, generator, groups)
         ids = self.random_noise((*columns.shape, behind), generator).to(columns.device)
         states = self.states(batch, columns, ids)

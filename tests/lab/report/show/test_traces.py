@@ -13,8 +13,7 @@ import pytest
 from test_show import FACTS, each_case, output
 
 from foretoken.lab.report.show import page, picture
-from foretoken.lab.report.show.run import shown
-from foretoken.lab.report.show.totals import Total, total_of
+from foretoken.lab.report.show.run import Total, shown, total_of
 from foretoken.lab.report.show.trace_file import read_trace, to_lines
 
 HEAD = {"foretoken_trace": 1, "engine": "other 2.0", "facts": {"target": "a model"}}

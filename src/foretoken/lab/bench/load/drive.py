@@ -11,11 +11,10 @@ from time import perf_counter
 
 import httpx
 
-from foretoken.lab.bench.load.client import ask, counters, open_client
-from foretoken.lab.bench.load.sample import Drafts, Sample
+from foretoken.lab.bench.load.client import Drafts, Sample, ask, counters, open_client
 from foretoken.lab.bench.load.settings import Ask, Level, LoadSettings, ServerArm, arrivals
-from foretoken.lab.interleave import interleave
 from foretoken.lab.prompts import BenchPrompt
+from foretoken.lab.timing import interleave
 
 Tell = Callable[[int, int, str], None]
 """Called with requests done, requests in all, and what runs."""

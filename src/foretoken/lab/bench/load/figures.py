@@ -7,24 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
+from foretoken.lab.bench.load.client import Drafts, Sample
 from foretoken.lab.bench.load.drive import Pass
-from foretoken.lab.bench.load.sample import Drafts, Sample
 from foretoken.lab.bench.load.settings import LARGEST_TIE, Level, LoadSettings, ServerArm
 
-PERCENTILES = (50, 90, 99)
 CURVE = tuple(range(0, 101, 2))
 """Percentiles of a curve."""
 EXAMPLES = 5
 """Differences that are told."""
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` percent lie, between neighbours in a straight line."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
@@ -32,13 +24,13 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     known = [1000 * value for value in values if value is not None]
     if not known:
         return None
-    return {"mean": fmean(known), **{f"p{share}": percentile(known, share) for share in PERCENTILES}}
+    return {"mean": fmean(known), **{f"p{share}": float(np.percentile(known, share)) for share in (50, 90, 99)}}
 
 
 def curve(values: Iterable[float | None]) -> list[float]:
     """Milliseconds at the percentiles of :data:`CURVE`."""
     known = [1000 * value for value in values if value is not None]
-    return [round(percentile(known, share), 3) for share in CURVE] if known else []
+    return np.percentile(known, CURVE).round(3).tolist() if known else []
 
 
 def drafts_of(passes: Sequence[Pass]) -> Drafts | None:

@@ -17,15 +17,12 @@ import httpx
 
 from foretoken.core.io.files import write_text
 from foretoken.lab.bench.load import figures
-from foretoken.lab.bench.load.client import find_server, headers_of
+from foretoken.lab.bench.load.client import Sample, find_server, headers_of
 from foretoken.lab.bench.load.drive import Pass, Tell, drive
-from foretoken.lab.bench.load.sample import Sample
 from foretoken.lab.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Ask, LoadSettings, Server, ServerArm
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.loading.measured.cpu import cpu_info
 
-LATE_S = 0.05
-"""Requests that are sent so much later than planned are told of."""
 MOST_ASKED, TOP = 32, 20
 """Differing answers that a server is asked about, and how many of its likeliest tokens it is asked for."""
 
@@ -234,7 +231,8 @@ def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, 
     if undone := sum(not sample.done for sample in good):
         found.append(f"{undone} streams ended without [DONE], but with a finish_reason: they count as complete.")
     late = max((one.lag_s for one in passes), default=0.0)
-    if late > LATE_S:
+    # Requests that are sent so much later than planned are told of
+    if late > 0.05:
         found.append(f"The client was late by up to {1000 * late:.0f} ms: it is too slow for this rate.")
     if len({sample.tokens for sample in good}) > 1:
         found.append("Answers had different lengths; --ignore-eos makes them equal where the server knows it.")

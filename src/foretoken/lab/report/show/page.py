@@ -7,15 +7,13 @@ from importlib.resources import files
 
 from foretoken.lab.report.markup import Markup, join, tag
 from foretoken.lab.report.page import resource
-from foretoken.lab.report.show.run import Round, Shown
+from foretoken.lab.report.show.run import HEADS, Round, Shown, Total
 from foretoken.lab.report.show.texts import visible
-from foretoken.lab.report.show.totals import HEADS, Total
 from foretoken.lab.report.show.tree import draw_tree
 
 MOST_ROUNDS = 200
 """Rounds that are drawn; the text has all of them."""
 MOST_REASONS = 16
-MOST_TOTALS = 500
 
 MEANINGS = {
     "accepted": "an accepted draft token",
@@ -73,7 +71,7 @@ def _facts(run: Shown) -> Markup:
 
 def _totals(totals: Sequence[Total]) -> Markup:
     head = tag("tr", *(tag("th", name) for name in HEADS))
-    rows = [tag("tr", *(tag("td", cell) for cell in total.cells)) for total in totals[:MOST_TOTALS]]
+    rows = [tag("tr", *(tag("td", cell) for cell in total.cells)) for total in totals[:500]]
     left = len(totals) - len(rows)
     table = tag("table", tag("thead", head), tag("tbody", *rows))
     more = tag("p", f"{left} more rows are not shown.", class_="caption") if left else ""

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.lab.report.show.read_round import Fault, number, read_round, text_of
-from foretoken.lab.report.show.run import Round, Shown
+from foretoken.lab.report.show.run import Round, Shown, Total, total_of
 from foretoken.lab.report.show.texts import printable
-from foretoken.lab.report.show.totals import Total, total_of
 
 if TYPE_CHECKING:
     from foretoken.lab.report.show.why import Node

@@ -1,6 +1,7 @@
-"""DFlash as z-lab and SpecForge write it: bare names, ``dflash_config``, no embedding and no projection.
+"""Block drafters as z-lab, SpecForge and speculators write them: bare names, ``dflash_config``, no embedding, no head.
 
-Chen, Liang, Liu 2026 (arXiv 2602.06036).
+DFlash is Chen, Liang, Liu 2026 (arXiv 2602.06036); DFlash2 has convolutions and a selector beside, DSpark a Markov
+head.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from foretoken.core.io.drafter_folders import block_kind
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
+from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
+from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, renamed
 from foretoken.training.formats.block_layout import (
     by_our_names,
@@ -20,11 +24,15 @@ from foretoken.training.formats.block_layout import (
     nested,
     shape_of,
 )
-from foretoken.training.formats.eagle3_plain import vocabulary
-from foretoken.training.formats.eagle3_speculators import KEY, VERSION
+from foretoken.training.formats.eagle3 import KEY, VERSION, vocabulary
 from foretoken.training.formats.folders import Found
 from foretoken.training.formats.llama_layer import layer_keys
 from foretoken.training.formats.values import flag, whole
+
+CODEBOOK = "candidate_selector.predecessor_codebook"
+W1 = "markov_head.markov_w1.weight"
+TOP = 64
+"""Candidates of a place: more than any draft of the published networks needs, and few of a large vocabulary."""
 
 
 class DflashPlain(NetFormat):
@@ -53,9 +61,7 @@ class DflashPlain(NetFormat):
             tensors = in_halves(tensors, shape["head_dim"])
         if "mask_embedding" in tensors:
             tensors["mask_embedding"] = tensors["mask_embedding"].flatten()
-        embedding = tensors.pop("embed_tokens.weight", None)
-        if embedding is not None and not target.is_embedding(embedding):
-            raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
+        target.check_embedding(tensors.pop("embed_tokens.weight", None))
         maps = vocabulary(tensors, whole(config, "draft_vocab_size", default=0, least=0), target)
         tensors = {name: value for name, value in tensors.items() if name not in maps}
         ids = maps["d2t"] + torch.arange(len(maps["d2t"]))
@@ -110,17 +116,13 @@ class DflashSpeculators(DflashPlain):
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
         """``config.json``."""
-        proposal = {"proposal_type": "greedy", "speculative_tokens": shape.drafts, "verifier_accept_k": 1}
         return {
             "architectures": [self.architecture],
             KEY: self.method,
             "speculators_version": VERSION,
-            "speculators_config": {
-                "algorithm": self.method,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
-                "verifier": {"name_or_path": target.name, "architectures": target.architectures},
-            },
+            "speculators_config": target.speculators_config(
+                self.method, speculative_tokens=shape.drafts, verifier_accept_k=1, accept_tolerance=0.0
+            ),
             "transformer_layer_config": layers_of(shape, target),
             "draft_vocab_size": shape.guessed,
             "target_hidden_size": shape.hidden_size,
@@ -166,3 +168,98 @@ def _causality(shape: BlockConfig) -> dict[str, Any]:
     if list(shape.causals) != [bool(reach) for reach in shape.reaches]:
         raise ValueError(f"causal={shape.causal}: in this format all layers are causal, none, or those with a window")
     return {}
+
+
+class Dflash2Plain(DflashPlain):
+    """Sizes that ``config.json`` leaves out are those of the tensors."""
+
+    method = "dflash2"
+    net_config: ClassVar[type[Any]] = Dflash2Config
+    net_class: ClassVar[type[Any]] = Dflash2Net
+    architecture = "DFlash2DraftModel"
+
+    def extras(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Convolutions and selector.
+
+        Raises:
+            ValueError: one of both is missing.
+        """
+        kernel = tensors.get("layers.0.attention_conv.base_kernel")
+        for name, found in ((CODEBOOK, tensors.get(CODEBOOK)), ("layers.0.attention_conv.base_kernel", kernel)):
+            if found is None:
+                raise ValueError(f"the checkpoint lacks the tensor {name}: it is incomplete")
+        return {
+            **super().extras(config, tensors),
+            "conv": whole(config, "conv_kernel_size", default=kernel.shape[1] if kernel is not None else 2),
+            "group": whole(config, "conv_group_size", default=16),
+            "rank": whole(config, "selector_rank", default=tensors[CODEBOOK].shape[-1]),
+            "top": whole(config, "selector_top_k", default=16),
+        }
+
+    def inner_keys(self, shape: Any) -> dict[str, Any]:
+        """Further keys of ``dflash_config``."""
+        return {
+            "conv_kernel_size": shape.conv,
+            "conv_group_size": shape.group,
+            "selector_rank": shape.rank,
+            "selector_top_k": shape.top,
+        }
+
+
+class Dflash2Speculators(DflashSpeculators, Dflash2Plain):
+    """The same as vllm-project/speculators keeps it."""
+
+    method = "dflash2"
+    architecture = "DFlash2Speculator"
+
+
+class DsparkPlain(DflashPlain):
+    """Which heads there are is told by the tensors."""
+
+    method = "dspark"
+    net_config: ClassVar[type[Any]] = DsparkConfig
+    net_class: ClassVar[type[Any]] = DsparkNet
+    architecture = "DSparkDraftModel"
+
+    def extras(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Both heads.
+
+        Raises:
+            ValueError: the Markov head is missing, or ``config.json`` names another one than there is.
+        """
+        if W1 not in tensors:
+            raise ValueError(f"the checkpoint lacks the tensor {W1}: it is incomplete")
+        heads = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
+        head = next((kind for name, kind in heads.items() if name in tensors), "vanilla")
+        told = config.get("markov_head_type") or head
+        if told != head:
+            raise ValueError(f"config.json says markov_head_type {told!r}, and the tensors are those of {head!r}")
+        rank = whole(config, "markov_rank", default=tensors[W1].shape[-1])
+        reader, confidence = tensors.get("confidence_head.proj.weight"), ""
+        if reader is not None:
+            confidence = "both" if reader.shape[-1] == rank + whole(config, "hidden_size") else "state"
+        return {
+            "from_anchor": flag(config, "sample_from_anchor") is not False,
+            "rank": rank,
+            "top": whole(config, "markov_candidates", default=TOP),
+            "head": head,
+            "confidence": confidence,
+        }
+
+    def inner_keys(self, shape: Any) -> dict[str, Any]:
+        """Further keys of ``dflash_config``."""
+        return {
+            "projector_type": "dspark",
+            "markov_rank": shape.rank,
+            "markov_head_type": shape.head,
+            "markov_candidates": shape.top,
+            "enable_confidence_head": bool(shape.confidence),
+            "confidence_head_with_markov": shape.confidence == "both",
+        }
+
+
+class DsparkSpeculators(DflashSpeculators, DsparkPlain):
+    """The same as vllm-project/speculators keeps it."""
+
+    method = "dspark"
+    architecture = "DSparkSpeculator"

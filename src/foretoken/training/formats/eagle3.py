@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.training.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
+from foretoken.training.formats.engines import DEPTH
 from foretoken.training.formats.folders import Found
 from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names
 from foretoken.training.formats.values import listed, whole
@@ -20,6 +21,11 @@ from foretoken.training.formats.values import listed, whole
 IDS = "eagle_aux_hidden_state_layer_ids"
 OFF = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Variants of the network that ours is not."""
+KEY = "speculators_model_type"
+READ = ("eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
+"""Types of speculators checkpoints that are read."""
+VERSION = "0.9.0"
+"""The version of speculators whose layout is written."""
 
 
 class Eagle3Plain(NetFormat):
@@ -67,9 +73,7 @@ class Eagle3Plain(NetFormat):
         """A rename; a head that is the target's own is shared again."""
         check_variant(found.config, target)
         tensors = dict(found.tensors)
-        embedding = tensors.pop("embed_tokens.weight", None)
-        if embedding is not None and not target.is_embedding(embedding):
-            raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
+        target.check_embedding(tensors.pop("embed_tokens.weight", None))
         layer = next((name for name in ("midlayer", "layers.0") if f"{name}.hidden_norm.weight" in tensors), self.layer)
         maps = vocabulary(tensors, whole(found.config, "draft_vocab_size", default=0, least=0), target)
         guessed = len(maps["d2t"])
@@ -161,3 +165,52 @@ def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> d
     known = torch.zeros(vocab, dtype=torch.bool)
     known[tokens] = True
     return {"d2t": offsets, "t2d": known}
+
+
+class Eagle3Speculators(Eagle3Plain):
+    """As vllm-project/speculators keeps it: one ``config.json`` that says how to serve it, ``layers.0``.
+
+    ``norm_before_residual`` is always written: its default differs between vLLM and the package.
+    """
+
+    layer = "layers.0"
+
+    def recognises(self, found: Found) -> bool:
+        """By its own key.
+
+        Raises:
+            ValueError: it is a drafter of another kind.
+        """
+        kind = found.config.get(KEY)
+        if kind not in (None, *READ):
+            known = ", ".join(READ)
+            raise ValueError(f"{found.path} is a speculators checkpoint of the type {kind!r}: {known} can be imported")
+        return kind == "eagle3"
+
+    def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
+        """``config.json``."""
+        return {
+            "architectures": ["Eagle3Speculator"],
+            KEY: "eagle3",
+            "speculators_version": VERSION,
+            "speculators_config": target.speculators_config(
+                "eagle3", speculative_tokens=DEPTH, verifier_accept_k=1, accept_tolerance=0.0
+            ),
+            "transformer_layer_config": layer_keys(shape, target),
+            "draft_vocab_size": shape.guessed,
+            "target_hidden_size": shape.hidden_size,
+            IDS: layer_ids(shape),
+            **dict.fromkeys(OFF, False),
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        }
+
+    def read(self, found: Checkpoint, target: Target) -> Trained:
+        """The plain layout, once the layer's own configuration is laid beside the rest."""
+        inner = found.config.get("transformer_layer_config")
+        if not isinstance(inner, Mapping):
+            raise ValueError("config.json lacks transformer_layer_config")
+        if "norm_before_residual" not in found.config:
+            raise ValueError("config.json lacks norm_before_residual, whose default differs from reader to reader")
+        return super().read(Checkpoint({**inner, **found.config}, found.tensors), target)

@@ -1,26 +1,30 @@
-"""A multi-token prediction module of the target's own layer class, as vllm-project/speculators stores it.
+"""A multi-token prediction module of the target's own layer class: vllm-project/speculators' and Qwen's native layout.
 
-``config.json`` has ``speculators_model_type: "mtp"`` and the target's text configuration; the tensors are those of a
-native checkpoint under other names, ``mtp_layers.0.*``, experts stacked.
+The former's ``config.json`` has ``speculators_model_type: "mtp"`` and the target's text configuration; its tensors are
+those of a native checkpoint under other names, ``mtp_layers.0.*``, experts stacked.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import Tensor
 
-from foretoken.loading import drafter_folder, has_drafter, read_head
+from foretoken.loading import has_drafter, read_head, resolve
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.methods.drafters.nets.store import WEIGHTS, load_weights, read_description, save_drafter
-from foretoken.models.forward.heads.mtp import TARGETS_OWN, native_module
+from foretoken.models.forward.heads.mtp import QWEN, TARGETS_OWN, native_module
 from foretoken.registry import Spec
 from foretoken.training.formats.base import DTYPE, NOTE_VERSION, Format, Target, check_sizes, stored
-from foretoken.training.formats.eagle3_speculators import KEY, VERSION
+from foretoken.training.formats.eagle3 import KEY, VERSION
 from foretoken.training.formats.engines import DEPTH
 from foretoken.training.formats.folders import NOTE, Found, write_json, write_tensors
 
@@ -33,6 +37,11 @@ NAMES = {
 """Their names of what is around the layer -> ours."""
 THEIRS = {ours: theirs for theirs, ours in NAMES.items()}
 TENSOR = re.compile(r"mtp_layers\.(\d+)\.(.+)")
+SHARED = {ours: theirs for theirs, ours in QWEN.items()}
+DECLARED = "mtp_num_hidden_layers"
+COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
+          "merges.txt", "chat_template.jinja")  # fmt: skip
+"""What is taken over from the target's folder beside its configuration and weights."""
 
 
 class MtpSpeculators(Format):
@@ -46,10 +55,8 @@ class MtpSpeculators(Format):
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
         """The drafter's folder; none for the head in the target's own checkpoint."""
-        if spec.options:
-            raise ValueError(f"options of {self.method} are not exported: leave out {', '.join(spec.options)}")
-        native = spec.path is None and not has_drafter(self.method, target)
-        return [] if native else [drafter_folder(self.method, spec.path, target)]
+        native = spec.path is None and not spec.options and not has_drafter(self.method, target)
+        return [] if native else super().inputs(spec, target)
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         """A module that was trained with ``layer=target``, or the target's own.
@@ -132,13 +139,58 @@ def described(target: Target) -> dict[str, Any]:
         "architectures": ["MTPDraftModel"],
         KEY: "mtp",
         "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": "mtp",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEPTH}],
-            "verifier": {"name_or_path": target.name, "architectures": target.architectures},
-        },
+        "speculators_config": target.speculators_config("mtp", speculative_tokens=DEPTH),
         "transformer_layer_config": text,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
+
+
+class MtpNative(Format):
+    """Written only: what is in the target's own checkpoint is used where it is, as ``mtp``."""
+
+    method = "mtp"
+
+    def recognises(self, found: Found) -> bool:
+        """Never: such a folder is a target."""
+        return False
+
+    def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
+        """The target's files with the module's tensors in them.
+
+        Raises:
+            ValueError: another family or layer than this layout is for, or a target in several files.
+        """
+        (source,) = self.inputs(spec, target.source)
+        kind = target.parts.network.config.get_text_config().model_type
+        if not kind.startswith(("qwen3_5", "qwen3_next")):
+            raise ValueError(f"the native layout is that of qwen3_5 and qwen3_next, and the target is {kind}")
+        config = MtpConfig(**read_description(source, self.method, target.parts.fingerprint())["config"])
+        if config.modules > 1:
+            raise ValueError(f"{source} has {config.modules} modules, and this layout shares all but their layers")
+        if (config.layer, config.feed) != ("target", "post_norm"):
+            raise ValueError(f"{source} must be trained with `--set layer=target --set feed=post_norm` for this layout")
+        place = Path(resolve(target.source)).expanduser()
+        if not (place / WEIGHTS).exists():
+            raise ValueError(f"{place} has no {WEIGHTS}: a target in one file is needed")
+        module = module_for(config, target.parts.network)
+        load_weights(source, module)
+        write_tensors(folder / WEIGHTS, {**load_file(place / WEIGHTS), **named(stored(module))})
+        told = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        write_json(folder / "config.json", {**told, DECLARED: 1})
+        for name in COPIED:
+            if (place / name).exists():
+                shutil.copyfile(place / name, folder / name)
+
+    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+        """There is nothing to read.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{found.path} is a target: use its head with --target {found.path} --drafter mtp")
+
+
+def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The module's tensors by the checkpoint's names."""
+    return {SHARED.get(name, f"mtp.layers.0.{name.removeprefix('layer.')}"): tensor for name, tensor in tensors.items()}

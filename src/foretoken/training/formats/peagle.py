@@ -11,8 +11,7 @@ from torch import Tensor
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config
 from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleNet
 from foretoken.training.formats.base import Checkpoint, Target, Trained, renamed
-from foretoken.training.formats.eagle3_plain import Eagle3Plain
-from foretoken.training.formats.eagle3_speculators import KEY, Eagle3Speculators
+from foretoken.training.formats.eagle3 import KEY, Eagle3Plain, Eagle3Speculators
 from foretoken.training.formats.folders import Found
 from foretoken.training.formats.llama_layer import layer_names
 from foretoken.training.formats.values import whole

@@ -1,4 +1,4 @@
-"""Where a target leaves its own layers early: our small JSON, and Hugging Face's ``assistant_early_exit`` beside it."""
+"""What a target skips of itself: an exit layer (with Hugging Face's ``assistant_early_exit`` beside) and skip sets."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import copy
 from pathlib import Path
 from typing import Any
 
+from foretoken.loading import LoadingContext
 from foretoken.methods.drafters.early_exit import EarlyExitDrafter
+from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
 from foretoken.methods.drafters.own_layers import num_layers_of
-from foretoken.methods.drafters.skip_sets import fingerprint
+from foretoken.methods.drafters.skip_sets import FORMAT, fingerprint, load_skips, save_skips
 from foretoken.registry import Spec, convert_options
 from foretoken.training.formats.base import Format, Target
 from foretoken.training.formats.folders import Found, write_json
 
-FILE, GENERATION = "early_exit.json", "generation_config.json"
-FORMAT, VERSION = "foretoken early exit", 1
+FILE, GENERATION, SKIPS = "early_exit.json", "generation_config.json", "layer_skip.json"
+EXIT_FORMAT, VERSION = "foretoken early exit", 1
 KEY = "assistant_early_exit"
 
 
@@ -28,7 +30,7 @@ class EarlyExit(Format):
         if found.path.is_dir():
             return (found.path / FILE).exists() or (bool(found.json(GENERATION).get(KEY)) and not found.names)
         content = found.json("")
-        return content.get("format") == FORMAT or KEY in content
+        return content.get("format") == EXIT_FORMAT or KEY in content
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
         """None: the exit layer is in the spec."""
@@ -50,7 +52,7 @@ class EarlyExit(Format):
         name = FILE if (found.path / FILE).exists() else GENERATION
         content = found.json(name)
         layer = content.get(KEY, content.get("layer"))
-        if content.get("format") == FORMAT:
+        if content.get("format") == EXIT_FORMAT:
             self._check(content, found, target)
         if type(layer) is not int:
             raise ValueError(f"{found.path} names no exit layer ({KEY} or layer)")
@@ -64,5 +66,35 @@ class EarlyExit(Format):
             raise ValueError(f"{found.path} was made for another target")
 
     def _write(self, layer: int, target: Target, folder: Path) -> None:
-        content = {"format": FORMAT, "version": VERSION, "target": fingerprint(target.model), "layer": layer}
+        content = {"format": EXIT_FORMAT, "version": VERSION, "target": fingerprint(target.model), "layer": layer}
         write_json(folder / FILE, {**content, "layers": num_layers_of(target.model)})
+
+
+class LayerSkip(Format):
+    """``{"format", "version", "target", "attention": [...], "mlp": [...]}``, layers counted from 0."""
+
+    method = "layer_skip"
+
+    def recognises(self, found: Found) -> bool:
+        """By the file's name in a folder, by its content alone."""
+        if found.path.is_dir():
+            return (found.path / SKIPS).exists()
+        return found.json("").get("format") == FORMAT
+
+    def inputs(self, spec: Spec, target: str) -> list[Path]:
+        """The folder of a file of sets, if one is given."""
+        return [] if spec.path is None else [Path(spec.path).expanduser().parent]
+
+    def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
+        """The set of a spec ``layer_skip[:FILE][,attention=...,mlp=...]``."""
+        options = convert_options("drafter", self.method, LayerSkipDrafter, spec.options)
+        drafter = LayerSkipDrafter.build(spec.path, LoadingContext(target.model, target.source), **options)
+        save_skips(folder / SKIPS, drafter.skips, target.model)
+
+    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+        """The same set, checked against the target."""
+        file = found.path / SKIPS if found.path.is_dir() else found.path
+        skips = load_skips(file, target.model)
+        skips.check(target.model)
+        save_skips(folder / SKIPS, skips, target.model)
+        return f"layer_skip:{{}}/{SKIPS}"

@@ -1,4 +1,4 @@
-"""Medusa as vLLM read it until 0.32: ``blocks.{head}.layers.{block}``, and one or many projections.
+"""Medusa's heads as vLLM read them until 0.32, and as FasterDecoding/Medusa and TGI keep them.
 
 Cai et al. 2024 (arXiv 2401.10774).
 """
@@ -18,10 +18,14 @@ from foretoken.training.formats.values import number
 
 BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.weight")
 SHARED = "lm_head.weight"
+LINEAR = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 
 
 class MedusaVllm(NetFormat):
-    """A shared projection is the target's, written once and marked ``original_lm_head``; biases are always written."""
+    """``blocks.{head}.layers.{block}``, and one or many projections.
+
+    A shared projection is the target's, written once and marked ``original_lm_head``; biases are always written.
+    """
 
     method = "medusa"
     net_config = MedusaConfig
@@ -105,3 +109,51 @@ def joined(
         config["own_projection"] = False
         found = {name: value for name, value in found.items() if not name.startswith("projections.")}
     return Trained(config, found)
+
+
+class MedusaOriginal(NetFormat):
+    """Every head is a list, ``{head}.{block}.linear``, then ``{head}.{n}``.
+
+    This layout has no shared projection: the target's is written out once per head.
+    """
+
+    method = "medusa"
+    net_config = MedusaConfig
+    net_class = MedusaHeads
+    weights = "medusa_lm_head.safetensors"
+
+    def recognises(self, found: Found) -> bool:
+        """By the names of the blocks."""
+        return any(LINEAR.fullmatch(name) for name in found.names)
+
+    def write(self, trained: Trained, target: Target) -> Checkpoint:
+        """A rename."""
+        shape = MedusaConfig(**trained.config)
+        tensors = {original_name(name, shape.layers): value for name, value in trained.tensors.items()}
+        if not shape.own_projection:
+            tensors.update({f"{head}.{shape.layers}.weight": target.head() for head in range(shape.heads)})
+        config = {
+            "medusa_num_heads": shape.heads,
+            "medusa_num_layers": shape.layers,
+            "base_model_name_or_path": target.name,
+            "hidden_size": shape.hidden_size,
+            "vocab_size": shape.vocab_size,
+        }
+        return Checkpoint(config, tensors)
+
+    def read(self, found: Checkpoint, target: Target) -> Trained:
+        """A rename; projections that are all the target's are shared again."""
+        check_sizes(found.config, target)
+        tensors = {name.removeprefix("medusa_head."): value for name, value in found.tensors.items()}
+        places = [(int(match[1]), int(match[2])) for name in tensors if (match := LINEAR.fullmatch(name))]
+        heads, blocks = (1 + max(numbers) for numbers in zip(*places, strict=True))
+        return joined(tensors, (heads, blocks), lambda name: original_name(name, blocks), target, self)
+
+
+def original_name(ours: str, blocks: int) -> str:
+    """A tensor's name in this layout, for heads of so many blocks."""
+    kind, head, rest = ours.split(".", 2)
+    if kind == "projections":
+        return f"{head}.{blocks}.{rest}"
+    block, part = rest.split(".")
+    return f"{head}.{block}.linear.{part}"

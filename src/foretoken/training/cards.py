@@ -1,0 +1,355 @@
+"""The README of a trained model or drafter: what it was made from, how, and what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.io.files import write_text
+from foretoken.training.curves import MEASURES, values_of
+
+LIMITS = (
+    "It is a small base model for testing and measuring speculative decoding. It continues text; it follows no "
+    "instructions, knows few facts, and may repeat itself.",
+    "What it says reflects its training text, mistakes and biases included.",
+    "Its losses above were measured on documents that were held out by a hash of their content. "
+    "Near-duplicates of training documents may be among them.",
+)
+WRITTEN_OPTIONS = ("text", "written_blocks", "written_temperature")
+RUN_OPTIONS = ("steps", "batch_size", "context", "lr", "seed")
+
+
+def front_matter(licence: str = "", model: bool = True) -> str:
+    """The head that the Hugging Face hub reads."""
+    lines = [f"license: {licence}"] if licence else []
+    if model:
+        lines += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def table(rows: Mapping[str, str]) -> str:
+    """A table of two columns."""
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()), ""])
+
+
+def names_of(data: Sequence[str | Path]) -> str:
+    """The last parts of the training paths."""
+    return ", ".join(f"`{Path(path).name}`" for path in data)
+
+
+def seen_text(report: Mapping[str, Any]) -> str:
+    """How much text there was."""
+    train = report["corpus"]["train"]
+    return f"{train['documents']:,} documents, {train['tokens']:,} tokens"
+
+
+def command(
+    name: str,
+    data: Sequence[str | Path],
+    out: Path,
+    options: Mapping[str, Any],
+    folders: Mapping[str, str | Path | None],
+    settings: Mapping[str, Any] | None = None,
+) -> str:
+    """The ``foretoken train`` command of a run: the last parts of paths, options, and what ``--set`` was given."""
+    words = [f"foretoken train {name}"]
+    words += [f"{_flag(key)} {Path(path).name}" for key, path in folders.items() if path is not None]
+    words += [f"--data {Path(path).name}" for path in data]
+    words.append(f"--out {out.resolve().name}")
+    words += [_flag(key) if value is True else f"{_flag(key)} {value}" for key, value in options.items()]
+    words += [f"--set {key}={value}" for key, value in (settings or {}).items()]
+    return " ".join(words)
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+# -- a language model --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CardInfo:
+    """What a training run cannot know by itself.
+
+    Attributes:
+        title: first heading; the folder's name by default.
+        data_note: where the text comes from and under which terms, in a sentence or two.
+        licence: SPDX name of the licence of the weights, for example ``apache-2.0``.
+        purpose: what the model is for.
+    """
+
+    title: str = ""
+    data_note: str = ""
+    licence: str = ""
+    purpose: str = ""
+
+
+def write_card(
+    out: Path, report: Mapping[str, Any], data: Sequence[str | Path], told: str, info: CardInfo | None = None
+) -> Path:
+    """Write ``out/README.md`` from a training report (see :func:`foretoken.training.lm.train_lm`).
+
+    Args:
+        out: the model's folder.
+        report: parameters, steps, tokens, corpus, losses, hours, config.
+        data: training paths; only their last parts are named.
+        told: the command that trains this model, as one line.
+        info: what the run cannot know.
+    """
+    info = info or CardInfo()
+    sections = [
+        front_matter(info.licence),
+        f"# {info.title or out.resolve().name}\n\n{info.purpose or LIMITS[0]}\n",
+        _lm_architecture(report),
+        _lm_data(report, data, info),
+        _lm_training(report, told),
+        _lm_quality(report),
+        _lm_limits(info),
+    ]
+    return write_text(out / "README.md", "\n".join(sections))
+
+
+def _lm_architecture(report: Mapping[str, Any]) -> str:
+    config = report["config"]
+    family = "Qwen3.5, every second layer recurrent" if config.get("hybrid") else "Llama"
+    rows = {
+        "architecture": f"{family}, tied embeddings, bfloat16 weights",
+        "parameters": f"{report['parameters']:,}",
+        "layers": str(config["layers"]),
+        "hidden size": str(config["hidden"]),
+        "feed-forward size": str(config["ffn"]),
+        "attention heads": f"{config['heads']} ({config['kv_heads']} key-value heads)",
+        "vocabulary": f"{config['vocab']:,} (byte-level BPE)",
+        "context": f"{config['context']:,} tokens",
+    }
+    return f"## Architecture\n\n{table(rows)}"
+
+
+def _lm_data(report: Mapping[str, Any], data: Sequence[str | Path], info: CardInfo) -> str:
+    corpus = report["corpus"]
+    rows = {
+        split: ", ".join(f"{corpus[key][unit]:,} {unit}" for unit in ("documents", "bytes", "tokens"))
+        for split, key in (("training", "train"), ("held out", "held"))
+    }
+    note = info.data_note or "The run did not say where the text comes from."
+    return f"## Data\n\n{note}\n\nTrained on {names_of(data)}.\n\n{table(rows)}"
+
+
+def _lm_training(report: Mapping[str, Any], told: str) -> str:
+    tokens, available = report["tokens"], report["corpus"]["train"]["tokens"]
+    passes = f" ({tokens / available:.2f} passes over the training text)" if available else ""
+    rows = {
+        "steps": f"{report['steps']:,}",
+        "tokens seen": f"{tokens:,}{passes}",
+        "optimizers": f"{_lm_optimizers(report['config'])}, learning rate {report['config']['lr']:g}",
+        "time": f"{report['hours']:.2f} hours",
+    }
+    return f"## Training\n\n```\n{told}\n```\n\n{table(rows)}"
+
+
+def _lm_optimizers(config: Mapping[str, Any]) -> str:
+    return "AdamW" if config.get("optimizer") == "adamw" else "Muon for the blocks' matrices, AdamW for the rest"
+
+
+def _lm_quality(report: Mapping[str, Any]) -> str:
+    held = report["held_loss_nats_per_token"]
+    if held is None:
+        return "## Quality\n\nNo document was held out, so nothing was measured.\n"
+    rows = {
+        "held-out loss per token": f"{held:.4f} nats ({held / math.log(2):.4f} bits), perplexity {math.exp(held):.2f}",
+        "held-out loss per byte": f"{report['held_bits_per_byte']:.4f} bits",
+    }
+    return f"## Quality\n\n{table(rows)}"
+
+
+def _lm_limits(info: CardInfo) -> str:
+    licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."
+    return "\n".join(["## Licence and limits", "", licence, "", *(f"- {line}" for line in LIMITS), ""])
+
+
+# -- a drafter ---------------------------------------------------------------------------------------------------------
+
+
+def write_drafter_card(
+    out: Path,
+    report: Mapping[str, Any],
+    data: Sequence[str | Path],
+    target: str,
+    data_note: str = "",
+    licence: str = "",
+    answers: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write ``out/README.md`` from a training report (see :class:`foretoken.training.trainer.Trainer`).
+
+    ``answers`` are the options with which the target answered the questions in ``data``.
+    """
+    run, net, acceptance = report["run"], report["net"], report["acceptance"]
+    method = report["method"]
+    name = Path(target).name
+    names = ["steps", "batch_size", "context", "lr", "seed"]
+    if run.get("text", "fixed") != "fixed":
+        names += WRITTEN_OPTIONS
+    names += [k for k, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run.get(k, usual) != usual]
+    options = {**{name: run[name] for name in names}, **(answers or {})}
+    told = command(method, data, out, options, {"target": target}, report["settings"])
+    shape = {key.replace("_", " "): str(value) for key, value in net.items()}
+    shape["parameters"] = f"{report['parameters']:,}"
+    seen = {
+        "steps": f"{run['steps']:,}",
+        "tokens seen": f"{report['tokens']:,}",
+        "time": f"{report['hours']:.2f} hours",
+        "text": seen_text(report),
+    }
+    parts = [
+        *([front_matter(licence, model=False)] if licence else []),
+        f"# A drafter of the method `{method}` for `{name}`\n",
+        _use(report),
+        f"## Shape\n\n{table(shape)}",
+        f"## Data\n\n{data_note or f'Trained on {names_of(data)}.'}\n",
+        f"## Training\n\n```\n{told}\n```\n\n{table(seen)}",
+    ]
+    losses = report.get("target_loss_nats")
+    if losses and losses["before"] is not None:
+        rows = {when: f"{losses[when]:.4f} nats per token" for when in ("before", "after")}
+        parts.append(f"## The target on held-out text\n\n{table(rows)}")
+    if acceptance:
+        parts.append(
+            "## Held-out acceptance\n\nThrough the engine, on documents held out by a hash of their content: the mean "
+            "acceptance length (tokens a round, the target's own included) and the share of rounds whose draft is "
+            f"accepted up to each position.\n\n{_acceptance(acceptance)}"
+        )
+    return write_text(out / "README.md", "\n".join(parts))
+
+
+def _use(report: Mapping[str, Any]) -> str:
+    spec = report["drafter"]
+    if report.get("target_loss_nats") is None:
+        return f'Loads as `drafter="{spec}"` beside the target that it was trained for, and beside no other.\n'
+    rank = report["net"].get("rank", 0)
+    if rank:
+        return (
+            f"The target was trained too, by an update of rank {rank} of its decoder's linear layers: load "
+            f'`target="FOLDER"` with `drafter="{spec}"`. Output is that of the updated target. The update '
+            "(`adapter_config.json`, `adapter_model.safetensors`) is in the layout of the PEFT library.\n"
+        )
+    return (
+        f'The target was trained too and has changed: load `target="FOLDER/target"` with `drafter="{spec}"`. '
+        "Output is that of the new target.\n"
+    )
+
+
+def _acceptance(found: Mapping[str, Any]) -> str:
+    columns = {"greedy": found, **({"T=1": found["sampled"]} if "sampled" in found else {})}
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lengths = " | ".join(f"{column['mean_acceptance_length']:.2f}" for column in columns.values())
+    lines.append(f"| mean acceptance length | {lengths} |")
+    for place in range(len(found["per_position"])):
+        shares = " | ".join(f"{column['per_position'][place]:.1%}" for column in columns.values())
+        lines.append(f"| position {place + 1} | {shares} |")
+    return "\n".join(lines) + "\n"
+
+
+# -- a draft model that was aligned ------------------------------------------------------------------------------------
+
+
+def write_alignment_card(
+    out: Path, report: Mapping[str, Any], data: Sequence[str | Path], target: str, told: str, note: str = ""
+) -> Path:
+    """Write ``out/README.md`` from the report of :class:`foretoken.training.distill.Distiller`."""
+    run, name = report["run"], Path(target).name
+    seen = {
+        "draft model that it started from": f"`{Path(report['draft']).name}`, {report['parameters']:,} parameters",
+        "loss": run["loss"] + (f" (beta {run['beta']:g})" if run["loss"] == "jsd" else ""),
+        "text": run["text"] + (f" (mix {run['mix']:g})" if run["text"] == "mixed" else ""),
+        "steps": f"{run['steps']:,} of {run['batch_size']} rows of {run['context']} tokens",
+        "optimizers": f"Muon for the blocks' matrices, AdamW for the rest, learning rate {run['lr']:g}",
+        "time": f"{report['hours']:.2f} hours",
+    }
+    parts = [
+        front_matter(),
+        f"# {out.resolve().name}: a draft model aligned to `{name}`\n",
+        f'Loads as `drafter="model:FOLDER"` beside `{name}`. {note}\n',
+        f"## Training\n\n```\n{told}\n```\n\n{table(seen)}",
+        f"## Data\n\nText of {names_of(data)}: {seen_text(report)}.\n",
+        _acceptance_gained(report),
+        "\n".join(["## Limits", "", *(f"- {line}" for line in LIMITS[:2]), ""]),
+    ]
+    return write_text(out / "README.md", "\n".join(parts))
+
+
+def _acceptance_gained(report: Mapping[str, Any]) -> str:
+    before, after = report["before"], report["after"]
+    if not before or not after:
+        return "## Held-out acceptance\n\nNo document was held out, so nothing was measured.\n"
+    lines = ["| held-out text | before | after |", "|---|---|---|"]
+    for name, old, new in zip(MEASURES.values(), values_of(before), values_of(after), strict=True):
+        lines.append(f"| {name} | {old:.3f} | {new:.3f} |")
+    for mode in ("greedy", "sampled"):
+        pairs = zip(before[mode]["per_position"], after[mode]["per_position"], strict=True)
+        for i, (old, new) in enumerate(pairs, 1):
+            lines.append(f"| {mode}, rounds that reach position {i} | {old:.1%} | {new:.1%} |")
+    return (
+        "## Held-out acceptance\n\nLengths through the engine; the other two on text that the target wrote.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+# -- a stop head -------------------------------------------------------------------------------------------------------
+
+
+def write_stop_card(out: Path, report: Mapping[str, Any], data: Sequence[str | Path], target: str, draft: str) -> Path:
+    """Write ``out/README.md`` from the report of a ``specdec_pp`` run."""
+    run, net = report["run"], report["net"]
+    names = RUN_OPTIONS if run["text"] == "fixed" else (*RUN_OPTIONS, *WRITTEN_OPTIONS)
+    settings = {key: net[key] for key in ("blocks", "mix", "mismatch")}
+    told = command(
+        "specdec_pp", data, out, {name: run[name] for name in names}, {"target": target, "draft": draft}, settings
+    )
+    seen = {
+        "parameters": f"{report['parameters']:,}",
+        "hidden size": str(net["hidden_size"]),
+        "tokens seen": f"{report['tokens']:,}",
+        "time": f"{report['hours']:.2f} hours",
+        "text": seen_text(report),
+    }
+    parts = [
+        f"# A stop head (SpecDec++) for the draft model `{Path(draft).name}` of `{Path(target).name}`\n",
+        'Loads as `controller="specdec_pp:FOLDER"` beside that draft model, and beside no other.\n',
+        f"## Training\n\n```\n{told}\n```\n\nData: {names_of(data)}.\n\n{table(seen)}",
+        _belief(json.loads((out / "drafter.json").read_text(encoding="utf-8"))["measured"]),
+        _acceptance_with(report["acceptance"]),
+    ]
+    return write_text(out / "README.md", "\n".join(parts))
+
+
+def _belief(measured: Mapping[str, Any]) -> str:
+    if not measured:
+        return "## Held-out loss\n\nNo document was held out, so nothing was measured.\n"
+    lines = [
+        f"## Held-out loss\n\n{measured['guesses']:,} guesses of the draft model: "
+        f"{measured['loss']:.4f} nats; the best constant has {measured['constant_loss']:.4f}.\n",
+        "| guesses, from the least likely fifth on | the head says (mismatch weight taken out) | accepted |",
+        "|---|---|---|",
+    ]
+    for i, (said, true) in enumerate(measured["calibration"], 1):
+        lines.append(f"| {i} | {said:.1%} | {true:.1%} |")
+    return "\n".join([*lines, ""])
+
+
+def _acceptance_with(found: Mapping[str, Any]) -> str:
+    if not found:
+        return ""
+    sides = {
+        "greedy, with the head": found, "greedy, without": found["without"],
+        "T=1, with the head": found["sampled"], "T=1, without": found["without"]["sampled"],
+    }  # fmt: skip
+    lines = ["## Held-out acceptance\n", "| | tokens a round | draft tokens accepted |", "|---|---|---|"]
+    for name, side in sides.items():
+        lines.append(f"| {name} | {side['mean_acceptance_length']:.2f} | {side['acceptance_rate']:.1%} |")
+    return "\n".join([*lines, ""])

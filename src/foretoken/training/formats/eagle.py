@@ -1,0 +1,121 @@
+"""EAGLE-1 and EAGLE-2 as SafeAILab/EAGLE and SGLang read them: ``fc`` with its bias, one layer, no head.
+
+Li et al. 2024 (arXiv 2401.15077).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.training.formats.base import DTYPE, Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
+from foretoken.training.formats.folders import Found
+from foretoken.training.formats.llama_layer import layer_config, layer_keys, layer_names
+
+NAMES = {"fc.weight": "fc.weight", "fc.bias": "fc.bias", **layer_names("layer", "layers.0")}
+UNUSED = ("layers.0.input_layernorm.weight", "embed_tokens.weight", "lm_head.weight")
+"""Some checkpoints hold them: the norm is skipped by all who read it, the others are the target's."""
+READERS = ("q_proj", "k_proj", "v_proj")
+LAYER = "layers.0.self_attn"
+
+
+class EaglePlain(NetFormat):
+    """No ``bias`` key is written: EAGLE takes it as true, and SGLang would give the attention one."""
+
+    method = "eagle"
+    net_config = EagleConfig
+    net_class = EagleNet
+    architecture = "LlamaForCausalLMEagle"
+
+    def recognises(self, found: Found) -> bool:
+        """``fc`` beside one layer, and no norm of hidden states (which EAGLE-3 has)."""
+        names = found.names
+        return (
+            {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names
+            and "layers.0.hidden_norm.weight" not in names
+            and "speculators_model_type" not in found.config
+        )
+
+    def write(self, trained: Trained, target: Target) -> Checkpoint:
+        """A rename."""
+        config = {"architectures": [self.architecture], **layer_keys(EagleConfig(**trained.config), target)}
+        return Checkpoint(config, {theirs: trained.tensors[ours] for ours, theirs in NAMES.items()})
+
+    def read(self, found: Checkpoint, target: Target) -> Trained:
+        """A rename; a missing bias is zero."""
+        check_sizes(found.config, target)
+        config, tensors = layer_config(found.config), dict(found.tensors)
+        tensors.setdefault("fc.bias", torch.zeros(config["hidden_size"]))
+        check_borrowed(tensors, target)
+        return Trained(config, renamed(tensors, self.shapes(config), NAMES, UNUSED))
+
+
+def check_borrowed(tensors: dict[str, Tensor], target: Target) -> None:
+    """An embedding or a head in the checkpoint must be the target's, which is what we use.
+
+    Raises:
+        ValueError: it is another.
+    """
+    head = tensors.get("lm_head.weight")
+    target.check_embedding(tensors.get("embed_tokens.weight"))
+    if head is not None and not target.is_head(head[: target.parts.vocab_size]):
+        raise ValueError("lm_head.weight is not the target's projection, and an EAGLE head uses the target's")
+
+
+class EagleVllm(EaglePlain):
+    """As vLLM reads it: its ``fc`` has no bias, so the bias moves into the attention; a bias of zero is not written.
+
+    With x = fc(...) + b the layer computes x + O A(Qx, Kx, Vx) and nothing else reads x: Q(y + b) = Qy + Qb, and the b
+    of the residual can be added behind O.  The function is the same; vLLM has such biases under ``attention_bias``.
+    """
+
+    architecture = "EagleLlamaForCausalLM"
+
+    def recognises(self, found: Found) -> bool:
+        """A bias behind the attention and none of ``fc``; without both it is read as the plain layout."""
+        folded = f"{LAYER}.o_proj.bias" in found.names and "fc.bias" not in found.names
+        return folded and super().recognises(found)
+
+    def write(self, trained: Trained, target: Target) -> Checkpoint:
+        """The plain layout, with the bias folded."""
+        plain = super().write(trained, target)
+        bias = plain.tensors.pop("fc.bias")
+        if bool(bias.any()):
+            plain.tensors[f"{LAYER}.o_proj.bias"] = bias
+            plain.tensors.update(folded(bias, plain.tensors))
+            plain.config["attention_bias"] = True
+        return plain
+
+    def read(self, found: Checkpoint, target: Target) -> Trained:
+        """The bias behind the attention is that of ``fc``.
+
+        Raises:
+            ValueError: the biases are no folded ones.
+        """
+        tensors = dict(found.tensors)
+        if tensors.get(f"{LAYER}.o_proj.bias") is None:
+            return super().read(found, target)
+        bias = tensors.pop(f"{LAYER}.o_proj.bias")
+        for name, wanted in folded(bias, tensors).items():
+            have = tensors.pop(name, torch.zeros(0))
+            scale = float(wanted.abs().max()) + 1e-6
+            if have.shape != wanted.shape or not torch.allclose(have.float(), wanted.float(), atol=scale / 64):
+                raise ValueError(f"{name} is a bias of its own, and our layer has none")
+        tensors["fc.bias"] = bias
+        return super().read(Checkpoint({**found.config, "attention_bias": False}, tensors), target)
+
+
+def folded(bias: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the readers of the attention make of the bias [D].
+
+    Raises:
+        ValueError: the checkpoint lacks one of them.
+    """
+    found = {}
+    for name in READERS:
+        weight = tensors.get(f"{LAYER}.{name}.weight")
+        if weight is None or weight.shape[-1] != len(bias):
+            raise ValueError(f"the checkpoint lacks the tensor {LAYER}.{name}.weight: it is incomplete")
+        found[f"{LAYER}.{name}.bias"] = (weight.double() @ bias.double()).to(DTYPE)
+    return found
