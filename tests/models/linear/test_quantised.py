@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,7 +186,7 @@ def test_shapes_that_do_not_fit_int4_are_left_alone() -> None:
 def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9} | dict.fromkeys([*OURS, *BYTES], 3.0)
     monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
-    choose = fastest_draft_product.__wrapped__
+    choose = partial(fastest_draft_product.__wrapped__, activations="15")
     assert choose(32, 64, 32) is IntegerProduct
     times[Int4Product] = 0.7
     assert choose(32, 64, 32) is Int4Product
