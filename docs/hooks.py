@@ -16,12 +16,16 @@ import reference_pages
 # Old addresses of pages that are part of another page now; a page at the old address leads to the new one.
 MOVED = {
     "add_a_method": "howto/write_a_drafter.html#add-it-to-the-library",
+    "bench_serve": "bench.html#servers",
+    "distillation": "training.html#align-a-draft-model",
+    "drafters": "howto/speed_up.html#2-see-which-drafters-work",
     "explain/engine": "engine.html",
     "howto/read_a_report": "bench.html#report",
     "howto/serve": "serve.html",
     "howto/train_a_drafter": "training.html",
     "report": "bench.html#report",
     "structures": "engine.html#packages",
+    "traces": "howto/show.html#as-a-trace-of-any-engine",
 }
 REDIRECT = '<!doctype html><meta charset="utf-8"><title>Moved</title><meta http-equiv="refresh" content="0; url={0}">'
 

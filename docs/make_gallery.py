@@ -83,9 +83,8 @@ INTRO = """# Gallery
 
 <!-- Made by docs/make_gallery.py from the registry: change that, not this. -->
 
-Every method of `foretoken methods`, by how drafts are made, when drafting ends, how drafts are verified and how trees
-are shaped. The Chinese names are those of the [articles](../zh/articles.md). Pictures are rounds of the built-in model,
-drawn by `foretoken show`.
+Every method of `foretoken methods`; its page has the paper. The Chinese names are those of the
+[articles](../zh/articles.md). Pictures are rounds of the built-in model, drawn by `foretoken show`.
 """
 
 
@@ -115,14 +114,12 @@ def _section(place: Place) -> Iterator[str]:
 
 
 def _entry(row: Row) -> Iterator[str]:
-    """A method: what it does, whose it is, how it is asked for, and its picture."""
+    """A method: what it does, how it is asked for, and its picture; its page names the paper."""
     words = [f"**[`{row.name}`]({row.name}.md)** {row.summary}"]
-    if row.paper:
-        words.append(f"*{row.paper}.*")
     words.append(f"`{row.example}`" + "".join(f", {note}" for note in _notes(row)))
     yield " ".join(words) + "\n"
     if picture(row).is_file():
-        yield f"![A round of {row.name}](../figures/methods/{picture(row).name})\n"
+        yield f"![{row.name}](../figures/methods/{picture(row).name})\n"
 
 
 def _notes(row: Row) -> Iterator[str]:

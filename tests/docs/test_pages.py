@@ -139,7 +139,7 @@ def test_old_addresses_lead_to_pages(site: Path) -> None:
 
 
 def test_formulas_are_set_by_what_the_site_ships(site: Path) -> None:
-    for page in ("engine.html", "bench.html", "training.html", "distillation.html"):
+    for page in ("engine.html", "bench.html", "training.html", "theory.html"):
         text = (site / page).read_text(encoding="utf-8")
         assert 'class="arithmatex"' in text, page
         assert text.index('src="assets/math.js"') < text.index('src="assets/mathjax/tex-svg.js"'), page

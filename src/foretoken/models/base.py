@@ -12,39 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.models.refusals import Capabilities as Capabilities
+from foretoken.models.refusals import CapabilityError as CapabilityError
 from foretoken.models.refusals import Refusal as Refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.models.network.layers import LayerPlan
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a model offers.
-
-    Attributes:
-        tree_mask: scores branching scratch trees in one call.
-        keep_path: can keep any path of the scratch (false: only a leading part of a chain).
-        rollback: can drop scratch nodes at all (false: plain decoding only).
-        taps: hands out hidden states.
-        layer_windows: can run a part of its layers.
-        missing: for every capability that is absent, the layer type that lacks it, in words.
-        prompt_logits: scores the tokens of a prompt (an encoder does not).
-    """
-
-    tree_mask: bool = True
-    keep_path: bool = True
-    rollback: bool = True
-    taps: bool = True
-    layer_windows: bool = True
-    missing: dict[str, str] = field(default_factory=dict)
-    prompt_logits: bool = True
-
-
-class CapabilityError(ValueError):
-    """A method needs something that the model cannot do; names the layer type."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,7 +186,7 @@ def test_shapes_that_do_not_fit_int4_are_left_alone() -> None:
 def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9} | dict.fromkeys([*OURS, *BYTES], 3.0)
     monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
-    choose = fastest_draft_product.__wrapped__
+    choose = partial(fastest_draft_product.__wrapped__, activations="15")
     assert choose(32, 64, 32) is IntegerProduct
     times[Int4Product] = 0.7
     assert choose(32, 64, 32) is Int4Product
@@ -195,7 +196,7 @@ def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: py
 
 
 @pytest.mark.skipif(not BYTES, reason=f"no kernels of our own: {why_not()}")
-def test_activations_of_8_bits_are_for_who_asks_and_for_drafts_that_are_faster_so(
+def test_activations_of_8_bits_are_for_who_asks_and_for_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = dict.fromkeys([IntegerProduct, Int8Product, Int4Product, *OURS], 1.0) | dict.fromkeys(BYTES, 0.9)
@@ -207,8 +208,8 @@ def test_activations_of_8_bits_are_for_who_asks_and_for_drafts_that_are_faster_s
             assert chosen is not None and chosen.activations == 15
     odd = draft(32, 12, 32, "8", "8")  # inputs come in eights
     assert odd is not None and odd.activations == 15
-    times |= dict.fromkeys(BYTES, 0.95)
-    assert all(draft(32, 64, 32, bits) not in BYTES for bits in "84")
+    times |= dict.fromkeys(BYTES, 1.1)  # alone: a whole draft with 15 bits was seen to take 2.7 times as long
+    assert all(draft(32, 64, 32, bits) in BYTES for bits in ("8", "4", "auto"))
 
 
 def test_products_that_this_build_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Traces as files: JSON Lines that any engine's rounds can be written in (``docs/traces.md`` has the fields)."""
+"""Traces as files: JSON Lines that any engine's rounds can be written in (``docs/howto/show.md`` has the fields)."""
 
 from __future__ import annotations
 
