@@ -220,7 +220,7 @@ def test_next_logits_release_their_sequence(target: str) -> None:
     from foretoken.loading import load_model
 
     model = load_model(target)
-    one, other = next_logits(model, [1, 2, 3]), next_logits(model, [1, 2, 3])
+    one, other = next_logits(model, [1, 2, 3], []), next_logits(model, [1, 2], [3])
     assert torch.equal(one, other) and one.shape == (320,)
     assert model._sequences == []  # type: ignore[attr-defined]
 

@@ -26,7 +26,7 @@ from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import pack_linears
-from foretoken.models.linear.quantised import multiplies_bytes
+from foretoken.models.linear.quantised import available, multiplies_bytes
 from foretoken.models.linear.quantised_products import (
     Int4Product,
     Int8Product,
@@ -217,7 +217,7 @@ def test_forwards_are_put_back_when_a_draft_breaks_off(monkeypatch: pytest.Monke
     def broken(self: Any, x: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
-    for made in (IntegerProduct, Int8Product):
+    for made in available().values():
         monkeypatch.setattr(made, "product", broken)
     speculative = engine(target, drafter)
     speculative.add(requests()[0])

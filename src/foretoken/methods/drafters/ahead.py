@@ -99,7 +99,7 @@ class AheadDrafter(ModelDrafter):
     """
 
     name = "ahead"
-    traits = Traits()  # a text that is cut back has no outcome
+    traits = Traits(learns=False)  # a text that is cut back has no outcome
 
     def __init__(
         self,

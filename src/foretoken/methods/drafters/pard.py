@@ -117,7 +117,7 @@ class PardDrafter(ParallelDrafter):
         projection = None if network is None else projection_of(network, target)
         if projection is not None:
             self.reader = TargetStates(self.model, projection, self.mask, self.vocab_size)
-            self.taps, self.traits = self.reader.taps, replace(self.traits, rewinds=False)
+            self.taps, self.traits = self.reader.taps, replace(self.traits, rewinds=False, learns=True)
 
     @property
     def head(self) -> DraftHead | None:
@@ -180,11 +180,6 @@ class PardDrafter(ParallelDrafter):
         """Put the target's states of the prompt aside, where they are read."""
         if self.reader is not None:
             self.reader.start(context)
-
-    @property
-    def observes(self) -> bool:
-        """Only where it reads the target's states."""
-        return self.reader is not None
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Put the target's states of the round aside, where they are read."""

@@ -8,6 +8,7 @@ from cases import CASES
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.pard import PardDrafter
 from foretoken.methods.drafters.sources import SourceDrafter
 from foretoken.registry import rows
 from toys import llamas
@@ -20,6 +21,8 @@ def does_something(drafter: Drafter) -> bool:
     """Whether a round that it is shown is looked at."""
     if type(drafter).observe is SourceDrafter.observe:
         return drafter.traits.shares_state
+    if isinstance(drafter, PardDrafter):
+        return drafter.reader is not None
     return type(drafter).observe is not Drafter.observe
 
 
