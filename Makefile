@@ -83,7 +83,7 @@ release: ## build sdist, wheels, list of contents and checksums into dist/, and 
 
 docs-version: $(STAMP) ## put the site of this version on the branch gh-pages, as VERSION and as latest (nothing is pushed)
 	$(BIN)/pip install --quiet "mike>=2.1,<3"
-	DOCS_VERSIONS=mike NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $$($(BIN)/python -c "import foretoken; print(foretoken.__version__.rpartition('.')[0])") latest
+	PATH="$(abspath $(BIN)):$$PATH" DOCS_VERSIONS=mike NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $$($(BIN)/python -c "import foretoken; print(foretoken.__version__.rpartition('.')[0])") latest
 	$(BIN)/mike set-default latest
 
 hooks: $(STAMP) ## install the pre-commit hooks
