@@ -68,11 +68,14 @@ def demo() -> str:
 
 
 def shortened(printed: str) -> str:
-    """What was printed without rules and empty lines, a long line that comes again as "[the same words]"."""
+    """What was printed without rules and empty lines, and without a long line that comes again and its heading."""
     lines: list[str] = []
     for line in printed.splitlines():
         said = line.rstrip("─ ")
-        lines += [] if not said else ["[the same words]"] if len(said) > COLUMNS and said in lines else [said]
+        if len(said) > COLUMNS and said in lines:
+            lines.pop()
+        elif said:
+            lines.append(said)
     return "\n".join(lines)
 
 

@@ -72,7 +72,7 @@ def test_the_figures_of_the_front_pages_are_those_that_were_kept() -> None:
 def test_a_demo_is_shown_without_repetition() -> None:
     long = "word " * 30 + "end"
     printed = f"model\n\n\n{long}\nplain ────\n{long}\n────\n1.0x\n1.0x\n"
-    assert make_readme.shortened(printed).splitlines() == ["model", long, "plain", "[the same words]", "1.0x", "1.0x"]
+    assert make_readme.shortened(printed).splitlines() == ["model", long, "1.0x", "1.0x"]
 
 
 def test_parts_go_between_their_marks() -> None:
