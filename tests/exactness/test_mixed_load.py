@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foretoken import registry
 from foretoken.core.sampling import SamplingParams
-from foretoken.engine import requests
+from foretoken.engine import loop
 from foretoken.engine.loop import Engine
 from foretoken.engine.prefixes import Prefixes
 from foretoken.engine.request import Request, Running
@@ -235,12 +235,12 @@ def one_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def seed_of_the_place(patch: pytest.MonkeyPatch) -> None:
-    join = requests.join
+    join = loop.join
 
     def wrong(number: int, request: Request, *more: Any) -> Running:
         return join(number, replace(request, seed=((request.seed or 0) + number) % 2**64), *more)
 
-    patch.setattr(requests, "join", wrong)
+    patch.setattr(loop, "join", wrong)
 
 
 def lost_rows(patch: pytest.MonkeyPatch) -> None:

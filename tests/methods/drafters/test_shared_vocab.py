@@ -215,7 +215,9 @@ class Unrestricted(SharedVocabDrafter):
 
 
 @pytest.mark.parametrize("mistake", [Misplaced, Unrestricted])
-def test_planted_mistakes_are_caught(mistake: type[SharedVocabDrafter]) -> None:
+def test_planted_mistakes_are_caught(mistake: type[SharedVocabDrafter], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their texts alone: the check of drafters from outside, which sees that q adds up to a half, does not look."""
+    monkeypatch.setattr("foretoken.engine.drafting.has_outside", lambda drafter: False)
     target, draft = tables(vocab=5)
     distributions = {"T=1": joint_distribution(target, T1, [0, 2], 3)}
     values = [
