@@ -272,6 +272,8 @@ def test_the_callers_stop_still_counts() -> None:
 class ArgmaxWithSoftDistribution(LayerSkipDrafter):
     """The published code's mistake: the likeliest token is drafted, and said to be drawn from the soft distribution."""
 
+    draws_together = False
+
     def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
         distribution, _ = super()._candidates(tree, logits, parent, width)
         assert distribution is not None
