@@ -19,6 +19,7 @@ def test_the_table_of_real_models() -> None:
         "machine": "Intel(R) Xeon(R) Processor, x86_64 with AMX, AVX2",
         "prompts": 12,
         "new_tokens": 128,
+        "commit": "abc",
     }
     speed = {
         "0.0": {
@@ -46,7 +47,7 @@ def test_the_table_of_real_models() -> None:
 
 
 def test_the_table_in_chinese() -> None:
-    run = {"title": "m.gguf", "machine": "a CPU", "prompts": 12, "new_tokens": 128}
+    run = {"title": "m.gguf", "machine": "a CPU", "prompts": 12, "new_tokens": 128, "commit": "abc"}
     speed = {"0.0": {"plain": 10.0, "ngram": 20.4, "llama.cpp prompt lookup": 5.0}}
     lines = make_readme.real_table([{**run, "speed": speed}], make_readme.CHINESE_WORDS)
     assert lines.splitlines()[:3] == [

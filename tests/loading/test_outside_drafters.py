@@ -296,7 +296,15 @@ def test_whatever_a_hook_raises_is_said_by_class_and_line(tmp_path: Path, hook: 
     assert re.search(rf"Period\.{hook} {LINE} raised KeyError: 'lost'", str(runs[BAD].error))
 
 
-@pytest.mark.parametrize(("old", "now"), [("free_for", "Traits(free_for="), ("observes", "Traits(learns=")])
+@pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("free_for", "Traits(free_for="),
+        ("observes", "Traits(learns="),
+        ("minimum_budget", "let the property foresight"),
+        ("predicted_from", "let the property foresight"),
+    ],
+)
 def test_a_method_that_nobody_asks_any_more_is_refused(tmp_path: Path, old: str, now: str) -> None:
     body = (
         PERIOD
@@ -308,6 +316,31 @@ def test_a_method_that_nobody_asks_any_more_is_refused(tmp_path: Path, old: str,
     target, _ = tables()
     with pytest.raises(DrafterError, match=rf"Period {LINE} has a method {old}, .*{re.escape(now)}"):
         build_drafter(f"{written(tmp_path, body)}:Period", target)
+
+
+def test_who_draws_in_a_way_of_its_own_must_say_so(tmp_path: Path) -> None:
+    """Drawn together with other requests its own way would be passed by in silence."""
+    body = """
+from foretoken.methods.drafters.model import ModelDrafter
+
+
+class Own(ModelDrafter):
+    def _candidates(self, tree, logits, parent, width):
+        return super()._candidates(tree, logits, parent, width)
+
+    @classmethod
+    def build(cls, path, context, **options):
+        return cls(context.target, target=context.target)
+
+
+class Says(Own):
+    draws_together = False
+"""
+    target, _ = tables()
+    file = written(tmp_path, body)
+    with pytest.raises(DrafterError, match=r"Own .* draws in a way of its own \(_candidates\): write draws_together"):
+        build_drafter(f"{file}:Own", target)
+    assert build_drafter(f"{file}:Says", target) is not None
 
 
 def test_errors_of_ours_keep_their_class(tmp_path: Path) -> None:

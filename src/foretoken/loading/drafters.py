@@ -32,7 +32,10 @@ from foretoken.registry import OutsideRow, convert_options, find, parse_spec, ro
 Part = str | Drafter | LanguageModel | nn.Module
 """What a drafter can be given as."""
 ACCEPTED = 'give a spec string ("ngram,k=8", "model:PATH"), a drafter, a draft model, a list of these, or None'
+FORESIGHT = "let the property foresight give an object that has it"
 NOW_DATA = {
+    "minimum_budget": FORESIGHT,
+    "predicted_from": FORESIGHT,
     "free_for": "write traits = Traits(free_for=FUNCTION)",
     "observes": "write traits = Traits(learns=False) where observe does nothing, and nothing where it does",
 }
@@ -88,8 +91,12 @@ class LoadingContext(BuildContext):
         if not isinstance(built, Drafter):
             raise DrafterError(f"{place}.build returned {type(built).__name__}, not a drafter")
         for name, now in NOW_DATA.items():
-            if hasattr(cls, name):
+            if hasattr(cls, name) and not (now is FORESIGHT and built.foresight is not None):
                 raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {now}")
+        if isinstance(built, ModelDrafter) and built.draws_together:
+            for name in ("_expand", "_add_children", "_candidates"):  # rounds of several requests would pass it by
+                if getattr(cls, name) is not getattr(ModelDrafter, name):
+                    raise DrafterError(f"{place} draws in a way of its own ({name}): write draws_together = False")
         if not isinstance(built.traits, Traits):
             raise DrafterError(f"{place} has traits of type {type(built.traits).__name__}: write Traits(...)")
         for name in ("max_depth", "max_nodes"):

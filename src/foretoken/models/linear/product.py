@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,23 +24,23 @@ class Product(Protocol):
         """``residual + x W^T (+ bias)`` [n, out], in one call where there is one."""
 
 
-class QuantisedLayer(nn.Module):
+class QuantisedLayer(nn.Module, ABC):
     """A linear layer whose weights are quantised for good: everybody leaves them as they are."""
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Of the model."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def packed_bytes(self) -> int:
         """Memory of the weight."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def joined(linears: Sequence[Any]) -> Product:
         """The products of several layers of one input, some of which may be plain ones."""
-        raise NotImplementedError
 
 
 def has_quantised(model: nn.Module) -> bool:
