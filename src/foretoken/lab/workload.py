@@ -101,7 +101,6 @@ class Workload:
 
     @property
     def target(self) -> LanguageModel:
-        """The model."""
         return self.subject.target
 
     def speed(self, drafter: Drafter | None) -> Speed:

@@ -137,7 +137,6 @@ class ToolChoice:
 
     @property
     def most_forced(self) -> int:
-        """Calls in a forced answer."""
         return self.most or MOST_CALLS
 
 

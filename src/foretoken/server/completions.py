@@ -139,7 +139,6 @@ class _Completions(Choices):
         return completion_logprobs(found, ids, self.texts, self.body.logprobs, offsets)
 
     def _prompt(self, index: int) -> list[int]:
-        """That of a choice."""
         return self.prompts[index // (self.body.n or 1)]
 
     def _prompt_text(self, ids: Sequence[int]) -> str:

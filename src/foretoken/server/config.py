@@ -137,7 +137,6 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
         return self.served_name or Path(self.model).name or self.model
 
     @property

@@ -135,7 +135,6 @@ class ApiError(Exception):
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
     return path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
 
 

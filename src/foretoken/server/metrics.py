@@ -153,12 +153,10 @@ class Metrics:
             between.observe(seconds)
 
     def failed(self, reason: str) -> None:
-        """Count a request that ended with an error."""
         for one in self._sets:
             one["failures"].labels(self._model, reason).inc()
 
     def rejected(self, reason: str) -> None:
-        """Count a request that was not taken."""
         for one in self._sets:
             one["rejections"].labels(self._model, reason).inc()
 
@@ -174,7 +172,6 @@ class _Rounds(Collector):
         self._prefixes, self._model, self._status = prefixes, model, status
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Counters as they are now."""
         status = self._status()
         for prefix in self._prefixes:
             what = "Seconds of rounds by what took them, each round counted once."

@@ -190,7 +190,6 @@ class Serving:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the model is there."""
         return self._engine is not None
 
     @property

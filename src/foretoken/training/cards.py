@@ -32,7 +32,6 @@ def front_matter(licence: str = "", model: bool = True) -> str:
 
 
 def table(rows: Mapping[str, str]) -> str:
-    """A table of two columns."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()), ""])
 
 

@@ -67,7 +67,6 @@ class FixedText(TextSource):
         self.blocks = blocks
 
     def __call__(self, step: int) -> Text:
-        """Blocks as they are."""
         tokens = torch.from_numpy(self.blocks(step))
         if isinstance(self.blocks, ChatBlocks):
             learned = torch.from_numpy(self.blocks.learned[self.blocks.chosen(step)])
@@ -96,7 +95,6 @@ class TeacherText(TextSource):
         self.batch, self.seed = batch, seed
 
     def __call__(self, step: int) -> Text:
-        """The rows of one step."""
         chosen = []
         for i in range(step * self.batch, (step + 1) * self.batch):
             turn, place = divmod(i, len(self.rows))
@@ -161,7 +159,6 @@ class PolicyText(TextSource):
         return {"window": self._window, "rows": {str(n): row.tolist() for n, row in self._rows.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with rows that were written before."""
         self._window = int(state.get("window", -1))
         self._rows = {int(n): torch.tensor(row) for n, row in state.get("rows", {}).items()}
 

@@ -114,7 +114,6 @@ class PromptLookupArm(LlamaCppArm):
         super().__init__(name, shared, threads)
 
     def drafter(self, shared: Shared) -> Any:
-        """The binding's class."""
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
         return LlamaPromptLookupDecoding(max_ngram_size=self.n, num_pred_tokens=self.k)

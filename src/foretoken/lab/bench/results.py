@@ -75,12 +75,10 @@ class UnitResult:
 
     @property
     def key(self) -> Key:
-        """What it is a result of."""
         return (self.arm, self.temperature, self.batch, self.category, self.unit)
 
     @property
     def setting(self) -> Setting:
-        """Temperature and batch size."""
         return (self.temperature, self.batch)
 
     @property

@@ -114,7 +114,6 @@ class Plan:
     notes: tuple[str, ...]
 
     def row(self, k: int) -> PlanRow:
-        """The row of k."""
         return next(row for row in self.rows if row.k == k)
 
     @property

@@ -45,7 +45,6 @@ class Run:
 
     @property
     def is_load(self) -> bool:
-        """Whether it is a load test of a server."""
         return all("load" in cell for cell in self.cells)
 
     @property
@@ -62,7 +61,6 @@ class Run:
 
     @property
     def rivals(self) -> list[str]:
-        """All arms but plain decoding."""
         return [arm for arm in self.arms if arm not in PLAIN]
 
     @property
@@ -72,7 +70,6 @@ class Run:
 
     @property
     def categories(self) -> list[str]:
-        """Categories in the order of the run."""
         return list(dict.fromkeys(cell["category"] for cell in self.cells))
 
     def at(self, setting: Setting, arm: str | None = None) -> list[Mapping[str, Any]]:
@@ -102,7 +99,6 @@ class Run:
 
 
 def setting_of(cell: Mapping[str, Any]) -> Setting:
-    """Temperature and batch size of a cell."""
     return float(cell["temperature"]), int(cell["batch"])
 
 

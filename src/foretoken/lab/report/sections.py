@@ -49,7 +49,6 @@ def section(key: str, title: str, how: str, *content: object) -> Markup:
 
 
 def figure(chart: Chart) -> Markup:
-    """A chart with its title."""
     return tag("figure", tag("figcaption", chart.title), draw(chart))
 
 

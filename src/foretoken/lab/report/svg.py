@@ -45,7 +45,6 @@ def parts_of(chart: Chart) -> tuple[Markup, list[tuple[str, Markup]]]:
 
 
 def colour_class(colour: int) -> str:
-    """The class that gives a mark its colour."""
     return "cn" if colour == NEUTRAL else f"c{colour % len(LIGHT)}"
 
 

@@ -57,7 +57,6 @@ class PositionalCount(Verifier):
         self._rule = WithoutReplacementVerifier()
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Count, then decide as the rule does."""
         children = tree.children[0]
         if children:
             self.rounds += 1

@@ -94,7 +94,6 @@ class EngineRacer:
         self._seed, self._seen = work.seed, RaceRound(0, 1, 0, 0, 0.0, 0.0)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Take the next prompt."""
         with unseeded_from(self._seed):  # a seed of its own would couple the drafts, and other ones be the best
             self._engine.add(self._llm.request(list(prompt), **self._options))
         self._seed, self._room = self._seed + 1, self._new_tokens
@@ -115,7 +114,6 @@ class EngineRacer:
         return self._seen._replace(written=written, room=room, tokens=tuple(emission.token_ids))
 
     def cancel(self) -> None:
-        """Drop what is left of the answer."""
         self._engine.close()
 
     def _note(

@@ -72,7 +72,6 @@ class Replica:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the model comes with a chat template."""
         return bool(self.serving.is_chat)
 
     def metrics(self) -> str:

@@ -44,7 +44,6 @@ class DflashPlain(NetFormat):
     architecture: ClassVar[str] = "DFlashDraftModel"
 
     def recognises(self, found: Found) -> bool:
-        """By its tensors."""
         return block_kind(found.names) == self.method and KEY not in found.config
 
     def extras(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -76,7 +75,6 @@ class DflashPlain(NetFormat):
         return Trained(shape, {**renamed(tensors, wanted, names), **(maps if reduced else {})})
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
-        """A rename of nothing, and the numbers of the layers as every reader counts them."""
         shape = self.net_config(**trained.config)
         return Checkpoint(self.described(shape, target), dict(trained.tensors))
 
@@ -111,11 +109,9 @@ class DflashSpeculators(DflashPlain):
     architecture = "DFlashSpeculator"
 
     def recognises(self, found: Found) -> bool:
-        """By its own key."""
         return found.config.get(KEY) == self.method
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
-        """``config.json``."""
         return {
             "architectures": [self.architecture],
             KEY: self.method,
@@ -197,7 +193,6 @@ class Dflash2Plain(DflashPlain):
         }
 
     def inner_keys(self, shape: Any) -> dict[str, Any]:
-        """Further keys of ``dflash_config``."""
         return {
             "conv_kernel_size": shape.conv,
             "conv_group_size": shape.group,
@@ -247,7 +242,6 @@ class DsparkPlain(DflashPlain):
         }
 
     def inner_keys(self, shape: Any) -> dict[str, Any]:
-        """Further keys of ``dflash_config``."""
         return {
             "projector_type": "dspark",
             "markov_rank": shape.rank,

@@ -33,7 +33,6 @@ class ParallelParts(Eagle3Plain):
     layer = "layers.0"
 
     def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
-        """Theirs by their names."""
         more = {**further_names(_peagle(shape).num_layers), MASK_HIDDEN: MASK_HIDDEN}
         if _peagle(shape).own_embedding:
             more[EMBEDDING] = EMBEDDING
@@ -49,7 +48,6 @@ class PeaglePlain(ParallelParts):
     """Bare names."""
 
     def recognises(self, found: Found) -> bool:
-        """EAGLE-3's tensors beside a learned state."""
         return MASK_HIDDEN in found.names and KEY not in found.config and super().recognises(found)
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
@@ -63,11 +61,9 @@ class PeagleSpeculators(ParallelParts, Eagle3Speculators):
     """vllm-project/speculators: the same in its one ``config.json``."""
 
     def recognises(self, found: Found) -> bool:
-        """By its own key."""
         return found.config.get(KEY) == "peagle"
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
-        """``config.json``."""
         told, own = super().described(shape, target), _peagle(shape)
         told["speculators_config"] |= {"algorithm": "peagle"}
         told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = own.places

@@ -69,7 +69,6 @@ class BlockRecipe(Recipe):
 
     @property
     def taps(self) -> Sequence[str]:
-        """The fused depths, and what the teacher's distribution is made of."""
         return tuple(dict.fromkeys((*self.config.tap_names, "last")))
 
     @property
@@ -78,7 +77,6 @@ class BlockRecipe(Recipe):
         return True
 
     def from_target(self) -> dict[str, Any]:
-        """The shape of the target's own layers, and depths all over it."""
         shape = asdict(LayerConfig.of_target(self.parts.config))
         return {**shape, "vocab_size": self.parts.vocab_size, "taps": default_taps(self.parts.num_layers)}
 
@@ -113,7 +111,6 @@ class BlockRecipe(Recipe):
         return {key: found[key] for key in self.drafter_class.net_config.__dataclass_fields__}
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The network as it is."""
         return self.drafter_class.of(self.net, self.parts, self.target, self.frequent)
 
     # -- the loss ----------------------------------------------------------------------------------------------------

@@ -55,11 +55,9 @@ class BpdRecipe(Recipe):
 
     @property
     def trains_target(self) -> bool:
-        """In the mode ``"finetune"``."""
         return self.config.mode == "finetune"
 
     def from_target(self) -> dict[str, Any]:
-        """The size of its states."""
         return {"hidden_size": self.parts.hidden_size}
 
     def build(self) -> nn.Module:
@@ -94,5 +92,4 @@ class BpdRecipe(Recipe):
         return soft_cross_entropy(logits, batch.teacher(blocks, columns), counted)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """Heads as they are."""
         return BpdDrafter(self.net, self.parts)

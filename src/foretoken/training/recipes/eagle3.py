@@ -50,11 +50,9 @@ class Eagle3Recipe(FeatureRecipe):
 
     @property
     def taps(self) -> Sequence[str]:
-        """The fused depths, and what the teacher's distribution is made of."""
         return tuple(dict.fromkeys((*self.config.taps, "last")))
 
     def from_target(self) -> dict[str, Any]:
-        """The shape of the target's own layers, the fused depths, and the size of the draft vocabulary."""
         return {
             **super().from_target(),
             "vocab_size": self.parts.vocab_size,
@@ -109,15 +107,12 @@ class Eagle3Recipe(FeatureRecipe):
 
     @property
     def guessed(self) -> Tensor:
-        """[V_d] the draft vocabulary."""
         return self.net.vocabulary
 
     def draft_logits(self, output: Tensor, step: int = 0) -> Tensor:
-        """[m, V_d] of outputs [m, D]."""
         return draft_logits(self.net, self.parts, self.net.head_state(output))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The network as it is."""
         return Eagle3Drafter.of(self.net, self.parts, self.target)
 
 

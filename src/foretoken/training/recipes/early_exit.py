@@ -86,7 +86,6 @@ class EarlyExitRecipe(Recipe):
     config: EarlyExitSettings
 
     def from_target(self) -> dict[str, Any]:
-        """How deep the target is."""
         return {"num_layers": self.parts.num_layers}
 
     def build(self) -> nn.Module:
@@ -95,7 +94,6 @@ class EarlyExitRecipe(Recipe):
 
     @property
     def trains_target(self) -> bool:
-        """Always."""
         return True
 
     @property
@@ -108,7 +106,6 @@ class EarlyExitRecipe(Recipe):
         return f"early_exit,layer={self.config.exit_layer}"
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The first layers of the target as it is."""
         return EarlyExitDrafter(self.target, self.config.exit_layer)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:

@@ -31,15 +31,12 @@ class FeatureRecipe(Recipe):
     lr = 3e-3
 
     def from_target(self) -> dict[str, Any]:
-        """The shape of the target's own layers."""
         return asdict(LayerConfig.of_target(self.parts.config))
 
     def build(self) -> nn.Module:
-        """A new network."""
         return self.net_class(self.net_config(**self.stored_config()))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The network as it is."""
         head = DraftHead(self.parts, self.guessed)
         return self.drafter_class(FeatureModel(self.net, self.parts, self.target, head))
 

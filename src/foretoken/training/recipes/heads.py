@@ -51,7 +51,6 @@ class HeadsRecipe(Recipe):
         return heads
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """Heads as they are."""
         frequent = () if self.frequent is None else self.frequent.tolist()
         options = {"accuracies": measured.get("accuracies"), "frequent": frequent}
         return self.drafter_class.over(self.net, self.parts, self.target, **options)

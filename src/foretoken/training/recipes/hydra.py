@@ -51,7 +51,6 @@ class HydraRecipe(HeadsRecipe):
     net: HydraHeads
 
     def from_target(self) -> dict[str, Any]:
-        """Sizes, and the shape of the target's own layers for the prefix layer."""
         return super().from_target() | {"layer": asdict(LayerConfig.of_target(self.parts.config))}
 
     def states(

@@ -79,7 +79,6 @@ class JacobiRecipe(Recipe):
         return self.target
 
     def from_target(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
     def build(self) -> nn.Module:
@@ -89,7 +88,6 @@ class JacobiRecipe(Recipe):
 
     @property
     def trains_target(self) -> bool:
-        """Always."""
         return True
 
     @property
@@ -102,7 +100,6 @@ class JacobiRecipe(Recipe):
         return f"jacobi,m={self.config.m}"
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """Guesses as many tokens as a block has."""
         return JacobiDrafter(self.config.m)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:

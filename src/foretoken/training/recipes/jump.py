@@ -75,7 +75,6 @@ class JumpRecipe(Recipe):
 
     @property
     def taps(self) -> Sequence[str]:
-        """The state that is read, the one that is predicted, and what the target says."""
         return tuple(dict.fromkeys((f"layer:{self.config.state}", f"layer:{self.config.start}", "last")))
 
     @property
@@ -150,5 +149,4 @@ class JumpRecipe(Recipe):
         return self.parts.logits(norm(wide.to(dtype)), self.frequent)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The predictor as it is."""
         return JumpDrafter(self.target, self.net, head=DraftHead(self.parts, self.frequent))

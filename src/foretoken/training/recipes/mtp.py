@@ -54,7 +54,6 @@ class MtpRecipe(FeatureRecipe):
     config: MtpSettings
 
     def from_target(self) -> dict[str, Any]:
-        """The shape of the target's own layers, and whether they have experts."""
         names = (name for name, _ in decoder_layers(self.parts.network)[-1].named_modules())
         return {**super().from_target(), "experts": any("experts" in name.split(".") for name in names)}
 
@@ -68,11 +67,9 @@ class MtpRecipe(FeatureRecipe):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """Each of them."""
         return tuple(self.net.steps) if isinstance(self.net, StackedModules) else (self.net,)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The modules as they are."""
         head = DraftHead(self.parts, self.guessed)
         return MtpDrafter(MtpDrafter.model_of(self.net, self.parts, self.target, head))
 

@@ -68,7 +68,6 @@ class PassTokensRecipe(Recipe):
         return self.target
 
     def from_target(self) -> dict[str, Any]:
-        """The width of the token embedding."""
         return {"hidden_size": int(self.parts.embed.weight.shape[1])}
 
     def build(self) -> nn.Module:
@@ -114,7 +113,6 @@ class PassTokensRecipe(Recipe):
         return branch_states(self.model, batch.tokens[:, :-1], columns, self.net.rows)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """Rows as they are."""
         return PassTokensDrafter(self.net, self.target)
 
     @torch.no_grad()

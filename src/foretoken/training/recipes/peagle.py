@@ -110,5 +110,4 @@ class PeagleRecipe(Eagle3Recipe):
         return self.parts.embedding(ids) if own is None else F.embedding(ids, own.weight)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The network as it is."""
         return PeagleDrafter.of(self.net, self.parts, self.target)

@@ -58,12 +58,10 @@ class SpecdecPpRecipe(Recipe):
         return self.judge
 
     def from_target(self) -> dict[str, Any]:
-        """The draft model's width, and whose acceptance is learnt."""
         judge = self.judge_parts.fingerprint()
         return {"hidden_size": self.parts.hidden_size, "judge": judge.weights, "judge_layers": judge.layers}
 
     def build(self) -> nn.Module:
-        """A new head."""
         return StopHead(self.config)
 
     @torch.no_grad()

@@ -73,12 +73,10 @@ class UnoRecipe(Recipe):
         return self.target
 
     def from_target(self) -> dict[str, Any]:
-        """Its linear layers."""
         shapes = linear_shapes(self.model.model)
         return {"vocab_size": self.parts.vocab_size, "num_layers": self.parts.num_layers, "shapes": shapes}
 
     def build(self) -> nn.Module:
-        """Updates that change nothing yet."""
         return UnoNet(UnoConfig(**self.stored_config()))
 
     def stored_config(self) -> dict[str, Any]:
@@ -127,7 +125,6 @@ class UnoRecipe(Recipe):
         return chain_states(self.model, batch.tokens[:, :-1], columns, ids, within)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The updates as they are."""
         return UnoDrafter(self.target, self.net)
 
     @torch.no_grad()
