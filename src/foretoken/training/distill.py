@@ -218,11 +218,6 @@ def teach_mask(student: Any, config: DistillConfig, known: int) -> int:
     It is the one of the run; that of its configuration; the last row of an embedding that is wider than the tokenizer;
     or a new row, which begins as the mean of the others.
 
-    Args:
-        student: a causal LM.
-        config: the run.
-        known: tokens of its tokenizer.
-
     Raises:
         ValueError: an id that it does not have.
     """

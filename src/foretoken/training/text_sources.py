@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import LanguageModel
-from foretoken.training.chat import ChatBlocks
+from foretoken.training.chat import ChatBlocks, rows_of_step
 from foretoken.training.corpus import BlockSampler
 from foretoken.training.written import stored_continuations
 
@@ -95,10 +95,7 @@ class TeacherText(TextSource):
         self.batch, self.seed = batch, seed
 
     def __call__(self, step: int) -> Text:
-        chosen = []
-        for i in range(step * self.batch, (step + 1) * self.batch):
-            turn, place = divmod(i, len(self.rows))
-            chosen.append(int(np.random.default_rng((self.seed, turn)).permutation(len(self.rows))[place]))
+        chosen = rows_of_step(step, self.batch, len(self.rows), self.seed)
         return Text(self.rows[chosen], self.weights[chosen])
 
 

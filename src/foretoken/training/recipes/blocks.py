@@ -18,7 +18,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.decoder import LayerConfig
-from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.recipes.base import Batch, Recipe, check_depths
 from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
@@ -81,15 +81,8 @@ class BlockRecipe(Recipe):
         return {**shape, "vocab_size": self.parts.vocab_size, "taps": default_taps(self.parts.num_layers)}
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        """The network's shape from the target and from ``key=value`` settings.
-
-        Raises:
-            ValueError: an unknown key, a value of the wrong type, or a depth that the target does not have.
-        """
         found = super().configure(settings)
-        deepest = max(map(int, found.taps.split(",")))
-        if deepest > self.parts.num_layers:
-            raise ValueError(f"taps={found.taps} reach to {deepest}, and the target has {self.parts.num_layers}")
+        check_depths("taps", found.taps, self.parts.num_layers)
         return found
 
     def build(self) -> nn.Module:
@@ -104,11 +97,6 @@ class BlockRecipe(Recipe):
             known = self.parts.embed.weight.detach()[ids].float().cpu()
             net.mask_embedding.data.copy_(known.mean(0) + 0.1 * known.std(0) * torch.randn(known.shape[1]))
         return net
-
-    def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        found = asdict(self.config)
-        return {key: found[key] for key in self.drafter_class.net_config.__dataclass_fields__}
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         return self.drafter_class.of(self.net, self.parts, self.target, self.frequent)

@@ -80,6 +80,19 @@ class FeatureRecipe(Recipe):
             output = modules[-1](embeddings, output, rows + step, mask, keep)
             yield output
 
+    def unrolled_loss(
+        self, batch: Batch, features: Tensor, steps: int, decay: float, generator: torch.Generator
+    ) -> Tensor:
+        """Weighted mean over drafted steps of the cross-entropy with the target's distribution over what can be
+        guessed; a step weighs ``decay`` times what the one before it does."""
+        weights = [decay**step for step in range(steps)]
+        rows = some_rows(batch, steps, generator)
+        total = features.new_zeros(())
+        labels = self.labels(batch, rows, steps)
+        for step, output in enumerate(self.unrolled(batch, features, rows, steps)):
+            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step, step)
+        return total
+
     def labels(self, batch: Batch, rows: Tensor, steps: int) -> Labels:
         """What ``steps`` steps from ``rows`` [b, R] are judged by."""
         columns = torch.cat([rows + step for step in range(1, steps + 1)], 1)

@@ -13,8 +13,8 @@ from torch import Tensor
 from foretoken.methods.drafters.hydra import HydraDrafter
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
-from foretoken.training.recipes.base import Batch
-from foretoken.training.recipes.heads import HeadsRecipe, check_labels
+from foretoken.training.recipes.base import Batch, check_labels
+from foretoken.training.recipes.heads import HeadsRecipe
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.jump import JumpDrafter
 from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
-from foretoken.models.base import CapabilityError
 from foretoken.models.forward.heads.draft_head import DraftHead
-from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.chains import windows
 from foretoken.models.network.layers import LayerPlan
 from foretoken.training.recipes.base import Batch, Recipe, mean_of
@@ -58,20 +56,10 @@ class JumpRecipe(Recipe):
     config_class: ClassVar[type[Any]] = JumpSettings
     net_config = JumpConfig
     fixed = ("hidden_size",)
+    needs = ("layer_windows", "a target whose layers can be run one by one")
     lr = 1e-2
     net: JumpNet
     config: JumpSettings
-
-    @property
-    def model(self) -> HuggingFaceModel:
-        """The target.
-
-        Raises:
-            CapabilityError: its layers cannot be run one by one.
-        """
-        if not isinstance(self.target, HuggingFaceModel) or not self.target.capabilities.layer_windows:
-            raise CapabilityError("jump needs a target whose layers can be run one by one")
-        return self.target
 
     @property
     def taps(self) -> Sequence[str]:

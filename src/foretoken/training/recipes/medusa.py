@@ -12,8 +12,8 @@ from torch import Tensor
 
 from foretoken.methods.drafters.medusa import MedusaDrafter
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.training.recipes.base import Batch, check_rank, text_loss
-from foretoken.training.recipes.heads import PLACES, HeadsRecipe, check_labels
+from foretoken.training.recipes.base import Batch, check_labels, check_rank, text_loss
+from foretoken.training.recipes.heads import PLACES, HeadsRecipe
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from foretoken.models.forward.heads.mtp import NativeModule
 from foretoken.models.forward.heads.stacked import StackedModules
 from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import Batch
-from foretoken.training.recipes.features import FeatureRecipe, some_rows
+from foretoken.training.recipes.features import FeatureRecipe
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,5 @@ class MtpRecipe(FeatureRecipe):
         return MtpDrafter(MtpDrafter.model_of(self.net, self.parts, self.target, head))
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted mean over steps of the cross-entropy with the target's distribution."""
         features = batch.taps["last"].float()
-        weights = [self.config.beta**step for step in range(self.config.unroll)]
-        rows = some_rows(batch, self.config.unroll, generator)
-        total = features.new_zeros(())
-        labels = self.labels(batch, rows, self.config.unroll)
-        for step, output in enumerate(self.unrolled(batch, features, rows, self.config.unroll)):
-            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step, step)
-        return total
+        return self.unrolled_loss(batch, features, self.config.unroll, self.config.beta, generator)

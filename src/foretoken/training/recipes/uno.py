@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.methods.drafters.uno import UnoDrafter
-from foretoken.models.base import CapabilityError
-from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.chains import chain_states
 from foretoken.models.variants.gated import linear_shapes, updated
 from foretoken.training.recipes.base import Batch, Recipe, mean_of
@@ -57,20 +55,11 @@ class UnoRecipe(Recipe):
     method = "uno"
     lr = 3e-3
     config_class: ClassVar[type[Any]] = UnoSettings
+    net_config = UnoConfig
     fixed = ("vocab_size", "num_layers", "shapes")
+    needs = ("", "a target that is a network of layers, not {}")
     net: UnoNet
     config: UnoSettings
-
-    @property
-    def model(self) -> HuggingFaceModel:
-        """The target.
-
-        Raises:
-            CapabilityError: it is no network of layers.
-        """
-        if not isinstance(self.target, HuggingFaceModel):
-            raise CapabilityError(f"uno needs a target that is a network of layers, not {type(self.target).__name__}")
-        return self.target
 
     def from_target(self) -> dict[str, Any]:
         shapes = linear_shapes(self.model.model)
@@ -80,12 +69,9 @@ class UnoRecipe(Recipe):
         return UnoNet(UnoConfig(**self.stored_config()))
 
     def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        config = self.config
-        found = {key: getattr(config, key) for key in UnoConfig.__dataclass_fields__}
-        if config.parts != "all":
-            is_mlp = config.parts == "mlp"
-            shapes = config.shapes.items()
+        found = super().stored_config()
+        if self.config.parts != "all":
+            is_mlp, shapes = self.config.parts == "mlp", found["shapes"].items()
             found["shapes"] = {name: shape for name, shape in shapes if ("att" in name) != is_mlp}
         return found
 
