@@ -173,12 +173,7 @@ class _Completions(Choices):
 
 
 class _Place:
-    """How far the text of a streamed choice is.
-
-    Args:
-        tokenizer: a Transformers tokenizer, or ``None``.
-        sent: characters that are sent before the first token.
-    """
+    """How far the text of a streamed choice is."""
 
     def __init__(self, tokenizer: Any | None, sent: int = 0) -> None:
         self._offsets, self._sent = Offsets(tokenizer, sent), sent

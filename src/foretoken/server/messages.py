@@ -116,12 +116,7 @@ def _end(
 
 
 class _Stream:
-    """The events of one answer: blocks of text and calls, each begun, continued and ended.
-
-    Args:
-        turn: what is answered.
-        body: as it came.
-    """
+    """The events of one answer: blocks of text and calls, each begun, continued and ended."""
 
     def __init__(self, turn: Turn, body: MessagesRequest) -> None:
         self.turn, self.body = turn, body

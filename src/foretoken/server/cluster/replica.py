@@ -85,11 +85,6 @@ class Replica:
         last one is ours (:data:`SPENT`).
 
         Who stops listening ends the request.
-
-        Args:
-            scope: of the request.
-            body: of the request.
-            caller: who asks, as the gateway knows.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
