@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.noise import unseeded_from
 from foretoken.engine.stats import SpecStats
+from foretoken.lab.timing import median_run, runs_of
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
 from foretoken.models.base import LanguageModel
@@ -20,10 +21,16 @@ if TYPE_CHECKING:
     from foretoken.lab.prompts import BenchPrompt
     from foretoken.llm import Llm
     from foretoken.methods.drafters.base import Drafter
-    from foretoken.models.base import LanguageModel
 
+FINAL_RUNS = 5
+"""Interleaved runs of each arm of a tuner's last comparison."""
 REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
 """What says that a drafter does not fit; anything else is a bug of ours."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,12 @@ class Speed:
         """Of one run per prompt: the median speed, the acceptance of all prompts together."""
         total = SpecStats.summed(stats)
         return cls(median(one.tokens_per_s for one in stats), total.acceptance_rate, total.mean_acceptance_length)
+
+
+def compared_speeds(arms: Mapping[str, Callable[[], Speed]]) -> dict[str, Speed]:
+    """The median speed of every arm, over runs in which they take turns at going first."""
+    runs = runs_of(arms, FINAL_RUNS)
+    return {name: median_run(found, lambda speed: speed.tokens_per_s) for name, found in runs.items()}
 
 
 @dataclass(frozen=True)

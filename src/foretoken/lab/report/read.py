@@ -39,8 +39,7 @@ class Run:
     @property
     def arms(self) -> list[str]:
         """All arms, plain decoding first (not in a load test), else in the order of the run, which fixes colours."""
-        named = [str(a.get("arm", a.get("name", "?")) if isinstance(a, Mapping) else a) for a in self.listed("arms")]
-        seen = dict.fromkeys([*named, *(cell["arm"] for cell in self.cells)])
+        seen = dict.fromkeys([*map(str, self.listed("arms")), *(cell["arm"] for cell in self.cells)])
         return list(seen) if self.is_load else sorted(seen, key=lambda arm: arm not in PLAIN)
 
     @property

@@ -76,12 +76,7 @@ def default_specs(target_source: Any) -> list[str]:
 
 
 def likely(subject: Subject, offers: Sequence[str] = ()) -> list[str]:
-    """What is tried first: what pays most often, what the target brings along, and what is offered for it.
-
-    Args:
-        subject: the target.
-        offers: specs of what folders hold and a profile names.
-    """
+    """What is tried first: what pays most often, what the target brings along, and what is offered for it."""
     brought = brought_drafters(subject.target, subject.source, [parse_spec(spec).name for spec in LIKELY])
     return list(dict.fromkeys((*LIKELY, *brought, *offers)))
 

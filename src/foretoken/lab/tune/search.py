@@ -20,7 +20,7 @@ from foretoken.lab.tune.choices import copies_text, further, generous, likely, r
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
 from foretoken.lab.tune.race import FEWEST, Racer, RaceRound, Standing, heat, steady_s, tokens_per_s
 from foretoken.lab.tune.tuned import Job, Outcome, TunedRow, Way
-from foretoken.lab.workload import REFUSALS
+from foretoken.lab.workload import REFUSALS, reason_of
 from foretoken.loading.measured.profile import measured_target
 from foretoken.methods.drafters.base import Drafter
 from foretoken.registry import parse_spec
@@ -151,7 +151,7 @@ class Search:
         except REFUSALS as error:
             if given:
                 raise
-            self.skipped[name] = " ".join(str(error).split()) or type(error).__name__
+            self.skipped[name] = reason_of(error)
             return
         if not tried.standing.is_known:
             self.skipped[name] = "too slow to be measured in its share of the time: give more --minutes"
@@ -240,7 +240,7 @@ class Search:
         try:
             arms[way] = self.job.racer(self._drafter(way.drafter), way.controller, self.costs)
         except REFUSALS as error:
-            self.skipped[way.drafter] = " ".join(str(error).split()) or type(error).__name__
+            self.skipped[way.drafter] = reason_of(error)
             return
         if way.controller != "auto":  # which would learn from it
             _warmed(arms[way], self.job.work.prompts[0])

@@ -63,13 +63,7 @@ class Trace:
 
 
 def to_lines(run: Shown, engine: str, request: str = ONLY_REQUEST) -> list[str]:
-    """The lines of a trace of one request.
-
-    Args:
-        run: as it is shown.
-        engine: name and version of what ran it.
-        request: its name.
-    """
+    """The lines of a trace of one request."""
     head = {MARK: VERSION, "engine": engine, "facts": dict(run.facts)}
     rows = [head, {"type": "request", "request": request, "prompt": run.prompt}]
     rows += [{"type": "round", "request": request, **_round_fields(one)} for one in run.rounds]

@@ -53,12 +53,7 @@ def origin_of(trace: RoundTrace) -> str:
 
 
 def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[Node]:
-    """The nodes of a round with what became of them.
-
-    Args:
-        trace: the round.
-        text: gives a token's text.
-    """
+    """The nodes of a round with what became of them."""
     met, status = deciding_tests(trace), statuses(trace)
     found = []
     for i, token in enumerate(trace.tokens):
