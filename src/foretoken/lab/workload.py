@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.noise import unseeded_from
 from foretoken.engine.stats import SpecStats
+from foretoken.lab.prompts import BenchPrompt, spread
 from foretoken.lab.timing import median_run, runs_of
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
@@ -18,7 +19,6 @@ from foretoken.models.variants.inflated import InflatedModel
 from foretoken.options import Options
 
 if TYPE_CHECKING:
-    from foretoken.lab.prompts import BenchPrompt
     from foretoken.llm import Llm
     from foretoken.methods.drafters.base import Drafter
 
@@ -137,8 +137,7 @@ def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens
     fitting = [ids for ids in encoded if 0 < len(ids) <= context - new_tokens]
     if not fitting:
         raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {context}")
-    count = min(most, len(fitting))
-    return [fitting[i * len(fitting) // count] for i in range(count)]
+    return spread(fitting, most)
 
 
 def target_name(target: LanguageModel, source: Any) -> str:

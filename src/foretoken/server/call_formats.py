@@ -135,10 +135,6 @@ class ToolChoice:
         """Of the functions that may be called."""
         return frozenset(tool.function.name for tool in self.offered)
 
-    @property
-    def most_forced(self) -> int:
-        return self.most or MOST_CALLS
-
 
 def choice_of(body: ChatRequest) -> ToolChoice:
     """The choice of a request.
@@ -157,13 +153,10 @@ def choice_of(body: ChatRequest) -> ToolChoice:
         found = ToolChoice(tools, _some(tools), most)
     else:
         found = ToolChoice() if chosen == "none" else ToolChoice(tools, (), most)
-    if found.forced and (body.structured_outputs is not None or _is_formed(body)):
+    form = body.response_format
+    if found.forced and (body.structured_outputs is not None or (form is not None and form.type != "text")):
         raise bad("a call of a tool is forced, so the answer has no other form: leave the one or the other out", FIELD)
     return found
-
-
-def _is_formed(body: ChatRequest) -> bool:
-    return body.response_format is not None and body.response_format.type != "text"
 
 
 def _by_object(tools: Sequence[Tool], chosen: dict[str, Any], most: int | None) -> ToolChoice:

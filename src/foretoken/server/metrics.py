@@ -118,7 +118,8 @@ class Metrics:
         for one in self._sets:
             self._count(one, stats, told)
             if not stats.num_draft_tokens and stats.num_drafts:
-                one["plain"].labels(self._model, self._why_plain(request, stats)).inc()
+                why = "plain_is_faster" if self.has_drafter else "no_drafter"
+                one["plain"].labels(self._model, "asked_for" if request.max_draft_tokens == 0 else why).inc()
             if told in DONE:
                 one["whole"].labels(self._model).observe(whole_s)
                 if stats.num_new_tokens > 1:
@@ -141,11 +142,6 @@ class Metrics:
         if stats.num_drafts:
             one["first"].labels(m).observe(stats.first_token_s)
             one["queue"].labels(m).observe(stats.queue_s)
-
-    def _why_plain(self, request: Request, stats: SpecStats) -> str:
-        if request.max_draft_tokens == 0:
-            return "asked_for"
-        return "plain_is_faster" if self.has_drafter else "no_drafter"
 
     def came(self, seconds: float) -> None:
         """Note the seconds that a token of a block has taken."""

@@ -168,7 +168,7 @@ class Boost:
         return float(self._covered[:, self._start :].float().mean())
 
 
-def ready_spec(folders: Sequence[Path], k: int = 4) -> str:
+def ready_spec(folders: Sequence[Path]) -> str:
     """The drafter spec that uses the models together."""
-    members = "|".join(f"model:{folder},k={k}" for folder in folders)
+    members = "|".join(f"model:{folder},k=4" for folder in folders)
     return f"ensemble,drafters=({members})"

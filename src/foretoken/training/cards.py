@@ -23,11 +23,10 @@ WRITTEN_OPTIONS = ("text", "written_blocks", "written_temperature")
 RUN_OPTIONS = ("steps", "batch_size", "context", "lr", "seed")
 
 
-def front_matter(licence: str = "", model: bool = True) -> str:
+def front_matter(licence: str = "") -> str:
     """The head that the Hugging Face hub reads."""
     lines = [f"license: {licence}"] if licence else []
-    if model:
-        lines += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
+    lines += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
     return "\n".join(["---", *lines, "---", ""])
 
 
@@ -179,8 +178,6 @@ def write_drafter_card(
     report: Mapping[str, Any],
     data: Sequence[str | Path],
     target: str,
-    data_note: str = "",
-    licence: str = "",
     answers: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write ``out/README.md`` from a training report (see :class:`foretoken.training.trainer.Trainer`).
@@ -205,11 +202,10 @@ def write_drafter_card(
         "text": seen_text(report),
     }
     parts = [
-        *([front_matter(licence, model=False)] if licence else []),
         f"# A drafter of the method `{method}` for `{name}`\n",
         _use(report),
         f"## Shape\n\n{table(shape)}",
-        f"## Data\n\n{data_note or f'Trained on {names_of(data)}.'}\n",
+        f"## Data\n\nTrained on {names_of(data)}.\n",
         f"## Training\n\n```\n{told}\n```\n\n{table(seen)}",
     ]
     losses = report.get("target_loss_nats")

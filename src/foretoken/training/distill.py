@@ -25,7 +25,7 @@ from foretoken.models.network.taps import recording
 from foretoken.training.checkpoint import check_same, latest_checkpoint, read_meta
 from foretoken.training.curves import AlignmentCurve
 from foretoken.training.loop import Loop, Progress, Saving, identity_of
-from foretoken.training.mask_rows import mask_ids, mask_rows, rows_mask, seeds_of, with_text
+from foretoken.training.mask_rows import additive, mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.optimizers import build_optimizers, vocabulary_of
 from foretoken.training.state_rows import OWN_SHARE, StateRows, layers_of, stored_apart
 from foretoken.training.text_sources import TextSource
@@ -160,7 +160,7 @@ class Distiller:
             drafted = self.student(
                 **read,
                 position_ids=columns.expand(len(text), -1),
-                attention_mask=torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf)[None, None],
+                attention_mask=additive(seen)[None, None],
                 use_cache=False,
             ).logits
         counts, own = weights.to(device)[:, columns], None

@@ -171,8 +171,7 @@ class Search:
         until = min(self.job.clock() + share_s, self._end_s)
         _warmed(arm, prompts[0][1])
         for place, prompt in prompts[: len(self.job.work.prompts)]:
-            own, plain = self._heat([arm], place, prompt, until, SCOUTED)
-            standing.add(own, plain)
+            standing.add(*self._heat([arm], place, prompt, until, SCOUTED))
         if not standing.is_known and not self.scouted:  # there is no answer yet: a few tokens in up to half of the rest
             until = self.job.clock() + max(self._end_s - self.job.clock(), 0.0) / 2
             standing.add(*self._heat([arm], *prompts[0], until, FEWEST))

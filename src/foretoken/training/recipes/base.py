@@ -31,6 +31,11 @@ COUNTED = 2**22
 class Batch:
     """Texts and what the target says of them.
 
+    A place is a text's row and the column c of a token.  The state and the target's distribution *at* it are those
+    behind token c, so they say what token c + 1 should be: a drafter that reads the state at c and the token at c + 1
+    guesses token c + 2, which the distribution at c + 1 judges.  ``learned`` is of tokens, not of places: what is said
+    at c counts where token c + 1 is to be guessed.
+
     Attributes:
         tokens: int64 [b, n + 1].
         taps: hidden states by name, each [b, n, D], of the first n tokens.

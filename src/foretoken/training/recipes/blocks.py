@@ -18,6 +18,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.decoder import LayerConfig
+from foretoken.training.mask_rows import additive
 from foretoken.training.recipes.base import Batch, Recipe, check_depths
 from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
@@ -169,4 +170,4 @@ def training_mask(anchors: Tensor, length: int, rows: int, reach: int, causal: b
     if causal:
         own = own & (within[:, None] >= within)[None, :, None]
     seen = torch.cat([text.flatten(1, 2), own.flatten(2).flatten(0, 1).expand(b, -1, -1)], -1)
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
+    return additive(seen)[:, None]

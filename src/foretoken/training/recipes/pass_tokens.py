@@ -15,7 +15,7 @@ from foretoken.methods.drafters.pass_tokens import PassTokensDrafter
 from foretoken.models.network.chains import branch_states
 from foretoken.models.network.extra import check_rows
 from foretoken.training.recipes.base import Batch, Recipe, check_labels, cross_entropy, soft_cross_entropy
-from foretoken.training.recipes.features import some_rows, texts_of
+from foretoken.training.recipes.features import chain_accuracies, some_rows, texts_of
 
 SAMPLED = 1024
 """Token embeddings whose mean the rows start from."""
@@ -99,22 +99,10 @@ class PassTokensRecipe(Recipe):
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         return PassTokensDrafter(self.net, self.target)
 
-    @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """``accuracies`` [k]: how often a look-ahead token's guess is what the target would say."""
-        k = self.config.k
-        hits, seen = torch.zeros(k), torch.zeros(k)
-        for batch in batches:
-            if batch.length <= k:
-                continue
-            columns = torch.arange(0, batch.length - k, k, device=batch.tokens.device)[None]
-            guesses = self.parts.logits(self.states(batch, columns))[0].argmax(-1)  # [g, k]
-            choices = self.parts.logits(batch.taps["last"])[0].argmax(-1)  # [n]
-            wanted = torch.stack([choices[columns[0] + 1 + i] for i in range(k)], 1)
-            counted = torch.ones(wanted.shape, device=wanted.device)
-            if batch.learned is not None:
-                ahead = columns[0][:, None] + 2 + torch.arange(k, device=columns.device)
-                counted = batch.learned[0][ahead].float()
-            hits += ((guesses == wanted) * counted).sum(0).cpu()
-            seen += counted.sum(0).cpu()
-        return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
+
+        def guess(batch: Batch, columns: Tensor, ahead: Tensor) -> Tensor:
+            return self.parts.logits(self.states(batch, columns))[0].argmax(-1)
+
+        return chain_accuracies(self, batches, self.config.k, guess)

@@ -16,7 +16,7 @@ from foretoken.methods.drafters.uno import UnoDrafter
 from foretoken.models.network.chains import chain_states
 from foretoken.models.variants.gated import linear_shapes, updated
 from foretoken.training.recipes.base import Batch, Recipe, mean_of
-from foretoken.training.recipes.features import some_rows, texts_of
+from foretoken.training.recipes.features import chain_accuracies, some_rows, texts_of
 
 PARTS = ("all", "attention", "mlp")
 
@@ -113,23 +113,12 @@ class UnoRecipe(Recipe):
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         return UnoDrafter(self.target, self.net)
 
-    @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """``accuracies`` of the rows of noise: how often a guess is what the target would say, where all guesses before
         it are."""
-        behind = self.config.places - 1
-        hits, seen = torch.zeros(behind), torch.zeros(behind)
-        for batch in batches:
-            if batch.length <= behind:
-                continue
-            columns = torch.arange(0, batch.length - behind, behind, device=batch.tokens.device)[None]
-            ahead = columns[0][:, None] + 1 + torch.arange(behind, device=columns.device)  # [g, k - 1]
+
+        def guess(batch: Batch, columns: Tensor, ahead: Tensor) -> Tensor:
             ids = self.config.filler(ahead).expand(len(batch.tokens), -1, -1)
-            guesses = self.parts.logits(self.states(batch, columns, ids))[0].argmax(-1)
-            wanted = self.parts.logits(batch.taps["last"])[0].argmax(-1)[ahead]
-            counted = torch.ones(wanted.shape) if batch.learned is None else batch.learned[0][ahead + 1].float().cpu()
-            right = (guesses == wanted).float().cpu().cumprod(-1)
-            before = torch.cat([torch.ones(len(right), 1), right[:, :-1]], -1)
-            hits += (right * counted).sum(0)
-            seen += (before * counted).sum(0)
-        return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
+            return self.parts.logits(self.states(batch, columns, ids))[0].argmax(-1)
+
+        return chain_accuracies(self, batches, self.config.places - 1, guess, conditional=True)
