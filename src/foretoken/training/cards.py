@@ -187,20 +187,10 @@ def write_drafter_card(
     run, net, acceptance = report["run"], report["net"], report["acceptance"]
     method = report["method"]
     name = Path(target).name
-    names = ["steps", "batch_size", "context", "lr", "seed"]
-    if run.get("text", "fixed") != "fixed":
-        names += WRITTEN_OPTIONS
-    names += [k for k, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run.get(k, usual) != usual]
-    options = {**{name: run[name] for name in names}, **(answers or {})}
-    told = command(method, data, out, options, {"target": target}, report["settings"])
+    told = command(method, data, out, {**_run_options(run), **(answers or {})}, {"target": target}, report["settings"])
     shape = {key.replace("_", " "): str(value) for key, value in net.items()}
     shape["parameters"] = f"{report['parameters']:,}"
-    seen = {
-        "steps": f"{run['steps']:,}",
-        "tokens seen": f"{report['tokens']:,}",
-        "time": f"{report['hours']:.2f} hours",
-        "text": seen_text(report),
-    }
+    seen = {"steps": f"{run['steps']:,}", **_seen(report)}
     parts = [
         f"# A drafter of the method `{method}` for `{name}`\n",
         _use(report),
@@ -219,6 +209,22 @@ def write_drafter_card(
             f"accepted up to each position.\n\n{_acceptance(acceptance)}"
         )
     return write_text(out / "README.md", "\n".join(parts))
+
+
+def _run_options(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the command that a drafter's or a stop head's run was given, usual choices left out."""
+    names = [*RUN_OPTIONS, *(() if run["text"] == "fixed" else WRITTEN_OPTIONS)]
+    names += [name for name, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run[name] != usual]
+    return {name: run[name] for name in names}
+
+
+def _seen(report: Mapping[str, Any]) -> dict[str, str]:
+    """How much was learned from, and in which time."""
+    return {
+        "tokens seen": f"{report['tokens']:,}",
+        "time": f"{report['hours']:.2f} hours",
+        "text": seen_text(report),
+    }
 
 
 def _use(report: Mapping[str, Any]) -> str:
@@ -300,19 +306,10 @@ def _acceptance_gained(report: Mapping[str, Any]) -> str:
 
 def write_stop_card(out: Path, report: Mapping[str, Any], data: Sequence[str | Path], target: str, draft: str) -> Path:
     """Write ``out/README.md`` from the report of a ``specdec_pp`` run."""
-    run, net = report["run"], report["net"]
-    names = RUN_OPTIONS if run["text"] == "fixed" else (*RUN_OPTIONS, *WRITTEN_OPTIONS)
+    net, folders = report["net"], {"target": target, "draft": draft}
     settings = {key: net[key] for key in ("blocks", "mix", "mismatch")}
-    told = command(
-        "specdec_pp", data, out, {name: run[name] for name in names}, {"target": target, "draft": draft}, settings
-    )
-    seen = {
-        "parameters": f"{report['parameters']:,}",
-        "hidden size": str(net["hidden_size"]),
-        "tokens seen": f"{report['tokens']:,}",
-        "time": f"{report['hours']:.2f} hours",
-        "text": seen_text(report),
-    }
+    told = command("specdec_pp", data, out, _run_options(report["run"]), folders, settings)
+    seen = {"parameters": f"{report['parameters']:,}", "hidden size": str(net["hidden_size"]), **_seen(report)}
     parts = [
         f"# A stop head (SpecDec++) for the draft model `{Path(draft).name}` of `{Path(target).name}`\n",
         'Loads as `controller="specdec_pp:FOLDER"` beside that draft model, and beside no other.\n',
