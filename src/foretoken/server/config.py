@@ -17,9 +17,9 @@ UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib"
 UNITS |= {"g": 2**30, "gib": 2**30, "gb": 10**9, "t": 2**40, "tib": 2**40, "tb": 10**12}
 
 
-def _option(default: Any, told: str, shown: bool = True) -> Any:
-    """A setting with what ``foretoken serve --help`` says of it."""
-    return field(default=default, metadata={"help": told}, repr=shown)
+def _option(default: Any, told: str, shown: bool = True, **bounds: int) -> Any:
+    """A setting with what ``foretoken serve --help`` says of it, and what it must be at ``least``, or ``above``."""
+    return field(default=default, metadata={"help": told, **bounds}, repr=shown)
 
 
 @dataclass(frozen=True)
@@ -60,57 +60,48 @@ class Settings:
     exact: str = _option(
         "distribution", "bitwise: equal texts whatever is drafted and served beside, or no start [distribution]."
     )
-    tensor_parallel: int = _option(1, "Processes of this machine, on CUDA devices, that the model is split over [1].")
-    max_running: int = _option(16, "Requests that run together [16].")
-    max_queued: int = _option(256, "Requests that wait besides; more get 503 [256].")
+    tensor_parallel: int = _option(
+        1, "Processes of this machine, on CUDA devices, that the model is split over [1].", least=1
+    )
+    max_running: int = _option(16, "Requests that run together [16].", least=1)
+    max_queued: int = _option(256, "Requests that wait besides; more get 503 [256].", least=0)
     kv_memory: str = _option("", "Memory of keys and values, as 2GiB [no limit].")
-    prefill_chunk: int = _option(256, "Prompt tokens read between two rounds [256].")
-    prefill_time: float = _option(0.1, "Seconds for this while others wait; 0: no limit [0.1].")
+    prefill_chunk: int = _option(256, "Prompt tokens read between two rounds [256].", least=1)
+    prefill_time: float = _option(0.1, "Seconds for this while others wait; 0: no limit [0.1].", least=0)
     prefix_cache: bool = _option(True, "Reuse texts with the same beginning [yes].")
     prefix_memory: str = _option("256MiB", "Memory of reused texts, as 256MiB [256MiB].")
     api_keys: tuple[str, ...] = _option((), "Key that opens every route; may be given again.", shown=False)
-    key_running: int = _option(0, "Choices of one key that run together [no limit].")
+    key_running: int = _option(0, "Choices of one key that run together [no limit].", least=0)
     key_queued: int = _option(-1, "Choices of one key that wait besides [no limit].")
-    key_tokens_per_minute: int = _option(0, "Tokens of one key [no limit].")
+    key_tokens_per_minute: int = _option(0, "Tokens of one key [no limit].", least=0)
     allowed_host: tuple[str, ...] = _option(
         (), "Another name that clients may call the server; may be given again; * for all."
     )
     insecure: bool = _option(False, "Allow a public address without a key.")
-    max_body: int = _option(2 * 2**20, "Bytes of a request [2097152].")
-    request_timeout: float = _option(600.0, "Seconds of a request [600].")
-    body_timeout: float = _option(20.0, "Seconds in which a request must have arrived [20].")
-    write_timeout: float = _option(30.0, "Seconds that an answer may stay unread [30].")
-    max_unread: int = _option(32, "Answers that may stay unread together [32].")
-    shutdown_timeout: float = _option(30.0, "Seconds to finish in after SIGTERM [30].")
-    watchdog: float = _option(60.0, "Seconds of silence after which the engine counts as hung [60].")
-    ping: float = _option(15.0, "Seconds between comments in a silent stream [15].")
-    stream_interval: int = _option(1, "Fewest tokens of a chunk but the last [1].")
-    stream_pad: int = _option(0, "Fill chunks up to a multiple of so many bytes [0].")
+    max_body: int = _option(2 * 2**20, "Bytes of a request [2097152].", least=1)
+    request_timeout: float = _option(600.0, "Seconds of a request [600].", above=0)
+    body_timeout: float = _option(20.0, "Seconds in which a request must have arrived [20].", above=0)
+    write_timeout: float = _option(30.0, "Seconds that an answer may stay unread [30].", above=0)
+    max_unread: int = _option(32, "Answers that may stay unread together [32].", least=1)
+    shutdown_timeout: float = _option(30.0, "Seconds to finish in after SIGTERM [30].", least=0)
+    watchdog: float = _option(60.0, "Seconds of silence after which the engine counts as hung [60].", above=0)
+    ping: float = _option(15.0, "Seconds between comments in a silent stream [15].", above=0)
+    stream_interval: int = _option(1, "Fewest tokens of a chunk but the last [1].", least=1)
+    stream_pad: int = _option(0, "Fill chunks up to a multiple of so many bytes [0].", least=0)
     metrics_compat: str = _option("", "vllm: all metrics under vLLM's names, too.")
-    log_prompts: int = _option(0, "Characters of a prompt in the log [0].")
+    log_prompts: int = _option(0, "Characters of a prompt in the log [0].", least=0)
     root_path: str = _option("", "Where a proxy has put the server.")
     chat_template: str = _option("", "File with a chat template.")
     online: bool = _option(False, "The draft model learns while it serves.")
     online_save: str = _option("", "Folder for the draft model that has learned.")
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "tensor_parallel", "prefill_chunk", "max_body", "stream_interval", "max_unread"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in (
-            "max_queued",
-            "stream_pad",
-            "log_prompts",
-            "shutdown_timeout",
-            "key_running",
-            "key_tokens_per_minute",
-            "prefill_time",
-        ):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
-        for name in ("request_timeout", "body_timeout", "write_timeout", "watchdog", "ping"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        for one in fields(self):
+            value, least, above = getattr(self, one.name), one.metadata.get("least"), one.metadata.get("above")
+            if least is not None and not value >= least:
+                raise ValueError(f"{one.name} must be at least {least}, not {value}")
+            if above is not None and not value > above:
+                raise ValueError(f"{one.name} must be above {above}, not {value}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
         if self.exact not in ("distribution", "bitwise"):

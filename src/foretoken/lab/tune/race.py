@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from foretoken.core import RoundTimes, TokenTree, Verdict
 from foretoken.core.costs import RoundCosts
@@ -54,19 +54,6 @@ class RaceRound(NamedTuple):
     tokens: tuple[int, ...] = ()
 
 
-class Racer(Protocol):
-    """What can take part: a way of decoding one prompt after another."""
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Take the next prompt."""
-
-    def advance(self) -> RaceRound | None:
-        """Run one round; ``None`` when the answer has ended."""
-
-    def cancel(self) -> None:
-        """Drop what is left of the answer."""
-
-
 class EngineRacer:
     """A target with a drafter and a controller, run round by round.
 
@@ -94,6 +81,7 @@ class EngineRacer:
         self._seed, self._seen = work.seed, RaceRound(0, 1, 0, 0, 0.0, 0.0)
 
     def begin(self, prompt: Sequence[int]) -> None:
+        """Take the next prompt."""
         with unseeded_from(self._seed):  # a seed of its own would couple the drafts, and other ones be the best
             self._engine.add(self._llm.request(list(prompt), **self._options))
         self._seed, self._room = self._seed + 1, self._new_tokens
@@ -114,6 +102,7 @@ class EngineRacer:
         return self._seen._replace(written=written, room=room, tokens=tuple(emission.token_ids))
 
     def cancel(self) -> None:
+        """Drop what is left of the answer."""
         self._engine.close()
 
     def _note(
@@ -124,7 +113,7 @@ class EngineRacer:
 
 
 def heat(
-    racers: Sequence[Racer], prompt: Sequence[int], clock: Callable[[], float], until: float, most: int = 1 << 20
+    racers: Sequence[EngineRacer], prompt: Sequence[int], clock: Callable[[], float], until: float, most: int = 1 << 20
 ) -> list[list[RaceRound]]:
     """Let all arms decode a prompt in turns; the rounds of each.
 

@@ -18,7 +18,7 @@ from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, why_not
 from foretoken.lab.tune.choices import copies_text, further, generous, likely, router_spec, sizes
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
-from foretoken.lab.tune.race import FEWEST, Racer, RaceRound, Standing, heat, steady_s, tokens_per_s
+from foretoken.lab.tune.race import FEWEST, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s
 from foretoken.lab.tune.tuned import Job, Outcome, TunedRow, Way
 from foretoken.lab.workload import REFUSALS, reason_of
 from foretoken.loading.measured.profile import measured_target
@@ -182,7 +182,7 @@ class Search:
         return Scouted(spec, depth, drafter.traits.draws_trees, copies_text(drafter), standing)
 
     def _heat(
-        self, arms: Sequence[Racer], place: int, prompt: Sequence[int], until: float, most: int = 1 << 20
+        self, arms: Sequence[EngineRacer], place: int, prompt: Sequence[int], until: float, most: int = 1 << 20
     ) -> list[list[RaceRound]]:
         """The rounds of some arms on a prompt, and last those of plain decoding beside them."""
         *laps, plain = heat([*arms, self._plain], prompt, self.job.clock, until, most)
@@ -215,7 +215,7 @@ class Search:
         prompts = list(enumerate(self.job.work.prompts))
         prompts = prompts[SCOUTS:] + prompts[:SCOUTS]  # first those that nothing was tried on
         racing = self._ways()
-        arms: dict[Way, Racer] = {}
+        arms: dict[Way, EngineRacer] = {}
         for rung in range(RUNGS):
             until = self.job.clock() + (self._end_s - self.job.clock()) / (RUNGS - rung)
             last = len(prompts) if rung == RUNGS - 1 else (len(prompts) + 1) // 2
@@ -234,7 +234,7 @@ class Search:
             known = [way for way in racing if way in self.finals and self.finals[way].is_known]
             racing = sorted(known, key=lambda way: -self.finals[way].speedup)[: (len(known) + 1) // 2]
 
-    def _enter(self, way: Way, arms: dict[Way, Racer]) -> None:
+    def _enter(self, way: Way, arms: dict[Way, EngineRacer]) -> None:
         """Build an arm and warm it up; what cannot be built takes no part."""
         try:
             arms[way] = self.job.racer(self._drafter(way.drafter), way.controller, self.costs)
@@ -357,7 +357,7 @@ class Search:
         gc.collect()  # a model and its lean forward hold each other
 
 
-def _warmed(arm: Racer, prompt: Sequence[int], count: int = 2) -> list[RaceRound]:
+def _warmed(arm: EngineRacer, prompt: Sequence[int], count: int = 2) -> list[RaceRound]:
     """A few rounds, which are not counted: what is done once is no cost."""
     arm.begin(prompt)
     try:
