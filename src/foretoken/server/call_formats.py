@@ -65,13 +65,13 @@ def format_of(template: str) -> CallFormat:
     return LLAMA if "<|python_tag|>" in template or '"parameters"' in template or "pythonic" in template else HERMES
 
 
-def forced(form: CallFormat, tools: Sequence[Tool], most: int, special: Mapping[str, int]) -> str:
+def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: Mapping[str, int]) -> str:
     """A grammar (Lark's syntax, as llguidance reads it) of one to ``most`` calls of these tools and nothing else.
 
     Args:
         form: how calls are written.
         tools: those that may be called.
-        most: calls.
+        most: calls, :data:`MOST_CALLS` where that is not said.
         special: ids of the tokenizer's added tokens: a grammar names these by their ids.
 
     Raises:
@@ -81,6 +81,7 @@ def forced(form: CallFormat, tools: Sequence[Tool], most: int, special: Mapping[
     def literal(text: str) -> str:
         return _literal(text, special)
 
+    most = most or MOST_CALLS
     again = f" ({literal(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
     parts = [literal(form.opens), f"call{again}", literal(form.closes)]
     lines = ["start: " + " ".join(part for part in parts if part)]

@@ -12,7 +12,7 @@ from foretoken.core.conversation import has_template
 from foretoken.engine.background import Ticket
 from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer
-from foretoken.server.call_formats import LONGEST_PAST, MOST_CALLS, CallFormat, choice_of, forced, format_of, special_of
+from foretoken.server.call_formats import LONGEST_PAST, CallFormat, choice_of, forced, format_of, special_of
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import bad
 from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
@@ -107,7 +107,7 @@ class Turn:
         calls = ""
         if choice.forced:
             special = special_of(self.serving.llm.tokenizer)
-            calls = forced(self.format, choice.forced, choice.most or MOST_CALLS, special)
+            calls = forced(self.format, choice.forced, choice.most, special)
         constraints = await constraints_of(body, count, self.serving, calls)
         requests = await in_thread(TEXTS, lambda: self._requests(prompt, constraints), cost=self.answer.size)
         return self.answer.submit(requests)
