@@ -105,7 +105,7 @@ def _traced(bare: Bare, verdict: Verdict, times: RoundTimes, tokenizer: Any | No
     }
 
 
-class OwnArm:
+class OwnArm(Arm):
     """foretoken with one drafter and one controller.
 
     Raises:
@@ -156,10 +156,6 @@ class OwnArm:
         """Whether seeds fix sampled outputs whatever drafts, as those of plain decoding."""
         verifier = self.llm.engine.verifier
         return verifier is None or verifier.races
-
-    def can(self, setting: Setting) -> bool:
-        """Every setting."""
-        return True
 
     def enter(self, setting: Setting) -> None:
         """A new controller, and a new drafter where the old one may remember outputs."""

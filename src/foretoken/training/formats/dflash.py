@@ -80,15 +80,7 @@ class DflashPlain(NetFormat):
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
         """``config.json``."""
-        inner = {
-            "mask_token_id": shape.mask_token,
-            "target_layer_ids": [int(part) - 1 for part in shape.taps.split(",")],
-            "block_size": shape.block,
-            **_causality(shape),
-            "input_embedding_scale": shape.input_scale,
-            "sample_from_anchor": shape.from_anchor,
-            **self.inner_keys(shape),
-        }
+        inner = {"target_layer_ids": [int(part) - 1 for part in shape.taps.split(",")], **self.block_keys(shape)}
         return {
             "architectures": [self.architecture],
             **layers_of(shape, target),
@@ -96,6 +88,17 @@ class DflashPlain(NetFormat):
             "num_target_layers": target.parts.num_layers,
             "draft_vocab_size": shape.guessed,
             "dflash_config": inner,
+        }
+
+    def block_keys(self, shape: Any) -> dict[str, Any]:
+        """Keys of the block that both layouts have."""
+        return {
+            "mask_token_id": shape.mask_token,
+            "block_size": shape.block,
+            **_causality(shape),
+            "input_embedding_scale": shape.input_scale,
+            "sample_from_anchor": shape.from_anchor,
+            **self.inner_keys(shape),
         }
 
     def inner_keys(self, shape: Any) -> dict[str, Any]:
@@ -122,13 +125,8 @@ class DflashSpeculators(DflashPlain):
             "transformer_layer_config": layers_of(shape, target),
             "draft_vocab_size": shape.guessed,
             "target_hidden_size": shape.hidden_size,
-            "block_size": shape.block,
             "aux_hidden_state_layer_ids": [int(part) for part in shape.taps.split(",")],
-            "mask_token_id": shape.mask_token,
-            **_causality(shape),
-            "input_embedding_scale": shape.input_scale,
-            "sample_from_anchor": shape.from_anchor,
-            **self.inner_keys(shape),
+            **self.block_keys(shape),
             "torch_dtype": "bfloat16",
         }
 
