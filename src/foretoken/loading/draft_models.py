@@ -13,7 +13,7 @@ from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.models import AUTO, load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models import wrap
-from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, opened
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.graphed import follow
 from foretoken.models.huggingface import HuggingFaceModel
@@ -156,12 +156,10 @@ def _load_draft_model(
 def _compile(draft: LanguageModel) -> None:
     """Run calls with one row, two rows, and so on: oneDNN makes a kernel for every number of rows, which takes two to
     three times as long as a small model's call, and who costs drafts by the first ones would think them expensive."""
-    sequence = draft.open()
-    draft.prefill(sequence, [0])
-    for rows in range(1, min(COMPILED_ROWS, draft.context_length - 1) + 1):
-        draft.forward([Feed(sequence, [0] * rows)])
-        draft.commit(sequence, ())
-    draft.release(sequence)
+    with opened(draft, [0]) as (sequence,):
+        for rows in range(1, min(COMPILED_ROWS, draft.context_length - 1) + 1):
+            draft.forward([Feed(sequence, [0] * rows)])
+            draft.commit(sequence, ())
 
 
 def _files(path: str) -> list[Path]:

@@ -6,8 +6,10 @@ keeps one path of it and drops the rest.  Nothing else in the library touches a 
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,6 +128,25 @@ class Feed:
         return range(old - 1, old - 1 + len(self.tokens)) if self.parents is None else self.parents
 
 
+@contextmanager
+def opened(model: LanguageModel, *texts: Sequence[int]) -> Iterator[list[SequenceState]]:
+    """New sequences that have read these texts, which are released behind the block, the last one first."""
+    sequences: list[SequenceState] = []
+    try:
+        for text in texts:
+            sequences.append(model.open())
+            model.prefill(sequences[-1], text)
+        yield sequences
+    finally:
+        for sequence in reversed(sequences):
+            model.release(sequence)
+
+
+def any_text(model: LanguageModel, most: int) -> list[int]:
+    """Up to ``most`` token ids, and half of the context at most: some text, to measure behind."""
+    return [i % model.vocab_size for i in range(1, max(1, min(most, model.context_length // 2)) + 1)]
+
+
 def check_distinct(feeds: Sequence[Feed]) -> None:
     """Refuse two feeds of one call for one sequence, by a ``ValueError``."""
     if len({id(feed.sequence) for feed in feeds}) < len(feeds):
@@ -199,6 +220,7 @@ class LanguageModel(ABC):
         path: the file that it runs from, where that holds everything about it (llama.cpp's models); else ``None``.
         weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
             use any more.
+        prefill_chunk: most tokens of a prompt that are read in one call.
     """
 
     path: Path | None = None
@@ -214,6 +236,7 @@ class LanguageModel(ABC):
     run_s: float = 0.0
     run_rows: int = 0
     threads: int = 1
+    prefill_chunk: int = sys.maxsize
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
@@ -354,11 +377,15 @@ class LanguageModel(ABC):
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Commit ``tokens`` without making logits; returns the taps of all of them."""
-        if not tokens:
-            return {}
-        rows = self.forward([Feed(sequence, tokens, wanted=0)], taps)[0]
-        self.commit(sequence, range(len(tokens)))
-        return rows.taps
+        import torch
+
+        parts: dict[str, list[Tensor]] = {}
+        for start in range(0, len(tokens), self.prefill_chunk):
+            chunk = tokens[start : start + self.prefill_chunk]
+            for name, states in self.forward([Feed(sequence, chunk, wanted=0)], taps)[0].taps.items():
+                parts.setdefault(name, []).append(states)
+            self.commit(sequence, range(len(chunk)))
+        return {name: torch.cat(parts[name]) for name in taps if name in parts}
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()

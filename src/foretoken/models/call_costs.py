@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from foretoken.core.costs import TargetCost
-from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.base import Feed, LanguageModel, SequenceState, any_text, opened
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.clock import now
 from foretoken.models.machine import WORTH_KEEPING_S, KeptResults
@@ -57,10 +56,9 @@ def quick_costs(target: LanguageModel) -> TargetCost:
 @torch.inference_mode()
 def _measure_quickly(target: LanguageModel) -> dict[int, float]:
     """The quickest of a few calls at each count, which take turns: other work on the machine meets all of them."""
-    length = max(1, min(QUICK_TEXT, target.context_length // 2))
-    text = [i % target.vocab_size for i in range(1, length + 1)]
-    counts = [n for n in COUNTS if n <= target.context_length - length] if target.capabilities.rollback else [1]
-    with _prefilled(target, text, 1) as sequences:
+    text = any_text(target, QUICK_TEXT)
+    counts = [n for n in COUNTS if n <= target.context_length - len(text)] if target.capabilities.rollback else [1]
+    with opened(target, text) as sequences:
 
         def spent(count: int) -> float:
             seconds = _call_s(target, sequences, text, count)
@@ -117,7 +115,7 @@ def measure_target(
         raise ValueError(f"no room to measure {batch} node(s) behind {len(text)} tokens of text")
     times: dict[int, list[float]] = {count: [] for count in usable}
     trees = {len(shape): shape for shape in shapes}
-    with _prefilled(target, text, batch) as sequences:
+    with opened(target, *[text] * batch) as sequences:
         for turn in range(repeats + 1):
             if not rollback and len(sequences[0].tokens) >= target.context_length:
                 break
@@ -129,19 +127,6 @@ def measure_target(
                     times[count].append(spent)
     measured = {count: max(statistics.median(seconds), 1e-9) for count, seconds in times.items() if seconds}
     return TargetCost(measured)
-
-
-@contextmanager
-def _prefilled(target: LanguageModel, text: Sequence[int], batch: int) -> Iterator[list[SequenceState]]:
-    sequences: list[SequenceState] = []
-    try:
-        for _ in range(batch):
-            sequences.append(target.open())
-            target.prefill(sequences[-1], text)
-        yield sequences
-    finally:
-        for sequence in sequences:
-            target.release(sequence)
 
 
 def _call_s(

@@ -44,6 +44,7 @@ class TreeRunner(ModuleModel):
 
     graphs: Any = None
     graphs_off: str = "not asked for"
+    prefill_chunk = PREFILL_CHUNK
     window: Window = WHOLE_TEXT
 
     def __init__(self, forwards: Forward, cache: TreeCache) -> None:
@@ -145,8 +146,8 @@ class TreeRunner(ModuleModel):
         """Short texts in one call where little of it is padding, else one by one."""
         lengths = [len(tokens) for _, tokens in texts]
         padded = len(texts) * max(lengths, default=0)
-        most = 2 * sum(lengths) if self.forwards.spared is None else PREFILL_CHUNK
-        if len(texts) < 2 or 0 in lengths or padded > min(most, PREFILL_CHUNK):
+        most = 2 * sum(lengths) if self.forwards.spared is None else self.prefill_chunk
+        if len(texts) < 2 or 0 in lengths or padded > min(most, self.prefill_chunk):
             return super().prefill_batch(texts, taps)
         self._grow(texts)
         rows = self.forward([Feed(sequence, tokens, wanted=0) for sequence, tokens in texts], taps)
@@ -187,15 +188,8 @@ class TreeRunner(ModuleModel):
             self.rotary.grow(self, texts)
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        parts: dict[str, list[Tensor]] = {name: [] for name in taps}
         self._grow([(sequence, tokens)])
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            chunk = tokens[start : start + PREFILL_CHUNK]
-            rows = self.forward([Feed(sequence, chunk, wanted=0)], taps)[0]
-            self.commit(sequence, range(len(chunk)))
-            for name in taps:
-                parts[name].append(rows.taps[name])
-        return {name: torch.cat(list_) for name, list_ in parts.items() if list_}
+        return super().prefill(sequence, tokens, taps)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

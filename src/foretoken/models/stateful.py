@@ -29,8 +29,6 @@ from foretoken.models.network.placement import decoding
 from foretoken.models.network.taps import check_taps, recording
 from foretoken.models.network.watch import Watch
 
-PREFILL_CHUNK = 512
-"""Tokens that are read in one forward when no logits are wanted."""
 REPLAYS = ("auto", "lazy", "capture")
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
@@ -55,6 +53,8 @@ class StatefulModel(OneByOneModel):
         CapabilityError: the model's state does not survive a rollback (use :func:`foretoken.models.wrap`, which then
             decodes plainly); the message says what differed.
     """
+
+    prefill_chunk = 512
 
     def __init__(self, model: Any, *, flush: int = 8, replay: str = "auto") -> None:
         if replay not in REPLAYS:
@@ -143,13 +143,6 @@ class StatefulModel(OneByOneModel):
             state.reset()
         state.guarded = False
 
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        parts: dict[str, list[Tensor]] = {name: [] for name in taps}
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            for name, rows in super().prefill(sequence, tokens[start : start + PREFILL_CHUNK], taps).items():
-                parts[name].append(rows)
-        return {name: torch.cat(rows) for name, rows in parts.items() if rows}
-
     def state(self, sequence: SequenceState) -> StateCache:
         """What the layers keep of a sequence."""
         return self._states[sequence.row]
@@ -185,7 +178,7 @@ class StatefulModel(OneByOneModel):
         at_risk = bool(scratch) or (count > 1 and wanted > 1) or state.careful
         try:
             lag = len(sequence.tokens) - state.length
-            if lag >= (max(self.flush, 1) if at_risk else PREFILL_CHUNK):
+            if lag >= (max(self.flush, 1) if at_risk else self.prefill_chunk):
                 self.settle(sequence)
             if at_risk and not state.guarded:
                 if state.saved != state.length:
@@ -210,7 +203,7 @@ class StatefulModel(OneByOneModel):
         """Read the committed tokens that the state still lacks, in forwards of their own."""
         state, began = self._states[sequence.row], now(self.device)
         while state.length < len(sequence.tokens):
-            self.read(state, sequence.tokens[state.length : state.length + PREFILL_CHUNK], 0)
+            self.read(state, sequence.tokens[state.length : state.length + self.prefill_chunk], 0)
         self.run_s += now(self.device) - began
 
     @torch.inference_mode()

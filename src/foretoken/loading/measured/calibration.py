@@ -25,7 +25,7 @@ from foretoken.loading.measured.busy import is_busy
 from foretoken.loading.measured.profile import COMPARED, fingerprint_of, machine_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import LanguageModel, any_text
 from foretoken.models.call_costs import measure_target
 from foretoken.models.checks.fast_paths import fingerprint
 
@@ -74,7 +74,7 @@ def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
 @torch.inference_mode()
 def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
     """Time a few calls of the target and drafts of every network; acceptance is for requests to show."""
-    text = [i % target.vocab_size for i in range(1, max(2, min(TEXT, target.context_length // 4)) + 1)]
+    text = any_text(target, min(TEXT, target.context_length // 4))
     counts = [n for n in COUNTS if n <= 1 + drafter.max_nodes]
     curve = measure_target(target, text, counts, REPEATS)
     limits, drafters = drafter.limits, {}

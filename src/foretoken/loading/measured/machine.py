@@ -12,7 +12,7 @@ import torch
 
 from foretoken.loading.measured.cpu import cpu_info
 from foretoken.models import native
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import LanguageModel, any_text
 from foretoken.models.call_costs import COUNTS, measure_target
 from foretoken.models.clock import now
 from foretoken.models.linear.packing import Projection, shapes_of
@@ -115,16 +115,14 @@ def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
 
 def scoring_costs(target: LanguageModel, repeat: int = 10, counts: Sequence[int] = COUNTS) -> list[dict[str, Any]]:
     """Median milliseconds of scoring 1 to 64 tokens in one call, behind a committed prefix."""
-    text = [i % target.vocab_size for i in range(1, max(1, min(CONTEXT, target.context_length // 2)) + 1)]
-    cost = measure_target(target, text, counts, repeat)
+    cost = measure_target(target, any_text(target, CONTEXT), counts, repeat)
     return [{"tokens": n, "median_ms": 1e3 * s, "ratio": cost.relative(n)} for n, s in cost.seconds.items()]
 
 
 def draft_costs(llm: Llm, target_ms: float, tokens: int = 48) -> dict[str, Any]:
     """Cost of one draft token in a real greedy run, and its ratio c to one plain target step."""
-    room = llm.target.context_length // 2
-    prompt = [i % llm.target.vocab_size for i in range(1, 17)][:room]
-    options = Options(max_new_tokens=min(tokens, room), ignore_eos=True)
+    prompt = any_text(llm.target, 16)
+    options = Options(max_new_tokens=min(tokens, llm.target.context_length // 2), ignore_eos=True)
     llm.generate(prompt, **options)
     stats = llm.generate(prompt, **options).stats
     steps = stats.num_draft_tokens or stats.num_drafts

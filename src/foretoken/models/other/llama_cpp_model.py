@@ -12,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from foretoken.models.base import (
     Capabilities,
@@ -59,6 +58,7 @@ class LlamaCppModel(LanguageModel):
     """
 
     forward_name = "llama.cpp"
+    prefill_chunk = PIECE
     path: Path
 
     def __init__(
@@ -153,13 +153,6 @@ class LlamaCppModel(LanguageModel):
         del sequence.tokens[again:]
         sequence.clear_scratch()
         self.prefill(sequence, kept[again:])
-
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        for start in range(0, len(tokens), PIECE):
-            piece = tokens[start : start + PIECE]
-            self.forward([Feed(sequence, piece, wanted=0)], taps)
-            self.commit(sequence, range(len(piece)))
-        return {}
 
     def _remove(self, removals: Sequence[Removal]) -> None:
         if self.capabilities.rollback:

@@ -70,6 +70,8 @@ class ParallelModel(LanguageModel):
         followers: the other processes.
     """
 
+    prefill_chunk = PREFILL_CHUNK
+
     def __init__(self, inner: HuggingFaceModel, followers: Sequence[Follower]) -> None:
         self.inner, self.followers = inner, tuple(followers)
         self.vocab_size, self.context_length = inner.vocab_size, inner.context_length
@@ -268,12 +270,9 @@ class ParallelModel(LanguageModel):
             raise ValueError(f"token {wrong[0]} is outside the vocabulary of {self.vocab_size}")
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Commit ``tokens`` in chunks, without logits."""
         if self.inner.rotary is not None:
             self.expect(sequence, max(sequence.regime, len(sequence.tokens) + len(tokens)))
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            super().prefill(sequence, tokens[start : start + PREFILL_CHUNK], taps)
-        return {}
+        return super().prefill(sequence, tokens, taps)
 
 
 def _listed(parents: Sequence[int] | None) -> list[int] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState, Snapshot
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState, Snapshot, opened
 from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.attention import watching_queries
@@ -123,12 +123,9 @@ class SparseModel(TreeRunner):
 
     def _check_keys(self) -> None:
         """Look at one token: what the cache keeps must be what queries are compared with."""
-        source = self.target.open()
-        try:
+        with opened(self.target, []) as (source,):
             queries = self.queries(source, 0)
             stored = list(source.cache.keys)
-        finally:
-            self.target.release(source)
         for layer, keys in enumerate(stored):
             if keys is not None and (layer not in queries or queries[layer].shape[-1] != keys.shape[-1]):
                 raise CapabilityError(
