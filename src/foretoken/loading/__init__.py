@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.loading.checkpoints import BUILTIN, PICKLES, ZOO, LoadError, check_folder, resolve
+from foretoken.core.io.checkpoints import BUILTIN, PICKLES, ZOO, LoadError, check_folder, resolve
 from foretoken.loading.controllers import build_controller
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model
 from foretoken.loading.drafters import (

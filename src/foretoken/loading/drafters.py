@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core import with_article
+from foretoken.core.io.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.core.io.drafter_folders import IMPORTED
 from foretoken.core.io.named_models import named_model
 from foretoken.core.outside import is_outside, line_of
 from foretoken.engine.errors import blamed
-from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, Verify

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from foretoken.loading.checkpoints import LoadError, cause_of, resolve
-from foretoken.loading.checkpoints import is_gguf as is_gguf
+from foretoken.core.io.checkpoints import LoadError, cause_of, resolve
+from foretoken.core.io.checkpoints import is_gguf as is_gguf
 
 BACKENDS = ("auto", "native", "llama.cpp")
 """What runs a GGUF file: our own reader where it covers the file and else llama.cpp, or one of them."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from foretoken.core import with_article
-from foretoken.loading.checkpoints import LoadError
+from foretoken.core.io.checkpoints import LoadError
 from foretoken.loading.stored import check_method
 from foretoken.models.base import LanguageModel
 from foretoken.models.network.placement import has_no_weights

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from foretoken.loading.adapters import merge_adapter, read_adapter
-from foretoken.loading.checkpoints import (
+from foretoken.core.io.checkpoints import (
     LoadError,
     check_folder,
-    file_of,
+    header_of,
     is_adapter,
     local_folder,
     place_of,
     resolve,
 )
+from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.gguf import check_backend, is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.networks import from_pretrained, parse_device, parse_dtype
@@ -125,7 +125,8 @@ def _check_finite(network: Any, source: str | Path, role: str) -> None:
     than that no draft is right, and quantised weights do not show what they were made from."""
     name = first_not_finite(weights_of(network))
     if name is not None:
-        file = file_of(Path(resolve(source, role)).expanduser(), name)
+        folder = Path(resolve(source, role)).expanduser()
+        file = next((shard for shard in sorted(folder.glob("*.safetensors")) if name in header_of(shard)), folder)
         raise LoadError(f"{name} in {file} holds NaN or inf: {REMEDY}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foretoken.loading.checkpoints import LoadError
+from foretoken.core.io.checkpoints import LoadError
 from foretoken.models.checks.finite import check_finite
 from foretoken.models.forward.heads.mtp import modules_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.core.io import hub_ids
-from foretoken.loading.checkpoints import LoadError, cause_of, check_no_drafter
+from foretoken.core.io.checkpoints import LoadError, cause_of, check_no_drafter
 from foretoken.loading.memory import moved
 from foretoken.loading.stored import check_method, check_storage, quantisation_of
 

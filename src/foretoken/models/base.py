@@ -123,6 +123,13 @@ class Feed:
         """``wanted`` as a number."""
         return len(self.tokens) if self.wanted is None else self.wanted
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether its nodes hang from the end of the scratch, one from the other."""
+        old = len(self.sequence.scratch_tokens)
+        chain = range(old - 1, old - 1 + len(self.tokens))
+        return self.after is None and (self.parents is None or list(self.parents) == list(chain))
+
     def parents_behind(self, old: int) -> Sequence[int]:
         """The parents of its nodes in a scratch that has ``old`` nodes already."""
         return range(old - 1, old - 1 + len(self.tokens)) if self.parents is None else self.parents
@@ -181,15 +188,6 @@ class Snapshot:
     layers: Sequence[tuple[Tensor, Tensor] | None]
     divisible: bool = True
     regime: int = 0
-
-    def check_regime(self, sequence: SequenceState) -> None:
-        """Refuse a sequence that reads its text in another way.
-
-        Raises:
-            ValueError: it does.
-        """
-        if sequence.regime != self.regime:
-            raise ValueError("this text was kept of a text of another length, whose rotary embeddings differ: read it")
 
     @property
     def nbytes(self) -> int:

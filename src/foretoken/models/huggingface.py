@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.cache.host import HostCache
-from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.rectangle import HostCache, TreeCache
 from foretoken.models.cache.window import Window
 from foretoken.models.checks.fast_paths import Probe
 from foretoken.models.forward.network import Network

@@ -36,9 +36,8 @@ Name = TypeVar("Name", bound=Hashable)
 @cache
 def machine_key() -> str:
     """What tells machines, and ways of measuring on them, apart."""
-    info = Path("/proc/cpuinfo")
-    about = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
-    lines = [line for line in about if line.startswith(("model name", "flags", "model\t", "stepping"))]
+    told = ("model name", "flags", "model\t", "stepping")
+    lines = [line for line in library.cpu_lines() if line.startswith(told)]
     pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "")
     # What was measured in another way is measured again.
     way = f"{_THREAD_CLOCK.__name__} {cache_bytes()} {pages} {library.level()}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from foretoken.models.base import LanguageModel, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 from foretoken.models.linear.packing import unpack_linears, weight_bytes
 from foretoken.models.network.alone import lock_of
 from foretoken.models.network.capabilities import detect
@@ -76,3 +77,18 @@ class OneByOneModel(ModuleModel):
         self.follow()
         self._opened += 1
         return SequenceState(row=self._opened)
+
+    def _check(self, feed: Feed) -> None:
+        if not feed.is_chain:
+            raise CapabilityError(f"only chains can be scored: {self.capabilities.missing['tree_mask']}")
+
+    def _keep(self, sequence: SequenceState, path: Sequence[int]) -> int:
+        """Commit a leading part of the scratch chain; returns how many nodes are dropped."""
+        if list(path) != list(range(len(path))):
+            raise CapabilityError(self.capabilities.missing["keep_path"])
+        surplus = len(sequence.scratch_tokens) - len(path)
+        if surplus and not self.capabilities.rollback:
+            raise CapabilityError(self.capabilities.missing["rollback"])
+        sequence.tokens.extend(sequence.scratch_tokens[: len(path)])
+        sequence.clear_scratch()
+        return surplus

@@ -132,7 +132,8 @@ class TreeRunner(ModuleModel):
         return Snapshot(list(sequence.tokens[:length]), layers, regime=sequence.regime) if any(layers) else None
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
-        snapshot.check_regime(sequence)
+        if sequence.regime != snapshot.regime:
+            raise ValueError("this text was kept of a text of another length, whose rotary embeddings differ: read it")
         self.pool.make_room(sequence, length)
         for layer, pair in enumerate(snapshot.layers):
             if pair is not None:

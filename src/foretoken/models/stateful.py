@@ -111,15 +111,8 @@ class StatefulModel(OneByOneModel):
         self._states.pop(sequence.row, None)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep a leading part of the scratch chain; go back to the checkpoint if that is not all of it.
-
-        Raises:
-            CapabilityError: the path is no leading part.
-        """
-        if list(path) != list(range(len(path))):
-            raise CapabilityError(self.capabilities.missing["keep_path"])
-        sequence.tokens.extend(sequence.scratch_tokens[: len(path)])
-        sequence.clear_scratch()
+        """Keep a leading part of the scratch chain; go back to the checkpoint if that is not all of it."""
+        self._keep(sequence, path)
         self._back_to(sequence)
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
@@ -151,23 +144,11 @@ class StatefulModel(OneByOneModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Feed each sequence's chain, behind what its state still lacks.
-
-        Raises:
-            CapabilityError: a feed branches, or hangs from an earlier place of the text.
-            ValueError: an unknown tap, or two feeds for one sequence.
-        """
         check_taps(taps, self._num_layers)
         check_distinct(feeds)
         for feed in feeds:
             self._check(feed)
         return [self._one(feed, taps) for feed in feeds]
-
-    def _check(self, feed: Feed) -> None:
-        old = len(feed.sequence.scratch_tokens)
-        chain = list(range(old - 1, old - 1 + len(feed.tokens)))
-        if feed.after is not None or (feed.parents is not None and list(feed.parents) != chain):
-            raise CapabilityError(f"only chains can be scored: {self.capabilities.missing['tree_mask']}")
 
     def _one(self, feed: Feed, taps: Sequence[str]) -> Rows:
         sequence, count = feed.sequence, len(feed.tokens)
@@ -196,7 +177,7 @@ class StatefulModel(OneByOneModel):
         except BaseException:
             state.reset()  # a forward that broke off has changed a part of the layers
             raise
-        sequence.append(feed.tokens, range(len(scratch) - 1, len(scratch) - 1 + count))
+        sequence.append(feed.tokens, feed.parents_behind(len(scratch)))
         return Rows(logits, {name: h[0, -count:] for name, h in hidden.items()})
 
     def settle(self, sequence: SequenceState) -> None:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken.loading.measured.cpu import cpu_info
 from foretoken.models import native
 from foretoken.models.base import LanguageModel, any_text
 from foretoken.models.call_costs import COUNTS, measure_target
 from foretoken.models.clock import now
 from foretoken.models.linear.packing import Projection, shapes_of
 from foretoken.models.linear.product_costs import known_times
+from foretoken.models.native.library import cpu_info
 from foretoken.options import Options
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Processor and accelerators."""
-    flags, name = cpu_info()
+    flags = cpu_info("flags").split()
     return {
-        "cpu": name or platform.processor() or platform.machine(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
         "kernels": native.described(),

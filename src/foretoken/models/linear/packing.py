@@ -46,6 +46,12 @@ def has_bfloat16() -> bool:
     return any(ask() for ask in asked if ask is not None)
 
 
+def draft_projection(weight: Tensor, bias: Tensor | None) -> Projection:
+    """Of a weight [out, in] whose products need not be exact: in bfloat16 where that is the faster way."""
+    half = weight.detach().to(torch.bfloat16)
+    return Projection(half if pays_packed(half) else weight.detach(), None if bias is None else bias.detach())
+
+
 class Projection:
     """``x -> x W^T (+ bias)`` for 2-D ``x`` [n, in], in the layout that is fastest on this machine.
 

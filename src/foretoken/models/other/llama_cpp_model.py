@@ -245,7 +245,7 @@ class LlamaCppModel(LanguageModel):
         ids = 0
         for feed in feeds:
             branches, old = self._branches[feed.sequence.row], len(feed.sequence.scratch_tokens)
-            parents = [*feed.sequence.scratch_parents, *(feed.parents or range(old - 1, old - 1 + len(feed.tokens)))]
+            parents = [*feed.sequence.scratch_parents, *feed.parents_behind(old)]
             ids += branches.needed(parents)
         if cells > self._context.cells or ids > len(self._free):
             self._make_room(cells, ids, {feed.sequence.row for feed in feeds})

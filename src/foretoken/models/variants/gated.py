@@ -24,6 +24,7 @@ from foretoken.models.linear.product import Product, QuantisedLayer
 from foretoken.models.network.alone import alone, only_here
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.taps import decoder_layers
+from foretoken.models.network.watch import num_writes
 from foretoken.models.variants.own_sequences import OwnSequencesModel
 
 Shape = Sequence[int]
@@ -217,7 +218,7 @@ class _GatedWeights:
     def _lean_of(self, network: Network) -> LeanForward | None:
         if network.fast is None:
             return None
-        made_of = (network.fast, *(_writes(weight) for weight in self.updates.parameters()))
+        made_of = (network.fast, *((w.data_ptr(), num_writes(w)) for w in self.updates.parameters()))
         if made_of != self._made_of:
             self._lean, self._made_of = self._gated(network, network.fast), made_of
         return self._lean
@@ -261,11 +262,6 @@ def _behind_the_first(call: NetworkCall) -> Tensor | slice:
         return slice(1, None)
     columns = torch.arange(width, device=call.ids.device).expand(b, -1)
     return RowPlaces(b, width, call.counts, call.ids.device).taken(columns).nonzero()[:, 0]
-
-
-def _writes(weight: Tensor) -> tuple[int, int]:
-    """Tells a weight from what it was before it was written to."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 class GatedModel(OwnSequencesModel):

@@ -10,7 +10,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,7 +101,8 @@ class QuantisedWeights:
         head = owner.model.get_output_embeddings()
         if owner.fast is not None:
             shadow = copy.copy(owner)
-            shadow.packing = _QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
+            base = owner.packing
+            shadow.packing = _QuantisedPacking(base.layout, base.blocks, None, scheme, head, self.all_products)
             self._lean = owner.fast.again(shadow)
         else:
             for linear in linears(owner.model):
@@ -128,34 +129,18 @@ class QuantisedWeights:
 
 
 @dataclass(frozen=True)
-class _QuantisedPacking:
-    """A :class:`~foretoken.models.linear.packing.Packing` whose projections are quantised.
+class _QuantisedPacking(Packing):
+    """Projections are quantised; what cannot be has the layout of the model's own, whose cache both read.
 
     Attributes:
-        base: how the model's own layers became projections.
         scheme: how weights are quantised.
         head: the vocabulary projection.
         products: all that were made so far.
     """
 
-    base: Packing
-    scheme: Scheme
-    head: Any
-    products: list[QuantisedProduct]
-
-    @property
-    def blocks(self) -> bool:
-        """As for the model's own weights."""
-        return self.base.blocks
-
-    @property
-    def layout(self) -> str:
-        """Of what is not quantised."""
-        return self.base.layout
-
-    def activations(self, dtype: torch.dtype) -> torch.dtype:
-        """As for the model's own weights: both read one cache."""
-        return self.base.activations(dtype)
+    scheme: Scheme = Scheme()
+    head: Any = None
+    products: list[QuantisedProduct] = field(default_factory=list)
 
     def projection(self, *linears: Any) -> Product:
         """One product that gives the outputs of all of them side by side; the model's own where none fits."""
@@ -165,16 +150,13 @@ class _QuantisedPacking:
         if product is None:
             own: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
             shared = own.pop() if len(own) == 1 else None
-            return self._copied(linears) if shared is None else shared
+            return super().projection(*linears) if shared is None else shared
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         quantised = make_product(
             product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group
         )
         self.products.append(quantised)
         return quantised
-
-    def _copied(self, linears: Sequence[Any]) -> Product:
-        return replace(self.base, home=None).projection(*linears)
 
 
 def _forward(product: QuantisedProduct) -> Callable[[Tensor], Tensor]:

@@ -7,6 +7,7 @@ feature.  Run this way they have the library's cache, masks, ragged batches and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,18 +98,18 @@ class HeadForward:
         """Float32 [.., D] of ids."""
         return self.parts.embedding(ids).float()
 
-    def _keep(self, call: NetworkCall) -> Any:
-        """Where the network's own forward keeps keys and values."""
-        return lambda key, value: call.cache.update(key, value, 0)
-
     def _run_module(self, call: NetworkCall) -> Outputs:
         """The same through the network's own forward, for one whose layer is the target's."""
-        (b, width), first, keep = call.ids.shape, call.first, self._keep(call)
+        keep = partial(call.cache.update, layer_idx=0)
         output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], keep)
-        kept = self.model.head_state(output[:, first:]).flatten(0, 1)
-        logits = (
-            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
-        )
+        return self._outputs(call, output, self.model.head_state(output[:, call.first :]))
+
+    def _outputs(self, call: NetworkCall, output: Tensor, kept: Tensor) -> Outputs:
+        """Of a call's output [b, width, D] and what is projected of it [b, k, D]."""
+        if kept.shape[1]:
+            logits = self.project(kept.flatten(0, 1)).view(*kept.shape[:2], -1)
+        else:
+            logits = kept.new_zeros(len(kept), 0, self.vocab_size)
         return call.taken(logits), {"state": output}
 
 

@@ -58,7 +58,7 @@ class _StackedForward(HeadForward):
 
     def run(self, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and the outputs [b, width, M D]."""
-        (b, width), first, step = call.ids.shape, call.first, self.step
+        step = self.step
         embeddings = self.parts.embedding(call.ids).float()
         given: Any = call.states
         inputs = given.unflatten(-1, (self.depth, -1))  # [b, width, M, D]
@@ -75,11 +75,7 @@ class _StackedForward(HeadForward):
             keep, mask = partial(call.cache.update, layer_idx=index), self._mask(call, index)
             outputs.append(module(embeddings, features, call.positions, mask, keep))
         output = torch.cat(outputs, -1)
-        kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
-        logits = (
-            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
-        )
-        return call.taken(logits), {"state": output}
+        return self._outputs(call, output, self.model.head_state(output[:, call.first :], step))
 
     def _mask(self, call: NetworkCall, index: int) -> Tensor | None:
         """A module's first place is its number: the ones before have no state for it to read."""
