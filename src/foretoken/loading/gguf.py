@@ -38,11 +38,7 @@ USUAL = (None, "", "auto", False)
 
 
 def check_backend(backend: str, source: Any) -> None:
-    """Refuse an unknown backend, and one for what is no GGUF file.
-
-    Raises:
-        ValueError: either.
-    """
+    """Refuse an unknown backend, and one for what is no GGUF file."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     if backend != "auto" and not is_gguf(source):

@@ -28,11 +28,7 @@ def unwrapped(source: Any) -> Any:
 
 
 def check_handed_in(source: Any) -> None:
-    """Look at what is to be a model.
-
-    Raises:
-        LoadError: it is none, or one that cannot be decoded; one line that says what to give instead.
-    """
+    """Look at what is to be a model."""
     if isinstance(source, str | Path):
         if not str(source).strip():
             raise LoadError(f"the name of the model is empty: {EXPECTED}")

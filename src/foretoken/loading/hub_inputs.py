@@ -53,9 +53,6 @@ def check_supported(
         synced_gpus: as the loop got it.
         given: the arguments of the model's own forward.
         call: the arguments of ``generate``.
-
-    Raises:
-        ValueError: anything that would be dropped, or that the engine cannot do.
     """
     problems = {
         "encoder-decoder models": bool(getattr(model.config, "is_encoder_decoder", False)),

@@ -94,11 +94,7 @@ def from_pretrained(
 
 
 def _check_fetched(path: str) -> None:
-    """Look whether a hub id is a drafter's, once its files are here.
-
-    Raises:
-        LoadError: it is; says how it is used.
-    """
+    """Look whether a hub id is a drafter's, once its files are here."""
     folder = path if Path(path).is_dir() else hub_ids.cached_folder(path)
     if folder is not None:
         check_no_drafter(Path(folder))

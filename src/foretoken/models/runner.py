@@ -157,11 +157,7 @@ class TreeRunner(ModuleModel):
         return [row.taps for row in rows]
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path (gathered to contiguous slots), drop the rest.
-
-        Raises:
-            ValueError: the path holds nodes that only a part of the network has seen.
-        """
+        """Keep one scratch path (gathered to contiguous slots), drop the rest."""
         if sequence.provisional and len(path):
             raise ValueError("these nodes were run by a part of the layers: run all before keeping them")
         sequence.cache.keep(sequence.row, self._slots(sequence), path)
@@ -201,9 +197,6 @@ class TreeRunner(ModuleModel):
         Provisional nodes (see :meth:`forward_part`) that a feed restates go on from the layer that they have reached;
         others are dropped.  When anything fails the scratch trees are as they were before, or empty where they were
         provisional.
-
-        Raises:
-            ValueError: an unknown tap, or two feeds for one sequence.
         """
         self._check(feeds, taps)
         self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])

@@ -74,9 +74,6 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
 def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, float]:
     """Float32 logits [6, V] of the model's own forward, and how much quantised layers change them with later tokens: 0
     where that is rounding.
-
-    Raises:
-        CapabilityError: it reads later tokens, or the forward fails.
     """
     tokens = _text(vocab_size)
     other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]

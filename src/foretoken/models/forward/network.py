@@ -201,12 +201,7 @@ class Network:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def check(self, plan: LayerPlan) -> None:
-        """Refuse a plan that does not fit.
-
-        Raises:
-            ValueError: it does not, or names weights that nobody has added.
-            CapabilityError: a skipped sublayer is no module of its own.
-        """
+        """Refuse a plan that does not fit."""
         if plan.weights and plan.weights not in self.second:
             raise ValueError(f"this model has no second weights {plan.weights!r}: add them first")
         plan.check(self.num_layers)

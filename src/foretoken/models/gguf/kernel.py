@@ -55,7 +55,6 @@ class GroupedProduct(NativeProduct):
         return bytes_linear(*weight, form=form, steps=self.steps, zeros=self.scales.shape[2] == 2, middle=middle)
 
     def dense(self) -> Tensor:
-        """[out, in] float32, exactly."""
         return self.some(slice(None))
 
     def some(self, rows: slice) -> Tensor:
@@ -97,7 +96,6 @@ class GroupedProduct(NativeProduct):
 
     @classmethod
     def fused(cls, products: Sequence[QuantisedProduct]) -> GroupedProduct | None:
-        """Products of one input as one, outputs side by side; ``None`` where they are stored in other ways."""
         own = [product for product in products if isinstance(product, cls)]
         if len(own) < len(products) or len({product._layout for product in own}) > 1:
             return None

@@ -104,11 +104,7 @@ class _WeightFiller:
         return (f"blk.{block}.{self.architecture.names.get(module, module)}.{leaf}",)
 
     def check(self) -> None:
-        """Compare names and shapes, before any weight is read.
-
-        Raises:
-            GgufError: they do not fit.
-        """
+        """Compare names and shapes, before any weight is read."""
         file, wanted = self.file, {name for names in self.sources.values() for name in names}
         missing = sorted(wanted - file.tensors.keys())
         if missing:

@@ -27,11 +27,9 @@ class WidenedProduct(QuantisedProduct):
         self.bits = weight.bits if isinstance(weight, GroupedWeight) else 8 * weight.numbers.element_size()
 
     def product(self, x: Tensor) -> Tensor:
-        """float32."""
         return torch.cat([F.linear(x.float(), self.weight.dequantised(rows)) for rows in slabs(*self.shape)], 1)
 
     def dense(self) -> Tensor:
-        """[out, in] float32, exactly."""
         return self.weight.dequantised()
 
     def some(self, rows: slice) -> Tensor:

@@ -352,11 +352,7 @@ def plain_linear(packed: PackedLinear) -> nn.Linear:
 
 
 def check_packable(model: Any) -> None:
-    """Refuse a model none of whose weights could be laid out in another way.
-
-    Raises:
-        ValueError: it has no linear layers, or they are on a device or in a dtype that has the plain layout alone.
-    """
+    """Refuse a model none of whose weights could be laid out in another way."""
     kinds = {(m.weight.device, m.weight.dtype) for m in _plain_linears(model)}
     if not kinds:
         raise ValueError(f"pack=True: {type(model).__name__} has no torch.nn.Linear layers that could be packed")

@@ -51,7 +51,6 @@ class QuantisedLinear(QuantisedLayer):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
         return self._dtype
 
     @property
@@ -71,12 +70,10 @@ class QuantisedLinear(QuantisedLayer):
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the weight."""
         return self.product.nbytes
 
     @staticmethod
     def joined(linears: Sequence[Any]) -> SideBySide:
-        """The products of several layers of one input, some of which may be plain ones."""
         if len(linears) > 1 and all(isinstance(one, QuantisedLinear) for one in linears):
             whole = side_by_side(linears)
             if whole is not None:
@@ -133,11 +130,7 @@ def is_ready_made(model: Any) -> bool:
 
 
 def check_kind(kind: str) -> None:
-    """Refuse what weights cannot be quantised to.
-
-    Raises:
-        ValueError: another kind.
-    """
+    """Refuse what weights cannot be quantised to."""
     if kind not in KINDS:
         raise ValueError(f"quantize must be one of {', '.join(KINDS)}, not {kind!r}")
 

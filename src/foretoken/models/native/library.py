@@ -203,11 +203,7 @@ def _system_call(*numbers: int) -> int:
 
 
 def _compiled(chosen: str) -> ctypes.CDLL:
-    """The library of the cache folder, which is compiled where it is not there or damaged.
-
-    Raises:
-        OSError, subprocess.SubprocessError: it cannot be compiled.
-    """
+    """The library of the cache folder, which is compiled where it is not there or damaged."""
     kept = cache_folder() / compiling.file_name(chosen)
     try:
         if kept.exists():

@@ -128,11 +128,7 @@ class LlamaCppModel(LanguageModel):
             self._free.append(own)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path: ids that run through other nodes leave them.
-
-        Raises:
-            CapabilityError: something would have to be taken back from a recurrent state.
-        """
+        """Keep one scratch path: ids that run through other nodes leave them."""
         if not self.capabilities.rollback and len(path) < len(sequence.scratch_tokens):
             raise CapabilityError(self.capabilities.missing["rollback"])
         self._remove(self._branches[sequence.row].commit(path, len(sequence.tokens)))
@@ -166,11 +162,6 @@ class LlamaCppModel(LanguageModel):
         """Append nodes and score them, the trees of all feeds in one decode.
 
         When anything fails, the scratch trees of the fed sequences are empty.
-
-        Raises:
-            CapabilityError: hidden states are asked for, a feed hangs from an earlier place of the text or brings
-                states along, or a recurrent model is fed more than one node to score.
-            ValueError: two feeds for one sequence.
         """
         if taps:
             raise CapabilityError(f"this target has no hidden states: {NO_LAYERS}")
@@ -253,9 +244,6 @@ class LlamaCppModel(LanguageModel):
     def _make_room(self, cells: int, ids: int, busy: set[int] | frozenset[int] = frozenset()) -> None:
         """Take spare ids back from sequences that are not ``busy``, then move to a larger context where that is not
         enough.
-
-        Raises:
-            CapabilityError: more paths at once than llama.cpp can tell apart.
         """
         for row, branches in self._branches.items():
             while len(self._free) < ids and branches.spare and row not in busy:
@@ -295,11 +283,7 @@ class LlamaCppModel(LanguageModel):
 
 
 def _capabilities_of(weights: Weights) -> Capabilities:
-    """What a file's architecture can do.
-
-    Raises:
-        GgufError: it is no causal language model.
-    """
+    """What a file's architecture can do."""
     c, handle, name = weights.library.c, weights.handle, weights.architecture
     causal = weights.metadata(f"{name}.attention.causal")
     if c.llama_model_has_encoder(handle) or c.llama_model_is_diffusion(handle) or causal == "false":

@@ -113,11 +113,7 @@ class ParallelModel(LanguageModel):
         return PartLost(self._lost)
 
     def _tell(self, name: str, **what: Any) -> None:
-        """Let all others make a call.
-
-        Raises:
-            PartLost: one of them is gone.
-        """
+        """Let all others make a call."""
         if self.trouble is not None:
             raise PartLost(self._lost)
         forgotten = self._forgotten[:]
@@ -187,7 +183,6 @@ class ParallelModel(LanguageModel):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the leader's part of the weights."""
         parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.inner.model.parameters())
         return sum(part.nbytes for part in parts)
 
@@ -245,12 +240,7 @@ class ParallelModel(LanguageModel):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes in every process and score them together.
-
-        Raises:
-            ValueError: feeds that the model cannot take; nothing was run.
-            PartLost: one of the processes is gone.
-        """
+        """Append nodes in every process and score them together."""
         self._check(feeds, taps)
         told = [
             (self._number(feed.sequence), list(feed.tokens), _listed(feed.parents), feed.wanted, feed.after)

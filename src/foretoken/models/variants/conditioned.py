@@ -30,7 +30,6 @@ class ConditionedNetwork(Network):
         vars(self).update(vars(network))
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """Logits [n, V] per feed, and taps, of calls that are alike but for their rows."""
         if calls[0].states is None:
             return super().run_all(calls)
         if self.fast is None:
@@ -67,11 +66,6 @@ class ConditionedModel(HuggingFaceModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes and score them.
-
-        Raises:
-            ValueError: an unknown tap, two feeds for one sequence, or states of some tokens only.
-        """
         states = [feed.states for feed in feeds if feed.states is not None]
         if not states:
             return super().forward(feeds, taps)

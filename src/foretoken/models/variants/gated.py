@@ -91,11 +91,7 @@ class LowRankUpdates(nn.Module):
         return holder.lora_A, holder.lora_B
 
     def check(self, network: nn.Module) -> None:
-        """Refuse a network that they are not of.
-
-        Raises:
-            ValueError: another number of layers, or a linear layer that is missing or of another width.
-        """
+        """Refuse a network that they are not of."""
         layers = decoder_layers(network)
         if len(layers) != len(self.layers):
             raise ValueError(f"the updates are of {len(self.layers)} layers, and the target has {len(layers)}")

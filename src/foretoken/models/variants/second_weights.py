@@ -177,12 +177,7 @@ def linears(model: Any) -> Iterator[Any]:
 
 
 def check_quantisable(owner: Network, scheme: Scheme) -> None:
-    """Refuse a model that has nothing to quantise, before any weight is made.
-
-    Raises:
-        CapabilityError: its device, its weights or this build of PyTorch do not allow it.
-        ValueError: too little memory.
-    """
+    """Refuse a model that has nothing to quantise, before any weight is made."""
     if owner.device.type != "cpu":
         raise CapabilityError(
             f"quantised weights are multiplied on the cpu only, and the target's are on {owner.device}: "
@@ -273,5 +268,4 @@ class OwnWeightsModel(OwnSequencesModel):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the second set."""
         return self.target.weight_bytes if self.weights is None else self.weights.nbytes

@@ -136,11 +136,6 @@ class SparseModel(TreeRunner):
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:
-        """Refused: there must be a text whose cache can be looked at.
-
-        Raises:
-            CapabilityError: always.
-        """
         raise CapabilityError("a sparse cache is a part of the target's: it cannot work inside another drafter")
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
@@ -150,11 +145,7 @@ class SparseModel(TreeRunner):
         return self.pool.open(SparseState(row=0, source=source))
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Nothing is read: the subset is chosen from what the target has, once the next token is known.
-
-        Raises:
-            ValueError: the target has another text, or taps are asked for.
-        """
+        """Nothing is read: the subset is chosen from what the target has, once the next token is known."""
         own = _own(sequence)
         if taps or own.source.tokens != list(tokens):
             raise ValueError("a sparse cache takes its text from the target: prefill that first, with the same tokens")
@@ -173,11 +164,6 @@ class SparseModel(TreeRunner):
         """Nothing to do: the text is as the target has read it, and is chosen anew when that reads it again."""
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` committed tokens.
-
-        Raises:
-            CapabilityError: some of the tokens that would go are in the subset.
-        """
         if length < _own(sequence).chosen_from:
             raise CapabilityError("a sparse cache cannot give back tokens that its subset was chosen from")
         super().rewind(sequence, length)

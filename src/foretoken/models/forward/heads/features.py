@@ -68,11 +68,7 @@ class HeadForward:
         return self.dtype
 
     def check(self, plan: LayerPlan) -> None:
-        """No part of it can be run.
-
-        Raises:
-            CapabilityError: always.
-        """
+        """No part of it can be run."""
         raise CapabilityError("this model cannot run a part of its layers: it is one layer over the target's states")
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
@@ -147,11 +143,7 @@ class FeatureModel(TreeRunner):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
-        """Append places and score them; every feed brings its ``states`` [n, D].
-
-        Raises:
-            ValueError: a feed without states, or two feeds for one sequence.
-        """
+        """Append places and score them; every feed brings its ``states`` [n, D]."""
         if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
             raise ValueError("every token of a feed needs a hidden state")
         self._check(feeds, ())  # its only tap is its own

@@ -133,9 +133,6 @@ class StackedModel(FeatureModel):
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
         """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [n, M D]: all
         feeds from nodes of one depth.
-
-        Raises:
-            ValueError: a feed without states, two feeds for one sequence, or nodes of several depths.
         """
         reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
         # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
@@ -158,11 +155,7 @@ class StackedModel(FeatureModel):
 
 
 def _step_of(feeds: Sequence[Feed]) -> int:
-    """The step of a draft that the nodes of feeds stand at: 1 below the text.
-
-    Raises:
-        ValueError: they stand at several.
-    """
+    """The step of a draft that the nodes of feeds stand at: 1 below the text."""
     steps: set[int] = set()
     for feed in feeds:
         depths = feed.sequence.scratch_depths
