@@ -13,10 +13,10 @@ from torch import nn
 import foretoken as ft
 from fake_cuda import fake_cuda
 from foretoken.cli.main import main
+from foretoken.core.io.checkpoints import LoadError
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
-from foretoken.loading.checkpoints import LoadError
 from foretoken.methods.drafters.quantized import QuantizedDrafter
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel

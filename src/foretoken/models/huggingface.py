@@ -108,7 +108,7 @@ class HuggingFaceModel(TreeRunner):
         self.refused = (*self.refused, refusal(path, why, costs))
 
     def unpack(self) -> None:
-        """Give the model its plain linear layers back, with the same weights; forwards are the public ones from now on."""
+        """Give the model its plain linear layers back, with the same weights; forwards are the public ones then."""
         if self._sequences:
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
         self.forwards.unpack()
