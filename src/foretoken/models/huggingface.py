@@ -13,7 +13,6 @@ from foretoken.models.cache.rectangle import HostCache, TreeCache
 from foretoken.models.cache.window import Window
 from foretoken.models.checks.fast_paths import Probe
 from foretoken.models.forward.network import Network
-from foretoken.models.linear.packing import Packing
 from foretoken.models.network.alone import alone
 from foretoken.models.network.watch import Watch
 from foretoken.models.refusals import refusal
@@ -87,16 +86,6 @@ class HuggingFaceModel(TreeRunner):
     def exact(self) -> str:
         """What its arithmetic must keep."""
         return self.forwards.exact
-
-    @property
-    def packing(self) -> Packing:
-        """How its linear layers are laid out."""
-        return self.forwards.packing
-
-    @property
-    def run_dtype(self) -> torch.dtype:
-        """Of hidden states, keys and values."""
-        return self.forwards.run_dtype
 
     @property
     def is_lean(self) -> bool:

@@ -55,6 +55,16 @@ def cache_bytes() -> int:
     return min(MOST_COPIES_BYTES, max(COPIES_BYTES, 2 * max(sizes)))
 
 
+def free_bytes() -> int | None:
+    """Memory that can be had without swapping; ``None`` where the system does not tell."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    with suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 # -- timing ------------------------------------------------------------------------------------------------------------
 
 

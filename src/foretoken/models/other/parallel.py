@@ -204,18 +204,19 @@ class ParallelModel(LanguageModel):
             self._tell("release", text=number)
         self.inner.release(sequence)
 
+    def _everywhere(self, name: str, sequence: SequenceState, given: Any) -> None:
+        """Call a method of every part that takes a sequence and one thing more."""
+        self._tell(name, text=self._number(sequence), given=given)
+        self._together(lambda: getattr(self.inner, name)(sequence, given))
+
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        kept = list(path)
-        self._tell("commit", text=self._number(sequence), path=kept)
-        self._together(lambda: self.inner.commit(sequence, kept))
+        self._everywhere("commit", sequence, list(path))
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        self._tell("rewind", text=self._number(sequence), length=length)
-        self._together(lambda: self.inner.rewind(sequence, length))
+        self._everywhere("rewind", sequence, length)
 
     def expect(self, sequence: SequenceState, length: int) -> None:
-        self._tell("expect", text=self._number(sequence), length=length)
-        self._together(lambda: self.inner.expect(sequence, length))
+        self._everywhere("expect", sequence, length)
 
     def room(self, sequence: SequenceState) -> int:
         return self.inner.room(sequence)
@@ -298,16 +299,12 @@ def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
         call = told["call"]
         if call == "forward":
             inner.forward([Feed(texts[text], *rest) for text, *rest in told["feeds"]])
-        elif call == "commit":
-            inner.commit(texts[told["text"]], told["path"])
+        elif call in ("commit", "rewind", "expect"):
+            getattr(inner, call)(texts[told["text"]], told["given"])
         elif call == "open":
             texts[told["text"]] = inner.open()
         elif call == "release":
             inner.release(texts.pop(told["text"]))
-        elif call == "rewind":
-            inner.rewind(texts[told["text"]], told["length"])
-        elif call == "expect":
-            inner.expect(texts[told["text"]], told["length"])
         elif call == "snapshot":
             kept[told["key"]] = inner.snapshot(texts[told["text"]], told["length"])
         elif call == "restore":

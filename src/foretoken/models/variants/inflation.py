@@ -16,11 +16,12 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from foretoken.models.machine import free_bytes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = ("300m", "1b", "3b", "7b")
@@ -140,13 +141,6 @@ def big_config(config: Any, shape: InflatedShape) -> Any:
     return big
 
 
-def available_bytes() -> int | None:
-    """Memory that can be had without swapping, where Linux tells it."""
-    info = Path("/proc/meminfo")
-    match = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
-    return 1024 * int(match[1]) if match else None
-
-
 def inflate(
     model: Any,
     size: str | int | InflatedShape,
@@ -200,7 +194,7 @@ def _sources(layers: Any, count: int) -> Iterator[Any]:
 
 def _check_memory(big: Any, device: torch.device) -> None:
     needed = sum(p.numel() * p.element_size() for p in big.parameters())
-    free = available_bytes() if device.type == "cpu" else None
+    free = free_bytes() if device.type == "cpu" else None
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     if free is not None and needed > free:

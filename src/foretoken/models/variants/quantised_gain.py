@@ -16,8 +16,8 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.quantised import make_product
 from foretoken.models.linear.quantised_products import QuantisedProduct
-from foretoken.models.machine import timed
-from foretoken.models.variants.second_weights import Scheme, check_quantisable, free_bytes, linears
+from foretoken.models.machine import free_bytes, timed
+from foretoken.models.variants.second_weights import Scheme, check_quantisable, linears
 
 SMALLEST = 50_000_000
 """Weights below which a step is mostly overhead: not even measured."""

@@ -7,7 +7,6 @@ another.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,11 +30,11 @@ from foretoken.models.linear.quantised import (
 from foretoken.models.linear.quantised_linear import QuantisedLinear, is_ready_made, is_stored
 from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.models.linear.quantised_weights import GROUPS, fits_int4
+from foretoken.models.machine import free_bytes
 from foretoken.models.network.alone import alone
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.layers import replace_forward
 from foretoken.models.network.taps import decoder_layers
-from foretoken.models.variants.inflation import available_bytes
 from foretoken.models.variants.own_sequences import OwnSequencesModel
 
 
@@ -223,26 +222,13 @@ def bytes_of(shape: tuple[int, int], scheme: Scheme) -> int:
 
 
 def check_room(needed: int) -> None:
-    """Raises:
-    ValueError: less memory is free than a second set of weights takes.
-    """
+    """Refuse a second set of weights that takes more memory than is free."""
     free = free_bytes()
     if free is not None and needed > free:
         raise ValueError(
             f"a second set of weights takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB of memory are free: "
             "use bits=4, a smaller target or another drafter"
         )
-
-
-def free_bytes() -> int | None:
-    """Memory that can be had; ``None`` where the system does not tell."""
-    free = available_bytes()
-    if free is not None:
-        return free
-    names = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 class OwnWeightsModel(OwnSequencesModel):
