@@ -248,11 +248,11 @@ def has_layout(name: str, dtype: torch.dtype) -> bool:
         able = dtype == torch.bfloat16 and native.why_not() is None
     else:
         able = torch.backends.quantized.engine in ("fbgemm", "x86") and dtype in (torch.float32, *NARROW)
+    if not able:
+        return False
     try:
-        if not able:
-            return False
         layout = cls(torch.eye(16, dtype=dtype))
-        x = torch.arange(16, dtype=dtype).expand(2, 16).contiguous()
+        x = torch.arange(16, dtype=layout.activations).expand(2, 16).contiguous()
         return torch.equal(layout(x, None), x) and torch.equal(layout.weight, torch.eye(16, dtype=dtype))
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
