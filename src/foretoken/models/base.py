@@ -375,15 +375,16 @@ class LanguageModel(ABC):
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Commit ``tokens`` without making logits; returns the taps of all of them."""
-        import torch
-
-        parts: dict[str, list[Tensor]] = {}
+        pieces: list[dict[str, Tensor]] = []
         for start in range(0, len(tokens), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
-            for name, states in self.forward([Feed(sequence, chunk, wanted=0)], taps)[0].taps.items():
-                parts.setdefault(name, []).append(states)
+            pieces.append(self.forward([Feed(sequence, chunk, wanted=0)], taps)[0].taps)
             self.commit(sequence, range(len(chunk)))
-        return {name: torch.cat(parts[name]) for name in taps if name in parts}
+        return self._joined(pieces)
+
+    def _joined(self, pieces: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Taps of a prompt from those of its pieces; none of a model that has none."""
+        return pieces[0] if len(pieces) == 1 else {}
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()

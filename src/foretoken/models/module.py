@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 from foretoken.models.linear.packing import unpack_linears, weight_bytes
@@ -39,6 +40,9 @@ class ModuleModel(LanguageModel):
 
     def unpack(self) -> None:
         unpack_linears(self.model)
+
+    def _joined(self, pieces: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]} if pieces else {}
 
     def follow(self) -> None:
         if self._watch is not None:
@@ -87,8 +91,6 @@ class OneByOneModel(ModuleModel):
         if list(path) != list(range(len(path))):
             raise CapabilityError(self.capabilities.missing["keep_path"])
         surplus = len(sequence.scratch_tokens) - len(path)
-        if surplus and not self.capabilities.rollback:
-            raise CapabilityError(self.capabilities.missing["rollback"])
         sequence.tokens.extend(sequence.scratch_tokens[: len(path)])
         sequence.clear_scratch()
         return surplus

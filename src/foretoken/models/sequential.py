@@ -45,6 +45,8 @@ class SequentialModel(OneByOneModel):
         self._caches.pop(sequence.row, None)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
+        if not self.capabilities.rollback and len(path) < len(sequence.scratch_tokens):
+            raise CapabilityError(self.capabilities.missing["rollback"])
         surplus, cache = self._keep(sequence, path), self._caches.get(sequence.row)
         if cache is not None and self.capabilities.rollback:
             cache.crop(-surplus)  # of 0 tokens too: that drops what was recorded for a rollback
