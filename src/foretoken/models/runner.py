@@ -36,7 +36,6 @@ class TreeRunner(ModuleModel):
         cache: the first rectangle of keys and values; long texts get others beside it.
 
     Attributes:
-        num_layer_runs: layers that were run so far, parts of a layer included.
         graphs: what runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if anything does.
         graphs_off: why nothing does; empty where it does.
         window: what new rows read of long texts; everything by default.
@@ -51,7 +50,7 @@ class TreeRunner(ModuleModel):
         self.forwards, self.capabilities, self.vocab_size = forwards, forwards.capabilities, forwards.vocab_size
         self.context_length, self.context_why = forwards.context_length, forwards.context_why
         self.eos_token_ids, self.num_layers = forwards.eos_token_ids, forwards.num_layers
-        self.num_layer_runs, self.cache = 0.0, cache
+        self.cache = cache
         self._checked_plans: set[LayerPlan] = set()
 
     @property
@@ -96,7 +95,7 @@ class TreeRunner(ModuleModel):
         """From now on with an empty cache, sequences and counts of its own."""
         self.cache = cache
         self.graphs, self.graphs_off = None, "this copy of a model has a cache of its own"
-        self.run_s, self.run_rows, self.num_layer_runs = 0.0, 0, 0.0
+        self.run_s, self.run_rows = 0.0, 0
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -315,7 +314,6 @@ class TreeRunner(ModuleModel):
         began = now(self.device)
         outputs = self.forwards.run_all(calls)
         self.run_s += now(self.device) - began
-        self.num_layer_runs += plan.count(self.num_layers)
         results: dict[int, Rows] = {}
         for group, call, (logits, hidden) in zip(groups, calls, outputs, strict=True):
             self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)

@@ -25,7 +25,6 @@ from foretoken.models.clock import now
 from foretoken.models.forward.capture import CudaGraphs, HostFree, Recorder
 from foretoken.models.forward.fixed_step import TREE, Bucket, FixedStep, OutputMemory, size_of
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.layers import WHOLE
 from foretoken.models.network.placement import is_split
 from foretoken.models.runner import TreeRunner
 
@@ -89,7 +88,6 @@ class Graphs:
         hidden = {name: states.clone() for name, states in hidden.items()}
         owner.run_s += now(owner.device) - began
         owner.run_rows += bucket.batch * bucket.width
-        owner.num_layer_runs += WHOLE.count(owner.num_layers)
         results = []
         for row, feed, place in zip(rows, feeds, places, strict=True):
             kept = {name: states[row, : place.new] for name, states in hidden.items()}
@@ -260,7 +258,7 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
     if reason:
         model.separate(type(before)(before.num_layers, before.max_slots))
     else:
-        model.run_s, model.run_rows, model.num_layer_runs = 0.0, 0, 0.0
+        model.run_s, model.run_rows = 0.0, 0
         model.graphs_off = ""
     return reason
 

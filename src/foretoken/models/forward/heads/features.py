@@ -199,7 +199,6 @@ class FeatureModel(TreeRunner):
         native: Any = self.native
         rows: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
         self.run_s += now(self.device) - began
-        self.num_layer_runs += 1
         self.run_rows += sum(place.new for place in places)
         self.pool.note_size()
         return rows
