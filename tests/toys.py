@@ -45,9 +45,7 @@ def layer_runs(model: Any) -> float:
         def counted(
             feeds: Any, places: Any, taps: Sequence[str], plan: LayerPlan = WHOLE, inputs: Sequence[Any] = ()
         ) -> Any:
-            window = range(plan.start, plan.end(model.num_layers))
-            skipped = sum((layer in plan.skip_attention) + (layer in plan.skip_mlp) for layer in window)
-            model.layers_seen += len(window) - skipped / 2
+            model.layers_seen += plan.count(model.num_layers)
             return score(feeds, places, taps, plan, inputs)
 
         model._score, model.layers_seen = counted, 0.0

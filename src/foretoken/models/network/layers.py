@@ -65,6 +65,12 @@ class LayerPlan:
         if len(self.skip_attention) == len(self.skip_mlp) == num_layers:
             raise ValueError("the skip set leaves no sublayer: keep at least one attention or MLP")
 
+    def count(self, num_layers: int) -> float:
+        """How many layers run; a sublayer counts half."""
+        window = range(self.start, self.end(num_layers))
+        skipped = sum((layer in self.skip_attention) + (layer in self.skip_mlp) for layer in window)
+        return len(window) - skipped / 2
+
 
 WHOLE = LayerPlan()
 """All layers."""
