@@ -198,7 +198,6 @@ class TreeRunner(ModuleModel):
         provisional.
         """
         self._check(feeds, taps)
-        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
         if any(feed.sequence.provisional for feed in feeds):
             return self._finish(feeds, taps)
         return self._whole(feeds, taps)
@@ -219,8 +218,10 @@ class TreeRunner(ModuleModel):
             raise
 
     def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
+        """Refuse what cannot be run; the roots of trees are text that is certain."""
         check_taps(taps, self.num_layers)
         check_distinct(feeds)
+        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
 
     @torch.inference_mode()
     def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
@@ -234,7 +235,6 @@ class TreeRunner(ModuleModel):
             CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
-        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
         if plan not in self._checked_plans:  # a draft runs the same plan at every step
             self.forwards.check(plan)
             self._checked_plans.add(plan)

@@ -8,7 +8,6 @@ a rejection costs rows, not a forward (Wu et al., "Snakes and Ladders").  See ``
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -27,6 +26,7 @@ from foretoken.models.module import OneByOneModel
 from foretoken.models.network.alone import alone, lock_of
 from foretoken.models.network.placement import decoding
 from foretoken.models.network.taps import check_taps, recording
+from foretoken.models.network.traits import parameters_of
 from foretoken.models.network.watch import Watch
 
 REPLAYS = ("auto", "lazy", "capture")
@@ -66,7 +66,7 @@ class StatefulModel(OneByOneModel):
         self._files: list[ModuleType] = []
         self.num_forwards = 0
         self._states: dict[int, StateCache] = {}
-        self._parameters = frozenset(inspect.signature(inspect.unwrap(type(model).forward)).parameters)
+        self._parameters = frozenset(parameters_of(model))
         fault = self._choose(replay)
         if fault is not None:
             raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")

@@ -229,8 +229,8 @@ def test_the_wrong_rows_are_caught() -> None:
 def test_a_deeper_model_is_not_walked_through_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk for every layer would be what takes longest when a deep model is loaded."""
     walks: list[int] = []
-    real = packing._children
-    monkeypatch.setattr(packing, "_children", lambda model: walks.append(1) or real(model))
+    real = packing.children_of
+    monkeypatch.setattr(packing, "children_of", lambda model: walks.append(1) or real(model))
     monkeypatch.setattr("foretoken.models.linear.packing.fastest_layout", lambda dtype, shapes, names: names[-1])
     counts = []
     for layers in (2, 5):

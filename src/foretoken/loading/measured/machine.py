@@ -81,8 +81,8 @@ def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any
     table: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         costs: list[float | None] = []
+        layout = None
         for rows in (1, ROWS):
-            layout = None
             try:
                 x = torch.randn(rows, width, device=device).to(dtype)
                 product = Projection(torch.randn(width, width, device=device).to(dtype), None)
@@ -90,17 +90,8 @@ def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any
                 costs.append(median_ms(lambda x=x, product=product: product(x), repeat, x.device))  # type: ignore[misc]
             except (RuntimeError, TypeError):
                 costs.append(None)
-        one, several = costs
-        name = str(dtype).removeprefix("torch.")
-        table.append(
-            {
-                "dtype": name,
-                "supported": one is not None,
-                "layout": layout,
-                "linear_ms": one,
-                "linear_rows_ms": several,
-            }
-        )
+        told = {"dtype": str(dtype).removeprefix("torch."), "supported": costs[0] is not None, "layout": layout}
+        table.append({**told, "linear_ms": costs[0], "linear_rows_ms": costs[1]})
     return table
 
 

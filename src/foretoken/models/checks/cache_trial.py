@@ -8,7 +8,6 @@ wrongly without a word.  The trial costs three forwards of at most six rows, onc
 
 from __future__ import annotations
 
-import inspect
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +21,7 @@ from foretoken.models.linear.packing import is_plain
 from foretoken.models.linear.product import has_quantised
 from foretoken.models.network.alone import alone
 from foretoken.models.network.placement import device_of
+from foretoken.models.network.traits import parameters_of
 
 ROWS, KEPT = 6, 3
 """Tokens of the trial, and how many of them are read first."""
@@ -115,7 +115,7 @@ def _sees_other_rows(layer: Any, model: Any) -> bool:
 
 
 def _forward(model: Any, tokens: list[int]) -> Tensor:
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    parameters = parameters_of(model)
     ids = torch.tensor([tokens], device=device_of(model))
     given: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     if "position_ids" in parameters:  # as generate gives them

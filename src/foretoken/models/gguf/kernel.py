@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, factors, numbers, slabs
+from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, factors, numbers
 from foretoken.models.gguf.products import WidenedProduct, by_slabs, mark_of
 from foretoken.models.linear.quantised_products import NativeProduct, QuantisedProduct
+from foretoken.models.linear.quantised_weights import slabs
 from foretoken.models.native import integers, linear, why_not
 from foretoken.models.native.linear import Linear, bytes_linear
 
@@ -134,7 +135,7 @@ def _packed(weight: GroupedWeight) -> Tensor:
     if weight.bits == 8:
         return integers.packed8(weight.values)
     values = torch.empty(weight.shape, dtype=torch.uint8)
-    for rows in slabs(*weight.shape):
+    for rows in slabs(*weight.shape, AT_ONCE):
         values[rows] = (weight.integers(rows).flatten(1) + weight.middle).view(torch.uint8)
     return integers.packed4(values)
 

@@ -161,8 +161,8 @@ class Home:
     def _place_of(self, linear: nn.Module) -> tuple[nn.Module, str]:
         place = self._places.get(id(linear))
         if place is None or getattr(place[0], place[1], None) is not linear:
-            self._places = {id(child): (parent, name) for parent, name, child in _children(self.model)}
-            self._tied = _embedded(self.model)
+            self._places = {id(child): (parent, name) for parent, name, child in children_of(self.model)}
+            self._tied = embedded_in(self.model)
         return self._places[id(linear)]
 
 
@@ -316,8 +316,8 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
     Weights that are shared with an embedding stay as they are (the embedding needs the plain layout).  One layer is
     packed after the other: there is never a second copy of all weights.
     """
-    count, tied = 0, _embedded(model)
-    for parent, name, linear in list(_children(model)):
+    count, tied = 0, embedded_in(model)
+    for parent, name, linear in list(children_of(model)):
         if not isinstance(linear, nn.Linear) or not is_plain(linear) or id(linear.weight) in tied:
             continue
         bias = None if linear.bias is None else linear.bias.detach()
@@ -331,7 +331,7 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
 def unpack_linears(model: nn.Module) -> int:
     """Give every packed layer below ``model`` its plain ``nn.Linear`` back, with the same numbers; returns how many."""
     count = 0
-    for parent, name, packed in list(_children(model)):
+    for parent, name, packed in list(children_of(model)):
         if isinstance(packed, PackedLinear):
             setattr(parent, name, plain_linear(packed))
             count += 1
@@ -387,12 +387,12 @@ def num_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters()) + held
 
 
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def children_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for parent in model.modules():
         for name, child in parent.named_children():
             yield parent, name, child
 
 
-def _embedded(model: nn.Module) -> set[int]:
+def embedded_in(model: nn.Module) -> set[int]:
     """Ids of the weights of embeddings."""
     return {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError
-from foretoken.models.linear.packing import is_plain
+from foretoken.models.linear.packing import children_of, embedded_in, is_plain
 from foretoken.models.linear.product import QuantisedLayer
 from foretoken.models.linear.quantised import (
     WITHOUT_BYTES,
@@ -161,18 +161,15 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         raise CapabilityError(f"quantize={kind}: {WITHOUT_BYTES}: use quantize=int{bits}")
     if is_ready_made(model):
         raise CapabilityError("the weights of this checkpoint are quantised already: leave quantize out")
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = model.get_output_embeddings()
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
-                continue
-            own = "8" if child is head else bits
-            product = fastest_target_product(child.out_features, child.in_features, GROUP, own, short or "15")
-            if product is not None and child.weight.is_floating_point():
-                setattr(parent, name, QuantisedLinear.of(child, product, wide))
-                count += 1
+    embeddings, head, count = embedded_in(model), model.get_output_embeddings(), 0
+    for parent, name, child in list(children_of(model)):
+        if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
+            continue
+        own = "8" if child is head else bits
+        product = fastest_target_product(child.out_features, child.in_features, GROUP, own, short or "15")
+        if product is not None and child.weight.is_floating_point():
+            setattr(parent, name, QuantisedLinear.of(child, product, wide))
+            count += 1
     if count <= isinstance(model.get_output_embeddings(), QuantisedLinear):
         raise CapabilityError(
             f"{type(model).__name__} has no nn.Linear that quantize={kind} fits: int4 needs outputs in multiples of 16 "

@@ -72,7 +72,6 @@ class ConditionedModel(HuggingFaceModel):
         if [len(state) for state in states] != [len(feed.tokens) for feed in feeds]:
             raise ValueError("every token of a feed needs a state, or none does")
         self._check(feeds, taps)
-        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
         return self._whole(feeds, taps, inputs=states)
 
 

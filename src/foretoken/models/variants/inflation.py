@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -246,22 +247,20 @@ class _Filler:
 
     def reader(self, linear: Any, source: Any | None) -> None:
         """Reads the stream: what stands behind the first copy is multiplied by zeros."""
-        weight = self.random(linear.out_features, linear.in_features)
-        bias = None if linear.bias is None else self.random(linear.out_features)
-        if source is not None:
-            rows, columns = source.weight.shape
-            weight[:rows, :columns] = source.weight.detach()
-            if bias is not None:
-                bias[:rows] = source.bias.detach()
-        _set(linear, weight=weight, bias=bias)
+        self._linear(linear, source, self.random, 1)
 
     def writer(self, linear: Any, source: Any | None) -> None:
         """Writes to every copy in the stream, from the small model's heads and units alone."""
-        weight = torch.zeros(linear.out_features, linear.in_features, dtype=self.dtype, device=self.device)
-        bias = None if linear.bias is None else torch.zeros(linear.out_features, dtype=self.dtype, device=self.device)
+        self._linear(linear, source, partial(torch.zeros, dtype=self.dtype, device=self.device), self.shape.copies)
+
+    @staticmethod
+    def _linear(linear: Any, source: Any | None, fill: Callable[..., Tensor], copies: int) -> None:
+        """So many copies of the small layer's weights one below the other, and what fills the rest."""
+        weight = fill(linear.out_features, linear.in_features)
+        bias = None if linear.bias is None else fill(linear.out_features)
         if source is not None:
             rows, columns = source.weight.shape
-            for start in range(0, rows * self.shape.copies, rows):
+            for start in range(0, rows * copies, rows):
                 weight[start : start + rows, :columns] = source.weight.detach()
                 if bias is not None:
                     bias[start : start + rows] = source.bias.detach()
