@@ -21,8 +21,9 @@ from foretoken.methods.drafters.quantized import QuantizedDrafter
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear import quantised_linear
+from foretoken.models.linear.product import QuantisedLinear, SideBySide
 from foretoken.models.linear.quantised import make_product, multiplies_bytes
-from foretoken.models.linear.quantised_linear import QuantisedLinear, SideBySide, quantise_linears
+from foretoken.models.linear.quantised_linear import quantise_linears
 from foretoken.models.linear.quantised_products import Int8Product, IntegerProduct
 from foretoken.models.linear.quantised_weights import Int8Weight
 from models.checkpoints import new_model, prompt_of

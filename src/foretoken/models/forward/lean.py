@@ -22,7 +22,7 @@ from foretoken.models.forward.lean_families import Family, family_of, part
 from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowPlaces, joined
 from foretoken.models.forward.lean_parts import Norm, norm_of
 from foretoken.models.linear.packing import draft_projection, is_plain, pays_packed, unpack_linears
-from foretoken.models.linear.product import Product, QuantisedLayer, has_quantised
+from foretoken.models.linear.product import Product, QuantisedLinear, has_quantised
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import known_ids, put_in
 from foretoken.models.network.rotary import LeanTurns
@@ -48,7 +48,7 @@ def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
     It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
     where the CPU multiplies that.
     """
-    coarse = owner.exact == "approximate" and owner.dtype == torch.float32 and not isinstance(linear, QuantisedLayer)
+    coarse = owner.exact == "approximate" and owner.dtype == torch.float32 and not isinstance(linear, QuantisedLinear)
     if coarse and pays_packed(torch.empty(2, 2, dtype=torch.bfloat16, device=owner.device)):
         return draft_projection(linear.weight, linear.bias), torch.bfloat16
     return owner.packing.projection(linear), owner.packing.activations(owner.dtype)
@@ -291,7 +291,7 @@ def _has_plain_linears(model: Any, family: Family) -> bool:
     mlp = () if family.experts else (*family.gate_up, family.up, family.down)
     names = {*family.qkv, family.out, "lm_head", *mlp}
     return hasattr(model, "lm_head") and all(
-        is_plain(module) or isinstance(module, QuantisedLayer)
+        is_plain(module) or isinstance(module, QuantisedLinear)
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in names
     )

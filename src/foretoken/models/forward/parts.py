@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.linear.packing import PackedLinear, Projection, draft_projection
-from foretoken.models.linear.quantised_linear import QuantisedLinear
+from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.network.placement import is_offloaded
 from foretoken.models.network.taps import decoder_layers, find_decoder, recording
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from foretoken.models.linear.layouts import LAYOUTS, NARROW, PlainLayout, WeightLayout, usable_layouts
-from foretoken.models.linear.product import Product, QuantisedLayer
+from foretoken.models.linear.product import Product, QuantisedLinear
 from foretoken.models.linear.product_costs import fastest_layout, least_rows
 from foretoken.models.network.watch import is_hooked
 
@@ -200,7 +200,7 @@ class Packing:
 
     def projection(self, *linears: Any) -> Product:
         """One projection that gives the outputs of all of them side by side."""
-        quantised = next((linear for linear in linears if isinstance(linear, QuantisedLayer)), None)
+        quantised = next((linear for linear in linears if isinstance(linear, QuantisedLinear)), None)
         if quantised is not None:  # what is quantised already stays as it is
             joined: Product = quantised.joined(linears)
             return joined
@@ -292,7 +292,7 @@ def dtype_of(linear: Any) -> torch.dtype:
     """Of a linear layer's weight, packed, quantised or neither; nothing is unpacked."""
     if isinstance(linear, PackedLinear):
         return linear.projection.dtype
-    dtype: torch.dtype = linear.dtype if isinstance(linear, QuantisedLayer) else linear.weight.dtype
+    dtype: torch.dtype = linear.dtype if isinstance(linear, QuantisedLinear) else linear.weight.dtype
     return dtype
 
 
@@ -381,8 +381,8 @@ def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
 
 def num_parameters(model: nn.Module) -> int:
     """Numbers in a model's weights, packed ones included."""
-    packed: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear | QuantisedLayer)]
-    packed = [m for m in packed if isinstance(m, QuantisedLayer) or not m.tied]
+    packed: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear | QuantisedLinear)]
+    packed = [m for m in packed if isinstance(m, QuantisedLinear) or not m.tied]
     held = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
     return sum(p.numel() for p in model.parameters()) + held
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GROUPS = (32, 64, 128)
-"""Weights that share an int4 scale."""
+GROUP, GROUPS = 32, (32, 64, 128)
+"""Weights that share an int4 scale: usually, and what can be chosen."""
 ROWS4 = 16
 """The packed int4 product takes outputs in blocks of this many."""
 AT_ONCE = 2**18

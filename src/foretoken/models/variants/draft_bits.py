@@ -24,7 +24,8 @@ from foretoken.models.linear.quantised import (
     measured_rows,
     reading_s,
 )
-from foretoken.models.linear.quantised_linear import GROUP, is_ready_made
+from foretoken.models.linear.quantised_linear import is_ready_made
+from foretoken.models.linear.quantised_weights import GROUP
 from foretoken.models.machine import cache_bytes
 from foretoken.models.variants.second_weights import linears
 

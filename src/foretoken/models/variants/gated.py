@@ -20,7 +20,7 @@ from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_layers import RowPlaces
 from foretoken.models.forward.network import Network
 from foretoken.models.linear.packing import PackedLinear
-from foretoken.models.linear.product import Product, QuantisedLayer
+from foretoken.models.linear.product import Product, QuantisedLinear
 from foretoken.models.network.alone import alone, only_here
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.taps import decoder_layers
@@ -49,7 +49,7 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
 
 def _is_linear(name: str, module: Any) -> bool:
     """Plain, laid out for the machine, or quantised by us; experts, and what chooses them, reorder rows."""
-    is_one = isinstance(module, nn.Linear | PackedLinear | QuantisedLayer)
+    is_one = isinstance(module, nn.Linear | PackedLinear | QuantisedLinear)
     return is_one and "expert" not in name and name.rpartition(".")[2] not in ("gate", "router")
 
 

@@ -19,7 +19,7 @@ from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network
 from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
-from foretoken.models.linear.product import Product
+from foretoken.models.linear.product import Product, QuantisedLinear, is_stored
 from foretoken.models.linear.quantised import (
     WITHOUT_BYTES,
     available,
@@ -27,7 +27,7 @@ from foretoken.models.linear.quantised import (
     make_product,
     multiplies_bytes,
 )
-from foretoken.models.linear.quantised_linear import QuantisedLinear, is_ready_made, is_stored
+from foretoken.models.linear.quantised_linear import is_ready_made
 from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.models.linear.quantised_weights import GROUPS, fits_int4
 from foretoken.models.machine import free_bytes

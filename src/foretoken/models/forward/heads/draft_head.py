@@ -15,9 +15,10 @@ from torch import Tensor
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.draft_packing import packed_rows
 from foretoken.models.linear.packing import draft_projection, weight_bytes
+from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.linear.quantised import fastest_draft_product, make_product
-from foretoken.models.linear.quantised_linear import GROUP, QuantisedLinear
 from foretoken.models.linear.quantised_products import NativeProduct
+from foretoken.models.linear.quantised_weights import GROUP
 
 
 class DraftHead:
