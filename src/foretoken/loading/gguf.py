@@ -7,7 +7,7 @@ llama.cpp runs the others, and any file on request.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,20 @@ def remedy(backend: str) -> str:
     return f"{how} (pip install 'foretoken[gguf]', which compiles it), or give a Transformers folder of the model"
 
 
+def _check_options(options: Mapping[str, Any], reasons: Mapping[str, str], usual: Sequence[Any]) -> None:
+    """Refuse an option that asks for something."""
+    for name, reason in reasons.items():
+        value = str(options.get(name)).removeprefix("torch.")
+        if value not in (*map(str, usual), *(["cpu"] if name == "device" else [])):
+            raise LoadError(f"a GGUF file takes no {name}={value}: {reason}")
+
+
 def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
     """The ``PreTrainedModel`` of a file that is read by us."""
     from foretoken.models.gguf.file import read_gguf
     from foretoken.models.gguf.network import build_network
 
-    for name, reason in OWN_REASONS.items():
-        usual = (*USUAL, "cpu") if name == "device" else USUAL
-        if str(options.get(name)) not in map(str, usual):
-            raise LoadError(f"a GGUF file takes no {name}={options[name]}: {reason}")
+    _check_options(options, OWN_REASONS, USUAL)
     dtype = options.get("dtype")
     if dtype == torch.float64:
         raise LoadError("a GGUF file takes no dtype=float64: its numbers are float32 at most; use dtype=float32")
@@ -106,10 +111,7 @@ def _load_llama_cpp(path: str | Path, options: Mapping[str, Any]) -> Any:
     from foretoken.models.gguf.file import GgufError
     from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
-    for name, value in options.items():
-        usual = (*USUAL, "cpu") if name == "device" else (*USUAL, "distribution", "approximate")
-        if str(value) not in map(str, usual):
-            raise LoadError(f"a GGUF file takes no {name}={str(value).removeprefix('torch.')}: {REASONS[name]}")
+    _check_options(options, REASONS, (*USUAL, "distribution", "approximate"))
     try:
         return LlamaCppModel(path)
     except GgufError as error:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, Rows, SequenceState, Snapshot
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache.cross import Encoded
 from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.rectangle import TreeCache
@@ -122,9 +122,7 @@ class EncoderDecoderModel(TreeRunner):
         if length < _own(sequence).given:
             _own(sequence).encoded = None
 
-    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """None: every token of an encoder's input sees all others, so that a beginning is worth nothing."""
-        return None
+    snapshot = LanguageModel.snapshot  # none: every token of an input sees all others, a beginning is worth nothing
 
     @property
     def kv_bytes(self) -> int:
@@ -180,11 +178,7 @@ class EncoderDecoderModel(TreeRunner):
                 states[name].append(rows)
         return {name: torch.cat(parts) for name, parts in states.items() if parts}
 
-    def prefill_batch(
-        self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
-    ) -> list[dict[str, Tensor]]:
-        """One by one: an encoder's input must not depend on what is read beside it."""
-        return [self.prefill(sequence, tokens, taps) for sequence, tokens in texts]
+    prefill_batch = LanguageModel.prefill_batch  # one by one: an input must not depend on what is read beside it
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:

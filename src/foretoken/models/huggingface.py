@@ -15,7 +15,6 @@ from foretoken.models.checks.fast_paths import Probe
 from foretoken.models.forward.network import Network
 from foretoken.models.network.alone import alone
 from foretoken.models.network.watch import Watch
-from foretoken.models.refusals import refusal
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 
@@ -91,10 +90,6 @@ class HuggingFaceModel(TreeRunner):
     def is_lean(self) -> bool:
         """Whether forwards run on the lean twin instead of the public one."""
         return self.forwards.fast is not None
-
-    def refuse(self, path: str, why: str, costs: str) -> None:
-        """Note, and say once, that a fast path is not taken."""
-        self.refused = (*self.refused, refusal(path, why, costs))
 
     def unpack(self) -> None:
         """Give the model its plain linear layers back, with the same weights; forwards are the public ones then."""

@@ -26,6 +26,7 @@ from foretoken.models.forward.capture import CudaGraphs, HostFree, Recorder
 from foretoken.models.forward.fixed_step import TREE, Bucket, FixedStep, OutputMemory, size_of
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.placement import is_split
+from foretoken.models.refusals import refusal
 from foretoken.models.runner import TreeRunner
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -177,7 +178,8 @@ class Graphs:
 
 def _note_off(model: HuggingFaceModel, reason: str) -> None:
     model.graphs_off = reason
-    model.refuse("CUDA graphs", reason, "every forward launches its kernels one by one")
+    costs = "every forward launches its kernels one by one"
+    model.refused = (*model.refused, refusal("CUDA graphs", reason, costs))
 
 
 def _first_line(error: BaseException) -> str:

@@ -34,6 +34,10 @@ EXACT = ("distribution", "bitwise", "approximate")
 class SecondWeights(Protocol):
     """A network of the same shape whose weights are others."""
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+
     def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
 
@@ -193,10 +197,6 @@ class Network:
         if name not in self.second:
             self.second = {**self.second, name: make(self)}
         return self.second[name]
-
-    def put_weights(self, name: str, weights: SecondWeights) -> None:
-        """A second set of weights that plans can name, in place of an earlier one of that name."""
-        self.second = {**self.second, name: weights}
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

@@ -280,8 +280,7 @@ class GatedModel(OwnSequencesModel):
         name = f"updates {id(updates)}"  # which are held as long as they can be asked for by it
         super().__init__(target, name)
         updates.check(self.target.model)
-        self.weights = _GatedWeights(updates)
-        self.target.forwards.put_weights(name, self.weights)
+        self.weights = self.target.forwards.add_weights(name, lambda _: _GatedWeights(updates))
 
     @property
     def weight_bytes(self) -> int:

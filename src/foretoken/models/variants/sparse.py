@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState, Snapshot, opened
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState, opened
 from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.attention import watching_queries
@@ -177,9 +177,7 @@ class SparseModel(TreeRunner):
         slots, base = self._slots(sequence), len(sequence.tokens)
         return RowPlan(slots, sequence.scratch_parents, sequence.scratch_depths, new, base=base)
 
-    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """None: a subset is no text."""
-        return None
+    snapshot = LanguageModel.snapshot  # none: a subset is no text
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
