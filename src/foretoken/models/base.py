@@ -69,15 +69,12 @@ class SequenceState:
     def drop_last(self, count: int) -> None:
         """Take back the last ``count`` scratch nodes."""
         kept = len(self.scratch_tokens) - count
-        del self.scratch_tokens[kept:], self.scratch_parents[kept:], self.scratch_depths[kept:]
-        del self.exit_states[kept:]
+        for each in (self.scratch_tokens, self.scratch_parents, self.scratch_depths, self.exit_states):
+            del each[kept:]
 
     def clear_scratch(self) -> None:
         """Drop every scratch node."""
-        self.scratch_tokens.clear()
-        self.scratch_parents.clear()
-        self.scratch_depths.clear()
-        self.exit_states.clear()
+        self.drop_last(len(self.scratch_tokens))
         self.provisional, self.exit_layer = False, 0
 
     def matching_path(self, tokens: Sequence[int]) -> list[int]:
@@ -120,7 +117,6 @@ class Feed:
 
     @property
     def num_wanted(self) -> int:
-        """``wanted`` as a number."""
         return len(self.tokens) if self.wanted is None else self.wanted
 
     @property
@@ -307,10 +303,7 @@ class LanguageModel(ABC):
         """A new, empty sequence."""
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
-        """A new, empty sequence for a draft of the text that the target keeps in ``source``.
-
-        A model with a cache of its own does not look at it.
-        """
+        """A new, empty sequence for a draft of the text in the target's ``source``, which not every model looks at."""
         return self.open()
 
     def expect(self, sequence: SequenceState, length: int) -> None:  # noqa: B027
@@ -321,10 +314,7 @@ class LanguageModel(ABC):
         """
 
     def room(self, sequence: SequenceState) -> int:
-        """Most tokens that one path of the scratch may hold.
-
-        A longer path would be read in another way than its tokens one by one.
-        """
+        """Most tokens that a path of the scratch may hold: a longer one would be read in another way than one by one."""
         return self.context_length - len(sequence.tokens)
 
     @abstractmethod

@@ -20,7 +20,6 @@ from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models import runner
 from foretoken.models.base import CapabilityError, Feed
-from foretoken.models.forward.heads import draft_head
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
@@ -134,7 +133,7 @@ def test_the_distribution_is_the_one_that_was_drawn_from(
     window: tuple[int, int, int], shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stored row, computed by the recipe's own rollout: what is trained is what drafts."""
-    monkeypatch.setattr(draft_head, "pays_packed", lambda weight: False)  # bfloat16 is not what is looked at
+    monkeypatch.setattr(packing, "pays_packed", lambda weight: False)  # bfloat16 is not what is looked at
     target = model()
     net = net_for(target, window, **shape)
     parts = TargetParts(target)

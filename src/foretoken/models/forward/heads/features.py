@@ -94,10 +94,13 @@ class HeadForward:
         """Float32 [.., D] of ids."""
         return self.parts.embedding(ids).float()
 
+    def _keep(self, call: NetworkCall) -> Any:
+        """Where the network's own forward keeps keys and values."""
+        return partial(call.cache.update, layer_idx=0)
+
     def _run_module(self, call: NetworkCall) -> Outputs:
         """The same through the network's own forward, for one whose layer is the target's."""
-        keep = partial(call.cache.update, layer_idx=0)
-        output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], keep)
+        output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], self._keep(call))
         return self._outputs(call, output, self.model.head_state(output[:, call.first :]))
 
     def _outputs(self, call: NetworkCall, output: Tensor, kept: Tensor) -> Outputs:
