@@ -314,7 +314,7 @@ class LanguageModel(ABC):
         """
 
     def room(self, sequence: SequenceState) -> int:
-        """Most tokens that a path of the scratch may hold: a longer one would be read in another way than one by one."""
+        """Most tokens that a path of the scratch may hold: a longer one would be read otherwise than one by one."""
         return self.context_length - len(sequence.tokens)
 
     @abstractmethod
