@@ -23,6 +23,7 @@ from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.linear import packing
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.network.taps import recording
 from foretoken.training.recipes.base import Batch
