@@ -20,7 +20,7 @@ from foretoken.loading import build_drafter, load_model
 from foretoken.methods.drafters.quantized import QuantizedDrafter
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.linear import quantised_linear
+from foretoken.models.linear import product, quantised_linear
 from foretoken.models.linear.product import QuantisedLinear, SideBySide
 from foretoken.models.linear.quantised import make_product, multiplies_bytes
 from foretoken.models.linear.quantised_linear import quantise_linears
@@ -126,7 +126,7 @@ def test_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(sum(type(m) is nn.Linear for m in network.modules()))
         return real(*args)
 
-    monkeypatch.setattr(quantised_linear, "make_product", spy)
+    monkeypatch.setattr(product, "make_product", spy)
     assert quantise_linears(network, "int8") == 22
     assert seen == list(range(22, 0, -1))
 

@@ -6,6 +6,7 @@ are float16 numbers of a block times steps of its groups.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,7 @@ class GroupedWeight:
             else torch.empty(out, width, dtype=torch.int8)
         )
         numbers: dict[str, list[Tensor]] = {}
-        for rows in slabs(out, width, AT_ONCE):
+        for rows in widened_together((out, width)):
             parts = how.parts(stored[rows].reshape(-1, size))
             values[rows] = _kept(parts.values, how).reshape(values[rows].shape)
             for name in ("scale", "zero", "steps", "zero_steps"):
@@ -162,6 +163,11 @@ def dequantised(stored: Tensor, kind: str) -> Tensor:
 def weight_of(stored: Tensor, kind: str) -> StoredWeight:
     """The matrix of stored rows [out, bytes]."""
     return PlainWeight(dequantised(stored, kind).clone()) if kind in PLAIN else GroupedWeight.of(stored, kind)
+
+
+def widened_together(shape: tuple[int, int]) -> Iterator[slice]:
+    """Rows of a matrix [out, in], some at a time."""
+    return slabs(*shape, AT_ONCE)
 
 
 def _kept(values: Tensor, how: QuantisedType) -> Tensor:

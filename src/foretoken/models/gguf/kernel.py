@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, factors, numbers
+from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, factors, numbers, widened_together
 from foretoken.models.gguf.products import WidenedProduct, by_slabs, mark_of
 from foretoken.models.linear.quantised_products import NativeProduct, QuantisedProduct
-from foretoken.models.linear.quantised_weights import slabs
 from foretoken.models.native import integers, linear, why_not
 from foretoken.models.native.linear import Linear, bytes_linear
 
@@ -135,7 +134,7 @@ def _packed(weight: GroupedWeight) -> Tensor:
     if weight.bits == 8:
         return integers.packed8(weight.values)
     values = torch.empty(weight.shape, dtype=torch.uint8)
-    for rows in slabs(*weight.shape, AT_ONCE):
+    for rows in widened_together(weight.shape):
         values[rows] = (weight.integers(rows).flatten(1) + weight.middle).view(torch.uint8)
     return integers.packed4(values)
 

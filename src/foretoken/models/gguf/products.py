@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, dequantised
+from foretoken.models.gguf.grouped import GroupedWeight, StoredWeight, dequantised, widened_together
 from foretoken.models.linear.quantised_products import QuantisedProduct
-from foretoken.models.linear.quantised_weights import slabs
 
 MARKED_ROWS = 8
 """Rows of a matrix that tell it from others."""
@@ -29,7 +28,7 @@ class WidenedProduct(QuantisedProduct):
 
     def product(self, x: Tensor) -> Tensor:
         return torch.cat(
-            [F.linear(x.float(), self.weight.dequantised(rows)) for rows in slabs(*self.shape, AT_ONCE)], 1
+            [F.linear(x.float(), self.weight.dequantised(rows)) for rows in widened_together(self.shape)], 1
         )
 
     def dense(self) -> Tensor:
@@ -55,7 +54,7 @@ def by_slabs(product: QuantisedProduct, x: Tensor) -> Tensor:
     """x [..., in] -> x W^T (+ bias) [..., out] in the dtype of ``x``, with the numbers that a product stands for.
 
     There is never a table of all of them."""
-    out = torch.cat([F.linear(x, product.some(rows).to(x.dtype)) for rows in slabs(*product.shape, AT_ONCE)], -1)
+    out = torch.cat([F.linear(x, product.some(rows).to(x.dtype)) for rows in widened_together(product.shape)], -1)
     return out if product.bias is None else out + product.bias.to(x.dtype)
 
 
