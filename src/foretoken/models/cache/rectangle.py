@@ -251,8 +251,8 @@ class TreeCache(Cache):
                     self._buffer(own, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
 
     def fresh(self) -> TreeCache:
-        """An empty cache for the same layers."""
-        return type(self)(self.num_layers, self.max_slots)
+        """An empty cache for the same layers, of no graphs."""
+        return TreeCache(self.num_layers, self.max_slots)
 
     def clear(self) -> None:
         """Drop all buffers: the next forward makes new ones, in its own dtype."""
@@ -314,6 +314,9 @@ class HostCache(TreeCache):
     https://arxiv.org/abs/2404.11912) does with the cache that it verifies on: the drafts in between read a small part
     that stays on the device.
     """
+
+    def fresh(self) -> TreeCache:
+        return HostCache(self.num_layers, self.max_slots)
 
     def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
         return super()._write(store, new.to(HOST), layer).to(new.device)
