@@ -262,7 +262,7 @@ def _held_out(
     temperature: float,
 ) -> dict[str, Any]:
     from foretoken.engine.stats import SpecStats
-    from foretoken.lab.acceptance import Acceptance
+    from foretoken.lab.acceptance import MeasuredAcceptance
     from foretoken.llm import assemble
 
     llm = assemble(model, drafter, "auto", controller, None)
@@ -273,7 +273,7 @@ def _held_out(
     return {
         "mean_acceptance_length": total.mean_acceptance_length,
         "acceptance_rate": total.acceptance_rate,
-        "per_position": list(Acceptance.of(total, drafter.max_depth).by_position),
+        "per_position": list(MeasuredAcceptance.of(total, drafter.max_depth).by_position),
     }
 
 

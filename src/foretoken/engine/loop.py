@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from foretoken.core import RoundTimes, Scores, TokenTree, Verdict
-from foretoken.engine.acceptance import Acceptance
+from foretoken.engine.acceptance import AcceptanceRules
 from foretoken.engine.admission import KvBudget, check, first_in_turn
 from foretoken.engine.conditional import check_language
 from foretoken.engine.delivery import Delivery
@@ -112,7 +112,7 @@ class Engine:
             controller.attach(drafter.limits)
         self.reader = Reader(self.requests, prefill_chunk)
         self.drafting = Drafting(target, self.drafter, controller, members, self.reader.pace)
-        self.acceptance = Acceptance(verifier, self.drafter, allow_lossy)
+        self.acceptance = AcceptanceRules(verifier, self.drafter, allow_lossy)
         self.delivery = Delivery(self.requests, members)
 
     def serve(

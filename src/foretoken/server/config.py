@@ -23,7 +23,7 @@ def _option(default: Any, told: str, shown: bool = True) -> Any:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """What a server serves, and what it lets clients do; every field is an option of ``foretoken serve``.
 
     What the fields' own texts leave out:
@@ -195,13 +195,13 @@ def parse_bytes(text: str) -> int | None:
 
 def settings_from(
     flags: Mapping[str, Any], file: Path | None = None, environ: Mapping[str, str] = os.environ
-) -> Settings:
+) -> ServerSettings:
     """Settings of flags that were given (those that are ``None`` were not), the environment, and a file.
 
     Raises:
         ValueError: a file that cannot be read, an unknown name in it, or a value of the wrong kind.
     """
-    known = {one.name: one for one in fields(Settings)}
+    known = {one.name: one for one in fields(ServerSettings)}
     found: dict[str, Any] = {}
     for name, value in _read(file).items():
         if name not in known:
@@ -213,7 +213,7 @@ def settings_from(
         if PREFIX + name.upper() in environ:
             found[name] = _value(name, environ[PREFIX + name.upper()], PREFIX + name.upper())
     found |= {name: _value(name, value, f"--{name}") for name, value in flags.items() if value is not None}
-    return replace(Settings(insecure=True), **{"insecure": False} | found)
+    return replace(ServerSettings(insecure=True), **{"insecure": False} | found)
 
 
 def _read(file: Path | None) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _read(file: Path | None) -> dict[str, Any]:
 
 def _value(name: str, value: Any, where: str) -> Any:
     """A value of the field's type."""
-    default = getattr(Settings(insecure=True), name)
+    default = getattr(ServerSettings(insecure=True), name)
     kind = type(default)
     try:
         if kind is tuple:
