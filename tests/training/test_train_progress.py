@@ -17,8 +17,9 @@ from torch import nn
 
 from foretoken.cli.main import main
 from foretoken.cli.train_progress import ProgressLines, TrainingBar, duration, stop_on_signals
+from foretoken.training.config import RunConfig
 from foretoken.training.curves import DrafterCurve
-from foretoken.training.loop import Loop, Progress, RunConfig, Saving, Stopped
+from foretoken.training.loop import Loop, Progress, Saving, Stopped
 
 
 class Clock:
