@@ -276,7 +276,7 @@ class Engine:
         self.rounds, self.times = self.rounds + 1, RoundTimes(*map(sum, zip(self.times, times, strict=True)))
         self.reader.time.note_round(times.total_s)
         counts = (len(turns), target.run_rows - rows_before or sum(len(turn.tree) for turn in turns))
-        turns = each(lambda alone: self.delivery.account(alone[0], counts, times, self.rounds), turns)
+        turns = each(lambda alone: self.delivery.account(alone[0], counts, times), turns)
         self._bookkeeping_s = now(device) - taken
         if self.on_round is not None:
             self.on_round([t.run for t in turns], [t.tree for t in turns], [t.verdict for t in turns], times)
