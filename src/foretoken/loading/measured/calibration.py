@@ -37,7 +37,7 @@ TEXT = 32
 KEPT = KeptResults("rounds")
 
 
-class Asked(Controller):
+class FixedDepthController(Controller):
     """Asks one member of a group (``None``: the drafter, which is none) for drafts of one length."""
 
     name = "asked"
@@ -83,7 +83,7 @@ def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
             nodes = max(member.max_nodes, 1)
             lengths = sorted({min(length, member.max_depth) for length in LENGTHS})
             place = index if limits.members else None
-            seconds = {k: _draft_s(target, drafter, text, Asked(place, k, nodes)) for k in lengths}
+            seconds = {k: _draft_s(target, drafter, text, FixedDepthController(place, k, nodes)) for k in lengths}
             drafters[member.name] = line_of(seconds)
     return RoundCosts(curve, drafters, _rest_s(target, text, curve))
 
@@ -96,7 +96,7 @@ def line_of(seconds: Mapping[int, float]) -> DrafterCost:
     return DrafterCost(max(long_s - step_s * long, 0.0), step_s, [])
 
 
-def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], asked: Asked) -> float:
+def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], asked: FixedDepthController) -> float:
     depth = asked.budget(None, 1).max_depth  # type: ignore[arg-type]
     times = _rounds(target, drafter, asked, text, (1 + ROUNDS) * (1 + depth) + depth)
     return median([one.draft_s for one in times[1 : 1 + ROUNDS]] or [one.draft_s for one in times])
