@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from torch import distributed
 
-from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, place_of, resolve
+from foretoken.core.io.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, place_of, resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel

@@ -24,7 +24,7 @@ from foretoken.methods.drafters.learning.lessons import Lesson, Mistake, stored_
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear
-from foretoken.models.linear.quantised_linear import QuantisedLinear
+from foretoken.models.linear.product import QuantisedLinear
 
 
 @dataclass(frozen=True)
