@@ -56,7 +56,7 @@ _STATED = re.compile(
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class MeasuredAcceptance:
     """What was measured.
 
     Attributes:
@@ -70,7 +70,7 @@ class Acceptance:
     rounds: int
 
     @classmethod
-    def of(cls, stats: SpecStats, depth: int) -> Acceptance:
+    def of(cls, stats: SpecStats, depth: int) -> MeasuredAcceptance:
         """Of drafts of up to ``depth`` tokens."""
         reached = [*stats.num_accepted_tokens_per_pos, *[0] * depth][:depth]
         shares = tuple(count / max(stats.num_drafts, 1) for count in reached)
@@ -93,8 +93,8 @@ class AcceptanceCheck:
         self.expect = expect
 
     def __call__(self, new: Imported) -> dict[str, Any]:
-        """``acceptance`` (as :class:`Acceptance`, with what was ``expected``, and tokens a round ``by_length`` of the
-        text) and ``warnings``.
+        """``acceptance`` (as :class:`MeasuredAcceptance`, with what was ``expected``, and tokens a round ``by_length``
+        of the text) and ``warnings``.
 
         Raises:
             ValueError: the target has no tokenizer, less than .8 of what was expected is accepted, or drafts fail in
@@ -133,7 +133,7 @@ def long_text(tokenizer: Any) -> list[int]:
     return ids
 
 
-def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> Acceptance:
+def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
     """Answer prompts greedily with a draft of the drafter's own length in every round."""
     engine, total = Engine(target, drafter, None, ConstantController()), SpecStats()
     for ids in prompts:
@@ -148,7 +148,7 @@ def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequenc
                     total.merge(run.stats)
     finally:
         engine.close()
-    return Acceptance.of(total, drafter.max_depth)
+    return MeasuredAcceptance.of(total, drafter.max_depth)
 
 
 def stated(folder: Path) -> float | None:
@@ -161,7 +161,7 @@ def stated(folder: Path) -> float | None:
     return min((figure for figure in figures if figure > 1), default=None)
 
 
-def _measured(new: Imported, folder: Path, prompts: Sequence[Sequence[int]]) -> Acceptance:
+def _measured(new: Imported, folder: Path, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
     spec = new.spec.format(folder)
     options = CHAINS.get(new.spec.split(":")[0], "")
     drafter = build_drafter(
@@ -202,7 +202,7 @@ def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
     )
 
 
-def _better_layers(new: Imported, own: Acceptance, prompts: Sequence[Sequence[int]]) -> str:
+def _better_layers(new: Imported, own: MeasuredAcceptance, prompts: Sequence[Sequence[int]]) -> str:
     """Which layers beside the drafter's own give clearly more, in words; empty: none do, or it names none."""
     tried = {by: _shifted(new, by, prompts) for by in (-1, 1)}
     measured = {by: other.tokens_a_round for by, other in tried.items() if other is not None}
@@ -216,7 +216,7 @@ def _better_layers(new: Imported, own: Acceptance, prompts: Sequence[Sequence[in
     )
 
 
-def _shifted(new: Imported, by: int, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
+def _shifted(new: Imported, by: int, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance | None:
     """What the drafter would give if every layer that it reads were the one ``by`` behind; ``None``: there is none."""
     file = new.folder / CONFIG
     told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -231,7 +231,7 @@ def _shifted(new: Imported, by: int, prompts: Sequence[Sequence[int]]) -> Accept
         return _measured(new, Path(place), prompts)
 
 
-def _too_little(new: Imported, own: Acceptance, expected: float, better: str) -> str:
+def _too_little(new: Imported, own: MeasuredAcceptance, expected: float, better: str) -> str:
     method = new.spec.split(":")[0]
     masks = ["a wrong mask_token_id"] if DEPTHS.get(method) == "taps" or method == "peagle" else []
     layers = ["layer ids of another numbering"] if method in DEPTHS else []
