@@ -7,7 +7,7 @@ keeps one path of it and drops the rest.  Nothing else in the library touches a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,11 +138,11 @@ class Rows:
 
     Attributes:
         logits: [wanted, V] logits.
-        taps: hidden states by name, each [n, D]: all fed rows.
+        taps: hidden states by name, each [n, D]: all fed rows, which may be taken out when they are looked up.
     """
 
     logits: Tensor
-    taps: dict[str, Tensor] = field(default_factory=dict)
+    taps: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

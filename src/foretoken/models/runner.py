@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foretoken.core import HiddenStates
 from foretoken.models.base import Feed, Rows, SequenceState, Snapshot, check_distinct
 from foretoken.models.cache.masks import RowPlan, additive_masks
 from foretoken.models.cache.pool import CachePool, by_cache, take
@@ -290,8 +292,10 @@ class TreeRunner(ModuleModel):
             states = [feed.sequence.exit_states for feed in feeds]
             results = self._score(feeds, places, [name for name in taps if name != exit_tap], upper, states)
             if exit_tap in taps:  # what the upper layers went on from
-                for rows, kept in zip(results, states, strict=True):
-                    rows.taps[exit_tap] = torch.stack(kept)
+                results = [
+                    replace(rows, taps={**rows.taps, exit_tap: torch.stack(kept)})
+                    for rows, kept in zip(results, states, strict=True)
+                ]
         except BaseException:
             for feed in feeds:
                 feed.sequence.clear_scratch()
@@ -331,8 +335,9 @@ class TreeRunner(ModuleModel):
         results: dict[int, Rows] = {}
         for group, call, (logits, hidden) in zip(groups, calls, outputs, strict=True):
             self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)
+            width = call.ids.shape[1]
             for index, kept, (i, _, end) in zip(group, logits, call.wanted, strict=True):
-                results[index] = Rows(kept, {name: h[i, :end] for name, h in hidden.items()})
+                results[index] = Rows(kept, HiddenStates(hidden, range(i * width, i * width + end)) if hidden else {})
         return [results[index] for index in range(len(feeds))]
 
     def _call(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foretoken.core import HiddenStates
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.cache.fixed import FixedCache
 from foretoken.models.cache.masks import RowPlan
@@ -95,8 +96,9 @@ class Graphs:
         owner.num_layer_runs += WHOLE.count(owner.num_layers)
         results = []
         for row, feed, place in zip(rows, feeds, places, strict=True):
-            kept = {name: states[row, : place.new] for name, states in hidden.items()}
-            results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], kept))
+            start = row * bucket.width
+            taps = HiddenStates(hidden, range(start, start + place.new)) if hidden else {}
+            results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], taps))
         return results
 
     @torch.inference_mode()
