@@ -352,7 +352,7 @@ class LanguageModel(ABC):
     def release(self, sequence: SequenceState) -> None:
         """Free a sequence."""
 
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> Mapping[str, Tensor]:
         """Commit ``tokens`` without making logits; returns the taps of all of them."""
         if not tokens:
             return {}
@@ -362,7 +362,7 @@ class LanguageModel(ABC):
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[Mapping[str, Tensor]]:
         """:meth:`prefill` of several sequences; override where one call is cheaper than several."""
         return [self.prefill(sequence, tokens, taps) for sequence, tokens in texts]
 

@@ -9,7 +9,7 @@ tokens are the encoder's (``given``); they take no slots.  See ``docs/encoder_de
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -191,7 +191,7 @@ class EncoderDecoderModel(TreeRunner):
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[Mapping[str, Tensor]]:
         """One by one: an encoder's input must not depend on what is read beside it."""
         return [self.prefill(sequence, tokens, taps) for sequence, tokens in texts]
 

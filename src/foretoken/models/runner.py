@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -143,7 +143,7 @@ class TreeRunner(ModuleModel):
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[Mapping[str, Tensor]]:
         """Short texts in one call where little of it is padding, else one by one."""
         lengths = [len(tokens) for _, tokens in texts]
         padded = len(texts) * max(lengths, default=0)
