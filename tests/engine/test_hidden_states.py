@@ -20,11 +20,11 @@ from foretoken.methods.controllers.auto import AutoController
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.eagle3 import Eagle3Drafter
-from foretoken.methods.drafters.router import RouterDrafter
 from foretoken.methods.drafters.medusa import MedusaDrafter
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.methods.drafters.router import RouterDrafter
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from toys import engine, llamas, serve

@@ -97,8 +97,8 @@ class Graphs:
         results = []
         for row, feed, place in zip(rows, feeds, places, strict=True):
             start = row * bucket.width
-            taps = HiddenStates(hidden, range(start, start + place.new)) if hidden else {}
-            results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], taps))
+            kept = HiddenStates(hidden, range(start, start + place.new)) if hidden else {}
+            results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], kept))
         return results
 
     @torch.inference_mode()
