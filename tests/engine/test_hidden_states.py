@@ -184,6 +184,10 @@ def test_texts_are_plain_decodings_when_drafting_comes_and_goes(policy: str, pre
         assert busy.target.kv_bytes == 0 or prefix_bytes
 
 
+seen: list[tuple[tuple[int, ...], Sequence[int], Sequence[int]]] = []
+"""Texts that were drafted for, and tokens and parents of the trees."""
+
+
 class Told(Eagle3Drafter):
     """Remembers its drafts."""
 
@@ -192,9 +196,6 @@ class Told(Eagle3Drafter):
         if tree.num_drafts:
             committed = len(context.tokens) - len(verdict.path) - 1
             seen.append((tuple(context.tokens[:committed]), tree.tokens, tree.parents))
-
-
-seen: list[tuple[tuple[int, ...], Sequence[int], Sequence[int]]] = []
 
 
 def test_drafts_after_plain_rounds_are_those_of_a_text_that_was_read_at_once() -> None:
