@@ -122,7 +122,7 @@ def test_a_round_without_drafts_reads_no_state(head: str, prefix_bytes: int, rea
         busy.step()
     assert reads == []
     if isinstance(drafter, Eagle3Drafter):
-        assert drafter.model.num_layer_runs == 0 and drafter.model.kv_bytes == 0
+        assert drafter.model.run_rows == 0 and drafter.model.kv_bytes == 0
 
 
 def test_a_round_that_drafts_reads_each_tap_once_a_request(reads: list[str]) -> None:
