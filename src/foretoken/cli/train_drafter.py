@@ -26,6 +26,7 @@ from foretoken.cli.train_options import (
     SaveMinutes,
     Steps,
     Text,
+    WeightBits,
     WrittenBlocks,
     WrittenTemperature,
     keep_freed_memory,
@@ -77,6 +78,7 @@ def make_command(method: str) -> Callable[..., None]:
         answer_batch: AnswerBatch = 64,
         optimizer: Optimizer = "muon",
         precision: Precision = "bfloat16",
+        weight_bits: WeightBits = 16,
         save_every: Every = 100,
         save_minutes: SaveMinutes = 5.0,
         eval_every: Every = 100,
@@ -88,7 +90,7 @@ def make_command(method: str) -> Callable[..., None]:
         with json_only(as_json), stop_on_signals() as stop:
             report = train(
                 method, data, out, existing_model(model, target), key_values(setting), corpus, features, device,
-                save_every, eval_every, save_minutes, how, stop,
+                save_every, eval_every, save_minutes, weight_bits, how, stop,
                 steps=steps, batch_size=batch_size, context=context, seed=seed, **({} if lr is None else {"lr": lr}),
                 text=text, written_blocks=written_blocks, written_temperature=written_temperature,
                 optimizer=optimizer, precision=precision,
@@ -112,6 +114,7 @@ def train(
     save_every: int,
     eval_every: int,
     save_minutes: float,
+    weight_bits: int,
     answers: tuple[str, Mapping[str, Any]],
     stop: Stop,
     **run: Any,
@@ -151,6 +154,7 @@ def train(
                 evaluate=(lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None,
                 on_step=bar.on_step,
                 saving=Saving(save_minutes, stop.asked),
+                weight_bits=weight_bits,
             )
     options = {} if answers[0] == "data" else {"answers": answers[0]}
     options |= {f"answer_{key}": value for key, value in answers[1].items()} if options else {}

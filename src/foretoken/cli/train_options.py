@@ -43,6 +43,7 @@ WrittenBlocks = Annotated[int, typer.Option(min=1, help="Blocks that the target 
 WrittenTemperature = Annotated[float, typer.Option(min=0.0, help="Temperature at which it writes.")]
 Optimizer = Annotated[str, typer.Option(help="muon (AdamW for what is no matrix) or adamw (faster on most CPUs).")]
 Precision = Annotated[str, typer.Option(help="Of products: bfloat16, or float32 (faster on CPUs without bfloat16).")]
+WeightBits = Annotated[int, typer.Option(help="Store the drafter's weights in 16 bits, or in 8 for half the room.")]
 Report = Annotated[bool, typer.Option("--json", help="Print the report as the last line.")]
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """glibc's names in ``mallopt``."""
