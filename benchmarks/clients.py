@@ -103,6 +103,9 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, required=True, help="folder for them")
     parser.add_argument("--target", default="builtin", help="a model, or the folder of one")
     parser.add_argument("--drafter", default="model,k=4")
+    parser.add_argument(
+        "--tokenizer", help="a folder with the target's tokenizer, for clients that cannot read a GGUF file"
+    )
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(PACKAGES))
     if unknown:
@@ -110,7 +113,7 @@ def main() -> None:
     names = args.names or list(PACKAGES)
     args.environments.mkdir(parents=True, exist_ok=True)
     pythons = {name: environment(name, args.environments) for name in names}
-    tokenizer = str(BUILTIN if args.target == "builtin" else Path(args.target).resolve())
+    tokenizer = str(BUILTIN if args.target == "builtin" else Path(args.tokenizer or args.target).resolve())
     process, url = served(args.target, args.drafter)
     failed = 0
     try:
