@@ -63,7 +63,9 @@ class LoadingContext(BuildContext):
     def foreign_draft_model(
         self, name: str, path: str | None, *, quantize: str = "auto", window: Window = WHOLE_TEXT
     ) -> tuple[LanguageModel, Any]:
-        """From a folder or hub id, or the built-in one."""
+        """From a folder or hub id, or the one that comes with the library for the target."""
+        shipped = None if path is not None or is_builtin(self.source) else _shipped("draft", self.source)
+        path = path if shipped is None else str(shipped)
         found, own = build_foreign_draft_model(
             name, path, self.target, self.source, self.tokenizer, self.device, quantize
         )
