@@ -8,7 +8,7 @@ of drafted rounds whose draft stands up to there.
                                        [--repeat 3] [--batch 1] [--only chat|code] [--controller constant] [--no-seed]
                                        [--out FILE]
 
-With ``--no-seed`` what samples draws freely, a chain or (``draw=without_replacement``) a tree, and no texts are compared.
+With ``--no-seed`` drafts are drawn freely, a chain or (``draw=without_replacement``) a tree, and no texts are compared.
 TARGET is ``smollm2`` (``foretoken models --fetch smollm2``), a GGUF file or a folder.
 """
 
@@ -53,8 +53,8 @@ MORE_CODE = (
 )
 QUESTIONS = {"chat": (*CHAT[:6], *MORE_CHAT), "code": (*CODE[:6], *MORE_CODE)}
 DRAFTERS = ("suffix,share=false", "quantized,bits=4,k=4")
-"""Without heads of one's own: give `eagle3:FOLDER,width=1,nodes=4,depth=4` for a chain, `eagle3:FOLDER` for a tree of as
-many nodes as pay, `eagle3:FOLDER,nodes=16` for one of 16."""
+"""Without heads of one's own: give `eagle3:FOLDER,width=1,nodes=4,depth=4` for a chain, `eagle3:FOLDER` for a tree of
+as many nodes as pay, `eagle3:FOLDER,nodes=16` for one of 16."""
 
 
 @dataclass
