@@ -80,6 +80,14 @@ def test_a_rows_bits_do_not_depend_on_the_others(level: str, inner: int) -> None
 
 
 @needs_it
+@pytest.mark.parametrize("rows", [33, 64, 65, 97, 257, 300])
+def test_rows_of_several_tiles_have_the_bits_of_one(level: str, rows: int) -> None:
+    packed, x, residual = bfloat16.laid_out(numbers(70, 96)), numbers(rows, 96, seed=2), numbers(rows, 70, seed=3)
+    alone = torch.cat([bfloat16.product(x[i : i + 1], packed, 70, None, residual[i : i + 1]) for i in range(rows)])
+    assert torch.equal(bfloat16.product(x, packed, 70, None, residual), alone)
+
+
+@needs_it
 def test_rows_may_lie_anywhere(level: str) -> None:
     weight = numbers(40, 64)
     packed, wide = bfloat16.laid_out(weight), numbers(9, 131, seed=2)

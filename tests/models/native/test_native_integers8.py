@@ -65,6 +65,15 @@ def test_a_product_is_that_of_rounded_activations(level: str, bits: int, out: in
 
 
 @needs_it
+@pytest.mark.parametrize("rows", [33, 64, 65, 97, 150])
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 32), (4, 64)])
+def test_rows_of_several_tiles_have_the_bits_of_one(level: str, bits: int, group: int, rows: int) -> None:
+    made, _ = stored(bits, 80, 128, group)
+    x = numbers(rows, 128, seed=2)
+    assert torch.equal(made.product(x), torch.cat([made.product(row[None]) for row in x]))
+
+
+@needs_it
 @pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 32), (4, 64)])
 def test_the_largest_sums_fit(level: str, bits: int, group: int) -> None:
     made, x = extreme(bits, group), torch.ones(5, 64).bfloat16()

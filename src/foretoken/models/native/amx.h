@@ -32,17 +32,36 @@ struct alignas(64) Shapes {
     }
 };
 
-// Tiles have a shape as long as this lives, each thread's its own; then they have again the shape that they had before:
-// other libraries (llama.cpp's) give them one once in each thread, and threads are shared.
-struct Configured {
-    alignas(64) std::uint8_t before[64];
+// Rows in tiles, the larger ones first: a change of shape takes time.
+struct Share {
+    long first, count;
 
-    Configured(long first, long second, long depth) {
-        const Shapes shapes(first, second > 0 ? second : 1, depth);
-        _tile_storeconfig(before);
+    Share(long rows, long tile, long tiles) {
+        const long least = rows / tiles, more = rows % tiles;
+        first = tile * least + (tile < more ? tile : more);
+        count = least + (tile < more);
+    }
+};
+
+// Tiles have shapes as long as this lives, each thread's its own; then they have again the shape that they had before:
+// other libraries (llama.cpp's) give them one once in each thread, and threads are shared.
+class Configured {
+  public:
+    // Of `depth` lines of inputs.
+    explicit Configured(long depth) : depth(depth) { _tile_storeconfig(before); }
+    ~Configured() { _tile_loadconfig(before); }
+
+    // From here on tiles are for so many rows, at most 2 ROWS; up to ROWS both kinds of rows are of all of them.
+    void take(long count) {
+        if (count == rows) return;
+        rows = count;
+        const Shapes shapes(count < ROWS ? count : ROWS, count > ROWS ? count - ROWS : count, depth);
         _tile_loadconfig(&shapes);
     }
-    ~Configured() { _tile_loadconfig(before); }
+
+  private:
+    alignas(64) std::uint8_t before[64];
+    long depth, rows = 0;
 };
 
 // The instructions.  (The compiler's own take the numbers of tiles as text.)

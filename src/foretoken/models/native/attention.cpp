@@ -8,6 +8,7 @@
 namespace {
 
 constexpr long ONE_THREAD = 1 << 14;   // products of numbers that one thread makes before a second has woken up
+constexpr float LEAST = -80;           // logarithm of a weight over the largest one, which is 1: float32 adds no e^-80 to it
 
 // Weights [count], filled up to whole vectors with zeros, before they are divided by the sum that is returned.
 template <int SIZE>
@@ -29,10 +30,13 @@ float weigh(const bfloat16 *query, Slots keys, const std::int32_t *seen, long co
         top = larger(top, first_of(scores, count - from, least));
         store_floats(weights + from, scores);
     }
-    const Floats most = spread(largest(top));
+    // Smaller weights, and their products with values, would be denormal numbers, which take the CPU a hundred times as
+    // long; trained models are full of them.
+    const Floats most = spread(largest(top)), low = spread(LEAST);
     Floats sum = no_floats();
     for (long from = 0; from < count; from += LANES) {
-        const Floats weight = first_of(exponential(load_floats(weights + from) - most), count - from, no_floats());
+        const Floats score = larger(low, load_floats(weights + from) - most);
+        const Floats weight = first_of(exponential(score), count - from, no_floats());
         store_floats(weights + from, weight);
         sum = sum + weight;
     }

@@ -132,15 +132,16 @@ void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, 
         finish(sums, rows, linear.bias ? linear.bias + column : nullptr,
                {y.result + at, y.residual ? y.residual + at : nullptr, y.stride}, width);
     };
-    const long whole = x.count / MOST, rest = x.count % MOST;
-    for (long chunk = 0; chunk < whole; chunk += CHUNK) {
-        const amx::Configured tiles(amx::ROWS, amx::ROWS, 16);
+    // Tiles of a chunk take turns at a block of weights, which is read from memory once.
+    const long tiles = (x.count + MOST - 1) / MOST;
+    amx::Configured shapes(16);
+    for (long chunk = 0; chunk < tiles; chunk += CHUNK)
         for (long block = from; block < to; block++)
-            for (long t = chunk; t < whole && t < chunk + CHUNK; t++) run(MOST * t, MOST, block);
-    }
-    if (!rest) return;
-    const amx::Configured tiles(rest < amx::ROWS ? rest : amx::ROWS, rest - amx::ROWS, 16);
-    for (long block = from; block < to; block++) run(MOST * whole, rest, block);
+            for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
+                const amx::Share rows(x.count, t, tiles);
+                shapes.take(rows.count);
+                run(rows.first, rows.count, block);
+            }
 }
 
 #else

@@ -1,7 +1,7 @@
 // Products with activations of 8 bits for many rows, in tiles of AMX.
 //
 // The sums of integers of a group of inputs come from tiles; all else is done in the order of integers8.h, so that a row
-// has the same bits whichever of the two multiplies it.  A tile of 32 rows reads the weights once.
+// has the same bits whichever of the two multiplies it.  Tiles of up to 32 rows take turns at a block of weights.
 #pragma once
 
 #include "amx.h"
@@ -15,6 +15,7 @@ namespace integers8 {
 constexpr long FEWEST = 10;           // rows that tiles multiply sooner than vectors do
 constexpr long ALL = 2 * amx::ROWS;   // rows that share weights
 constexpr long AT_ONCE = 4;           // groups of inputs whose integers become numbers together
+constexpr long TILES = 2;             // that share a block of weights: the bytes of more rows leave the nearer cache
 
 // Sums of a block of WIDTH outputs: the integers of a few groups, and the numbers.
 struct Sums {
@@ -145,18 +146,19 @@ inline bool takes_amx(long rows, const Weight &weight) { return rows >= FEWEST &
 inline void multiply_amx(const Activations &x, long rows, const Weight &weight, const float *bias, const Outputs &y,
                          long from, long to) {
     const long tiles = (rows + ALL - 1) / ALL, depth = (weight.form != PER_ROW && weight.group < BLOCK ? 16 : 32) / 4;
+    const AmxTile one = amx_tile_of<false>(weight), two = amx_tile_of<true>(weight);
+    amx::Configured shapes(depth);
     Sums sums;
-    for (long t = 0; t < tiles; t++) {
-        const long row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
-        const bool two = count > amx::ROWS;
-        const amx::Configured shapes(two ? amx::ROWS : count, two ? count - amx::ROWS : count, depth);
-        const AmxTile tile = two ? amx_tile_of<true>(weight) : amx_tile_of<false>(weight);
+    for (long chunk = 0; chunk < tiles; chunk += TILES)
         for (long block = from; block < to; block++) {
             const long column = block * WIDTH, width = weight.out - column < WIDTH ? weight.out - column : WIDTH;
-            tile(x, row, count, weight, block, sums);
-            for (long r = 0; r < count; r++) finish(sums.numbers[r], bias, y, row + r, column, width);
+            for (long t = chunk; t < tiles && t < chunk + TILES; t++) {
+                const amx::Share own(rows, t, tiles);
+                shapes.take(own.count);
+                (own.count > amx::ROWS ? two : one)(x, own.first, own.count, weight, block, sums);
+                for (long r = 0; r < own.count; r++) finish(sums.numbers[r], bias, y, own.first + r, column, width);
+            }
         }
-    }
 }
 
 }  // namespace integers8
