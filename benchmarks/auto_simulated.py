@@ -163,7 +163,7 @@ class World:
                 score.drafted.append(depth)
             record = StepRecord(
                 request.context.request_id, 1 + depth, depth, stood, count, draft_s, target_s, 0.0,
-                target_s + draft_s + rest_s, self.machine.round, nodes, member if depth else -1, depth,
+                target_s + draft_s + rest_s, nodes, member if depth else -1, depth,
             )  # fmt: skip
             controller.observe(request.context, record)
 

@@ -32,10 +32,10 @@ import foretoken as ft
 from foretoken.cli.train_distill import open_shop
 from foretoken.lab.bench.alignment import Alignment
 from foretoken.methods.drafters.learning.divergences import LOSSES
+from foretoken.training.config import TEXTS, DistillConfig
 from foretoken.training.curves import values_of
 from foretoken.training.distill import Distiller
-from foretoken.training.text_sources import TEXTS
-from foretoken.training.workshop import DistillConfig, Workshop, load_student
+from foretoken.training.workshop import Workshop, load_student
 
 COLUMNS = ("length, greedy", "length, T=1", "expected acceptance", "equal argmax")
 

@@ -30,7 +30,7 @@ from inflated import table, tell
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
-from foretoken.lab.bench.arms import Shared
+from foretoken.lab.bench.arms import ArmSetup
 from foretoken.lab.bench.gguf_export import KINDS, quantize_gguf, write_gguf
 from foretoken.lab.bench.run import BenchSettings, run_bench
 from foretoken.lab.prompts import BenchPrompt
@@ -87,7 +87,7 @@ def _network(model: Any) -> Any:
 
 def first_part(file: Path, draft: Path, prompts: dict[str, list[BenchPrompt]], options: argparse.Namespace) -> None:
     """Every arm of a file in one process."""
-    shared = Shared(
+    shared = ArmSetup(
         LlamaCppModel(file),
         source=str(file),
         tokenizer=load_tokenizer(file),

@@ -24,7 +24,7 @@ import torch
 from prompts import CODE, PROSE
 
 import foretoken as ft
-from foretoken.lab.bench.arms import Arm, Shared, Unit
+from foretoken.lab.bench.arms import Arm, ArmSetup, Unit
 from foretoken.lab.bench.results import UnitResult, acceptance_length, rate
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.transformers_arms import TransformersArm
@@ -58,7 +58,7 @@ def arms_of(size: str, options: argparse.Namespace, device: torch.device) -> tup
     graphed = eager.sibling()  # the same weights
     with_graphs(graphed, True, None if device.type == "cuda" else Eager())
     same: dict[str, Any] = {"tokenizer": load_tokenizer("builtin"), "controller": "constant", "device": device}
-    targets = {name: Shared(model, **same) for name, model in (("eager", eager), ("graphed", graphed))}
+    targets = {name: ArmSetup(model, **same) for name, model in (("eager", eager), ("graphed", graphed))}
     arms: dict[str, Arm] = {f"plain, {name}": make_arm("none", shared) for name, shared in targets.items()}
     arms["Transformers, eager"] = make_arm("transformers:plain", targets["eager"])
     arms["Transformers, static cache and compile"] = CompiledArm("compiled", targets["eager"])

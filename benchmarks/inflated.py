@@ -21,7 +21,7 @@ from common import environment
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
-from foretoken.lab.bench.arms import Shared, Unit
+from foretoken.lab.bench.arms import ArmSetup, Unit
 from foretoken.lab.bench.run import BenchSettings, run_bench
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.specs import PLAIN, is_foreign
@@ -66,7 +66,7 @@ COLUMNS = (
 
 def usable(engines: list[str]) -> list[str]:
     """The engines that are installed, tried on the small built-in target."""
-    shared = Shared(load_model("builtin", dtype="float32"))
+    shared = ArmSetup(load_model("builtin", dtype="float32"))
     found = []
     for spec in engines:
         try:
@@ -133,7 +133,7 @@ def main() -> None:
     print(environment(), f"foretoken {ft.__version__}", f"{options.new_tokens} new tokens", options.dtype, sep=", ")
     texts = {"code": (*CODE, *MORE_CODE), "prose": (*PROSE, *MORE_PROSE)}
     prompts = {name: [BenchPrompt(name, text) for text in group[: options.prompts]] for name, group in texts.items()}
-    shared = Shared(
+    shared = ArmSetup(
         target,
         tokenizer=load_tokenizer("builtin"),
         controller=options.controller,

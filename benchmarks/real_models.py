@@ -29,8 +29,8 @@ from common import environment
 from quantized import instructions
 
 import foretoken as ft
-from foretoken.lab.bench.arms import Shared
-from foretoken.lab.bench.llama_cpp_arms import DraftArm, LlamaCppArm, PromptLookupArm
+from foretoken.lab.bench.arms import ArmSetup
+from foretoken.lab.bench.llama_cpp_arms import DraftArm, LlamaCppArm, LlamaCppPromptLookupArm
 from foretoken.loading.measured.machine import hardware
 
 CHAT = (
@@ -182,10 +182,10 @@ def _ours(llm: ft.Llm, temperature: float) -> Run:
 
 
 def _llama_cpp(file: str, draft: str | None, plain: ft.Llm, temperature: float) -> dict[str, Run]:
-    shared = Shared(plain.target, file, plain.tokenizer, ignore_eos=False)
+    shared = ArmSetup(plain.target, file, plain.tokenizer, ignore_eos=False)
     arms: dict[str, LlamaCppArm] = {
         "llama.cpp plain": LlamaCppArm("plain", shared),
-        "llama.cpp prompt lookup": PromptLookupArm("prompt lookup", shared),
+        "llama.cpp prompt lookup": LlamaCppPromptLookupArm("prompt lookup", shared),
     }
     if draft is not None:
         arms["llama.cpp draft"] = DraftArm("draft", shared, draft=draft, k=4)

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from foretoken.lab.bench.gguf_export import write_gguf
 from foretoken.loading import load_tokenizer
-from foretoken.loading.checkpoints import ZOO
+from foretoken.core.io.checkpoints import ZOO
 from foretoken.models.variants.inflation import inflate
 
 WAIT_S = 240.0

@@ -1,7 +1,7 @@
-"""A draft model with a vocabulary of its own for SmolLM2: the tokenizer, the text and the weights that training starts from.
+"""A draft model with a vocabulary of its own for SmolLM2: tokenizer, text, and the weights that training starts from.
 
-Takes the SIZE tokens that are most frequent in the target's answers, with the tokens that each is merged from, so that a
-word whose token is among them is written as the target writes it, and every other one in smaller tokens.  Embeddings
+Takes the SIZE tokens that are most frequent in the target's answers, with the tokens that each is merged from, so that
+a word whose token is among them is written as the target writes it, and every other one in smaller tokens.  Embeddings
 start as the first principal components of the target's.
 
     python benchmarks/smollm2_draft.py TARGET ANSWERS.jsonl OUT [--size 8192] [--hidden 256] [--layers 2]
@@ -69,9 +69,8 @@ def main() -> None:
         network.model.embed_tokens.weight.copy_(components(embedding, args.hidden))
     save_model(network, tokenizer, folder)
     covered = sum(counts[i] for i in kept) / counts.total()
-    print(
-        f"{len(kept)} tokens cover {covered:.1%} of {counts.total():,}; {sum(p.numel() for p in network.parameters()):,}"
-    )
+    size = sum(p.numel() for p in network.parameters())
+    print(f"{len(kept)} tokens cover {covered:.1%} of {counts.total():,}; {size:,} parameters")
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:

@@ -23,7 +23,7 @@ from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
 from foretoken.loading import BUILTIN, ZOO, build_drafter, load_model, load_tokenizer
-from foretoken.loading.checkpoints import is_adapter
+from foretoken.core.io.checkpoints import is_adapter
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.models.base import LanguageModel

@@ -15,7 +15,7 @@ from foretoken.lab.report.markup import tag
 from foretoken.lab.report.show.picture import LEAST, MARGIN, framed, reasons, text, wrapped
 from foretoken.lab.report.show.run import Round
 from foretoken.lab.report.show.tree import draw_tree
-from foretoken.lab.report.show.why import Node
+from foretoken.lab.report.show.why import TraceNode
 from foretoken.registry import Row, find, rows
 
 DOCS = Path(__file__).parent
@@ -225,7 +225,7 @@ def tree_picture(one: Round, title: str, most: int) -> str:
     return framed([*parts, *why], wide, y + 2, f"{title}; {one.caption}")
 
 
-def _spare(nodes: Sequence[Node], kinds: Sequence[str]) -> Node | None:
+def _spare(nodes: Sequence[TraceNode], kinds: Sequence[str]) -> TraceNode | None:
     """The last leaf of such a kind."""
     parents = {node.parent for node in nodes}
     return next((n for n in reversed(nodes) if n.status in kinds and n.index not in parents), None)

@@ -16,7 +16,7 @@ from foretoken.lab.plan.assumptions import Assumptions
 from foretoken.lab.plan.planner import plan
 from foretoken.lab.plan.roofline import Roofline
 from foretoken.lab.plan.speedup import alpha_for_tokens, expected_tokens, round_cost
-from foretoken.lab.report.charts import Chart, Guide, Lines, Series, Stack
+from foretoken.lab.report.charts import Chart, Guide, LineChart, Series, StackChart
 from foretoken.lab.report.markup import Markup, tag
 from foretoken.lab.report.page import palette, resource
 from foretoken.lab.report.svg import WIDTH, parts_of
@@ -38,7 +38,7 @@ def expected() -> Chart:
     ks = range(17)
     lines = [Series(f"α = {a}", [(k, expected_tokens(a, k)) for k in ks], i) for i, a in enumerate(ALPHAS)]
     limit = Guide("the limit for α = 0.8", [(0, 5.0), (16, 5.0)])
-    return Lines("Tokens per round", "k, draft tokens per round", "E, tokens per round", lines, [limit])
+    return LineChart("Tokens per round", "k, draft tokens per round", "E, tokens per round", lines, [limit])
 
 
 def best_length() -> Chart:
@@ -49,7 +49,7 @@ def best_length() -> Chart:
         best = f"best k = {Assumptions(0.7, c).best_k(range(65))}" if c else "the longer the better"
         lines.append(Series(f"c = {c:g} ({best})", [(k, Assumptions(0.7, c).speedup(k)) for k in ks], i))
     plain = Guide(PLAIN, [(0, 1.0), (16, 1.0)])
-    return Lines("Speed-up by draft length, α = 0.7", "k, draft tokens per round", "speed-up", lines, [plain])
+    return LineChart("Speed-up by draft length, α = 0.7", "k, draft tokens per round", "speed-up", lines, [plain])
 
 
 def arithmetic() -> Chart:
@@ -62,7 +62,7 @@ def arithmetic() -> Chart:
         Series("reads of the target's weights, α = 0.9", [(row.k, row.target_reads) for row in more], 2),
     ]
     plain = Guide(PLAIN, [(0, 1.0), (16, 1.0)])
-    return Lines("Arithmetic for memory", "k, draft tokens per round", "times plain decoding", lines, [plain])
+    return LineChart("Arithmetic for memory", "k, draft tokens per round", "times plain decoding", lines, [plain])
 
 
 def roofline() -> Chart:
@@ -75,7 +75,7 @@ def roofline() -> Chart:
         Series("64 experts, 8 active, 57 billion", [(n, experts(n)) for n in sizes], 1),
     ]
     ridge = H100["flops"] * 2 / (2 * H100["bandwidth"])  # 2 bytes a weight, 2 operations
-    return Lines(
+    return LineChart(
         "Cost of scoring n tokens, H100 in bfloat16 (peak figures)", "n, tokens in one call", "v(n), cost of one token",
         lines, marks=[(ridge, f"n* = {ridge:.0f}: reads take as long as arithmetic", 0)], log_x=True,
         x_ticks=[float(n) for n in sizes],
@@ -90,7 +90,7 @@ def trees() -> Chart:
         Series("chain", [(n, expected_tokens(POSITIONS[0], n)) for n in sizes], 1),
     ]
     words = ", ".join(f"{a:g}" for a in POSITIONS)
-    return Lines(f"Trees and chains, positional acceptance {words}", "draft nodes", "E, tokens per round", lines)
+    return LineChart(f"Trees and chains, positional acceptance {words}", "draft nodes", "E, tokens per round", lines)
 
 
 def best_tree(nodes: int) -> float:
@@ -121,7 +121,7 @@ def batches() -> Chart:
         Series(f"k = {k} kept", [(b, given.speedup(k, b)) for b in sizes], i + 1) for i, k in enumerate((2, 4, 7))
     ]
     plain = Guide(PLAIN, [(1, 1.0), (sizes[-1], 1.0)])
-    return Lines("Speed-up by batch, α = 0.75, c = 0.05, dense model on an H100", "requests per batch", "speed-up",
+    return LineChart("Speed-up by batch, α = 0.75, c = 0.05, dense model on an H100", "requests per batch", "speed-up",
                  lines, [plain], log_x=True, x_ticks=[float(b) for b in sizes])  # fmt: skip
 
 
@@ -135,7 +135,9 @@ def residual() -> Chart:
         for word in p
     ]  # fmt: skip
     parts = ("accepted: min(p, q)", "recovered: p above q", "rejected: q above p")
-    return Stack("Accepted and recovered make p; as much is recovered as was rejected", "probability", parts, rows, "")
+    return StackChart(
+        "Accepted and recovered make p; as much is recovered as was rejected", "probability", parts, rows, ""
+    )
 
 
 def break_even() -> Chart:
@@ -146,7 +148,7 @@ def break_even() -> Chart:
         found = [(k, alpha_for_tokens(round_cost(k, cost), k)) for k in ks]
         lines.append(Series(f"{cost:g}", [(k, alpha) for k, alpha in found if alpha is not None], i))
     title = "Acceptance that pays, by what a guess costs (drafting and checking)"
-    return Lines(title, "k, draft tokens per round", "least α", lines, percent=True)
+    return LineChart(title, "k, draft tokens per round", "least α", lines, percent=True)
 
 
 PLOTS: dict[str, tuple[Callable[[], Chart], str]] = {

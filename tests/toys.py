@@ -24,6 +24,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.other.table import TableModel
 
 FALSE_ALARM = 1e-4
@@ -34,6 +35,23 @@ SCALE = int(os.environ.get("FORETOKEN_SAMPLES", "1"))
 """Multiplies the samples of every distribution test: 1 in the ordinary run, more for a thorough one."""
 
 Distribution = dict[tuple[int, ...], float]
+
+
+def layer_runs(model: Any) -> float:
+    """How many layers a runner has run since this was asked first; an attention or an MLP counts half."""
+    if "layers_seen" not in vars(model):
+        score = model._score
+
+        def counted(
+            feeds: Any, places: Any, taps: Sequence[str], plan: LayerPlan = WHOLE, inputs: Sequence[Any] = ()
+        ) -> Any:
+            model.layers_seen += plan.count(model.num_layers)
+            return score(feeds, places, taps, plan, inputs)
+
+        model._score, model.layers_seen = counted, 0.0
+    seen: float = model.layers_seen
+    return seen
+
 
 # -- models ----------------------------------------------------------------------------------------------------------
 

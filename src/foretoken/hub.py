@@ -105,7 +105,7 @@ def custom_generate(
     streamer = _streamer(call["streamer"] if knows_prompt else streamer, token_streamer)
     prompts, paddings = _unpadded(input_ids, model_kwargs.get("attention_mask"))
     rows = [
-        _Row(list(full), padding, streamer, knows_prompt)
+        _BatchRow(list(full), padding, streamer, knows_prompt)
         for full, padding in zip(input_ids.tolist(), paddings, strict=True)
     ]
     if rows[0].streamer is not None and len(rows) > 1:
@@ -210,7 +210,7 @@ class CustomGenerate:
 
 
 @dataclass
-class _Row:
+class _BatchRow:
     """One row of the batch: ``full`` holds padding, prompt and output; ``shown``: its streamer has the prompt."""
 
     full: list[int]
@@ -288,12 +288,16 @@ def _undisturbed(model: Any) -> Iterator[None]:
 
 
 def _run(
-    llm: Llm, requests: Sequence[Request], rows: Sequence[_Row], criteria: StoppingCriteriaList, device: torch.device
+    llm: Llm,
+    requests: Sequence[Request],
+    rows: Sequence[_BatchRow],
+    criteria: StoppingCriteriaList,
+    device: torch.device,
 ) -> None:
     """Serve all rows as one batch; every token is checked against the criteria, a row ends at the first that holds."""
     eos = {int(t) for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.flatten().tolist()}
     others = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
-    by_id: dict[int, _Row] = {}
+    by_id: dict[int, _BatchRow] = {}
     try:
         for request, row in zip(requests, rows, strict=True):
             by_id[llm.engine.add(request)] = row
@@ -317,7 +321,9 @@ def _run(
                 row.streamer.end()  # after an error, too: its reader may be waiting in another thread
 
 
-def _kept(row: _Row, tokens: Sequence[int], eos: set[int], others: Sequence[Any], device: torch.device) -> list[int]:
+def _kept(
+    row: _BatchRow, tokens: Sequence[int], eos: set[int], others: Sequence[Any], device: torch.device
+) -> list[int]:
     """Append tokens to a row until a criterion ends it; return those that were kept."""
     new: list[int] = []
     for token in tokens:
@@ -329,14 +335,14 @@ def _kept(row: _Row, tokens: Sequence[int], eos: set[int], others: Sequence[Any]
     return new
 
 
-def _holds(row: _Row, criteria: Sequence[Any], device: torch.device) -> bool:
+def _holds(row: _BatchRow, criteria: Sequence[Any], device: torch.device) -> bool:
     if not criteria:
         return False
     ids = torch.tensor([row.full], device=device)
     return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in criteria)
 
 
-def _result(rows: Sequence[_Row], input_ids: Tensor, config: GenerationConfig) -> Tensor | SpeculativeOutput:
+def _result(rows: Sequence[_BatchRow], input_ids: Tensor, config: GenerationConfig) -> Tensor | SpeculativeOutput:
     longest = max(len(row.full) for row in rows)
     pad = getattr(config, "_pad_token_tensor", None)
     if pad is None and any(len(row.full) < longest for row in rows):

@@ -12,7 +12,7 @@ import pytest
 from tiny_models import save_model
 
 from foretoken.lab.tune import race, search
-from foretoken.lab.tune.tuned import Job
+from foretoken.lab.tune.tuned import TuneJob
 
 SHORT = ("--new-tokens", "24", "--max-prompts", "3", "--minutes", "5", "--drafters", "ngram,jacobi,m=4")
 
@@ -99,9 +99,9 @@ def test_an_early_end_prints_and_keeps_the_answer_so_far(
     run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_signal: bool
 ) -> None:
     out = tmp_path / "profile.json"
-    original = Job.build
+    original = TuneJob.build
 
-    def ended(job: Job, spec: str) -> Any:
+    def ended(job: TuneJob, spec: str) -> Any:
         if spec.startswith("jacobi"):
             if by_signal:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_an_early_end_prints_and_keeps_the_answer_so_far(
                 raise KeyboardInterrupt
         return original(job, spec)
 
-    monkeypatch.setattr(Job, "build", ended)
+    monkeypatch.setattr(TuneJob, "build", ended)
     before = signal.getsignal(signal.SIGTERM)
     result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
     assert result.code == (143 if by_signal else 130), result.err

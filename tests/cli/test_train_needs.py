@@ -8,8 +8,8 @@ from foretoken.cli.train_drafter import needs
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.quantised_linear import quantise_linears
+from foretoken.training.config import TrainConfig
 from foretoken.training.recipes import find_recipe
-from foretoken.training.trainer import TrainConfig
 from toys import llama
 
 

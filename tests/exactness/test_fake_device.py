@@ -85,8 +85,7 @@ def cases() -> list[tuple[str, Case]]:
 @pytest.fixture(autouse=True)
 def full_projections(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU may project the states of drafts in bfloat16, which changes what is drafted, and with it unseeded texts."""
-    for module in ("foretoken.models.forward.heads.draft_head", "foretoken.models.forward.parts"):
-        monkeypatch.setattr(f"{module}.pays_packed", lambda weight: False)
+    monkeypatch.setattr("foretoken.models.linear.packing.pays_packed", lambda weight: False)
 
 
 each_case = pytest.mark.parametrize("case", [case for _, case in cases()], ids=[f"{n}.{c.label}" for n, c in cases()])

@@ -14,10 +14,10 @@ from foretoken.methods.drafters.pard import PardDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.training.config import DistillConfig
 from foretoken.training.distill import Distiller
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, Recipe
-from foretoken.training.workshop import DistillConfig
 
 STEPS, TEXTS, LENGTH = 30, 4, 40
 

@@ -12,7 +12,7 @@ import pytest
 from foretoken import load
 from foretoken.core.costs import RoundCosts
 from foretoken.loading.measured import calibration
-from foretoken.loading.measured.calibration import cache_file, calibrated, line_of, measured
+from foretoken.loading.measured.calibration import calibrated, line_of, measured
 from foretoken.methods.controllers.auto import AutoController
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.constant import ConstantController
@@ -22,6 +22,7 @@ from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.recycling import RecyclingDrafter
 from foretoken.methods.drafters.router import RouterDrafter
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.machine import results_file
 from toys import llama, llamas
 
 
@@ -75,8 +76,8 @@ def test_it_is_measured_once_for_a_model_a_machine_and_drafters(monkeypatch: pyt
     calibrated(target, NgramDrafter())
     calibrated(HuggingFaceModel(llama(seed=9)), ModelDrafter(draft))
     assert len(calls) == 3
-    for text in ("{", "[]", json.dumps({key: {"a": 1} for key in json.loads(cache_file().read_text())})):
-        cache_file().write_text(text)
+    for text in ("{", "[]", json.dumps({key: {"a": 1} for key in json.loads(results_file().read_text())})):
+        results_file().write_text(text)
         calibrated(target, ModelDrafter(draft))
     assert len(calls) == 6
 
@@ -84,7 +85,7 @@ def test_it_is_measured_once_for_a_model_a_machine_and_drafters(monkeypatch: pyt
 def test_a_busy_machine_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "is_busy", lambda: True)
     calibrated(HuggingFaceModel(llama()), NgramDrafter())
-    assert not cache_file().exists()
+    assert not calibration.KEPT.stored()
 
 
 class Noting(AutoController):

@@ -16,7 +16,7 @@ need_packages()
 import foretoken as ft  # noqa: E402
 from foretoken.cli.main import main  # noqa: E402
 from foretoken.engine.stopping import Detokenizer  # noqa: E402
-from foretoken.lab.bench.arms import Shared, Unit  # noqa: E402
+from foretoken.lab.bench.arms import ArmSetup, Unit  # noqa: E402
 from foretoken.lab.bench.serving import make_arm  # noqa: E402
 from foretoken.llm import Llm  # noqa: E402
 from foretoken.loading import LoadError, load_model, load_tokenizer  # noqa: E402
@@ -154,7 +154,7 @@ def test_batches_are_singles(model: LlamaCppModel, plain: Llm, draft: Path) -> N
 
 @pytest.mark.parametrize("spec", ["llama.cpp", "llama.cpp:prompt_lookup,k=4", "llama.cpp:draft,draft={draft},k=3"])
 def test_llama_cpp_arms_run_the_file(model: LlamaCppModel, plain: Llm, draft: Path, spec: str) -> None:
-    shared = Shared(model, str(model.path), plain.tokenizer)
+    shared = ArmSetup(model, str(model.path), plain.tokenizer)
     run = make_arm(spec.format(draft=draft), shared).run(Unit.of(plain.encode(PROMPTS[0]), NEW), (0.0, 1))
     assert run.outputs == [plain.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True).token_ids]
 

@@ -24,8 +24,8 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 import foretoken as ft
+from foretoken.core.io.checkpoints import cause_of
 from foretoken.loading import LoadError, load_model, load_tokenizer, parse_dtype
-from foretoken.loading.checkpoints import cause_of
 from foretoken.loading.networks import from_pretrained
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter

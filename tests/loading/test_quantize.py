@@ -13,16 +13,17 @@ from torch import nn
 import foretoken as ft
 from fake_cuda import fake_cuda
 from foretoken.cli.main import main
+from foretoken.core.io.checkpoints import LoadError
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
-from foretoken.loading.checkpoints import LoadError
 from foretoken.methods.drafters.quantized import QuantizedDrafter
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.linear import quantised_linear
+from foretoken.models.linear import product, quantised_linear
+from foretoken.models.linear.product import QuantisedLinear, SideBySide
 from foretoken.models.linear.quantised import make_product, multiplies_bytes
-from foretoken.models.linear.quantised_linear import QuantisedLinear, SideBySide, quantise_linears
+from foretoken.models.linear.quantised_linear import quantise_linears
 from foretoken.models.linear.quantised_products import Int8Product, IntegerProduct
 from foretoken.models.linear.quantised_weights import Int8Weight
 from models.checkpoints import new_model, prompt_of
@@ -125,7 +126,7 @@ def test_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(sum(type(m) is nn.Linear for m in network.modules()))
         return real(*args)
 
-    monkeypatch.setattr(quantised_linear, "make_product", spy)
+    monkeypatch.setattr(product, "make_product", spy)
     assert quantise_linears(network, "int8") == 22
     assert seen == list(range(22, 0, -1))
 

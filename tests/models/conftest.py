@@ -28,7 +28,7 @@ def fresh_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(params=HERE or ["none"])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Kernels are compiled for each instruction set in turn."""
-    caches = (library._loaded, library.function, layouts._has_native, quantised.available)
+    caches = (library._loaded, library.function, layouts.has_layout, quantised.available)
     monkeypatch.delenv(library.SWITCH, raising=False)
     monkeypatch.setitem(library.ALLOWED, "native", (request.param,))
     for one in caches:

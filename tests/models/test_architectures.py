@@ -230,7 +230,7 @@ def test_catch_up_keeps_what_was_accepted(subject: Subject) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])
 def test_chunked_prefill_is_one_call(subject: Subject, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(runner.TreeRunner, "prefill_chunk", chunk)
     prompt = prompt_of(LONG)
     sequence = subject.model.open()
     taps = subject.model.prefill(sequence, prompt[:-1], ["last"])

@@ -88,4 +88,4 @@ def test_runners_share_a_network_and_nothing_else() -> None:
         each.prefill(text, [3, 1, 4])
         found.append(each.forward([Feed(text, [5, 9, 2], [-1, 0, 0])])[0].logits)
     assert torch.equal(*found)
-    assert len(model._sequences) == len(other._sequences) == 1 and other.num_layer_runs == 4
+    assert len(model._sequences) == len(other._sequences) == 1 and other.run_rows == 6

@@ -158,7 +158,7 @@ def test_drafting_one_by_one_and_catching_up(qwen: Any, replay: str) -> None:
 
 @pytest.mark.parametrize("replay", ["lazy", "capture"])
 def test_taps_prefill_and_rewind(qwen: Any, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.models.stateful.PREFILL_CHUNK", 4)
+    monkeypatch.setattr(StatefulModel, "prefill_chunk", 4)
     model = StatefulModel(qwen, replay=replay)
     whole, sequence = model.open(), model.open()
     text = prompt_of(11)

@@ -20,12 +20,12 @@ import uvicorn
 import foretoken as ft
 from foretoken.llm import Llm
 from foretoken.server.app import create_app
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.protocol import guarded
 from foretoken.server.serving import Serving
 
 
-def make_llm(settings: Settings) -> Llm:
+def make_llm(settings: ServerSettings) -> Llm:
     """The built-in target with a drafter that copies, in float32."""
     return ft.load("builtin", "ngram", dtype="float32", controller="constant", known=True)
 
@@ -62,7 +62,7 @@ def served(make: Any = make_llm, send_buffer: int = 0, **settings: Any) -> Itera
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     sock.bind(("127.0.0.1", 0))
     sock.listen(256)
-    given = Settings(port=sock.getsockname()[1], **settings)
+    given = ServerSettings(port=sock.getsockname()[1], **settings)
     serving = Serving(given, make)
     app = create_app(given, serving)
     config = uvicorn.Config(app, http=guarded(given), lifespan="on", log_config=None, ws="none")

@@ -20,7 +20,7 @@ from running_server import Running, served
 import foretoken as ft
 from foretoken.llm import Llm
 from foretoken.server import config, templates
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.logs import JsonLines
 
 TEMPLATE = (
@@ -32,7 +32,7 @@ TEMPLATE = (
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-def make_templated(settings: Settings) -> Llm:
+def make_templated(settings: ServerSettings) -> Llm:
     llm = ft.load("builtin", "ngram", dtype="float32", controller="constant", known=True)
     llm.tokenizer.chat_template = TEMPLATE
     return llm
@@ -118,7 +118,7 @@ def test_what_chat_cannot_do_is_refused(server: Running, templated: Running) -> 
 def test_a_template_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "RENDER_S", 0.2)
 
-    def make(settings: Settings) -> Llm:
+    def make(settings: ServerSettings) -> Llm:
         llm = make_templated(settings)
         llm.tokenizer.apply_chat_template = lambda *a, **k: time.sleep(1.0)
         return llm
@@ -302,7 +302,7 @@ def test_the_server_answers_others_while_it_tokenises() -> None:
                 leave.wait(30)
             return self.inner(text, **options)
 
-    def make(settings: Settings) -> Llm:
+    def make(settings: ServerSettings) -> Llm:
         llm = make_templated(settings)
         llm.tokenizer = Slow(llm.tokenizer)
         return llm
@@ -389,7 +389,7 @@ def test_flags_settings_and_documentation_agree() -> None:
 
     flags = set(inspect.signature(serve_command).parameters)
     text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
-    for one in dataclasses.fields(config.Settings):
+    for one in dataclasses.fields(config.ServerSettings):
         flag = "api_key" if one.name == "api_keys" else one.name
         assert flag in flags, one.name
         shown = flag.replace("_", "-")

@@ -17,7 +17,7 @@ from running_server import Running, make_llm, served
 
 from foretoken.core import RoundTimes
 from foretoken.llm import Llm
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.metrics import PHASES
 
 PROMPTS = [
@@ -259,7 +259,7 @@ def test_rounds_with_drafts_are_counted_apart_from_rounds() -> None:
 @pytest.mark.parametrize("text", ["spam " * 12, "def fib(n):\n    return n", "return return return return"])
 def test_a_predictions_tokens_count_once(text: str) -> None:
     """Both numbers together never exceed the prediction, however often its tokens were tried."""
-    llm = make_llm(Settings())
+    llm = make_llm(ServerSettings())
     with served() as running:
         answer = running.complete(
             "spam spam spam eggs spam", max_tokens=60, ignore_eos=True, prediction={"type": "content", "content": text}

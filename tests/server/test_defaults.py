@@ -7,18 +7,18 @@ from running_server import make_llm, served
 
 from foretoken.llm import Llm
 from foretoken.loading.generation_defaults import GenerationDefaults
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 
 OWN = {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.2, "max_new_tokens": 7}
 
 
-def with_defaults(settings: Settings) -> Llm:
+def with_defaults(settings: ServerSettings) -> Llm:
     llm = make_llm(settings)
     llm.defaults = GenerationDefaults(OWN, "generation_config.json")
     return llm
 
 
-def greedy(settings: Settings) -> Llm:
+def greedy(settings: ServerSettings) -> Llm:
     llm = make_llm(settings)
     llm.defaults = GenerationDefaults({"temperature": 0.0}, "generation_config.json")
     return llm

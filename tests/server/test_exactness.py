@@ -15,7 +15,7 @@ from test_lifecycle import refused
 from foretoken.llm import Llm
 from foretoken.models.base import Refusal
 from foretoken.models.other.table import TableModel
-from foretoken.server.config import Settings, settings_from
+from foretoken.server.config import ServerSettings, settings_from
 from foretoken.server.serving import Serving
 
 REFUSALS = (
@@ -43,7 +43,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 
 def started(exactness: str, **settings: Any) -> Serving:
-    serving = Serving(Settings(**settings), lambda _: told_model(exactness))
+    serving = Serving(ServerSettings(**settings), lambda _: told_model(exactness))
 
     async def run() -> None:
         await serving.start()
@@ -103,7 +103,7 @@ def test_the_setting_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     given: dict[str, Any] = {}
     monkeypatch.setattr(serving, "load", lambda *_, **more: given.update(more))
-    serving.load_llm(Settings(exact="bitwise"))
+    serving.load_llm(ServerSettings(exact="bitwise"))
     assert given["exact"] == "bitwise"
 
 

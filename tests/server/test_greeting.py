@@ -10,7 +10,7 @@ import pytest
 from running_server import Running, served
 from test_contract import make_templated
 
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.lifecycle import greeting
 from foretoken.server.pages import FOLDER, PATHS
 
@@ -40,7 +40,7 @@ def test_the_curl_is_a_chat_where_there_is_a_template(server: Running, templated
 
 
 def test_the_curl_survives_a_shell() -> None:
-    said = greeting(Settings(served_name="it's mine", api_keys=("secret",)), is_chat=True)
+    said = greeting(ServerSettings(served_name="it's mine", api_keys=("secret",)), is_chat=True)
     line = next(line for line in said.splitlines() if "curl" in line)
     words = shlex.split(line)
     assert json.loads(words[-1])["model"] == "it's mine"

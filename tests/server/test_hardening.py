@@ -19,7 +19,7 @@ from running_server import Running, make_llm, served
 from test_limits import error_of, raw
 
 from foretoken.server import workers
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError
 from foretoken.server.lengths import Lengths
 from foretoken.server.limits import Hosts, checked, deeper_than
@@ -60,7 +60,7 @@ def texts() -> list[str]:
 
 
 def test_the_bound_is_never_above_the_tokens() -> None:
-    tokenizer = make_llm(Settings()).tokenizer
+    tokenizer = make_llm(ServerSettings()).tokenizer
     lengths = Lengths(tokenizer)
     for text in texts():
         assert lengths.least(text) <= len(tokenizer(text, add_special_tokens=False)["input_ids"]), text[:40]

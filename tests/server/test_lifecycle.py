@@ -186,10 +186,10 @@ def test_settings_come_from_flags_then_environment_then_file(tmp_path: Path) -> 
 
 
 def test_the_example_file_is_what_the_defaults_are() -> None:
-    from foretoken.server.config import Settings, settings_from
+    from foretoken.server.config import ServerSettings, settings_from
 
     example = Path(__file__).parents[2] / "examples" / "serve.yaml"
-    assert settings_from({}, example, {}) == Settings()
+    assert settings_from({}, example, {}) == ServerSettings()
 
 
 def idle(running: Running) -> bool:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.lifecycle import listener
 
 
@@ -33,11 +33,11 @@ def nodelay(sock: socket.socket) -> bool:
 
 def test_small_chunks_do_not_wait_for_an_acknowledgement() -> None:
     """With Nagle's algorithm the first token came 40 ms late."""
-    assert nodelay(listener(Settings(port=0)))
+    assert nodelay(listener(ServerSettings(port=0)))
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    with listener(Settings(port=0)) as taken:
+    with listener(ServerSettings(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
-            listener(Settings(port=port))
+            listener(ServerSettings(port=port))

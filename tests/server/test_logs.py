@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 
-from foretoken.server.logs import Lines
+from foretoken.server.logs import LineWriter
 
 
 def record(text: str) -> logging.LogRecord:
@@ -17,7 +17,7 @@ def record(text: str) -> logging.LogRecord:
 def test_lines_that_nobody_reads_stop_nobody_and_are_counted() -> None:
     """A pipe holds 64 KiB; 2,000 lines of 200 bytes are six times as much."""
     read_end, write_end = os.pipe()
-    handler = Lines(write_end, most=50)
+    handler = LineWriter(write_end, most=50)
 
     def tell() -> None:
         for number in range(2000):
@@ -46,7 +46,7 @@ def test_lines_that_nobody_reads_stop_nobody_and_are_counted() -> None:
 
 def test_who_reads_may_be_gone() -> None:
     read_end, write_end = os.pipe()
-    handler = Lines(write_end)
+    handler = LineWriter(write_end)
     os.close(read_end)
     for _ in range(3):
         handler.handle(record("x"))

@@ -31,11 +31,11 @@ def client(tools: Running) -> Any:
 
 def prompt_of(running: Running, monkeypatch: pytest.MonkeyPatch, **body: Any) -> str:
     """What a request was turned into."""
-    from foretoken.server.turn import Turn
+    from foretoken.server.turn import ChatTurn
 
     seen: list[str] = []
-    encoded = Turn._encoded
-    monkeypatch.setattr(Turn, "_encoded", lambda self, prompt: seen.append(prompt) or encoded(self, prompt))
+    encoded = ChatTurn._encoded
+    monkeypatch.setattr(ChatTurn, "_encoded", lambda self, prompt: seen.append(prompt) or encoded(self, prompt))
     answer = running.client.post("/v1/messages/count_tokens", json={"model": "builtin", **body})
     assert answer.status_code == 200, answer.text
     return seen[0]

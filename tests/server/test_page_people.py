@@ -136,9 +136,9 @@ def real() -> Iterator[str]:
     uvicorn = pytest.importorskip("uvicorn")
     pytest.importorskip("fastapi")
     from foretoken.server.app import create_app
-    from foretoken.server.config import Settings
+    from foretoken.server.config import ServerSettings
 
-    settings = Settings(model="builtin", drafter="model,tree=3x2x1x1", controller="constant", dtype="float32")
+    settings = ServerSettings(model="builtin", drafter="model,tree=3x2x1x1", controller="constant", dtype="float32")
     found = uvicorn.Server(uvicorn.Config(create_app(settings), log_config=None, lifespan="on"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=found.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -14,7 +14,7 @@ from test_scale import ASKED, gateway
 import foretoken as ft
 from foretoken.engine.request import Request
 from foretoken.llm import Llm
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller, Keys, parsed
 from foretoken.server.places import Places
 
@@ -41,7 +41,7 @@ def test_a_gateway_keeps_texts_of_two_keys_apart() -> None:
     """One prompt with two keys: the second finds nothing, and each finds its own again."""
 
     async def run() -> None:
-        async with gateway(Settings(dtype="float32", api_keys=("one", "two"))) as (client, replicas, _):
+        async with gateway(ServerSettings(dtype="float32", api_keys=("one", "two"))) as (client, replicas, _):
 
             async def ask(key: str, **more: Any) -> int:
                 body = {**ASKED, "prompt": TEXT, "max_tokens": 4, **more}
@@ -57,7 +57,7 @@ def test_a_gateway_keeps_texts_of_two_keys_apart() -> None:
     asyncio.run(run())
 
 
-def learns(settings: Settings) -> Llm:
+def learns(settings: ServerSettings) -> Llm:
     return ft.load("builtin", "ngram_cache", dtype="float32", controller="constant", known=True)
 
 
@@ -66,7 +66,11 @@ def test_a_gateway_keeps_what_drafters_learn_apart(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("test_scale.make_llm", learns)
 
     async def run() -> None:
-        async with gateway(Settings(dtype="float32", api_keys=("one", "two"), prefix_cache=False)) as (client, _, _):
+        async with gateway(ServerSettings(dtype="float32", api_keys=("one", "two"), prefix_cache=False)) as (
+            client,
+            _,
+            _,
+        ):
 
             async def drafted(key: str) -> int:
                 body = {**ASKED, "prompt": "def fib(n):", "max_tokens": 24, "ignore_eos": True}
@@ -85,7 +89,7 @@ def test_a_client_cannot_say_who_it_is() -> None:
     """Headers of clients are not what a gateway tells its replicas."""
 
     async def run() -> None:
-        async with gateway(Settings(dtype="float32", api_keys=("one", "two"))) as (client, _, _):
+        async with gateway(ServerSettings(dtype="float32", api_keys=("one", "two"))) as (client, _, _):
             for key in ("one", "two"):
                 headers = {**bearer(key), "caller": "x", "x-caller": "x", "state": "x"}
                 answer = await client.post("/v1/completions", json={**ASKED, "prompt": TEXT}, headers=headers)
@@ -121,15 +125,15 @@ def test_entries_of_keys() -> None:
 )
 def test_wrong_entries_are_refused_without_the_key(entries: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said) as refused:
-        Settings(api_keys=tuple(entries))
+        ServerSettings(api_keys=tuple(entries))
     assert "secret" not in str(refused.value) and "same" not in str(refused.value)
 
 
 def test_quotas_need_keys() -> None:
     with pytest.raises(ValueError, match="need keys"):
-        Settings(key_running=1)
+        ServerSettings(key_running=1)
     with pytest.raises(ValueError, match="key_queued needs key_running"):
-        Settings(api_keys=("a",), key_queued=1)
+        ServerSettings(api_keys=("a",), key_queued=1)
     with pytest.raises(ValueError, match="FORETOKEN_API_KEY is set and empty"):
         from foretoken.server.config import settings_from
 
@@ -188,7 +192,7 @@ def test_tokens_of_a_key_are_counted_and_refused() -> None:
 
 def test_a_gateway_counts_tokens_of_a_key_for_all_replicas() -> None:
     async def run() -> None:
-        settings = Settings(dtype="float32", api_keys=("a tokens_per_minute=10", "b running=1 queued=1"))
+        settings = ServerSettings(dtype="float32", api_keys=("a tokens_per_minute=10", "b running=1 queued=1"))
         async with gateway(settings) as (client, _, _):
 
             async def ask(key: str, **more: Any) -> httpx.Response:
@@ -307,7 +311,7 @@ def test_only_keys_that_may_come_first() -> None:
 
 
 def test_the_engine_lets_one_owner_run_so_many() -> None:
-    engine = make_llm(Settings()).engine
+    engine = make_llm(ServerSettings()).engine
     wanted = [("a", 1), ("a", 1), ("b", 0), ("b", 0)]
     for owner, most in wanted:
         engine.add(Request([5, 6, 7], max_new_tokens=2, owner=owner, owner_running=most))

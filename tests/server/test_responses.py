@@ -108,11 +108,11 @@ def test_a_call_is_forced(client: Any, choice: Any) -> None:
 
 
 def test_a_conversation_reaches_the_template(tools: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foretoken.server.turn import Turn
+    from foretoken.server.turn import ChatTurn
 
     seen: list[str] = []
-    encoded = Turn._encoded
-    monkeypatch.setattr(Turn, "_encoded", lambda self, prompt: seen.append(prompt) or encoded(self, prompt))
+    encoded = ChatTurn._encoded
+    monkeypatch.setattr(ChatTurn, "_encoded", lambda self, prompt: seen.append(prompt) or encoded(self, prompt))
     items = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "Look"}]},

@@ -15,7 +15,7 @@ from tool_server import SCHEMA, TEMPLATE, make_with_template
 
 import foretoken as ft
 from foretoken.llm import Llm
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 LIKE_MISTRAL = (
@@ -72,7 +72,7 @@ def test_whatever_a_model_has_called_the_conversation_goes_on(templated: Running
 
 
 def test_ids_that_a_template_refuses_are_made_fit() -> None:
-    def make(settings: Settings) -> Llm:
+    def make(settings: ServerSettings) -> Llm:
         llm = make_with_template(settings)
         llm.tokenizer.chat_template = LIKE_MISTRAL
         return llm
@@ -86,7 +86,7 @@ def test_ids_that_a_template_refuses_are_made_fit() -> None:
 
 
 def test_a_template_without_a_place_for_tools_refuses_them() -> None:
-    def make(settings: Settings) -> Llm:
+    def make(settings: ServerSettings) -> Llm:
         llm = make_with_template(settings)
         llm.tokenizer.chat_template = BLIND
         return llm
@@ -206,7 +206,7 @@ def test_messages_have_one_beginning_of_text(monkeypatch: pytest.MonkeyPatch) ->
     """A template that writes it behind other signs, and a tokenizer that puts one before every text."""
     from tokenizers import processors
 
-    def make(settings: Settings) -> Llm:
+    def make(settings: ServerSettings) -> Llm:
         llm = make_with_template(settings)
         tokenizer = llm.tokenizer
         begin = tokenizer.eos_token
@@ -229,7 +229,7 @@ def test_a_gguf_file_is_served_like_any_model(tmp_path: Path) -> None:
     pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
     file = gguf_files.builtin(tmp_path / "model.gguf", "target")
 
-    def make(settings: Settings) -> Llm:
+    def make(settings: ServerSettings) -> Llm:
         return ft.load(str(file), "ngram", controller="constant", known=True)
 
     with served(make, model=str(file), served_name="builtin") as running:

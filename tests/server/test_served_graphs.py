@@ -15,11 +15,11 @@ from fake_graphs import Recordings
 from foretoken.llm import Llm
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.forward.graphed import follow, with_graphs
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.serving import Serving
 
 
-def graphed_llm(settings: Settings) -> Llm:
+def graphed_llm(settings: ServerSettings) -> Llm:
     """The built-in target, which drafts for itself, with recorded steps in place of CUDA's graphs."""
     target, draft = (ft.load(drafter=None, dtype="float32").target for _ in range(2))
     with_graphs(target, True, Recordings())
@@ -34,7 +34,7 @@ def recorded(llm: Llm) -> int:
 def test_the_ladder_is_captured_before_the_first_request(caplog: pytest.LogCaptureFixture) -> None:
     kept: list[Llm] = []
 
-    def make(settings: Settings) -> Llm:
+    def make(settings: ServerSettings) -> Llm:
         kept.append(graphed_llm(settings))
         return kept[-1]
 
@@ -65,7 +65,7 @@ def test_a_server_without_graphs_says_why() -> None:
 def test_a_ladder_that_does_not_fit_turns_graphs_off_and_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm = graphed_llm(Settings())
+    llm = graphed_llm(ServerSettings())
     target: Any = llm.target
 
     def full(*_: Any) -> Any:
@@ -74,7 +74,7 @@ def test_a_ladder_that_does_not_fit_turns_graphs_off_and_serves(
     monkeypatch.setattr(Recordings, "record", full)
 
     async def run() -> None:
-        serving = Serving(Settings(max_running=2), lambda _: llm)
+        serving = Serving(ServerSettings(max_running=2), lambda _: llm)
         await serving.start()
         assert serving.failed is None
         await serving.stop(0.0)

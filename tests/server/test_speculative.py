@@ -12,12 +12,12 @@ from running_server import Running, served
 
 import foretoken as ft
 from foretoken.llm import Llm
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 
 MEMBERS = ["model,k=4", "ngram,n=3,k=6"]
 
 
-def make_auto(settings: Settings) -> Llm:
+def make_auto(settings: ServerSettings) -> Llm:
     """Two drafters, and the controller that chooses."""
     return ft.load("builtin", f"router,drafters=({'|'.join(MEMBERS)})", dtype="float32", known=True)
 
@@ -158,7 +158,7 @@ def test_padded_chunks_tell_nothing_by_their_size(chat: bool) -> None:
 def test_a_draft_model_learns_while_it_serves_and_is_saved(tmp_path: Path) -> None:
     folder = tmp_path / "draft"
 
-    def make(settings: Settings) -> Llm:
+    def make(settings: ServerSettings) -> Llm:
         spec = settings.online_drafter.replace("online,", "online,every=2,budget=1,thread=false,")
         return ft.load("builtin", spec, dtype="float32", controller="constant", known=True)
 
@@ -179,12 +179,12 @@ def test_a_draft_model_learns_while_it_serves_and_is_saved(tmp_path: Path) -> No
     [("auto", "online"), ("model", "online"), ("model:/d,k=3", "online:/d,k=3"), ("online,every=4", "online,every=4")],
 )
 def test_what_learns_is_the_draft_model(drafter: str, spec: str) -> None:
-    assert Settings(online=True, drafter=drafter).online_drafter == spec
-    assert Settings(online=True, drafter=drafter, online_save="/s").online_drafter == f"{spec},save=/s"
+    assert ServerSettings(online=True, drafter=drafter).online_drafter == spec
+    assert ServerSettings(online=True, drafter=drafter, online_save="/s").online_drafter == f"{spec},save=/s"
 
 
 def test_what_cannot_learn_is_refused() -> None:
     with pytest.raises(ValueError, match="online trains a draft model"):
-        Settings(online=True, drafter="ngram")
+        ServerSettings(online=True, drafter="ngram")
     with pytest.raises(ValueError, match="online_save needs online"):
-        Settings(online_save="/s")
+        ServerSettings(online_save="/s")

@@ -294,9 +294,9 @@ def test_other_formats_are_forced_as_well(mark: str) -> None:
     from tool_server import TEMPLATE
 
     from foretoken.llm import Llm
-    from foretoken.server.config import Settings
+    from foretoken.server.config import ServerSettings
 
-    def make(settings: Settings) -> Llm:
+    def make(settings: ServerSettings) -> Llm:
         llm = make_with_template(settings)
         llm.tokenizer.chat_template = TEMPLATE.replace("<tool_call>", mark)
         return llm

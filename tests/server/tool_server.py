@@ -11,7 +11,7 @@ import pytest
 import foretoken as ft
 from foretoken.llm import Llm
 from foretoken.server import turn
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 
 TEMPLATE = (
     "{% for t in tools or [] %}<tool {{ t.function.name }}>{% endfor %}"
@@ -30,7 +30,7 @@ SCHEMA = {
 }
 
 
-def make_with_template(settings: Settings) -> Llm:
+def make_with_template(settings: ServerSettings) -> Llm:
     """The built-in target with a chat template."""
     llm = ft.load("builtin", "ngram", dtype="float32", controller="constant", known=True)
     llm.tokenizer.chat_template = TEMPLATE

@@ -16,9 +16,10 @@ from foretoken.cli.main import main
 from foretoken.lab.bench.alignment import Alignment
 from foretoken.loading import load_model
 from foretoken.training.boost import Boost, Stage, best_tokens, matched, ready_spec
-from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.config import DistillConfig, LmConfig
+from foretoken.training.lm import train_lm
 from foretoken.training.loop import Progress
-from foretoken.training.workshop import DistillConfig, Workshop
+from foretoken.training.workshop import Workshop
 
 SHAPE: dict[str, Any] = {"heads": 2, "kv_heads": 1, "context": 64, "vocab": 300, "batch_size": 2, "lr": 1e-2}
 RUN = DistillConfig(text="teacher", steps=8, batch_size=2, context=32, written=12, lr=3e-3, seed=3)

@@ -19,13 +19,14 @@ from foretoken.cli.train_drafter import seen
 from foretoken.llm import load
 from foretoken.loading import load_model
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.answers import AnswerConfig, AnswerFile, read_questions
+from foretoken.training.answers import AnswerFile, read_questions
 from foretoken.training.chat import ChatBlocks, chat_pieces
+from foretoken.training.config import AnswerConfig, TrainConfig
 from foretoken.training.corpus import build_corpus
 from foretoken.training.recipes import RECIPES, find_recipe
 from foretoken.training.recipes.base import Batch, some_places
 from foretoken.training.recipes.features import some_rows
-from foretoken.training.trainer import TrainConfig, Trainer
+from foretoken.training.trainer import Trainer
 
 CHATML = (
     "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>\n{% endfor %}"

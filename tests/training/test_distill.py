@@ -20,11 +20,12 @@ from foretoken.cli.main import main
 from foretoken.lab.bench.alignment import Alignment
 from foretoken.loading import load_model
 from foretoken.methods.drafters.learning.divergences import LOSSES, divergence, log_distribution
+from foretoken.training.config import TEXTS, DistillConfig, LmConfig
 from foretoken.training.distill import Distiller
-from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.lm import train_lm
 from foretoken.training.loop import Progress
-from foretoken.training.text_sources import TEXTS, TeacherText
-from foretoken.training.workshop import DistillConfig, Workshop, load_student
+from foretoken.training.text_sources import TeacherText
+from foretoken.training.workshop import Workshop, load_student
 from foretoken.training.written import stored_continuations, write_continuations
 
 SHAPE = {"heads": 2, "kv_heads": 1, "context": 64, "vocab": 300, "batch_size": 2, "lr": 1e-2}

@@ -10,7 +10,8 @@ import torch
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.lm import LmConfig, build_model
+from foretoken.training.config import LmConfig
+from foretoken.training.lm import build_model
 from foretoken.training.recipes.early_exit import (
     EarlyExitRecipe,
     EarlyExitSettings,

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import foretoken as ft
 from foretoken.cli.main import main
+from foretoken.training.config import LmConfig
 from foretoken.training.formats import export_drafter
 from foretoken.training.hybrid import build_hybrid, start_from_llama
-from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.lm import train_lm
 
 SHAPE: dict[str, Any] = {
     "hidden": 32,

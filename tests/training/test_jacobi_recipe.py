@@ -19,11 +19,12 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.chains import joint_states
+from foretoken.training.config import LmConfig, TrainConfig
 from foretoken.training.joint import load_trainable
-from foretoken.training.lm import LmConfig, build_model, train_lm
+from foretoken.training.lm import build_model, train_lm
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.jacobi import JacobiRecipe, JacobiSettings
-from foretoken.training.trainer import TrainConfig, Trainer
+from foretoken.training.trainer import Trainer
 from toys import tables
 
 LENGTH = 20

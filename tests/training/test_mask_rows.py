@@ -18,10 +18,10 @@ from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.models.base import Feed
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.training.config import DistillConfig
 from foretoken.training.distill import Distiller, teach_mask
 from foretoken.training.mask_rows import kept_counts, mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.state_rows import StateRows, layers_of
-from foretoken.training.workshop import DistillConfig
 from toys import engine, llama, serve
 
 MASK = 31

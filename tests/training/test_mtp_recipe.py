@@ -16,7 +16,8 @@ from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.lm import LmConfig, build_model
+from foretoken.training.config import LmConfig
+from foretoken.training.lm import build_model
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.mtp import MtpRecipe
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from foretoken.cli.main import main
 from foretoken.training import lm
-from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.config import LmConfig, TrainConfig
+from foretoken.training.lm import train_lm
 from foretoken.training.loop import Progress
 from foretoken.training.optimizers import autocast
-from foretoken.training.trainer import TrainConfig
 
 SHAPE: dict[str, Any] = {
     "hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 48, "context": 48, "vocab": 300, "batch_size": 2,

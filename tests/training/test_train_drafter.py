@@ -17,11 +17,12 @@ from foretoken.cli.main import main
 from foretoken.loading import build_drafter, load_model
 from foretoken.models.forward.parts import TargetParts
 from foretoken.registry import rows
+from foretoken.training.config import LmConfig, TrainConfig
 from foretoken.training.joint import as_served, load_trainable
-from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.lm import train_lm
 from foretoken.training.loop import Progress
 from foretoken.training.recipes import RECIPES, find_recipe
-from foretoken.training.trainer import TrainConfig, Trainer
+from foretoken.training.trainer import Trainer
 
 TARGET = LmConfig(
     hidden=32, layers=4, heads=2, kv_heads=1, ffn=48, context=64, vocab=300, batch_size=2, steps=80, lr=1e-2

@@ -20,7 +20,8 @@ import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.training import checkpoint, lm
 from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint
-from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.config import LmConfig
+from foretoken.training.lm import train_lm
 from foretoken.training.loop import Progress
 
 SHAPE: dict[str, Any] = {

@@ -16,9 +16,10 @@ from rich.console import Console
 from torch import nn
 
 from foretoken.cli.main import main
-from foretoken.cli.train_progress import Lines, TrainingBar, duration, stop_on_signals
+from foretoken.cli.train_progress import ProgressLines, TrainingBar, duration, stop_on_signals
+from foretoken.training.config import RunConfig
 from foretoken.training.curves import DrafterCurve
-from foretoken.training.loop import Loop, Progress, RunConfig, Saving, Stopped
+from foretoken.training.loop import Loop, Progress, Saving, Stopped
 
 
 class Clock:
@@ -37,7 +38,7 @@ def lines_of(text: io.StringIO) -> list[str]:
 
 def test_lines_come_at_once_then_now_and_then_and_at_the_end() -> None:
     text, clock = io.StringIO(), Clock()
-    lines = Lines(Console(file=text, width=200), clock)
+    lines = ProgressLines(Console(file=text, width=200), clock)
     task = lines.add_task("steps", total=100, visible=False)
     for step in range(1, 101):
         lines.update(task, completed=step, total=100, description=f"loss {step}")
@@ -50,7 +51,7 @@ def test_lines_come_at_once_then_now_and_then_and_at_the_end() -> None:
 
 def test_what_has_no_known_end_is_said_without_one() -> None:
     text, clock = io.StringIO(), Clock()
-    bar = TrainingBar(Lines(Console(file=text), clock), 1, lambda measured: "")
+    bar = TrainingBar(ProgressLines(Console(file=text), clock), 1, lambda measured: "")
     bar.on_read(64)
     bar.on_read(128)
     clock.now += 11
@@ -60,7 +61,7 @@ def test_what_has_no_known_end_is_said_without_one() -> None:
 
 def test_every_line_of_progress_has_the_acceptance_that_was_measured_last() -> None:
     text = io.StringIO()
-    lines = Lines(Console(file=text, width=200), Clock())
+    lines = ProgressLines(Console(file=text, width=200), Clock())
     bar = TrainingBar(lines, 2, lambda m: f"length {m['length']}", lambda m: f"acceptance {m['rate']}")
     bar.on_step(Progress(0, 2, float("nan"), 0.0, {"length": 1.1, "rate": 0.1}))
     bar.on_step(Progress(1, 2, 3.5, 700.0, None, 60.0))

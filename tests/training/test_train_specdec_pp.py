@@ -20,11 +20,12 @@ from foretoken.loading import load_model
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.config import LmConfig, TrainConfig
+from foretoken.training.lm import train_lm
 from foretoken.training.loop import Progress
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
-from foretoken.training.trainer import TrainConfig, Trainer
+from foretoken.training.trainer import Trainer
 
 SMALL = {"heads": 2, "kv_heads": 1, "ffn": 48, "context": 64, "vocab": 300, "batch_size": 2, "lr": 1e-2}
 

@@ -101,7 +101,7 @@ class Counts:
         return f"{self.answered} answered, {self.failed} failed, {self.tokens_per_s:.1f} tokens/s"
 
 
-def _run(common: Common, left: Sequence[Job], total: int, file: Any, max_running: int) -> Counts:
+def _run(common: Common, left: Sequence[BatchLine], total: int, file: Any, max_running: int) -> Counts:
 
     llm: Llm = common.load(own_sampling=True)
     tell_defaults(llm)
@@ -123,7 +123,7 @@ def _run(common: Common, left: Sequence[Job], total: int, file: Any, max_running
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchLine:
     """One line of the input.
 
     Attributes:
@@ -137,7 +137,7 @@ class Job:
     options: Mapping[str, Any]
 
 
-def read_jobs(file: Path, options: Mapping[str, Any]) -> list[Job]:
+def read_jobs(file: Path, options: Mapping[str, Any]) -> list[BatchLine]:
     """All lines of the input, checked before any work.
 
     Args:
@@ -149,7 +149,7 @@ def read_jobs(file: Path, options: Mapping[str, Any]) -> list[Job]:
         ValueError: a line that is not such an object, or an id that comes twice; the message names the line.
         OSError: no such file.
     """
-    jobs: list[Job] = []
+    jobs: list[BatchLine] = []
     seen: set[str] = set()
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -166,7 +166,7 @@ def read_jobs(file: Path, options: Mapping[str, Any]) -> list[Job]:
     return jobs
 
 
-def _job(found: Any, number: int, options: Mapping[str, Any]) -> Job:
+def _job(found: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
     if not isinstance(found, dict):
         raise ValueError('not an object such as {"id": "a", "prompt": "..."}')
     unknown = [name for name in found if name not in (*FIELDS, *OPTIONS)]
@@ -177,7 +177,7 @@ def _job(found: Any, number: int, options: Mapping[str, Any]) -> Job:
     if given.get("seed") is not None:
         given["seed"] += number - 1
     own = {name: found[name] for name in OPTIONS if name in found}
-    return Job(str(found.get("id", number)), prompt, {**given, **own})
+    return BatchLine(str(found.get("id", number)), prompt, {**given, **own})
 
 
 def _prompt_of(found: Mapping[str, Any]) -> Any:
@@ -256,7 +256,9 @@ def append(out: IO[bytes], answer: Mapping[str, Any]) -> None:
     os.fsync(out.fileno())
 
 
-def run_jobs(llm: Llm, jobs: Sequence[Job], write: Callable[[Mapping[str, Any]], None], max_running: int = 16) -> None:
+def run_jobs(
+    llm: Llm, jobs: Sequence[BatchLine], write: Callable[[Mapping[str, Any]], None], max_running: int = 16
+) -> None:
     """Answer all jobs, several at once.
 
     Args:
@@ -265,7 +267,7 @@ def run_jobs(llm: Llm, jobs: Sequence[Job], write: Callable[[Mapping[str, Any]],
         write: told of every answer when it is finished; a job that fails has ``error`` in place of a text.
         max_running: most jobs that run together.
     """
-    waiting, running = deque(jobs), dict[int, Job]()
+    waiting, running = deque(jobs), dict[int, BatchLine]()
     try:
         while waiting or running:
             while waiting and len(running) < max_running:
@@ -284,7 +286,7 @@ def run_jobs(llm: Llm, jobs: Sequence[Job], write: Callable[[Mapping[str, Any]],
             llm.engine.cancel(request_id)
 
 
-def _answer(llm: Llm, job: Job, run: Running, emission: Emission) -> dict[str, Any]:
+def _answer(llm: Llm, job: BatchLine, run: Running, emission: Emission) -> dict[str, Any]:
     from foretoken.engine.output import output_of
 
     if emission.error is not None:

@@ -141,7 +141,7 @@ def _run(
     inflate: str | None,
 ) -> BenchResult:
     from foretoken.core.sampling import SamplingParams
-    from foretoken.lab.bench.arms import Shared
+    from foretoken.lab.bench.arms import ArmSetup
     from foretoken.lab.bench.partial import partial_of
     from foretoken.lab.bench.run import run_bench
     from foretoken.loading import load_model, load_tokenizer
@@ -149,7 +149,7 @@ def _run(
     SamplingParams(max(settings.temperatures), **common.filters)
     device = None if common.device == "auto" else common.device
     dtype = None if common.dtype == "auto" else common.dtype
-    shared = Shared(
+    shared = ArmSetup(
         load_model(
             common.target,
             dtype=dtype,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from foretoken.engine.request import Origin
     from foretoken.lab.report.show.run import Round
-    from foretoken.lab.report.show.why import Node
+    from foretoken.lab.report.show.why import TraceNode
     from foretoken.llm import Llm, Output, Piece
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "", "root": ""}
@@ -238,7 +238,7 @@ def lines_of(one: Round) -> list[TreeLine]:
     Probes are left out, and so is what was never tried below a node that was not accepted.
     """
     last = max((n.index for n in one.nodes if n.status == "accepted"), default=0)
-    children: dict[int, list[Node]] = {n.index: [] for n in one.nodes}
+    children: dict[int, list[TraceNode]] = {n.index: [] for n in one.nodes}
     for node in one.nodes[1:]:
         parent = one.nodes[node.parent]
         if node.status != "probe" and not (node.status == "untried" and parent.status in ("untried", "rejected")):
@@ -250,7 +250,7 @@ def lines_of(one: Round) -> list[TreeLine]:
     return [TreeLine("", visible(root.text), "root", ""), *_below(0, "", children)]
 
 
-def _below(index: int, indent: str, children: dict[int, list[Node]]) -> Sequence[TreeLine]:
+def _below(index: int, indent: str, children: dict[int, list[TraceNode]]) -> Sequence[TreeLine]:
     found: list[TreeLine] = []
     below = children.get(index, [])
     for place, node in enumerate(below):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from foretoken.cli.model_argument import HELP, Model, one_model
-from foretoken.server.config import Settings, settings_from
+from foretoken.cli.settings import option_of
+from foretoken.core.settings import settings_of
+from foretoken.server.config import ServerSettings, settings_from
 
 Given = typer.Option
 
@@ -101,15 +102,14 @@ def _check_extra() -> None:
 def _parameters() -> list[inspect.Parameter]:
     """The options: those of the command itself, and every setting in between, with no default of its own."""
     own = {one.name: one for one in inspect.signature(serve_command, eval_str=True).parameters.values()}
-    kinds = get_type_hints(Settings)
+    kinds = get_type_hints(ServerSettings)
     found = [own["model"], own["target"], own["config"]]
-    for one in fields(Settings)[1:]:
+    for one, about in settings_of(ServerSettings).items():
         kind: Any = list[str] if isinstance(one.default, tuple) else kinds[one.name]
         name, variable = ("api_key", "FORETOKEN_API_KEY") if one.name == "api_keys" else (one.name, None)
         # Where a switch is off by default, there is nothing to switch off.
         names = [f"--{name.replace('_', '-')}"] if one.default is False else []
-        option = Given(*names, help=one.metadata["help"], envvar=variable)
-        annotation = Annotated[kind | None, option]
+        annotation = option_of(kind | None, about, names, envvar=variable)
         found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
         if one.name == "api_keys":
             found.append(own["api_key_file"])

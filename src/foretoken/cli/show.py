@@ -68,7 +68,7 @@ def show_command(
     if out is not None and out.suffix.lower() not in kinds:
         raise ValueError(f"--out {out} must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
     if trace is not None:
-        show_trace(trace, Asked(out, request, number, as_json))
+        show_trace(trace, ShowOptions(out, request, number, as_json))
         return
     if request is not None:
         raise ValueError("--request chooses from a trace: give TRACE.jsonl")
@@ -149,7 +149,7 @@ def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tup
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShowOptions:
     """What is wanted of a trace.
 
     Attributes:
@@ -186,7 +186,7 @@ def trace_file(words: Sequence[str] | None, given: Collection[str]) -> Path | No
     return file
 
 
-def show_trace(file: Path, asked: Asked) -> None:
+def show_trace(file: Path, asked: ShowOptions) -> None:
     """Show a trace.
 
     Raises:

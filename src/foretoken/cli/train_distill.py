@@ -13,26 +13,23 @@ import typer
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
-from foretoken.cli.train_options import Data, Every, SaveMinutes, Steps, keep_freed_memory, load_target
+from foretoken.cli.settings import FromOptions, with_settings
+from foretoken.cli.train_options import Data, keep_freed_memory, load_target
 from foretoken.cli.train_progress import progress_bars, stop_on_signals
+from foretoken.training.config import DistillConfig, Intervals
 
 if TYPE_CHECKING:
     from foretoken.lab.bench.alignment import Alignment
     from foretoken.training.loop import Progress
-    from foretoken.training.workshop import DistillConfig, Workshop
+    from foretoken.training.workshop import Workshop
 
 Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, or builtin.")]
-Loss = Annotated[str, typer.Option(help="fkl, rkl, jsd or tvd.")]
-Beta = Annotated[float, typer.Option(help="Share of the target in the mean distribution of jsd.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="At which models write; 0 writes the most likely tokens.")]
-Written = Annotated[int, typer.Option(min=1, help="Rows that the target writes, used again and again.")]
-Prompt = Annotated[int, typer.Option(min=0, help="Tokens of a row given to a writing model; 0: a quarter.")]
-Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
-Rows = Annotated[int, typer.Option(min=1, help="Rows per step.")]
-Context = Annotated[int, typer.Option(min=8, help="Tokens per row.")]
+BOOST_OMITS = ("mix", "refresh", "places", "mask_token", "taps")
+"""Settings of text that a student writes, and of masks."""
 Corpus = Annotated[Path | None, typer.Option(help="Where encoded and written text is kept; share it by runs.")]
 
 
+@with_settings
 def distill_command(
     *,
     model: Model = None,
@@ -40,28 +37,9 @@ def distill_command(
     out: Annotated[Path, typer.Option(help="Folder for the model, its checkpoints and curves.")],
     target: Target = None,
     draft: Draft = "builtin",
-    loss: Loss = "fkl",
-    text: Annotated[str, typer.Option(help="fixed, teacher, policy or mixed.")] = "fixed",
-    mix: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the student's own rows in mixed text.")] = 0.5,
-    beta: Beta = 0.5,
-    temperature: Temperature = 1.0,
-    steps: Steps = 500,
-    batch_size: Rows = 4,
-    context: Context = 256,
-    prompt: Prompt = 0,
-    written: Written = 1024,
-    refresh: Annotated[int, typer.Option(min=1, help="Steps that share one writing of the student.")] = 8,
-    places: Annotated[int, typer.Option(min=1, help="Guess so many places in one pass, by masks (PARD: 8).")] = 1,
-    mask_token: Annotated[int, typer.Option(help="Id of the mask; -1: as configured, else a new token.")] = -1,
-    taps: Annotated[
-        str, typer.Option(help="With --places: hidden states of the target read beside the tokens (PARD-2): usual.")
-    ] = "",
-    lr: Rate = 1e-3,
-    seed: int = 0,
+    config: Annotated[DistillConfig, FromOptions()],
     corpus: Corpus = None,
-    save_every: Every = 100,
-    save_minutes: SaveMinutes = 5.0,
-    eval_every: Every = 100,
+    intervals: Annotated[Intervals, FromOptions()],
     device: str | None = None,
     as_json: Json = False,
 ) -> None:
@@ -69,30 +47,28 @@ def distill_command(
     chosen = existing_model(model, target)
     from foretoken.training.distill import Distiller
     from foretoken.training.loop import Saving
-    from foretoken.training.workshop import DistillConfig, load_student
+    from foretoken.training.workshop import load_student
 
-    config = DistillConfig(
-        loss=loss, text=text, mix=mix, beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
-        context=context, prompt=prompt, written=written, refresh=refresh, lr=lr, seed=seed,
-        places=places, mask_token=mask_token, taps=taps,
-    )  # fmt: skip
     with json_only(as_json), stop_on_signals() as stop, _bars() as bars, stop.in_steps(bars.say, out):
         shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)
         student = load_student(draft, shop.target, shop.tokenizer, device)
         worker = Distiller(shop, student, out, name=draft)
         measure = measure_of(shop)
         report = worker.run(
-            save_every=save_every, eval_every=eval_every, evaluate=measure, on_step=bars.step,
-            saving=Saving(save_minutes, stop.asked),
+            save_every=intervals.save_every, eval_every=intervals.eval_every, evaluate=measure, on_step=bars.step,
+            saving=Saving(intervals.save_minutes, stop.asked),
         )  # fmt: skip
         _write_card(out, report, data, chosen, config)
         bars.say(f"before: {_describe(report['before'])}")
         bars.say(f"after:  {_describe(report['after'])}")
-        bars.say(f'{report["parameters"]:,} parameters -> {out}, for use as drafter "model:{out},k={max(places, 4)}"')
+        bars.say(
+            f'{report["parameters"]:,} parameters -> {out}, for use as drafter "model:{out},k={max(config.places, 4)}"'
+        )
     if as_json:
         print_json(report)
 
 
+@with_settings
 def boost_command(
     *,
     model: Model = None,
@@ -100,22 +76,11 @@ def boost_command(
     out: Annotated[Path, typer.Option(help="Folder; the models are OUT/1, OUT/2, ...")],
     target: Target = None,
     draft: Draft = "builtin",
-    count: Annotated[int, typer.Option(min=1, help="How many draft models.")] = 2,
+    count: Annotated[int, typer.Option(min=1, help="How many draft models, of so many --steps each.")] = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a row that make a place count as matched.")] = 1,
-    loss: Loss = "fkl",
-    beta: Beta = 0.5,
-    temperature: Temperature = 1.0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each model.")] = 500,
-    batch_size: Rows = 4,
-    context: Context = 256,
-    prompt: Prompt = 0,
-    written: Written = 1024,
-    lr: Rate = 1e-3,
-    seed: int = 0,
+    config: Annotated[DistillConfig, FromOptions(omit=BOOST_OMITS, fixed={"text": "teacher"})],
     corpus: Corpus = None,
-    save_every: Every = 100,
-    save_minutes: SaveMinutes = 5.0,
-    eval_every: Every = 100,
+    intervals: Annotated[Intervals, FromOptions()],
     device: str | None = None,
     as_json: Json = False,
 ) -> None:
@@ -123,12 +88,7 @@ def boost_command(
     chosen = existing_model(model, target)
     from foretoken.training.boost import Boost, Stage, ready_spec
     from foretoken.training.loop import Saving
-    from foretoken.training.workshop import DistillConfig
 
-    config = DistillConfig(
-        loss=loss, text="teacher", beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
-        context=context, prompt=prompt, written=written, lr=lr, seed=seed,
-    )  # fmt: skip
     with json_only(as_json), stop_on_signals() as stop, _bars() as bars, stop.in_steps(bars.say, out):
         shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)
         measure = measure_of(shop)
@@ -144,10 +104,10 @@ def boost_command(
                 bars.say(f"all so far: {stage.coverage:.1%} of held-out places matched, ensemble {lengths} (T=0 and 1)")
 
         stages = boost.run(
-            count, save_every=save_every, eval_every=eval_every, evaluate=measure,
+            count, save_every=intervals.save_every, eval_every=intervals.eval_every, evaluate=measure,
             together=measure.together if measure is not None else None,
             on_step=lambda number, step: bars.step(step, f"model {number}  "), on_stage=on_stage,
-            saving=Saving(save_minutes, stop.asked),
+            saving=Saving(intervals.save_minutes, stop.asked),
         )  # fmt: skip
         if len(stages) < count:
             bars.say(f"nothing is left that {len(stages)} draft models miss: no more were trained")
@@ -232,7 +192,6 @@ def _write_card(
 ) -> None:
     """The card with a command that makes this model: options that differ from the defaults, last parts of paths."""
     from foretoken.training.cards import command, write_alignment_card
-    from foretoken.training.workshop import DistillConfig
 
     method, folder, note = ("distill", out, "") if count is None else ("boost", out.parent, _boost_note(report))
     usual = asdict(DistillConfig(text="fixed" if count is None else "teacher"))

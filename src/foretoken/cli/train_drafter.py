@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,42 +11,51 @@ import typer
 
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import check_inputs, json_only, print_json, screen
+from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.cli.train_options import (
-    AnswerBatch,
     Answers,
-    AnswerTemperature,
-    AnswerTokens,
-    Blocks,
-    Context,
     Corpus,
     Data,
-    Every,
-    Optimizer,
-    Precision,
     Report,
-    SaveMinutes,
-    Steps,
-    Text,
     WeightBits,
-    WrittenBlocks,
-    WrittenTemperature,
     keep_freed_memory,
     key_values,
     load_target,
 )
 from foretoken.cli.train_progress import Stop, TrainingBar, stop_on_signals, training_bar
+from foretoken.training.config import AnswerConfig, Intervals, TrainConfig
 
 if TYPE_CHECKING:
     from foretoken.methods.controllers.base import Controller
     from foretoken.methods.drafters.base import Drafter
     from foretoken.models.base import LanguageModel
     from foretoken.training.recipes.base import Recipe
-    from foretoken.training.trainer import TrainConfig
 
 HELD_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 6, 48, 40
 """Held-out texts that a drafter is run on while it trains."""
 PLACES = 256
 """Places of a block whose logits are computed at once."""
+
+
+@dataclass(frozen=True)
+class AnswerSource:
+    """Whose answers are learned.
+
+    Attributes:
+        kind: ``"data"`` (the chats as they are) or ``"target"`` (the target answers their questions first).
+        config: how it does.
+    """
+
+    kind: str
+    config: AnswerConfig
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the command was given, as its options are called; empty for the chats as they are."""
+        if self.kind == "data":
+            return {}
+        values = {f"answer_{name}": value for name, value in asdict(self.config).items() if name != "seed"}
+        return {"answers": self.kind, **values}
 
 
 def make_command(method: str) -> Callable[..., None]:
@@ -57,11 +67,8 @@ def make_command(method: str) -> Callable[..., None]:
         data: Data,
         out: Annotated[Path, typer.Option(help="Folder for the drafter, its checkpoints and curves.")],
         target: Target = None,
-        steps: Steps = 500,
-        batch_size: Blocks = 4,
-        context: Context = 512,
+        config: Annotated[TrainConfig, FromOptions(omit=("lr",))],
         lr: Annotated[float | None, typer.Option(min=0.0, help="Peak learning rate; the method's by default.")] = None,
-        seed: int = 0,
         setting: Annotated[
             list[str] | None, typer.Option("--set", help="key=value of the network or its loss.")
         ] = None,
@@ -69,37 +76,26 @@ def make_command(method: str) -> Callable[..., None]:
         features: Annotated[
             Path | None, typer.Option(help="Keep the target's hidden states here; share them by runs of one target.")
         ] = None,
-        text: Text = "fixed",
-        written_blocks: WrittenBlocks = 256,
-        written_temperature: WrittenTemperature = 1.0,
         answers: Answers = "data",
-        answer_tokens: AnswerTokens = 256,
-        answer_temperature: AnswerTemperature = 0.7,
-        answer_batch: AnswerBatch = 64,
-        optimizer: Optimizer = "muon",
-        precision: Precision = "bfloat16",
+        answer: Annotated[AnswerConfig, FromOptions("answer_")],
+        intervals: Annotated[Intervals, FromOptions()],
         weight_bits: WeightBits = 16,
-        save_every: Every = 100,
-        save_minutes: SaveMinutes = 5.0,
-        eval_every: Every = 100,
         device: str | None = None,
         as_json: Report = False,
     ) -> None:
         check_inputs(data)
-        how = (answers, {"tokens": answer_tokens, "temperature": answer_temperature, "batch": answer_batch})
+        source = AnswerSource(answers, replace(answer, seed=config.seed))
         with json_only(as_json), stop_on_signals() as stop:
             report = train(
-                method, data, out, existing_model(model, target), key_values(setting), corpus, features, device,
-                save_every, eval_every, save_minutes, weight_bits, how, stop,
-                steps=steps, batch_size=batch_size, context=context, seed=seed, **({} if lr is None else {"lr": lr}),
-                text=text, written_blocks=written_blocks, written_temperature=written_temperature,
-                optimizer=optimizer, precision=precision,
+                method, data, out, existing_model(model, target), key_values(setting), config, lr,
+                corpus=corpus, features=features, device=device, intervals=intervals, weight_bits=weight_bits, answers=source,
+                stop=stop,
             )  # fmt: skip
         if as_json:
             print_json(report)
 
     command.__doc__ = f"Train a drafter of the method '{method}'; resumes by itself from OUT/checkpoints."
-    return command
+    return with_settings(command)
 
 
 def train(
@@ -108,16 +104,16 @@ def train(
     out: Path,
     target: str,
     settings: Mapping[str, str],
+    config: TrainConfig,
+    lr: float | None,
+    *,
     corpus: Path | None,
     features: Path | None,
     device: str | None,
-    save_every: int,
-    eval_every: int,
-    save_minutes: float,
+    intervals: Intervals,
     weight_bits: int,
-    answers: tuple[str, Mapping[str, Any]],
+    answers: AnswerSource,
     stop: Stop,
-    **run: Any,
 ) -> dict[str, Any]:
     """Load the target, let it answer where that is asked for, train, show it, write the card; returns the report."""
     from foretoken.models.forward.parts import TargetParts
@@ -125,51 +121,48 @@ def train(
     from foretoken.training.joint import load_trainable
     from foretoken.training.loop import Saving
     from foretoken.training.recipes import find_recipe
-    from foretoken.training.trainer import TrainConfig, Trainer
+    from foretoken.training.trainer import Trainer
 
     keep_freed_memory()
     kind = find_recipe(method)
-    config = TrainConfig(**{"lr": kind.lr, **run})
+    config = replace(config, lr=kind.lr if lr is None else lr)
     with training_bar(config.steps, describe, brief) as bar:
         bar.say(f"loading {target}")
         model, tokenizer = load_target(target, device)
         dtype = TargetParts(model).head.weight.dtype
-        recipe = kind(model, TargetParts(model), settings, run["seed"])
+        recipe = kind(model, TargetParts(model), settings, config.seed)
         if recipe.trains_target or config.precision == "float32":
             model = (
                 load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
             )
-            recipe = kind(model, TargetParts(model), settings, run["seed"])
+            recipe = kind(model, TargetParts(model), settings, config.seed)
         bar.say(needs(recipe, config))
         read = data
-        if answers[0] != "data":
-            read = [_answers(answers, data, out, target, recipe, run["seed"], device, bar, stop)]
+        if answers.kind != "data":
+            read = [_answers(answers, data, out, target, recipe, device, bar, stop)]
         trainer = Trainer(recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read)
         bar.say(seen(trainer.corpus))
         prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, model.context_length // 2))
         with stop.in_steps(bar.say, out):
             report = trainer.run(
-                save_every=save_every,
-                eval_every=eval_every,
+                save_every=intervals.save_every,
+                eval_every=intervals.eval_every,
                 evaluate=(lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None,
                 on_step=bar.on_step,
-                saving=Saving(save_minutes, stop.asked),
+                saving=Saving(intervals.save_minutes, stop.asked),
                 weight_bits=weight_bits,
             )
-    options = {} if answers[0] == "data" else {"answers": answers[0]}
-    options |= {f"answer_{key}": value for key, value in answers[1].items()} if options else {}
-    write_drafter_card(out, report, data, target, answers=options)
+    write_drafter_card(out, report, data, target, answers=answers.options)
     _tell(report, out, recipe)
     return report
 
 
 def _answers(
-    asked: tuple[str, Mapping[str, Any]],
+    answers: AnswerSource,
     data: Sequence[Path],
     out: Path,
     target: str,
     recipe: Recipe,
-    seed: int,
     device: str | None,
     bar: TrainingBar,
     stop: Stop,
@@ -179,25 +172,22 @@ def _answers(
     Raises:
         ValueError: an unknown way, or as :class:`foretoken.training.answers.AnswerFile`.
     """
-    from dataclasses import asdict
-
     from foretoken.llm import load
-    from foretoken.training.answers import AnswerConfig, AnswerFile, read_questions
+    from foretoken.training.answers import AnswerFile, read_questions
 
-    if asked[0] != "target":
-        raise ValueError(f"--answers must be data or target, not {asked[0]!r}")
-    config = AnswerConfig(**asked[1], seed=seed)
+    if answers.kind != "target":
+        raise ValueError(f"--answers must be data or target, not {answers.kind!r}")
     dialogues = read_questions(data)
-    answers = AnswerFile(out, asdict(recipe.parts.fingerprint()), config, dialogues)
-    if len(answers.kept()) < len(dialogues):
-        bar.say(f"{len(dialogues):,} conversations for the target to answer -> {answers.file}")
+    file = AnswerFile(out, asdict(recipe.parts.fingerprint()), answers.config, dialogues)
+    if len(file.kept()) < len(dialogues):
+        bar.say(f"{len(dialogues):,} conversations for the target to answer -> {file.file}")
     llm = load(target, drafter=None, device=device)
     with stop.in_steps(bar.say, out):
-        file = answers.write(llm, config, bar.on_answers, stop.asked)
-    if file is None:
-        bar.say(f"stopped; what was answered is in {answers.part}: the same command goes on from there")
+        written = file.write(llm, answers.config, bar.on_answers, stop.asked)
+    if written is None:
+        bar.say(f"stopped; what was answered is in {file.part}: the same command goes on from there")
         raise typer.Exit(stop.exit_code)
-    return file
+    return written
 
 
 def needs(recipe: Recipe, config: TrainConfig) -> str:
@@ -266,7 +256,7 @@ def _held_out(
     temperature: float,
 ) -> dict[str, Any]:
     from foretoken.engine.stats import SpecStats
-    from foretoken.lab.acceptance import Acceptance
+    from foretoken.lab.acceptance import MeasuredAcceptance
     from foretoken.llm import assemble
 
     llm = assemble(model, drafter, "auto", controller, None)
@@ -277,7 +267,7 @@ def _held_out(
     return {
         "mean_acceptance_length": total.mean_acceptance_length,
         "acceptance_rate": total.acceptance_rate,
-        "per_position": list(Acceptance.of(total, drafter.max_depth).by_position),
+        "per_position": list(MeasuredAcceptance.of(total, drafter.max_depth).by_position),
     }
 
 

@@ -20,11 +20,6 @@ Data = Annotated[
         "the assistant says is learned."
     ),
 ]
-Steps = Annotated[int, typer.Option(min=1)]
-Every = Annotated[int, typer.Option(min=1)]
-SaveMinutes = Annotated[
-    float, typer.Option(min=0.0, help="A checkpoint after so many minutes, too; and on SIGTERM and Ctrl-C.")
-]
 Answers = Annotated[
     str,
     typer.Option(
@@ -32,17 +27,7 @@ Answers = Annotated[
         "OUT/answers.jsonl; rows may then have turns, prompt or question instead)."
     ),
 ]
-AnswerTokens = Annotated[int, typer.Option(min=1, help="Most tokens of such an answer.")]
-AnswerTemperature = Annotated[float, typer.Option(min=0.0, help="Temperature of such answers; 0 is greedy.")]
-AnswerBatch = Annotated[int, typer.Option(min=1, help="Chats that are answered at once.")]
-Blocks = Annotated[int, typer.Option(min=1, help="Blocks per step.")]
-Context = Annotated[int, typer.Option(min=16, help="Tokens per block.")]
 Corpus = Annotated[Path | None, typer.Option(help="Where the encoded text is kept; share it by runs.")]
-Text = Annotated[str, typer.Option(help="fixed (the corpus) or target (what the target writes).")]
-WrittenBlocks = Annotated[int, typer.Option(min=1, help="Blocks that the target writes.")]
-WrittenTemperature = Annotated[float, typer.Option(min=0.0, help="Temperature at which it writes.")]
-Optimizer = Annotated[str, typer.Option(help="muon (AdamW for what is no matrix) or adamw (faster on most CPUs).")]
-Precision = Annotated[str, typer.Option(help="Of products: bfloat16, or float32 (faster on CPUs without bfloat16).")]
 WeightBits = Annotated[int, typer.Option(help="Store the drafter's weights in 16 bits, or in 8 for half the room.")]
 Report = Annotated[bool, typer.Option("--json", help="Print the report as the last line.")]
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4

@@ -24,7 +24,7 @@ LINE_S = 10.0
 TERMINATED = 128 + signal.SIGTERM
 
 
-class Lines:
+class ProgressLines:
     """Stands for rich's progress bars where nobody sees a bar move: a line at once, then one every few seconds.
 
     Args:
@@ -75,10 +75,10 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bars() -> Iterator[Any]:
-    """The progress of a training on stderr, without tasks: rich's bars, or :class:`Lines`."""
+    """The progress of a training on stderr, without tasks: rich's bars, or :class:`ProgressLines`."""
     console = screen(stderr=True)
     if not console.is_terminal:
-        yield Lines(console)
+        yield ProgressLines(console)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -92,7 +92,7 @@ class TrainingBar:
     """The progress of one run: reading, the target's writing, steps.
 
     Args:
-        bar: rich's bars or :class:`Lines`.
+        bar: rich's bars or :class:`ProgressLines`.
         steps: of the run.
         describe: one line about what was just measured.
         short: the same in a few words, shown beside every step.

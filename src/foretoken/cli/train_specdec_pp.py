@@ -10,24 +10,11 @@ import typer
 
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out
-from foretoken.cli.train_options import (
-    Blocks,
-    Context,
-    Corpus,
-    Data,
-    Every,
-    Report,
-    SaveMinutes,
-    Steps,
-    Text,
-    WrittenBlocks,
-    WrittenTemperature,
-    keep_freed_memory,
-    key_values,
-    load_target,
-)
+from foretoken.cli.train_options import Corpus, Data, Report, keep_freed_memory, key_values, load_target
 from foretoken.cli.train_progress import stop_on_signals, training_bar
+from foretoken.training.config import Intervals, TrainConfig
 
 if TYPE_CHECKING:
     from foretoken.methods.drafters.base import Drafter
@@ -36,6 +23,7 @@ if TYPE_CHECKING:
     from foretoken.training.trainer import Trainer
 
 
+@with_settings
 def specdec_pp_command(
     *,
     model: Model = None,
@@ -45,19 +33,10 @@ def specdec_pp_command(
     draft: Annotated[str, typer.Option(help="Draft model whose hidden states are read: a folder, or builtin.")] = (
         "builtin"
     ),
-    steps: Steps = 500,
-    batch_size: Blocks = 4,
-    context: Context = 512,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-3,
-    seed: int = 0,
+    config: Annotated[TrainConfig, FromOptions(omit=("optimizer", "precision"))],
     setting: Annotated[list[str] | None, typer.Option("--set", help="key=value: blocks, mix or mismatch.")] = None,
     corpus: Corpus = None,
-    text: Text = "fixed",
-    written_blocks: WrittenBlocks = 256,
-    written_temperature: WrittenTemperature = 1.0,
-    save_every: Every = 100,
-    save_minutes: SaveMinutes = 5.0,
-    eval_every: Every = 100,
+    intervals: Annotated[Intervals, FromOptions()],
     device: str | None = None,
     as_json: Report = False,
 ) -> None:
@@ -66,25 +45,25 @@ def specdec_pp_command(
     from foretoken.training.cards import write_stop_card
     from foretoken.training.loop import Saving
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
-    from foretoken.training.trainer import TrainConfig, Trainer
+    from foretoken.training.trainer import Trainer
 
     keep_freed_memory()
-    config = TrainConfig(
-        steps=steps, batch_size=batch_size, context=context, lr=lr, seed=seed, text=text,
-        written_blocks=written_blocks, written_temperature=written_temperature,
-    )  # fmt: skip
     with json_only(as_json):
         judge, guesser, tokenizer = load_pair(chosen, draft, device)
-        if context > min(judge.context_length, guesser.context_length):
+        if config.context > min(judge.context_length, guesser.context_length):
             longest = min(judge.context_length, guesser.context_length)
-            raise ValueError(f"--context {context} is longer than the models' {longest}: give a smaller one")
-        recipe = SpecdecPpRecipe(judge, guesser, settings, seed)
-        with stop_on_signals() as stop, training_bar(steps, describe) as bar, stop.in_steps(bar.say, out):
+            raise ValueError(f"--context {config.context} is longer than the models' {longest}: give a smaller one")
+        recipe = SpecdecPpRecipe(judge, guesser, settings, config.seed)
+        with stop_on_signals() as stop, training_bar(config.steps, describe) as bar, stop.in_steps(bar.say, out):
             trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written)
             tried = _trial(trainer, recipe)
-            saving = Saving(save_minutes, stop.asked)
+            saving = Saving(intervals.save_minutes, stop.asked)
             report = trainer.run(
-                save_every=save_every, eval_every=eval_every, evaluate=tried, on_step=bar.on_step, saving=saving
+                save_every=intervals.save_every,
+                eval_every=intervals.eval_every,
+                evaluate=tried,
+                on_step=bar.on_step,
+                saving=saving,
             )
         write_stop_card(out, report, data, chosen, draft)
         screen(stderr=True).print(

@@ -12,7 +12,7 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen, table
 
 if TYPE_CHECKING:
-    from foretoken.lab.tune.layer_skip import SkipSearch, TunedSkips
+    from foretoken.lab.tune.layer_skip import LayerSkipStudy, TunedSkips
     from foretoken.lab.tune.tree import TunedTree
     from foretoken.lab.workload import Workload
     from foretoken.methods.drafters.base import Drafter
@@ -92,7 +92,7 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
     with Progress(*columns, console=console, auto_refresh=False) as bar:
         task = bar.add_task("warming up", total=trials)
 
-        def on_trial(number: int, speed: float, search: SkipSearch) -> None:
+        def on_trial(number: int, speed: float, search: LayerSkipStudy) -> None:
             text = f"last {speed:.1f}, best {search.best_speed:.1f} tokens/s" if number else "trying the default set"
             bar.update(task, completed=min(number, trials), description=text, refresh=True)
 

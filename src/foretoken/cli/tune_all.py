@@ -17,7 +17,7 @@ from foretoken.cli.output import check_out, json_only, print_json, screen
 from foretoken.options import FILTERS
 
 if TYPE_CHECKING:
-    from foretoken.lab.tune.tuned import Job, Outcome, TunedRow
+    from foretoken.lab.tune.tuned import Outcome, TunedRow, TuneJob
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that SIGTERM has ended."""
@@ -117,14 +117,14 @@ def _job(
     most: int,
     minutes: float,
     began_s: float,
-) -> Job:
+) -> TuneJob:
     if not minutes > 0:
         raise ValueError(f"--minutes must be above 0, not {minutes:g}")
     from foretoken.core.conversation import turn_ends
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.prompts import load_prompts, prompts_of_kind
     from foretoken.lab.tune.choices import parse_names
-    from foretoken.lab.tune.tuned import Job
+    from foretoken.lab.tune.tuned import TuneJob
     from foretoken.lab.workload import Workload, fitting_prompts
     from foretoken.loading.measured.busy import settle_threads
 
@@ -140,7 +140,7 @@ def _job(
     ids = fitting_prompts(subject, loaded or prompts_of_kind(subject.tokenizer), new_tokens, most)
     target.eos_token_ids |= frozenset(end for end in turn_ends(subject.tokenizer) if end < target.vocab_size)
     work = Workload(subject, ids, new_tokens, common.temperature, common.seed or 0)
-    return Job(work, chosen, offers, minutes, perf_counter, began_s)
+    return TuneJob(work, chosen, offers, minutes, perf_counter, began_s)
 
 
 def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
@@ -167,7 +167,7 @@ def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
     return list(dict.fromkeys(specs))
 
 
-def _tuned(job: Job, out: Path) -> Outcome:
+def _tuned(job: TuneJob, out: Path) -> Outcome:
     """Search, and keep the profile."""
     if out.is_dir():
         raise ValueError(f"{out} is a folder: name a file for the profile")

@@ -43,7 +43,6 @@ class StepRecord(NamedTuple):
     Attributes:
         num_nodes: of this request's tree, the root included; ``round_nodes`` are those of the whole batch,
             as rows that the target computed (with padding, where it pads).
-        round_id: the same for all requests of a round.
         member: which member of a group drafted (its index), -1 when there is no group or nothing was drafted.
         depth: levels of the draft.
         waiting: requests that wait for a place in the batch.
@@ -58,7 +57,6 @@ class StepRecord(NamedTuple):
     target_s: float
     verify_s: float
     total_s: float
-    round_id: int = 0
     round_nodes: int = 0
     member: int = -1
     depth: int = 0

@@ -12,7 +12,7 @@ from foretoken.methods.verifiers.batched import verify_batch
 from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, check_proposals
 
 
-class Acceptance:
+class AcceptanceRules:
     """The acceptance rules of one engine.
 
     Args:

@@ -93,14 +93,13 @@ class Delivery:
             if self.drafter is not None and turn.run.finish_reason is None:
                 self.drafter.observe(turn.run.context, turn.tree, turn.scores, turn.verdict)
 
-    def account(self, turn: Turn, counts: tuple[int, int], times: RoundTimes, rounds: int) -> None:
+    def account(self, turn: Turn, counts: tuple[int, int], times: RoundTimes) -> None:
         """Count the round in the request's statistics, and tell the controller.
 
         Args:
             turn: of one request.
             counts: requests of the round, and the rows that the target ran for them.
             times: of the whole round.
-            rounds: how many there were, with this one.
         """
         run, tree = turn.run, turn.tree
         accepted = len(turn.verdict.path)
@@ -122,7 +121,6 @@ class Delivery:
                 accepted,
                 batch,
                 *times,
-                rounds,
                 nodes,
                 _member_of(turn),
                 max(tree.depths),

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from foretoken.core import RoundTimes, Scores, TokenTree, Verdict
-from foretoken.engine.acceptance import Acceptance
+from foretoken.engine.acceptance import AcceptanceRules
 from foretoken.engine.admission import KvBudget, check, first_in_turn
 from foretoken.engine.conditional import check_language
 from foretoken.engine.delivery import Delivery
@@ -112,7 +112,7 @@ class Engine:
             controller.attach(drafter.limits)
         self.reader = Reader(self.requests, prefill_chunk)
         self.drafting = Drafting(target, self.drafter, controller, members, self.reader.pace)
-        self.acceptance = Acceptance(verifier, self.drafter, allow_lossy)
+        self.acceptance = AcceptanceRules(verifier, self.drafter, allow_lossy)
         self.delivery = Delivery(self.requests, members)
 
     def serve(
@@ -276,7 +276,7 @@ class Engine:
         self.rounds, self.times = self.rounds + 1, RoundTimes(*map(sum, zip(self.times, times, strict=True)))
         self.reader.time.note_round(times.total_s)
         counts = (len(turns), target.run_rows - rows_before or sum(len(turn.tree) for turn in turns))
-        turns = each(lambda alone: self.delivery.account(alone[0], counts, times, self.rounds), turns)
+        turns = each(lambda alone: self.delivery.account(alone[0], counts, times), turns)
         self._bookkeeping_s = now(device) - taken
         if self.on_round is not None:
             self.on_round([t.run for t in turns], [t.tree for t in turns], [t.verdict for t in turns], times)

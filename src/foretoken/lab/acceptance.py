@@ -53,7 +53,7 @@ _STATED = re.compile(
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class MeasuredAcceptance:
     """What was measured.
 
     Attributes:
@@ -67,7 +67,7 @@ class Acceptance:
     rounds: int
 
     @classmethod
-    def of(cls, stats: SpecStats, depth: int) -> Acceptance:
+    def of(cls, stats: SpecStats, depth: int) -> MeasuredAcceptance:
         """Of drafts of up to ``depth`` tokens."""
         reached = [*stats.num_accepted_tokens_per_pos, *[0] * depth][:depth]
         shares = tuple(count / max(stats.num_drafts, 1) for count in reached)
@@ -101,8 +101,10 @@ class AcceptanceCheck:
         self.expect = expect
 
     def __call__(self, new: NewDrafter) -> dict[str, Any]:
-        """``acceptance`` (as :class:`Acceptance`, with what was ``expected``, and tokens a round ``by_length`` of the
-        text) and ``warnings``.
+        """``acceptance`` and ``warnings``.
+
+        ``acceptance`` is a :class:`MeasuredAcceptance` with what was ``expected``, and tokens a round ``by_length`` of
+        the text.
 
         Raises:
             ValueError: the target has no tokenizer, less than .8 of what was expected is accepted, or drafts fail in
@@ -141,7 +143,7 @@ def long_text(tokenizer: Any) -> list[int]:
     return ids
 
 
-def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> Acceptance:
+def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
     """Answer prompts greedily with a draft of the drafter's own length in every round.
 
     Args:
@@ -162,7 +164,7 @@ def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequenc
                     total.merge(run.stats)
     finally:
         engine.close()
-    return Acceptance.of(total, drafter.max_depth)
+    return MeasuredAcceptance.of(total, drafter.max_depth)
 
 
 def stated(folder: Path) -> float | None:
@@ -175,7 +177,7 @@ def stated(folder: Path) -> float | None:
     return min((figure for figure in figures if figure > 1), default=None)
 
 
-def _measured(new: NewDrafter, folder: Path, prompts: Sequence[Sequence[int]]) -> Acceptance:
+def _measured(new: NewDrafter, folder: Path, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
     spec = new.spec.format(folder)
     options = CHAINS.get(new.spec.split(":")[0], "")
     drafter = build_drafter(
@@ -216,7 +218,7 @@ def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
     )
 
 
-def _better_layers(new: NewDrafter, own: Acceptance, prompts: Sequence[Sequence[int]]) -> str:
+def _better_layers(new: NewDrafter, own: MeasuredAcceptance, prompts: Sequence[Sequence[int]]) -> str:
     """Which layers beside the drafter's own give clearly more, in words; empty: none do, or it names none."""
     tried = {by: _shifted(new, by, prompts) for by in (-1, 1)}
     measured = {by: other.tokens_a_round for by, other in tried.items() if other is not None}
@@ -230,7 +232,7 @@ def _better_layers(new: NewDrafter, own: Acceptance, prompts: Sequence[Sequence[
     )
 
 
-def _shifted(new: NewDrafter, by: int, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
+def _shifted(new: NewDrafter, by: int, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance | None:
     """What the drafter would give if every layer that it reads were the one ``by`` behind; ``None``: there is none."""
     file = new.folder / CONFIG
     told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -245,7 +247,7 @@ def _shifted(new: NewDrafter, by: int, prompts: Sequence[Sequence[int]]) -> Acce
         return _measured(new, Path(place), prompts)
 
 
-def _too_little(new: NewDrafter, own: Acceptance, expected: float, better: str) -> str:
+def _too_little(new: NewDrafter, own: MeasuredAcceptance, expected: float, better: str) -> str:
     method = new.spec.split(":")[0]
     masks = ["a wrong mask_token_id"] if DEPTHS.get(method) == "taps" or method == "peagle" else []
     layers = ["layer ids of another numbering"] if method in DEPTHS else []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from foretoken.loading.checkpoints import BUILTIN, PICKLES, ZOO, LoadError, check_folder, resolve
+from foretoken.core.io.checkpoints import BUILTIN, PICKLES, ZOO, LoadError, check_folder, resolve
 from foretoken.loading.controllers import build_controller
-from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model
+from foretoken.loading.draft_models import build_draft_model
 from foretoken.loading.drafters import (
     DEFAULT_GROUP,
     LoadingContext,
@@ -18,15 +18,14 @@ from foretoken.loading.drafters import (
     has_drafter,
 )
 from foretoken.loading.models import load_model
-from foretoken.loading.native_heads import has_head, read_head
-from foretoken.loading.networks import DTYPES, parse_device, parse_dtype
+from foretoken.loading.native_heads import read_head
+from foretoken.loading.networks import parse_device, parse_dtype
 from foretoken.loading.profiles import read_profile
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 
 __all__ = [
     "BUILTIN",
     "DEFAULT_GROUP",
-    "DTYPES",
     "PICKLES",
     "ZOO",
     "LoadError",
@@ -35,7 +34,6 @@ __all__ = [
     "build_controller",
     "build_draft_model",
     "build_drafter",
-    "build_foreign_draft_model",
     "check_folder",
     "check_same_tokenizer",
     "check_specs",
@@ -45,7 +43,6 @@ __all__ = [
     "drafter_folder",
     "free_drafters",
     "has_drafter",
-    "has_head",
     "load_model",
     "load_tokenizer",
     "parse_device",

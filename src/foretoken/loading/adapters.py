@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from foretoken.core.io.checkpoints import ADAPTER_CONFIG, LoadError, is_adapter, resolve
 from foretoken.core.io.files import save_described
-from foretoken.loading.checkpoints import ADAPTER_CONFIG, LoadError, is_adapter, resolve
 from foretoken.models.checks.finite import check_finite
 from foretoken.models.linear.packing import is_plain
 from foretoken.models.network.low_rank import merged

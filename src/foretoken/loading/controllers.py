@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from foretoken.loading.checkpoints import ZOO
+from foretoken.core.io.checkpoints import ZOO
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.nets.specdec_pp import StopHead, StopHeadConfig
 from foretoken.methods.drafters.nets.store import load_weights, read_stored

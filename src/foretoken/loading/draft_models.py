@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
+from foretoken.core.io.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.models import AUTO, load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models import wrap
-from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, opened
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.graphed import follow
 from foretoken.models.huggingface import HuggingFaceModel
@@ -48,11 +48,7 @@ def build_draft_model(
     Raises:
         ValueError: no path and no built-in draft for this target, another tokenizer, or another ``quantize``.
     """
-    if path is None and not is_builtin(target_source):
-        raise ValueError(
-            f"drafter {drafter!r} needs a path for this target: {drafter}:PATH (a draft LM of the same tokenizer)"
-        )
-    path = BUILTIN if path is None else path
+    path = _given_path(drafter, path, target_source, "of the same tokenizer")
     draft = _load_draft_model(path, target, device, packed, quantize)
     check_vocabularies(target, draft, path)
     if tokenizer is not None and path != BUILTIN:
@@ -100,11 +96,9 @@ def build_foreign_draft_model(
     Raises:
         ValueError: no path and no built-in draft for this target, or a model without a tokenizer.
     """
-    if path is None and not is_builtin(target_source):
-        raise ValueError(f"drafter {name!r} needs a path for this target: {name}:PATH (a draft LM and its tokenizer)")
+    path = _given_path(name, path, target_source, "and its tokenizer")
     if tokenizer is None:
         raise ValueError(f"drafter {name!r} needs the target's tokenizer: pass tokenizer=... to load")
-    path = BUILTIN if path is None else path
     draft = _load_draft_model(path, target, device, quantize=quantize)
     own = load_tokenizer(resolve(path, "draft"))
     if own is None:
@@ -112,6 +106,12 @@ def build_foreign_draft_model(
             f"drafter {name!r} needs the draft model's tokenizer, and {path} has none: copy tokenizer.json into it"
         )
     return draft, own
+
+
+def _given_path(drafter: str, path: str | None, target_source: Any, what: str) -> str:
+    if path is None and not is_builtin(target_source):
+        raise ValueError(f"drafter {drafter!r} needs a path for this target: {drafter}:PATH (a draft LM {what})")
+    return BUILTIN if path is None else path
 
 
 def windowed(draft: LanguageModel, window: Window) -> LanguageModel:
@@ -156,12 +156,10 @@ def _load_draft_model(
 def _compile(draft: LanguageModel) -> None:
     """Run calls with one row, two rows, and so on: oneDNN makes a kernel for every number of rows, which takes two to
     three times as long as a small model's call, and who costs drafts by the first ones would think them expensive."""
-    sequence = draft.open()
-    draft.prefill(sequence, [0])
-    for rows in range(1, min(COMPILED_ROWS, draft.context_length - 1) + 1):
-        draft.forward([Feed(sequence, [0] * rows)])
-        draft.commit(sequence, ())
-    draft.release(sequence)
+    with opened(draft, [0]) as (sequence,):
+        for rows in range(1, min(COMPILED_ROWS, draft.context_length - 1) + 1):
+            draft.forward([Feed(sequence, [0] * rows)])
+            draft.commit(sequence, ())
 
 
 def _files(path: str) -> list[Path]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core import with_article
+from foretoken.core.io.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.core.io.drafter_folders import IMPORTED
 from foretoken.core.io.named_models import named_model
 from foretoken.core.outside import is_outside, line_of
 from foretoken.engine.errors import blamed
-from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, Verify
@@ -54,7 +54,6 @@ class LoadingContext(BuildContext):
     def draft_model(
         self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto", window: Window = WHOLE_TEXT
     ) -> LanguageModel:
-        """From a folder or hub id, or the built-in one."""
         found = build_draft_model(
             path, self.target, self.source, self.tokenizer, self.device, name, packed=packed, quantize=quantize
         )
@@ -63,7 +62,6 @@ class LoadingContext(BuildContext):
     def foreign_draft_model(
         self, name: str, path: str | None, *, quantize: str = "auto", window: Window = WHOLE_TEXT
     ) -> tuple[LanguageModel, Any]:
-        """From a folder or hub id, or the one that comes with the library for the target."""
         shipped = None if path is not None or is_builtin(self.source) else _shipped("draft", self.source)
         path = path if shipped is None else str(shipped)
         found, own = build_foreign_draft_model(
@@ -137,7 +135,6 @@ class LoadingContext(BuildContext):
         return [drafter for drafter in found if drafter is not None]
 
     def nested(self, outer: str, spec: str, *, for_target: bool = True) -> Drafter:
-        """One of those that can be nested."""
         name = parse_spec(spec).name
         able = [row.name for row in rows("drafter") if works_nested(row.load())]
         context = self if for_target else LoadingContext(self.target, "", self.tokenizer, self.device)

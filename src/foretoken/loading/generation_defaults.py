@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.checkpoints import LoadError, is_adapter, is_builtin, place_of, resolve
 from foretoken.loading.adapters import read_adapter
-from foretoken.loading.checkpoints import LoadError, is_adapter, is_builtin, place_of, resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import LanguageModel
 from foretoken.options import FIELDS, FILTERS

@@ -7,14 +7,14 @@ llama.cpp runs the others, and any file on request.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foretoken.loading.checkpoints import LoadError, cause_of, resolve
-from foretoken.loading.checkpoints import is_gguf as is_gguf
+from foretoken.core.io.checkpoints import LoadError, cause_of, resolve
+from foretoken.core.io.checkpoints import is_gguf as is_gguf
 
 BACKENDS = ("auto", "native", "llama.cpp")
 """What runs a GGUF file: our own reader where it covers the file and else llama.cpp, or one of them."""
@@ -38,11 +38,7 @@ USUAL = (None, "", "auto", False)
 
 
 def check_backend(backend: str, source: Any) -> None:
-    """Refuse an unknown backend, and one for what is no GGUF file.
-
-    Raises:
-        ValueError: either.
-    """
+    """Refuse an unknown backend, and one for what is no GGUF file."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     if backend != "auto" and not is_gguf(source):
@@ -91,15 +87,20 @@ def remedy(backend: str) -> str:
     return f"{how} (pip install 'foretoken[gguf]', which compiles it), or give a Transformers folder of the model"
 
 
+def _check_options(options: Mapping[str, Any], reasons: Mapping[str, str], usual: Sequence[Any]) -> None:
+    """Refuse an option that asks for something."""
+    for name, reason in reasons.items():
+        value = str(options.get(name)).removeprefix("torch.")
+        if value not in (*map(str, usual), *(["cpu"] if name == "device" else [])):
+            raise LoadError(f"a GGUF file takes no {name}={value}: {reason}")
+
+
 def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
     """The ``PreTrainedModel`` of a file that is read by us."""
     from foretoken.models.gguf.file import read_gguf
     from foretoken.models.gguf.network import build_network
 
-    for name, reason in OWN_REASONS.items():
-        usual = (*USUAL, "cpu") if name == "device" else USUAL
-        if str(options.get(name)) not in map(str, usual):
-            raise LoadError(f"a GGUF file takes no {name}={options[name]}: {reason}")
+    _check_options(options, OWN_REASONS, USUAL)
     dtype = options.get("dtype")
     if dtype == torch.float64:
         raise LoadError("a GGUF file takes no dtype=float64: its numbers are float32 at most; use dtype=float32")
@@ -110,10 +111,7 @@ def _load_llama_cpp(path: str | Path, options: Mapping[str, Any]) -> Any:
     from foretoken.models.gguf.file import GgufError
     from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
-    for name, value in options.items():
-        usual = (*USUAL, "cpu") if name == "device" else (*USUAL, "distribution", "approximate")
-        if str(value) not in map(str, usual):
-            raise LoadError(f"a GGUF file takes no {name}={str(value).removeprefix('torch.')}: {REASONS[name]}")
+    _check_options(options, REASONS, (*USUAL, "distribution", "approximate"))
     try:
         return LlamaCppModel(path)
     except GgufError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from foretoken.core import with_article
-from foretoken.loading.checkpoints import LoadError
+from foretoken.core.io.checkpoints import LoadError
 from foretoken.loading.stored import check_method
 from foretoken.models.base import LanguageModel
 from foretoken.models.network.placement import has_no_weights
@@ -28,11 +28,7 @@ def unwrapped(source: Any) -> Any:
 
 
 def check_handed_in(source: Any) -> None:
-    """Look at what is to be a model.
-
-    Raises:
-        LoadError: it is none, or one that cannot be decoded; one line that says what to give instead.
-    """
+    """Look at what is to be a model."""
     if isinstance(source, str | Path):
         if not str(source).strip():
             raise LoadError(f"the name of the model is empty: {EXPECTED}")

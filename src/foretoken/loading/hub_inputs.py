@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from foretoken.loading.hub_params import STATEFUL
+from foretoken.models.network.traits import CACHE_NAMES
 
 OWN_KEYS = ("attention_mask", "use_cache", "logits_to_keep")
 """What changes how a forward is run, not what it says; the mask is read by the loop."""
-CACHES = ("cache", "past_key_values", "cache_params", "state")
 GENERATE = "transformers.generation.utils"
 PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
 
@@ -53,9 +53,6 @@ def check_supported(
         synced_gpus: as the loop got it.
         given: the arguments of the model's own forward.
         call: the arguments of ``generate``.
-
-    Raises:
-        ValueError: anything that would be dropped, or that the engine cannot do.
     """
     problems = {
         "encoder-decoder models": bool(getattr(model.config, "is_encoder_decoder", False)),
@@ -81,7 +78,7 @@ def _inputs_that_would_be_dropped(given: Mapping[str, Any], input_ids: Tensor) -
     for name, value in given.items():
         if value is None or value is False or name in OWN_KEYS:
             continue
-        if name in CACHES:
+        if name in CACHE_NAMES:
             if _is_the_callers(value):
                 yield f"{name}= (it keeps a cache of its own: pass all token ids and no cache)"
         elif name == "position_ids":

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from foretoken.loading.checkpoints import LoadError
+from foretoken.core.io.checkpoints import LoadError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from foretoken.loading.adapters import merge_adapter, read_adapter
-from foretoken.loading.checkpoints import (
+from foretoken.core.io.checkpoints import (
     LoadError,
     check_folder,
-    file_of,
+    header_of,
     is_adapter,
     local_folder,
     place_of,
     resolve,
 )
+from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.gguf import check_backend, is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.networks import from_pretrained, parse_device, parse_dtype
@@ -81,17 +81,23 @@ def load_model(
     check_backend(backend, source)
     auto = quantize == AUTO and role == "draft"
     quantize = None if auto else quantize
+    ours = pack is True or (pack == "auto" and exact != "approximate")
     if is_gguf(source):
-        how = {"dtype": dtype, "device": device, "exact": exact, "inflate": inflate, "pack": pack, "quantize": quantize}
-        return _load_file(source, role, backend, lean, how)
+        how = {"device": device, "exact": exact, "inflate": inflate, "pack": pack, "quantize": quantize}
+        loaded = load_gguf(source, backend, dtype=parse_dtype(dtype), **how)
+        if isinstance(loaded, LanguageModel):
+            return loaded
+        if role == "draft":
+            _check_finite(loaded, source, role)
+        return wrap(loaded, exact=exact, lean=lean, in_place=ours, probe=lambda: ordinary_text(source))
     if quantize is not None:
         check_kind(quantize)
-    ours = pack is True or (pack == "auto" and exact != "approximate")
     if quantize is not None and inflate is None and not isinstance(source, str | Path):
         raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
-    if inflate is not None:
-        return _load_inflated(source, inflate, role, dtype, device, exact, lean, ours, quantize)
     if isinstance(source, LanguageModel):
+        if inflate is not None:
+            kind = type(source).__name__
+            raise ValueError(f"only a checkpoint or a Transformers model can be inflated, not {kind}")
         if pack is True:
             raise ValueError(f"pack=True is for checkpoints and Transformers models, not {type(source).__name__}")
         return source
@@ -99,6 +105,12 @@ def load_model(
     network = source if given else _load_network(source, role, dtype, device)
     if not given and (role == "draft" or quantize is not None):
         _check_finite(network, source, role)
+    if inflate is not None:
+        shape = shape_for(network.config.get_text_config(), inflate)
+        big = inflate_network(network, shape)
+        if quantize is not None:
+            quantise_linears(big, quantize, wide=exact != "bitwise")
+        return InflatedModel(big, network, shape, exact=exact, lean=lean, in_place=ours)
     if pack is True:
         check_packable(network)
     quantize = fastest_kind(network) if auto else quantize
@@ -108,49 +120,14 @@ def load_model(
     return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
 
 
-def _load_file(file: str | Path, role: str, backend: str, lean: bool, how: dict[str, Any]) -> LanguageModel:
-    """The model of a GGUF file."""
-    pack, exact = how["pack"], str(how["exact"])
-    loaded = load_gguf(file, backend, **{**how, "dtype": parse_dtype(how["dtype"])})
-    if isinstance(loaded, LanguageModel):
-        return loaded
-    if role == "draft":
-        _check_finite(loaded, file, role)
-    in_place = pack is True or (pack == "auto" and exact != "approximate")
-    return wrap(loaded, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(file))
-
-
 def _check_finite(network: Any, source: str | Path, role: str) -> None:
     """Refuse weights that are not finite where nobody would find them later: of a draft model nobody would see more
     than that no draft is right, and quantised weights do not show what they were made from."""
     name = first_not_finite(weights_of(network))
     if name is not None:
-        file = file_of(Path(resolve(source, role)).expanduser(), name)
+        folder = Path(resolve(source, role)).expanduser()
+        file = next((shard for shard in sorted(folder.glob("*.safetensors")) if name in header_of(shard)), folder)
         raise LoadError(f"{name} in {file} holds NaN or inf: {REMEDY}")
-
-
-def _load_inflated(
-    source: Any,
-    size: str | int,
-    role: str,
-    dtype: str | torch.dtype | None,
-    device: str | torch.device | None,
-    exact: str,
-    lean: bool,
-    in_place: bool,
-    quantize: str | None,
-) -> LanguageModel:
-    """A model that is inflated in memory."""
-    if isinstance(source, LanguageModel):
-        raise ValueError(f"only a checkpoint or a Transformers model can be inflated, not {type(source).__name__}")
-    small = _load_network(source, role, dtype, device) if isinstance(source, str | Path) else source
-    if quantize is not None and small is not source:
-        _check_finite(small, source, role)
-    shape = shape_for(small.config.get_text_config(), size)
-    big = inflate_network(small, shape)
-    if quantize is not None:
-        quantise_linears(big, quantize, wide=exact != "bitwise")
-    return InflatedModel(big, small, shape, exact=exact, lean=lean, in_place=in_place)
 
 
 def _load_network(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foretoken.loading.checkpoints import LoadError
+from foretoken.core.io.checkpoints import LoadError
 from foretoken.models.checks.finite import check_finite
 from foretoken.models.forward.heads.mtp import modules_of
 
@@ -118,13 +118,8 @@ def _read(module: Mapping[str, str], where: Mapping[str, Path]) -> dict[str, Ten
     """The tensors of one module, from as many files as they are in."""
     found: dict[str, Tensor] = {}
     for file in sorted({where[name] for name in module.values()}):
-        found.update(_from(file, ((mine, name) for mine, name in module.items() if where[name] == file)))
+        with safe_open(file, "pt") as opened:
+            tensors = {mine: opened.get_tensor(name) for mine, name in module.items() if where[name] == file}
+        check_finite(((module[mine], tensor) for mine, tensor in tensors.items()), file)
+        found.update(tensors)
     return found
-
-
-def _from(file: Path, names: Iterable[tuple[str, str]]) -> dict[str, Tensor]:
-    with safe_open(file, "pt") as opened:
-        listed = list(names)
-        tensors = {name: opened.get_tensor(name) for _, name in listed}
-    check_finite(tensors.items(), file)
-    return {mine: tensors[name] for mine, name in listed}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.core.io import hub_ids
-from foretoken.loading.checkpoints import LoadError, cause_of, check_no_drafter
+from foretoken.core.io.checkpoints import LoadError, cause_of, check_no_drafter
 from foretoken.loading.memory import moved
 from foretoken.loading.stored import check_method, check_storage, quantisation_of
 
@@ -94,11 +94,7 @@ def from_pretrained(
 
 
 def _check_fetched(path: str) -> None:
-    """Look whether a hub id is a drafter's, once its files are here.
-
-    Raises:
-        LoadError: it is; says how it is used.
-    """
+    """Look whether a hub id is a drafter's, once its files are here."""
     folder = path if Path(path).is_dir() else hub_ids.cached_folder(path)
     if folder is not None:
         check_no_drafter(Path(folder))

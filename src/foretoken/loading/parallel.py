@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from torch import distributed
 
-from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, place_of, resolve
+from foretoken.core.io.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, place_of, resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
@@ -30,7 +30,7 @@ END_S = 3.0
 
 
 @dataclass
-class Part:
+class PartProcess:
     """A process that holds a part of the model (:class:`foretoken.models.other.parallel.Follower`).
 
     Attributes:
@@ -111,7 +111,7 @@ def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: st
     kind = _kind(device, count)
     path = _check_source(source, count, others)
     wanted = parse_dtype(dtype)
-    parts: list[Part] = []
+    parts: list[PartProcess] = []
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
         store = str(Path(folder, "store"))
         told = {
@@ -209,7 +209,7 @@ def _threads(kind: str, count: int) -> int:
     return max(1, torch.get_num_threads() // count) if kind == "cpu" else torch.get_num_threads()
 
 
-def _started(rank: int, told: dict[str, Any]) -> Part:
+def _started(rank: int, told: dict[str, Any]) -> PartProcess:
     errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
     found = subprocess.Popen(
         [sys.executable, "-m", "foretoken.loading.follower", json.dumps({**told, "rank": rank})],
@@ -220,7 +220,7 @@ def _started(rank: int, told: dict[str, Any]) -> Part:
         env={**os.environ, "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         start_new_session=True,  # Ctrl-C is the leader's business
     )
-    return Part(rank, found, errors)
+    return PartProcess(rank, found, errors)
 
 
 def join(rank: int, told: dict[str, Any]) -> None:

@@ -44,9 +44,6 @@ def check_method(told: Any, place: str) -> None:
     Args:
         told: the ``quantization_config``, if there is one.
         place: the model, in words.
-
-    Raises:
-        LoadError: names the method, and what to do.
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -67,10 +64,6 @@ def check_storage(network: Any, path: str, unread: Iterable[str]) -> None:
         network: the ``PreTrainedModel``.
         path: the folder or the hub id that it was loaded from.
         unread: names of tensors that the checkpoint has and the model does not.
-
-    Raises:
-        LoadError: weights are quantised, and nothing has undone that; or a tensor is left out that would change what a
-            weight of the model means.
     """
     folder = Path(path).expanduser()
     files = shards_of(folder if folder.is_dir() else Path(hub_ids.cached_folder(path) or folder))

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_adapter, place_of, resolve
 from foretoken.loading.adapters import read_adapter
-from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_adapter, place_of, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
 from foretoken.loading.handed import unwrapped
 from foretoken.models.base import LanguageModel

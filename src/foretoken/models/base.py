@@ -6,8 +6,10 @@ keeps one path of it and drops the rest.  Nothing else in the library touches a 
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,15 +69,12 @@ class SequenceState:
     def drop_last(self, count: int) -> None:
         """Take back the last ``count`` scratch nodes."""
         kept = len(self.scratch_tokens) - count
-        del self.scratch_tokens[kept:], self.scratch_parents[kept:], self.scratch_depths[kept:]
-        del self.exit_states[kept:]
+        for each in (self.scratch_tokens, self.scratch_parents, self.scratch_depths, self.exit_states):
+            del each[kept:]
 
     def clear_scratch(self) -> None:
         """Drop every scratch node."""
-        self.scratch_tokens.clear()
-        self.scratch_parents.clear()
-        self.scratch_depths.clear()
-        self.exit_states.clear()
+        self.drop_last(len(self.scratch_tokens))
         self.provisional, self.exit_layer = False, 0
 
     def matching_path(self, tokens: Sequence[int]) -> list[int]:
@@ -118,12 +117,37 @@ class Feed:
 
     @property
     def num_wanted(self) -> int:
-        """``wanted`` as a number."""
         return len(self.tokens) if self.wanted is None else self.wanted
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether its nodes hang from the end of the scratch, one from the other."""
+        old = len(self.sequence.scratch_tokens)
+        chain = range(old - 1, old - 1 + len(self.tokens))
+        return self.after is None and (self.parents is None or list(self.parents) == list(chain))
 
     def parents_behind(self, old: int) -> Sequence[int]:
         """The parents of its nodes in a scratch that has ``old`` nodes already."""
         return range(old - 1, old - 1 + len(self.tokens)) if self.parents is None else self.parents
+
+
+@contextmanager
+def opened(model: LanguageModel, *texts: Sequence[int]) -> Iterator[list[SequenceState]]:
+    """New sequences that have read these texts, which are released behind the block, the last one first."""
+    sequences: list[SequenceState] = []
+    try:
+        for text in texts:
+            sequences.append(model.open())
+            model.prefill(sequences[-1], text)
+        yield sequences
+    finally:
+        for sequence in reversed(sequences):
+            model.release(sequence)
+
+
+def any_text(model: LanguageModel, most: int) -> list[int]:
+    """Up to ``most`` token ids, and half of the context at most: some text, to measure behind."""
+    return [i % model.vocab_size for i in range(1, max(1, min(most, model.context_length // 2)) + 1)]
 
 
 def check_distinct(feeds: Sequence[Feed]) -> None:
@@ -161,15 +185,6 @@ class Snapshot:
     divisible: bool = True
     regime: int = 0
 
-    def check_regime(self, sequence: SequenceState) -> None:
-        """Refuse a sequence that reads its text in another way.
-
-        Raises:
-            ValueError: it does.
-        """
-        if sequence.regime != self.regime:
-            raise ValueError("this text was kept of a text of another length, whose rotary embeddings differ: read it")
-
     @property
     def nbytes(self) -> int:
         """Memory that it takes."""
@@ -199,6 +214,7 @@ class LanguageModel(ABC):
         path: the file that it runs from, where that holds everything about it (llama.cpp's models); else ``None``.
         weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
             use any more.
+        prefill_chunk: most tokens of a prompt that are read in one call.
     """
 
     path: Path | None = None
@@ -214,6 +230,7 @@ class LanguageModel(ABC):
     run_s: float = 0.0
     run_rows: int = 0
     threads: int = 1
+    prefill_chunk: int = sys.maxsize
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
@@ -286,10 +303,7 @@ class LanguageModel(ABC):
         """A new, empty sequence."""
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
-        """A new, empty sequence for a draft of the text that the target keeps in ``source``.
-
-        A model with a cache of its own does not look at it.
-        """
+        """A new, empty sequence for a draft of the text in the target's ``source``, which not every model looks at."""
         return self.open()
 
     def expect(self, sequence: SequenceState, length: int) -> None:  # noqa: B027
@@ -300,10 +314,7 @@ class LanguageModel(ABC):
         """
 
     def room(self, sequence: SequenceState) -> int:
-        """Most tokens that one path of the scratch may hold.
-
-        A longer path would be read in another way than its tokens one by one.
-        """
+        """Most tokens that a path of the scratch may hold: a longer one would be read otherwise than one by one."""
         return self.context_length - len(sequence.tokens)
 
     @abstractmethod
@@ -354,11 +365,16 @@ class LanguageModel(ABC):
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Commit ``tokens`` without making logits; returns the taps of all of them."""
-        if not tokens:
-            return {}
-        rows = self.forward([Feed(sequence, tokens, wanted=0)], taps)[0]
-        self.commit(sequence, range(len(tokens)))
-        return rows.taps
+        pieces: list[dict[str, Tensor]] = []
+        for start in range(0, len(tokens), self.prefill_chunk):
+            chunk = tokens[start : start + self.prefill_chunk]
+            pieces.append(self.forward([Feed(sequence, chunk, wanted=0)], taps)[0].taps)
+            self.commit(sequence, range(len(chunk)))
+        return self._joined(pieces)
+
+    def _joined(self, pieces: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Taps of a prompt from those of its pieces; none of a model that has none."""
+        return pieces[0] if len(pieces) == 1 else {}
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()

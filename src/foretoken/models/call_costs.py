@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from foretoken.core.costs import TargetCost
-from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.base import Feed, LanguageModel, SequenceState, any_text, opened
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.clock import now
 from foretoken.models.machine import WORTH_KEEPING_S, KeptResults
@@ -54,30 +53,13 @@ def quick_costs(target: LanguageModel) -> TargetCost:
     return _KNOWN[target]
 
 
-@torch.inference_mode()
 def _measure_quickly(target: LanguageModel) -> dict[int, float]:
     """The quickest of a few calls at each count, which take turns: other work on the machine meets all of them."""
-    length = max(1, min(QUICK_TEXT, target.context_length // 2))
-    text = [i % target.vocab_size for i in range(1, length + 1)]
-    counts = [n for n in COUNTS if n <= target.context_length - length] if target.capabilities.rollback else [1]
-    with _prefilled(target, text, 1) as sequences:
-
-        def spent(count: int) -> float:
-            seconds = _call_s(target, sequences, text, count)
-            target.commit(sequences[0], () if target.capabilities.rollback else [0])
-            return seconds
-
-        usable, first = [], 0.0
-        for count in counts:  # the first turn warms up
-            usable.append(count)
-            seconds = spent(count)
-            first = first or seconds
-            if seconds > 6 * first:  # no draft of that size pays
-                break
-        quickest = dict.fromkeys(usable, math.inf)
-        for count in usable * QUICK_TURNS:
-            quickest[count] = min(quickest[count], spent(count))
-    costs, least = {}, 1e-9
+    text = any_text(target, QUICK_TEXT)
+    quickest = measure_target(
+        target, text, repeats=QUICK_TURNS, typical=min, longest=6.0
+    ).seconds  # beyond, no draft pays
+    costs, least = {}, 0.0
     for count in sorted(quickest):  # more nodes never take less: what says so is noise
         costs[count] = least = max(least, quickest[count])
     return costs
@@ -91,8 +73,10 @@ def measure_target(
     repeats: int = 5,
     batch: int = 1,
     shapes: Iterable[Sequence[int]] = (),
+    typical: Callable[[Sequence[float]], float] = statistics.median,
+    longest: float = math.inf,
 ) -> TargetCost:
-    """Median seconds of target calls by node count, behind ``text_ids``; the counts take turns.
+    """Typical seconds of target calls by node count, behind ``text_ids``; the counts take turns.
 
     Measured is what :class:`~foretoken.engine.stats.SpecStats` calls ``target_s``: the network alone.
 
@@ -103,6 +87,8 @@ def measure_target(
         repeats: calls per count after one that warms up.
         batch: requests that share the nodes.
         shapes: parents of the trees that are scored, the root's -1 first; chains where there is none of a size.
+        typical: of several calls.
+        longest: larger counts than one that takes so many times as long as the least are left out.
 
     Raises:
         ValueError: an empty text, no usable count, or ``repeats`` or ``batch`` below 1.
@@ -117,7 +103,7 @@ def measure_target(
         raise ValueError(f"no room to measure {batch} node(s) behind {len(text)} tokens of text")
     times: dict[int, list[float]] = {count: [] for count in usable}
     trees = {len(shape): shape for shape in shapes}
-    with _prefilled(target, text, batch) as sequences:
+    with opened(target, *[text] * batch) as sequences:
         for turn in range(repeats + 1):
             if not rollback and len(sequences[0].tokens) >= target.context_length:
                 break
@@ -125,23 +111,12 @@ def measure_target(
                 spent = _call_s(target, sequences, text, count, trees.get(count))
                 for sequence in sequences:  # without rollback the one token stays
                     target.commit(sequence, [] if rollback else [0])
-                if turn:
-                    times[count].append(spent)
-    measured = {count: max(statistics.median(seconds), 1e-9) for count, seconds in times.items() if seconds}
+                times[count].append(spent)
+                if not turn and spent > longest * times[usable[0]][0]:
+                    usable = usable[: usable.index(count) + 1]
+                    break
+    measured = {count: max(typical(spent[1:]), 1e-9) for count, spent in times.items() if len(spent) > 1}
     return TargetCost(measured)
-
-
-@contextmanager
-def _prefilled(target: LanguageModel, text: Sequence[int], batch: int) -> Iterator[list[SequenceState]]:
-    sequences: list[SequenceState] = []
-    try:
-        for _ in range(batch):
-            sequences.append(target.open())
-            target.prefill(sequences[-1], text)
-        yield sequences
-    finally:
-        for sequence in sequences:
-            target.release(sequence)
 
 
 def _call_s(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, Rows, SequenceState, Snapshot
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache.cross import Encoded
 from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.rectangle import TreeCache
@@ -49,7 +49,6 @@ class AnswerState(SequenceState):
 
     @property
     def num_slots(self) -> int:
-        """Slots of its row that hold something."""
         return self.num_committed + len(self.scratch_tokens)
 
 
@@ -78,7 +77,6 @@ class EncoderDecoderModel(TreeRunner):
             self._watch = Watch(model)
 
     def _renew(self) -> None:
-        """Open sequences keep a cache that nobody else writes to."""
         self.forwards.renew()
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
         super()._renew()
@@ -101,11 +99,7 @@ class EncoderDecoderModel(TreeRunner):
         return self.pool.open(AnswerState(row=0))
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
-        """A new sequence for a draft of the answer that the target writes in ``source``.
-
-        Raises:
-            CapabilityError: the target has no encoder, so that nobody knows which tokens are this one's input.
-        """
+        """A new sequence for a draft of the answer that the target writes in ``source``."""
         if not isinstance(source, AnswerState) or source.given == UNKNOWN:
             raise CapabilityError("a draft model with an encoder needs a target with an encoder, whose input it reads")
         sequence = _own(self.open())
@@ -119,7 +113,6 @@ class EncoderDecoderModel(TreeRunner):
             own.given = max(0, length - len(self.answer_start))
 
     def release(self, sequence: SequenceState) -> None:
-        """Free a row, and what is kept of the encoder's input."""
         super().release(sequence)
         self.forwards.forget(_own(sequence).encoded)
 
@@ -129,18 +122,14 @@ class EncoderDecoderModel(TreeRunner):
         if length < _own(sequence).given:
             _own(sequence).encoded = None
 
-    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """None: every token of an encoder's input sees all others, so that a beginning is worth nothing."""
-        return None
+    snapshot = LanguageModel.snapshot  # none: every token of an input sees all others, a beginning is worth nothing
 
     @property
     def kv_bytes(self) -> int:
-        """Memory of keys and values of open sequences, those of encoders' inputs included."""
         return self.pool.num_bytes() + self._given_bytes()
 
     @property
     def kv_peak_bytes(self) -> int:
-        """The most that either has taken, added up."""
         return self.pool.peak_bytes + self._most_given
 
     def _given_bytes(self) -> int:
@@ -189,19 +178,11 @@ class EncoderDecoderModel(TreeRunner):
                 states[name].append(rows)
         return {name: torch.cat(parts) for name, parts in states.items() if parts}
 
-    def prefill_batch(
-        self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
-    ) -> list[dict[str, Tensor]]:
-        """One by one: an encoder's input must not depend on what is read beside it."""
-        return [self.prefill(sequence, tokens, taps) for sequence, tokens in texts]
+    prefill_batch = LanguageModel.prefill_batch  # one by one: an input must not depend on what is read beside it
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes of answers and score them; leading tokens that are still the encoder's are committed first.
-
-        Raises:
-            ValueError: nothing of an answer is fed, or no prompt was.
-        """
+        """Append nodes of answers and score them; leading tokens that are still the encoder's are committed first."""
         return super().forward([self._of_answer(feed) for feed in feeds], taps)
 
     def _of_answer(self, feed: Feed) -> Feed:

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.cache.host import HostCache
-from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.rectangle import HostCache, TreeCache
 from foretoken.models.cache.window import Window
 from foretoken.models.checks.fast_paths import Probe
 from foretoken.models.forward.network import Network
-from foretoken.models.linear.packing import Packing
 from foretoken.models.network.alone import alone
 from foretoken.models.network.watch import Watch
-from foretoken.models.refusals import refusal
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 
@@ -90,30 +87,12 @@ class HuggingFaceModel(TreeRunner):
         return self.forwards.exact
 
     @property
-    def packing(self) -> Packing:
-        """How its linear layers are laid out."""
-        return self.forwards.packing
-
-    @property
-    def run_dtype(self) -> torch.dtype:
-        """Of hidden states, keys and values."""
-        return self.forwards.run_dtype
-
-    @property
     def is_lean(self) -> bool:
         """Whether forwards run on the lean twin instead of the public one."""
         return self.forwards.fast is not None
 
-    def refuse(self, path: str, why: str, costs: str) -> None:
-        """Note, and say once, that a fast path is not taken."""
-        self.refused = (*self.refused, refusal(path, why, costs))
-
     def unpack(self) -> None:
-        """Give the model its plain linear layers back, with the same weights; forwards are the public ones from now on.
-
-        Raises:
-            ValueError: sequences are open, whose keys and values another arithmetic made.
-        """
+        """Give the model its plain linear layers back, with the same weights; forwards are the public ones then."""
         if self._sequences:
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
         self.forwards.unpack()

@@ -36,9 +36,8 @@ Name = TypeVar("Name", bound=Hashable)
 @cache
 def machine_key() -> str:
     """What tells machines, and ways of measuring on them, apart."""
-    info = Path("/proc/cpuinfo")
-    about = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
-    lines = [line for line in about if line.startswith(("model name", "flags", "model\t", "stepping"))]
+    told = ("model name", "flags", "model\t", "stepping")
+    lines = [line for line in library.cpu_lines() if line.startswith(told)]
     pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "")
     # What was measured in another way is measured again.
     way = f"{_THREAD_CLOCK.__name__} {cache_bytes()} {pages} {library.level()}"
@@ -54,6 +53,16 @@ def cache_bytes() -> int:
         with suppress(OSError, ValueError):
             sizes.append(int(file.read_text().strip().removesuffix("K")) * 2**10)
     return min(MOST_COPIES_BYTES, max(COPIES_BYTES, 2 * max(sizes)))
+
+
+def free_bytes() -> int | None:
+    """Memory that can be had without swapping; ``None`` where the system does not tell."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    with suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from foretoken.models.base import LanguageModel, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 from foretoken.models.linear.packing import unpack_linears, weight_bytes
 from foretoken.models.network.alone import lock_of
 from foretoken.models.network.capabilities import detect
@@ -38,6 +40,9 @@ class ModuleModel(LanguageModel):
 
     def unpack(self) -> None:
         unpack_linears(self.model)
+
+    def _joined(self, pieces: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]} if pieces else {}
 
     def follow(self) -> None:
         if self._watch is not None:
@@ -76,3 +81,16 @@ class OneByOneModel(ModuleModel):
         self.follow()
         self._opened += 1
         return SequenceState(row=self._opened)
+
+    def _check(self, feed: Feed) -> None:
+        if not feed.is_chain:
+            raise CapabilityError(f"only chains can be scored: {self.capabilities.missing['tree_mask']}")
+
+    def _keep(self, sequence: SequenceState, path: Sequence[int]) -> int:
+        """Commit a leading part of the scratch chain; returns how many nodes are dropped."""
+        if list(path) != list(range(len(path))):
+            raise CapabilityError(self.capabilities.missing["keep_path"])
+        surplus = len(sequence.scratch_tokens) - len(path)
+        sequence.tokens.extend(sequence.scratch_tokens[: len(path)])
+        sequence.clear_scratch()
+        return surplus

@@ -36,7 +36,6 @@ class TreeRunner(ModuleModel):
         cache: the first rectangle of keys and values; long texts get others beside it.
 
     Attributes:
-        num_layer_runs: layers that were run so far, parts of a layer included.
         graphs: what runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if anything does.
         graphs_off: why nothing does; empty where it does.
         window: what new rows read of long texts; everything by default.
@@ -44,13 +43,14 @@ class TreeRunner(ModuleModel):
 
     graphs: Any = None
     graphs_off: str = "not asked for"
+    prefill_chunk = PREFILL_CHUNK
     window: Window = WHOLE_TEXT
 
     def __init__(self, forwards: Forward, cache: TreeCache) -> None:
         self.forwards, self.capabilities, self.vocab_size = forwards, forwards.capabilities, forwards.vocab_size
         self.context_length, self.context_why = forwards.context_length, forwards.context_why
         self.eos_token_ids, self.num_layers = forwards.eos_token_ids, forwards.num_layers
-        self.num_layer_runs, self.cache = 0.0, cache
+        self.cache = cache
         self._checked_plans: set[LayerPlan] = set()
 
     @property
@@ -95,7 +95,7 @@ class TreeRunner(ModuleModel):
         """From now on with an empty cache, sequences and counts of its own."""
         self.cache = cache
         self.graphs, self.graphs_off = None, "this copy of a model has a cache of its own"
-        self.run_s, self.run_rows, self.num_layer_runs = 0.0, 0, 0.0
+        self.run_s, self.run_rows = 0.0, 0
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,8 @@ class TreeRunner(ModuleModel):
         return Snapshot(list(sequence.tokens[:length]), layers, regime=sequence.regime) if any(layers) else None
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
-        snapshot.check_regime(sequence)
+        if sequence.regime != snapshot.regime:
+            raise ValueError("this text was kept of a text of another length, whose rotary embeddings differ: read it")
         self.pool.make_room(sequence, length)
         for layer, pair in enumerate(snapshot.layers):
             if pair is not None:
@@ -145,8 +146,8 @@ class TreeRunner(ModuleModel):
         """Short texts in one call where little of it is padding, else one by one."""
         lengths = [len(tokens) for _, tokens in texts]
         padded = len(texts) * max(lengths, default=0)
-        most = 2 * sum(lengths) if self.forwards.spared is None else PREFILL_CHUNK
-        if len(texts) < 2 or 0 in lengths or padded > min(most, PREFILL_CHUNK):
+        most = 2 * sum(lengths) if self.forwards.spared is None else self.prefill_chunk
+        if len(texts) < 2 or 0 in lengths or padded > min(most, self.prefill_chunk):
             return super().prefill_batch(texts, taps)
         self._grow(texts)
         rows = self.forward([Feed(sequence, tokens, wanted=0) for sequence, tokens in texts], taps)
@@ -155,11 +156,7 @@ class TreeRunner(ModuleModel):
         return [row.taps for row in rows]
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path (gathered to contiguous slots), drop the rest.
-
-        Raises:
-            ValueError: the path holds nodes that only a part of the network has seen.
-        """
+        """Keep one scratch path (gathered to contiguous slots), drop the rest."""
         if sequence.provisional and len(path):
             raise ValueError("these nodes were run by a part of the layers: run all before keeping them")
         sequence.cache.keep(sequence.row, self._slots(sequence), path)
@@ -187,15 +184,8 @@ class TreeRunner(ModuleModel):
             self.rotary.grow(self, texts)
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        parts: dict[str, list[Tensor]] = {name: [] for name in taps}
         self._grow([(sequence, tokens)])
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            chunk = tokens[start : start + PREFILL_CHUNK]
-            rows = self.forward([Feed(sequence, chunk, wanted=0)], taps)[0]
-            self.commit(sequence, range(len(chunk)))
-            for name in taps:
-                parts[name].append(rows.taps[name])
-        return {name: torch.cat(list_) for name, list_ in parts.items() if list_}
+        return super().prefill(sequence, tokens, taps)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -206,12 +196,8 @@ class TreeRunner(ModuleModel):
         Provisional nodes (see :meth:`forward_part`) that a feed restates go on from the layer that they have reached;
         others are dropped.  When anything fails the scratch trees are as they were before, or empty where they were
         provisional.
-
-        Raises:
-            ValueError: an unknown tap, or two feeds for one sequence.
         """
         self._check(feeds, taps)
-        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
         if any(feed.sequence.provisional for feed in feeds):
             return self._finish(feeds, taps)
         return self._whole(feeds, taps)
@@ -232,8 +218,10 @@ class TreeRunner(ModuleModel):
             raise
 
     def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
+        """Refuse what cannot be run; the roots of trees are text that is certain."""
         check_taps(taps, self.num_layers)
         check_distinct(feeds)
+        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
 
     @torch.inference_mode()
     def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
@@ -247,7 +235,6 @@ class TreeRunner(ModuleModel):
             CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
-        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
         if plan not in self._checked_plans:  # a draft runs the same plan at every step
             self.forwards.check(plan)
             self._checked_plans.add(plan)
@@ -327,7 +314,6 @@ class TreeRunner(ModuleModel):
         began = now(self.device)
         outputs = self.forwards.run_all(calls)
         self.run_s += now(self.device) - began
-        self.num_layer_runs += plan.count(self.num_layers)
         results: dict[int, Rows] = {}
         for group, call, (logits, hidden) in zip(groups, calls, outputs, strict=True):
             self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)

@@ -45,21 +45,11 @@ class SequentialModel(OneByOneModel):
         self._caches.pop(sequence.row, None)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep a leading part of the scratch chain, roll the rest back.
-
-        Raises:
-            CapabilityError: the path is no leading part, or the cache cannot be rolled back.
-        """
-        if list(path) != list(range(len(path))):
-            raise CapabilityError(self.capabilities.missing["keep_path"])
-        surplus = len(sequence.scratch_tokens) - len(path)
-        if surplus and not self.capabilities.rollback:
+        if not self.capabilities.rollback and len(path) < len(sequence.scratch_tokens):
             raise CapabilityError(self.capabilities.missing["rollback"])
-        cache = self._caches.get(sequence.row)
+        surplus, cache = self._keep(sequence, path), self._caches.get(sequence.row)
         if cache is not None and self.capabilities.rollback:
             cache.crop(-surplus)  # of 0 tokens too: that drops what was recorded for a rollback
-        sequence.tokens.extend(sequence.scratch_tokens[: len(path)])
-        sequence.clear_scratch()
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
         """Read the first ``length`` committed tokens again: what a layer has summed up cannot be taken apart."""
@@ -73,19 +63,12 @@ class SequentialModel(OneByOneModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Feed each sequence's chain through the model's own forward and cache.
-
-        Raises:
-            CapabilityError: a feed branches.
-        """
         return [self._one(feed, taps) for feed in feeds]
 
     def _one(self, feed: Feed, taps: Sequence[str]) -> Rows:
         sequence, count = feed.sequence, len(feed.tokens)
         old = len(sequence.scratch_tokens)
-        chain = list(range(old - 1, old - 1 + count))
-        if feed.parents is not None and list(feed.parents) != chain:
-            raise CapabilityError(f"only chains can be scored: {self.capabilities.missing['tree_mask']}")
+        self._check(feed)
         if not self.capabilities.rollback and old + count > 1 and feed.wanted != 0:
             raise CapabilityError(f"only one token at a time can be scored: {self.capabilities.missing['rollback']}")
         check_taps(taps, self._num_layers)
@@ -93,7 +76,7 @@ class SequentialModel(OneByOneModel):
         with alone(self.model), recording(self.model, taps) as hidden:
             logits = self._run(sequence, feed.tokens)
         self.run_s += now(self.device) - began
-        sequence.append(feed.tokens, chain)
+        sequence.append(feed.tokens, feed.parents_behind(old))
         return Rows(logits[len(logits) - feed.num_wanted :], {name: h[0, -count:] for name, h in hidden.items()})
 
     def _run(self, sequence: SequenceState, tokens: Sequence[int]) -> Tensor:

@@ -8,7 +8,6 @@ a rejection costs rows, not a forward (Wu et al., "Snakes and Ladders").  See ``
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -27,10 +26,9 @@ from foretoken.models.module import OneByOneModel
 from foretoken.models.network.alone import alone, lock_of
 from foretoken.models.network.placement import decoding
 from foretoken.models.network.taps import check_taps, recording
+from foretoken.models.network.traits import parameters_of
 from foretoken.models.network.watch import Watch
 
-PREFILL_CHUNK = 512
-"""Tokens that are read in one forward when no logits are wanted."""
 REPLAYS = ("auto", "lazy", "capture")
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
@@ -56,6 +54,8 @@ class StatefulModel(OneByOneModel):
             decodes plainly); the message says what differed.
     """
 
+    prefill_chunk = 512
+
     def __init__(self, model: Any, *, flush: int = 8, replay: str = "auto") -> None:
         if replay not in REPLAYS:
             raise ValueError(f"replay must be one of {', '.join(REPLAYS)}, not {replay!r}")
@@ -66,7 +66,7 @@ class StatefulModel(OneByOneModel):
         self._files: list[ModuleType] = []
         self.num_forwards = 0
         self._states: dict[int, StateCache] = {}
-        self._parameters = frozenset(inspect.signature(inspect.unwrap(type(model).forward)).parameters)
+        self._parameters = frozenset(parameters_of(model))
         fault = self._choose(replay)
         if fault is not None:
             raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")
@@ -111,15 +111,8 @@ class StatefulModel(OneByOneModel):
         self._states.pop(sequence.row, None)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep a leading part of the scratch chain; go back to the checkpoint if that is not all of it.
-
-        Raises:
-            CapabilityError: the path is no leading part.
-        """
-        if list(path) != list(range(len(path))):
-            raise CapabilityError(self.capabilities.missing["keep_path"])
-        sequence.tokens.extend(sequence.scratch_tokens[: len(path)])
-        sequence.clear_scratch()
+        """Keep a leading part of the scratch chain; go back to the checkpoint if that is not all of it."""
+        self._keep(sequence, path)
         self._back_to(sequence)
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
@@ -143,13 +136,6 @@ class StatefulModel(OneByOneModel):
             state.reset()
         state.guarded = False
 
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        parts: dict[str, list[Tensor]] = {name: [] for name in taps}
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            for name, rows in super().prefill(sequence, tokens[start : start + PREFILL_CHUNK], taps).items():
-                parts[name].append(rows)
-        return {name: torch.cat(rows) for name, rows in parts.items() if rows}
-
     def state(self, sequence: SequenceState) -> StateCache:
         """What the layers keep of a sequence."""
         return self._states[sequence.row]
@@ -158,23 +144,11 @@ class StatefulModel(OneByOneModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Feed each sequence's chain, behind what its state still lacks.
-
-        Raises:
-            CapabilityError: a feed branches, or hangs from an earlier place of the text.
-            ValueError: an unknown tap, or two feeds for one sequence.
-        """
         check_taps(taps, self._num_layers)
         check_distinct(feeds)
         for feed in feeds:
             self._check(feed)
         return [self._one(feed, taps) for feed in feeds]
-
-    def _check(self, feed: Feed) -> None:
-        old = len(feed.sequence.scratch_tokens)
-        chain = list(range(old - 1, old - 1 + len(feed.tokens)))
-        if feed.after is not None or (feed.parents is not None and list(feed.parents) != chain):
-            raise CapabilityError(f"only chains can be scored: {self.capabilities.missing['tree_mask']}")
 
     def _one(self, feed: Feed, taps: Sequence[str]) -> Rows:
         sequence, count = feed.sequence, len(feed.tokens)
@@ -185,7 +159,7 @@ class StatefulModel(OneByOneModel):
         at_risk = bool(scratch) or (count > 1 and wanted > 1) or state.careful
         try:
             lag = len(sequence.tokens) - state.length
-            if lag >= (max(self.flush, 1) if at_risk else PREFILL_CHUNK):
+            if lag >= (max(self.flush, 1) if at_risk else self.prefill_chunk):
                 self.settle(sequence)
             if at_risk and not state.guarded:
                 if state.saved != state.length:
@@ -203,14 +177,14 @@ class StatefulModel(OneByOneModel):
         except BaseException:
             state.reset()  # a forward that broke off has changed a part of the layers
             raise
-        sequence.append(feed.tokens, range(len(scratch) - 1, len(scratch) - 1 + count))
+        sequence.append(feed.tokens, feed.parents_behind(len(scratch)))
         return Rows(logits, {name: h[0, -count:] for name, h in hidden.items()})
 
     def settle(self, sequence: SequenceState) -> None:
         """Read the committed tokens that the state still lacks, in forwards of their own."""
         state, began = self._states[sequence.row], now(self.device)
         while state.length < len(sequence.tokens):
-            self.read(state, sequence.tokens[state.length : state.length + PREFILL_CHUNK], 0)
+            self.read(state, sequence.tokens[state.length : state.length + self.prefill_chunk], 0)
         self.run_s += now(self.device) - began
 
     @torch.inference_mode()

@@ -21,7 +21,7 @@ from foretoken.server.errors import ApiError, api_error, bad
 from foretoken.server.limits import log_request
 from foretoken.server.places import Place, place_of
 from foretoken.server.running import ClientGone, outputs_of, pieces_of, submit_all, while_connected
-from foretoken.server.schemas import Shared
+from foretoken.server.schemas import CompletionBody
 from foretoken.server.serving import Serving
 from foretoken.server.sse import OPENAI, Dialect, EventStream
 
@@ -49,7 +49,7 @@ class Answer:
 
     serving: Serving
     http: HttpRequest
-    body: Shared
+    body: CompletionBody
     kind: str
     began_s: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -259,7 +259,7 @@ class Answer:
             self.log(status)
 
 
-def prompt_text(body: Shared) -> str:
+def prompt_text(body: CompletionBody) -> str:
     """What was asked, as it came."""
     found = getattr(body, "prompt", None)
     return str(found if found is not None else [m.content for m in getattr(body, "messages", ())])

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 import foretoken
 from foretoken.server import chat, completions, errors, info, messages, pages, responses
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.limits import Gate
 from foretoken.server.serving import Serving
 
@@ -22,7 +22,7 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, "256")
 
 
-def create_app(settings: Settings, serving: Serving | None = None) -> FastAPI:
+def create_app(settings: ServerSettings, serving: Serving | None = None) -> FastAPI:
     """An application that begins to load its model when it is started; until then ``/ready`` says 503.
 
     Args:

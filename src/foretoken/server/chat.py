@@ -18,7 +18,7 @@ from foretoken.server.errors import RESPONSES
 from foretoken.server.logprobs import chat_logprobs, prompt_logprobs
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
-from foretoken.server.turn import Part, Turn
+from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter()
 
@@ -53,7 +53,7 @@ class _Chat(Choices):
 
     def __init__(self, serving: Serving, http: Request, body: ChatRequest) -> None:
         super().__init__(serving, http, body)
-        self.turn = Turn(serving, http, body, "chat.completion")
+        self.turn = ChatTurn(serving, http, body, "chat.completion")
         self.answer = self.turn.answer
         self.readers = [self.turn.reader() for _ in range(body.n or 1)]
 

@@ -16,7 +16,7 @@ from foretoken.server.answering import Answer
 from foretoken.server.errors import api_error
 from foretoken.server.inputs import check_fields
 from foretoken.server.logprobs import TokenTexts
-from foretoken.server.schemas import Shared
+from foretoken.server.schemas import CompletionBody
 from foretoken.server.serving import Serving
 
 
@@ -43,7 +43,7 @@ class Choices(ABC):
         self.texts = TokenTexts(serving.llm.tokenizer, bool(body.return_tokens_as_token_ids))
 
     @classmethod
-    async def route(cls, body: Shared, http: Request) -> Response:
+    async def route(cls, body: CompletionBody, http: Request) -> Response:
         """The answer to a request; whatever is wrong is an :class:`~foretoken.server.errors.ApiError`."""
         serving: Serving = http.app.state.serving
         headers = check_fields(body, serving)

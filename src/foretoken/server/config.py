@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.settings import setting
 from foretoken.server.keys import Caller, Keys
 
 PREFIX = "FORETOKEN_"
@@ -17,13 +18,8 @@ UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib"
 UNITS |= {"g": 2**30, "gib": 2**30, "gb": 10**9, "t": 2**40, "tib": 2**40, "tb": 10**12}
 
 
-def _option(default: Any, told: str, shown: bool = True) -> Any:
-    """A setting with what ``foretoken serve --help`` says of it."""
-    return field(default=default, metadata={"help": told}, repr=shown)
-
-
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """What a server serves, and what it lets clients do; every field is an option of ``foretoken serve``.
 
     What the fields' own texts leave out:
@@ -46,52 +42,52 @@ class Settings:
     """
 
     model: str = "builtin"
-    served_name: str = _option("", "What clients call the model.")
-    host: str = _option("127.0.0.1", "Address to listen on [127.0.0.1].")
-    port: int = _option(8000, "Port to listen on [8000].")
-    drafter: str = _option("auto", "Spec of the drafter, auto or none [auto].")
-    verifier: str = _option("auto", "Acceptance rule [auto].")
-    controller: str = _option("auto", "How much to draft [auto].")
-    profile: str = _option("", "File that foretoken tune wrote.")
-    dtype: str = _option("auto", "float32, float64, bfloat16 or float16 [the checkpoint's].")
-    device: str = _option("auto", "auto, cpu, cuda, cuda:1 or mps [auto].")
-    quantize: str = _option("", "int8 or int4 weights (int8-a8, int4-a8: 8-bit activations too), on the cpu.")
-    backend: str = _option("auto", "What runs a GGUF file: auto, native or llama.cpp [auto].")
-    exact: str = _option(
+    served_name: str = setting("", "What clients call the model.")
+    host: str = setting("127.0.0.1", "Address to listen on [127.0.0.1].")
+    port: int = setting(8000, "Port to listen on [8000].")
+    drafter: str = setting("auto", "Spec of the drafter, auto or none [auto].")
+    verifier: str = setting("auto", "Acceptance rule [auto].")
+    controller: str = setting("auto", "How much to draft [auto].")
+    profile: str = setting("", "File that foretoken tune wrote.")
+    dtype: str = setting("auto", "float32, float64, bfloat16 or float16 [the checkpoint's].")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1 or mps [auto].")
+    quantize: str = setting("", "int8 or int4 weights (int8-a8, int4-a8: 8-bit activations too), on the cpu.")
+    backend: str = setting("auto", "What runs a GGUF file: auto, native or llama.cpp [auto].")
+    exact: str = setting(
         "distribution", "bitwise: equal texts whatever is drafted and served beside, or no start [distribution]."
     )
-    tensor_parallel: int = _option(1, "Processes of this machine, on CUDA devices, that the model is split over [1].")
-    max_running: int = _option(16, "Requests that run together [16].")
-    max_queued: int = _option(256, "Requests that wait besides; more get 503 [256].")
-    kv_memory: str = _option("", "Memory of keys and values, as 2GiB [no limit].")
-    prefill_chunk: int = _option(256, "Prompt tokens read between two rounds [256].")
-    prefill_time: float = _option(0.1, "Seconds for this while others wait; 0: no limit [0.1].")
-    prefix_cache: bool = _option(True, "Reuse texts with the same beginning [yes].")
-    prefix_memory: str = _option("256MiB", "Memory of reused texts, as 256MiB [256MiB].")
-    api_keys: tuple[str, ...] = _option((), "Key that opens every route; may be given again.", shown=False)
-    key_running: int = _option(0, "Choices of one key that run together [no limit].")
-    key_queued: int = _option(-1, "Choices of one key that wait besides [no limit].")
-    key_tokens_per_minute: int = _option(0, "Tokens of one key [no limit].")
-    allowed_host: tuple[str, ...] = _option(
+    tensor_parallel: int = setting(1, "Processes of this machine, on CUDA devices, that the model is split over [1].")
+    max_running: int = setting(16, "Requests that run together [16].")
+    max_queued: int = setting(256, "Requests that wait besides; more get 503 [256].")
+    kv_memory: str = setting("", "Memory of keys and values, as 2GiB [no limit].")
+    prefill_chunk: int = setting(256, "Prompt tokens read between two rounds [256].")
+    prefill_time: float = setting(0.1, "Seconds for this while others wait; 0: no limit [0.1].")
+    prefix_cache: bool = setting(True, "Reuse texts with the same beginning [yes].")
+    prefix_memory: str = setting("256MiB", "Memory of reused texts, as 256MiB [256MiB].")
+    api_keys: tuple[str, ...] = setting((), "Key that opens every route; may be given again.", shown=False)
+    key_running: int = setting(0, "Choices of one key that run together [no limit].")
+    key_queued: int = setting(-1, "Choices of one key that wait besides [no limit].")
+    key_tokens_per_minute: int = setting(0, "Tokens of one key [no limit].")
+    allowed_host: tuple[str, ...] = setting(
         (), "Another name that clients may call the server; may be given again; * for all."
     )
-    insecure: bool = _option(False, "Allow a public address without a key.")
-    max_body: int = _option(2 * 2**20, "Bytes of a request [2097152].")
-    request_timeout: float = _option(600.0, "Seconds of a request [600].")
-    body_timeout: float = _option(20.0, "Seconds in which a request must have arrived [20].")
-    write_timeout: float = _option(30.0, "Seconds that an answer may stay unread [30].")
-    max_unread: int = _option(32, "Answers that may stay unread together [32].")
-    shutdown_timeout: float = _option(30.0, "Seconds to finish in after SIGTERM [30].")
-    watchdog: float = _option(60.0, "Seconds of silence after which the engine counts as hung [60].")
-    ping: float = _option(15.0, "Seconds between comments in a silent stream [15].")
-    stream_interval: int = _option(1, "Fewest tokens of a chunk but the last [1].")
-    stream_pad: int = _option(0, "Fill chunks up to a multiple of so many bytes [0].")
-    metrics_compat: str = _option("", "vllm: all metrics under vLLM's names, too.")
-    log_prompts: int = _option(0, "Characters of a prompt in the log [0].")
-    root_path: str = _option("", "Where a proxy has put the server.")
-    chat_template: str = _option("", "File with a chat template.")
-    online: bool = _option(False, "The draft model learns while it serves.")
-    online_save: str = _option("", "Folder for the draft model that has learned.")
+    insecure: bool = setting(False, "Allow a public address without a key.")
+    max_body: int = setting(2 * 2**20, "Bytes of a request [2097152].")
+    request_timeout: float = setting(600.0, "Seconds of a request [600].")
+    body_timeout: float = setting(20.0, "Seconds in which a request must have arrived [20].")
+    write_timeout: float = setting(30.0, "Seconds that an answer may stay unread [30].")
+    max_unread: int = setting(32, "Answers that may stay unread together [32].")
+    shutdown_timeout: float = setting(30.0, "Seconds to finish in after SIGTERM [30].")
+    watchdog: float = setting(60.0, "Seconds of silence after which the engine counts as hung [60].")
+    ping: float = setting(15.0, "Seconds between comments in a silent stream [15].")
+    stream_interval: int = setting(1, "Fewest tokens of a chunk but the last [1].")
+    stream_pad: int = setting(0, "Fill chunks up to a multiple of so many bytes [0].")
+    metrics_compat: str = setting("", "vllm: all metrics under vLLM's names, too.")
+    log_prompts: int = setting(0, "Characters of a prompt in the log [0].")
+    root_path: str = setting("", "Where a proxy has put the server.")
+    chat_template: str = setting("", "File with a chat template.")
+    online: bool = setting(False, "The draft model learns while it serves.")
+    online_save: str = setting("", "Folder for the draft model that has learned.")
 
     def __post_init__(self) -> None:
         for name in ("max_running", "tensor_parallel", "prefill_chunk", "max_body", "stream_interval", "max_unread"):
@@ -195,13 +191,13 @@ def parse_bytes(text: str) -> int | None:
 
 def settings_from(
     flags: Mapping[str, Any], file: Path | None = None, environ: Mapping[str, str] = os.environ
-) -> Settings:
+) -> ServerSettings:
     """Settings of flags that were given (those that are ``None`` were not), the environment, and a file.
 
     Raises:
         ValueError: a file that cannot be read, an unknown name in it, or a value of the wrong kind.
     """
-    known = {one.name: one for one in fields(Settings)}
+    known = {one.name: one for one in fields(ServerSettings)}
     found: dict[str, Any] = {}
     for name, value in _read(file).items():
         if name not in known:
@@ -213,7 +209,7 @@ def settings_from(
         if PREFIX + name.upper() in environ:
             found[name] = _value(name, environ[PREFIX + name.upper()], PREFIX + name.upper())
     found |= {name: _value(name, value, f"--{name}") for name, value in flags.items() if value is not None}
-    return replace(Settings(insecure=True), **{"insecure": False} | found)
+    return replace(ServerSettings(insecure=True), **{"insecure": False} | found)
 
 
 def _read(file: Path | None) -> dict[str, Any]:
@@ -236,7 +232,7 @@ def _read(file: Path | None) -> dict[str, Any]:
 
 def _value(name: str, value: Any, where: str) -> Any:
     """A value of the field's type."""
-    default = getattr(Settings(insecure=True), name)
+    default = getattr(ServerSettings(insecure=True), name)
     kind = type(default)
     try:
         if kind is tuple:

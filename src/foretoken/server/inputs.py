@@ -16,7 +16,7 @@ from foretoken.options import FIELDS, beside, make_request
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
 from foretoken.server.places import place_of
-from foretoken.server.schemas import REFUSED, ChatRequest, ResponseFormat, Shared, StructuredOutputs
+from foretoken.server.schemas import REFUSED, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
 from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, in_thread
 
@@ -24,7 +24,7 @@ PATIENCE_S = 0.3
 """Seconds that a new grammar waits for others; its own trial then takes 1.6 s at most."""
 
 
-def check_fields(body: Shared, serving: Serving) -> dict[str, str]:
+def check_fields(body: CompletionBody, serving: Serving) -> dict[str, str]:
     """Refuse fields that mean something that cannot be had here; returns headers that name the unknown ones.
 
     Raises:
@@ -110,7 +110,7 @@ def check_fits(text: str, serving: Serving, field: str) -> None:
 
 def engine_requests(
     prompts: Sequence[Sequence[int]],
-    body: Shared,
+    body: CompletionBody,
     serving: Serving,
     constraints: Sequence[OutputRule | None],
     field: str,
@@ -163,7 +163,7 @@ def _because(serving: Serving) -> str:
     return f" ({why})" if why else ""
 
 
-def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body: Shared, field: str) -> None:
+def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body: CompletionBody, field: str) -> None:
     """The field that is to blame is named, which the engine does not know."""
     context, asked = serving.llm.target.context_length, options["max_new_tokens"]
     limit = "max_tokens" if getattr(body, "max_tokens", None) is not None else "max_completion_tokens"
@@ -184,7 +184,7 @@ def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body
         raise bad(f"min_tokens is {options['min_tokens']}, more than the {asked} that may be written", "min_tokens")
 
 
-def _options(body: Shared, serving: Serving, tenant: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def _options(body: CompletionBody, serving: Serving, tenant: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling and limits in our words; what was not said is the model's ``own`` default, else OpenAI's."""
     wanted = body.speculative
     plain = wanted is not None and (not wanted.enabled or wanted.method == "none")
@@ -206,7 +206,7 @@ def _options(body: Shared, serving: Serving, tenant: str, own: Mapping[str, Any]
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _served(name: str, body: Shared, own: Mapping[str, Any]) -> Any:
+def _served(name: str, body: CompletionBody, own: Mapping[str, Any]) -> Any:
     """An option that the server takes as it is, in our words: -1 keeps all tokens, and a seed may be negative."""
     given = getattr(body, name)
     if given is None:
@@ -225,7 +225,7 @@ def _known(ids: Sequence[int] | None, serving: Serving, field: str) -> Sequence[
     return ids
 
 
-def _temperature(body: Shared, serving: Serving) -> float:
+def _temperature(body: CompletionBody, serving: Serving) -> float:
     """What was asked, else the model's own, else OpenAI's."""
     return float(_served("temperature", body, {"temperature": 1.0, **serving.llm.defaults.sampling}))
 
@@ -242,7 +242,9 @@ def tenant_of(http: HttpRequest) -> Caller:
     return place_of(http.scope).caller
 
 
-async def constraints_of(body: Shared, count: int, serving: Serving, calls: str = "") -> list[OutputRule | None]:
+async def constraints_of(
+    body: CompletionBody, count: int, serving: Serving, calls: str = ""
+) -> list[OutputRule | None]:
     """What the answers must look like, one for each choice.
 
     Args:

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from foretoken.server import logs
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 
 
-def listener(settings: Settings) -> socket.socket:
+def listener(settings: ServerSettings) -> socket.socket:
     """The bound socket; before anything heavy is imported or loaded.
 
     Raises:
@@ -40,7 +40,7 @@ def listener(settings: Settings) -> socket.socket:
     return found
 
 
-def run(settings: Settings, sock: socket.socket) -> int:
+def run(settings: ServerSettings, sock: socket.socket) -> int:
     """Serve until a signal comes or the engine stops; returns the exit code."""
     from foretoken.server.app import create_app
     from foretoken.server.memory import share_arenas
@@ -139,7 +139,7 @@ def _no_signals() -> Iterator[None]:
     yield
 
 
-def greeting(settings: Settings, is_chat: bool = False) -> str:
+def greeting(settings: ServerSettings, is_chat: bool = False) -> str:
     """Where the server is, and how it is asked: a model with a chat template by a chat."""
     url = f"http://{settings.host}:{settings.port}{settings.root_path}"
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
@@ -153,7 +153,7 @@ def greeting(settings: Settings, is_chat: bool = False) -> str:
     )
 
 
-def agents(settings: Settings, url: str) -> str:
+def agents(settings: ServerSettings, url: str) -> str:
     """The environment that points an agent at the server, a line for each vendor's."""
     key = "KEY" if settings.api_keys else "none"
     name = shlex.quote(settings.name)

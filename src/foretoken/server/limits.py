@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
 from foretoken.server.memory import FREED
@@ -63,7 +63,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, places: Places, admit: Callable[[Caller], None] | None = None
+        self, app: ASGIApp, settings: ServerSettings, places: Places, admit: Callable[[Caller], None] | None = None
     ) -> None:
         self.app, self.places, self.admit = app, places, admit
         self.max_body, self.body_timeout = settings.max_body, settings.body_timeout

@@ -35,7 +35,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(found, ensure_ascii=True, default=str)
 
 
-class Lines(logging.Handler):
+class LineWriter(logging.Handler):
     """Writes lines in a thread of its own, so that no request waits for who reads them.
 
     A pipe that nobody empties is full after 64 KiB, and a write to it never returns: in the event loop it would stop
@@ -109,9 +109,9 @@ def keep_standard_files() -> None:
 
 def install() -> None:
     """Send our log to stderr so, and what the event loop and uvicorn complain about."""
-    if any(isinstance(handler, Lines) for handler in logging.getLogger("foretoken").handlers):
+    if any(isinstance(handler, LineWriter) for handler in logging.getLogger("foretoken").handlers):
         return
-    handler = logging.NullHandler() if sys.stderr is None else Lines(2)
+    handler = logging.NullHandler() if sys.stderr is None else LineWriter(2)
     warnings.showwarning = _warn
     for name, level in (("foretoken", logging.INFO), ("asyncio", logging.WARNING), ("uvicorn", logging.WARNING)):
         log = logging.getLogger(name)

@@ -17,7 +17,7 @@ from foretoken.server.inputs import check_fields
 from foretoken.server.messages_bodies import CountRequest, MessagesRequest, chat_request
 from foretoken.server.serving import Serving
 from foretoken.server.sse import ANTHROPIC
-from foretoken.server.turn import Part, Turn
+from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter(responses=ANTHROPIC_RESPONSES)
 REASONS = {"length": "max_tokens", "context": "model_context_window_exceeded"}
@@ -32,7 +32,9 @@ async def messages(body: MessagesRequest, http: Request) -> Response:
         headers, turn = _turn(body, http, serving)
         tickets = await turn.start()
         if body.stream:
-            return turn.answer.streamed(turn.answer.logged(_Stream(turn, body).events(tickets)), headers, ANTHROPIC)
+            return turn.answer.streamed(
+                turn.answer.logged(_MessageStream(turn, body).events(tickets)), headers, ANTHROPIC
+            )
         (output,) = await turn.answer.outputs(tickets)
         parts = turn.reader().push(output.text, final=True)
         found = {
@@ -56,14 +58,14 @@ async def count_tokens(body: CountRequest, http: Request) -> Response:
         raise api_error(error) from error
 
 
-def _turn(body: CountRequest, http: Request, serving: Serving) -> tuple[dict[str, str], Turn]:
+def _turn(body: CountRequest, http: Request, serving: Serving) -> tuple[dict[str, str], ChatTurn]:
     """Headers that name the fields that were ignored, and the request."""
     inner = chat_request(body)
     check_fields(inner, serving)
     ignored = list(body.ignored)
     if body.output_config is not None and body.output_config.effort is not None:
         ignored.append("output_config.effort")
-    return serving.note_ignored(ignored), Turn(serving, http, inner, "message", clamps=True)
+    return serving.note_ignored(ignored), ChatTurn(serving, http, inner, "message", clamps=True)
 
 
 def _block(part: Part) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def _block(part: Part) -> dict[str, Any]:
     return {"type": "text", "text": part}
 
 
-def _head(turn: Turn, content: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+def _head(turn: ChatTurn, content: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": turn.answer.id,
         "type": "message",
@@ -98,7 +100,7 @@ def _usage(stats: SpecStats) -> dict[str, Any]:
 
 
 def _end(
-    turn: Turn,
+    turn: ChatTurn,
     body: MessagesRequest,
     reason: str | None,
     stop: str | int | None,
@@ -115,7 +117,7 @@ def _end(
     return {"stop_reason": found, "stop_sequence": None}
 
 
-class _Stream:
+class _MessageStream:
     """The events of one answer: blocks of text and calls, each begun, continued and ended.
 
     Args:
@@ -123,7 +125,7 @@ class _Stream:
         body: as it came.
     """
 
-    def __init__(self, turn: Turn, body: MessagesRequest) -> None:
+    def __init__(self, turn: ChatTurn, body: MessagesRequest) -> None:
         self.turn, self.body = turn, body
         self.index, self.writes_text = 0, False
         self.parts: list[Part] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.errors import bad
 from foretoken.server.limits import BETWEEN, PIECE
 
@@ -29,7 +29,7 @@ PROBE_S, MOST_PROBE_S = 0.01, 10.0
 """Seconds between the first two probes, which are doubled each time, and between the last ones."""
 
 
-class Unread:
+class StalledConnections:
     """Connections whose clients have stopped reading, the oldest first.
 
     Args:
@@ -72,7 +72,7 @@ class GuardedProtocol(HttpToolsProtocol):
     A client may stop sending when it has asked ("half-close"), and still gets its answer.
     """
 
-    unread = Unread()
+    unread = StalledConnections()
     _guard: asyncio.TimerHandle | None = None
     _probing: asyncio.TimerHandle | None = None
     _in_headers = False
@@ -191,6 +191,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._guard = None
 
 
-def guarded(settings: Settings) -> type[GuardedProtocol]:
+def guarded(settings: ServerSettings) -> type[GuardedProtocol]:
     """The protocol of one server, with its own bounds on unread answers."""
-    return type("Guarded", (GuardedProtocol,), {"unread": Unread(settings.write_timeout, settings.max_unread)})
+    return type(
+        "Guarded", (GuardedProtocol,), {"unread": StalledConnections(settings.write_timeout, settings.max_unread)}
+    )

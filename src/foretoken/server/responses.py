@@ -19,7 +19,7 @@ from foretoken.server.logprobs import TokenTexts, chat_logprobs
 from foretoken.server.responses_bodies import ResponsesRequest, chat_request, no_effect, renamed
 from foretoken.server.serving import Serving
 from foretoken.server.sse import RESPONSES as DIALECT
-from foretoken.server.turn import Part, Turn
+from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter()
 
@@ -32,10 +32,10 @@ async def responses(body: ResponsesRequest, http: Request) -> Response:
         inner = chat_request(body)
         check_fields(inner, serving)
         headers = serving.note_ignored([*body.ignored, *no_effect(body)])
-        answer = _Response(Turn(serving, http, inner, "response", clamps=True), body)
+        answer = _Response(ChatTurn(serving, http, inner, "response", clamps=True), body)
         tickets = await answer.turn.start()
         if body.stream:
-            events = answer.told(answer.turn.answer.logged(_Stream(answer).events(tickets)))
+            events = answer.told(answer.turn.answer.logged(_ResponseStream(answer).events(tickets)))
             return answer.turn.answer.streamed(events, headers, DIALECT)
         (output,) = await answer.turn.answer.outputs(tickets)
         return JSONResponse(answer.whole(output), headers=headers)
@@ -51,7 +51,7 @@ class _Response:
         body: as it came.
     """
 
-    def __init__(self, turn: Turn, body: ResponsesRequest) -> None:
+    def __init__(self, turn: ChatTurn, body: ResponsesRequest) -> None:
         self.turn, self.body = turn, body
         self.texts = TokenTexts(turn.serving.llm.tokenizer)
 
@@ -158,7 +158,7 @@ class _Response:
             await events.aclose()  # type: ignore[attr-defined]
 
 
-class _Stream:
+class _ResponseStream:
     """The events of one answer: items, each added, continued and done."""
 
     def __init__(self, answer: _Response) -> None:

@@ -46,7 +46,7 @@ FIELDS = {
 """Fields of chat completions, as they are called here."""
 
 
-class Part(Body):
+class MessagePart(Body):
     """A part of a message; others than text are refused."""
 
     type: Annotated[StrictStr, Field(max_length=64)]
@@ -54,7 +54,7 @@ class Part(Body):
     refusal: Text | None = None
 
 
-Content = Text | Annotated[list[Part], Field(max_length=MOST_PARTS)]
+Content = Text | Annotated[list[MessagePart], Field(max_length=MOST_PARTS)]
 
 
 class Item(Body):
@@ -223,7 +223,7 @@ def _call(item: Item) -> dict[str, Any]:
     return {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
 
 
-def _text(content: str | Sequence[Part]) -> str:
+def _text(content: str | Sequence[MessagePart]) -> str:
     if isinstance(content, str):
         return content
     for part in content:

@@ -209,7 +209,7 @@ def with_options(model: M) -> M:
 
 
 @with_options
-class Shared(Body):
+class CompletionBody(Body):
     """What completions and chat have in common."""
 
     model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
@@ -262,7 +262,7 @@ class TextPart(Body):
     text: Text = ""
 
 
-class CompletionRequest(Shared):
+class CompletionRequest(CompletionBody):
     """``POST /v1/completions``."""
 
     prompt: Prompt
@@ -314,7 +314,7 @@ class Tool(Body):
     function: Function
 
 
-class ChatRequest(Shared):
+class ChatRequest(CompletionBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]

@@ -18,7 +18,7 @@ from foretoken.llm import Llm, load
 from foretoken.loading.measured.busy import settle_threads
 from foretoken.methods.drafters.texts import BESIDE
 from foretoken.models.words import how_it_runs, refused_lines
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError, api_error
 from foretoken.server.keys import Caller
 from foretoken.server.lengths import Lengths
@@ -29,7 +29,7 @@ from foretoken.server.workers import GRAMMARS, in_thread
 log = logging.getLogger("foretoken.server")
 
 
-def load_llm(settings: Settings) -> Llm:
+def load_llm(settings: ServerSettings) -> Llm:
     """The model that is served, with everything around it.
 
     Raises:
@@ -54,7 +54,7 @@ def load_llm(settings: Settings) -> Llm:
     )
 
 
-def keep_promise(settings: Settings, llm: Llm) -> None:
+def keep_promise(settings: ServerSettings, llm: Llm) -> None:
     """Refuse to serve a model that cannot keep the exactness that was asked for.
 
     Raises:
@@ -67,7 +67,7 @@ def keep_promise(settings: Settings, llm: Llm) -> None:
         )
 
 
-def tell(settings: Settings, llm: Llm) -> None:
+def tell(settings: ServerSettings, llm: Llm) -> None:
     """Write to the log how the model runs, what it promises, and every faster path that it was refused."""
     description = llm.describe()
     drafter = "none" if llm.drafter is None else llm.drafter.spec or llm.drafter.name
@@ -119,8 +119,8 @@ class Serving:
         end_s: seconds in which it must have ended after it was told to.
     """
 
-    settings: Settings
-    make: Callable[[Settings], Llm] = load_llm
+    settings: ServerSettings
+    make: Callable[[ServerSettings], Llm] = load_llm
     metrics: Metrics = field(init=False)
     places: Places = field(init=False)
     started_s: int = 0

@@ -23,7 +23,7 @@ from foretoken.server.workers import TEXTS, in_thread
 Part = str | Call
 
 
-class Turn:
+class ChatTurn:
     """One request for an answer.
 
     Args:

@@ -19,34 +19,13 @@ from foretoken.core.conversation import has_template, render
 from foretoken.core.io.documents import CONVERSATIONS, iter_rows
 from foretoken.core.io.files import checksum, replacing, write_json
 from foretoken.training.chat import messages_of
+from foretoken.training.config import AnswerConfig
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
 
 QUESTIONS = ("prompt", "question", "text")
 """Keys of rows that ask one thing."""
-
-
-@dataclass(frozen=True)
-class AnswerConfig:
-    """How the target answers.
-
-    Attributes:
-        temperature: 0 is greedy.
-        tokens: most of an answer.
-        batch: conversations that are answered at once.
-        seed: the draws of an answer depend on it and on the conversation's number.
-    """
-
-    temperature: float = 0.7
-    tokens: int = 256
-    batch: int = 64
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

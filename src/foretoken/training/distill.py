@@ -23,13 +23,14 @@ from foretoken.methods.drafters.pard import MASK
 from foretoken.methods.drafters.target_states import FILE, NAME
 from foretoken.models.network.taps import recording
 from foretoken.training.checkpoint import check_same, latest_checkpoint, read_meta
+from foretoken.training.config import DistillConfig
 from foretoken.training.curves import AlignmentCurve
 from foretoken.training.loop import Loop, Progress, Saving, identity_of
 from foretoken.training.mask_rows import mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.optimizers import build_optimizers, vocabulary_of
-from foretoken.training.state_rows import OWN_SHARE, StateRows, layers_of, stored_apart
+from foretoken.training.state_rows import OWN_SHARE, StateRows, stored_apart
 from foretoken.training.text_sources import TextSource
-from foretoken.training.workshop import DistillConfig, Workshop
+from foretoken.training.workshop import Workshop
 
 WIDTH = 64
 """A vocabulary that gets a mask is padded to a multiple of this: products over odd widths are slow."""
@@ -62,7 +63,7 @@ class Distiller:
         if config.context > longest:
             raise ValueError(f"--context {config.context} is longer than the draft model's {longest}")
         self.mask = teach_mask(student, config, len(shop.tokenizer)) if config.places > 1 else -1
-        layers = layers_of(config.taps)
+        layers = config.layers
         self.states = StateRows(student, shop.parts, layers) if layers else None
         self.shop, self.student, self.out, self.config, self.name = shop, student.eval(), out, config, name
         self.extra = dict(extra or {})

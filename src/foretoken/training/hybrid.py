@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from foretoken.training.lm import LmConfig
+    from foretoken.training.config import LmConfig
 
 PROBE = 1024
 """Tokens on which the sizes of queries and keys are measured."""

@@ -53,7 +53,7 @@ def start_update(network: Any, rank: int, seed: int) -> None:
     Raises:
         ValueError: the target is stored as an update itself, or has no layers that can be updated.
     """
-    from foretoken.loading.checkpoints import is_adapter
+    from foretoken.core.io.checkpoints import is_adapter
 
     source = network.config._name_or_path
     if is_adapter(Path(source)):

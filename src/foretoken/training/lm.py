@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from foretoken.core.io.documents import iter_documents
 from foretoken.core.io.files import save_model
 from foretoken.training.cards import CardInfo, command, write_card
+from foretoken.training.config import LmConfig
 from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
@@ -30,37 +31,8 @@ from foretoken.training.corpus import (
 )
 from foretoken.training.curves import LossCurve
 from foretoken.training.hybrid import build_hybrid, is_llama, start_from_llama
-from foretoken.training.loop import Loop, Progress, RunConfig, Saving
-from foretoken.training.optimizers import autocast, build_optimizers, check_choices, vocabulary_of
-
-
-@dataclass(frozen=True)
-class LmConfig(RunConfig):
-    """Architecture and recipe of one run."""
-
-    steps: int = 2000
-    batch_size: int = 8
-    context: int = 1024
-    lr: float = 4e-3
-    warmup: float = 0.02
-    decay: float = 0.35
-    hidden: int = 384
-    layers: int = 8
-    heads: int = 6
-    kv_heads: int = 2
-    ffn: int = 1024
-    vocab: int = 8192
-    weight_decay: float = 0.05
-    hybrid: bool = False
-    optimizer: str = "muon"
-    precision: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        check_choices(self.optimizer, self.precision)
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(f"hidden={self.hidden} must be an even multiple of heads={self.heads}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+from foretoken.training.loop import Loop, Progress, Saving
+from foretoken.training.optimizers import autocast, build_optimizers, vocabulary_of
 
 
 def build_model(config: LmConfig, eos_token_id: int) -> Any:

@@ -18,43 +18,11 @@ from torch import Tensor, nn
 
 from foretoken.core.io.files import write_json
 from foretoken.training.checkpoint import check_same, latest_checkpoint, load_checkpoint, save_checkpoint
+from foretoken.training.config import RunConfig
 from foretoken.training.curves import Curve
 
 SCHEDULE = ("steps", "warmup", "decay")
 """Settings that may change between a run and its continuation."""
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """What every run is told; stored in its checkpoints and compared on resume, but for the schedule.
-
-    Attributes:
-        steps: optimizer steps.
-        batch_size: rows per step.
-        context: tokens per row.
-        lr: peak learning rate.
-        warmup: share of the steps in which it rises.
-        decay: share of the steps in which it falls to zero.
-        seed: of the data order and of everything drawn.
-    """
-
-    steps: int = 500
-    batch_size: int = 4
-    context: int = 512
-    lr: float = 1e-3
-    warmup: float = 0.05
-    decay: float = 0.4
-    seed: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.steps * self.batch_size * self.context
-
-    def learning_rate_factor(self, step: int) -> float:
-        """Warm-up, plateau, linear decay to zero; in (0, 1] for ``0 <= step < steps``."""
-        warm, fall = max(1, round(self.warmup * self.steps)), max(1, round(self.decay * self.steps))
-        return min((step + 1) / warm, (self.steps - step) / fall, 1.0)
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-OPTIMIZERS = ("muon", "adamw")
-"""Muon for matrices with AdamW for the rest, or AdamW for everything.
-
-Muon orthogonalises in bfloat16, which costs more than the rest of a step on a CPU without bfloat16 products.
-"""
-PRECISIONS = ("bfloat16", "float32")
-"""Of products: bfloat16 by autocast, or those of the float32 weights."""
-
-
-def check_choices(optimizer: str, precision: str) -> None:
-    """Raise ``ValueError`` for an optimizer or a precision that there is not."""
-    for name, value, choices in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
 
 def autocast(device: str, precision: str) -> torch.autocast:
     """The context in which a loss is computed on a device of this type."""

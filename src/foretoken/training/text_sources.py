@@ -24,11 +24,8 @@ from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler
 from foretoken.training.written import stored_continuations
 
-TEXTS = ("fixed", "teacher", "policy", "mixed")
-
 Writer = Callable[[Tensor, Sequence[int]], Tensor]
 """``(prompts [n, m], their numbers) -> int64 [n, context + 1]``: continues prompts."""
-BLOCK_TEXTS = ("fixed", "target")
 
 
 @dataclass(frozen=True)

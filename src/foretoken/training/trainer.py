@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +19,20 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.captured import FeatureStore
 from foretoken.training.chat import ChatBlocks
+from foretoken.training.config import TrainConfig
 from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, part_file, read_chat, read_tokens
 from foretoken.training.curves import DrafterCurve
 from foretoken.training.joint import as_served, held_loss, save_target, save_update, start_update
-from foretoken.training.loop import Loop, Progress, RunConfig, Saving
-from foretoken.training.optimizers import autocast, build_optimizers, check_choices
+from foretoken.training.loop import Loop, Progress, Saving
+from foretoken.training.optimizers import autocast, build_optimizers
 from foretoken.training.recipes.base import Batch, Recipe
-from foretoken.training.text_sources import BLOCK_TEXTS, WrittenBlocks, write_blocks
+from foretoken.training.text_sources import WrittenBlocks, write_blocks
 
 BLOCKS = 8
 """Held-out blocks that accuracies are measured on."""
 
 Held = tuple[Tensor, Tensor | None]
 """Tokens int64 [1, n + 1], and which of them are to be guessed, bool [1, n + 1]; ``None``: all."""
-
-
-@dataclass(frozen=True)
-class TrainConfig(RunConfig):
-    """The run of a drafter.
-
-    Attributes:
-        text: ``"fixed"`` (the corpus) or ``"target"`` (what the target writes behind the beginnings of its blocks).
-        written_blocks: how many blocks it writes.
-        written_temperature: at which it writes.
-        optimizer: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
-        precision: of products, ``"bfloat16"`` (by autocast) or ``"float32"``.
-    """
-
-    text: str = "fixed"
-    written_blocks: int = 256
-    written_temperature: float = 1.0
-    optimizer: str = "muon"
-    precision: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        check_choices(self.optimizer, self.precision)
-        if self.text not in BLOCK_TEXTS:
-            raise ValueError(f"text must be one of {', '.join(BLOCK_TEXTS)}, not {self.text!r}")
 
 
 Evaluate = Callable[[Drafter, LanguageModel], Mapping[str, Any]]

@@ -1,9 +1,9 @@
-"""What alignment runs of one target share: settings, the student's network, the text."""
+"""What alignment runs of one target share: the student's network and the text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,76 +11,14 @@ import torch
 from torch import Tensor
 
 from foretoken.loading import check_same_tokenizer, check_vocabularies, load_model, load_tokenizer, resolve
-from foretoken.methods.drafters.learning.divergences import check_loss
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.chat import ChatBlocks
+from foretoken.training.config import DistillConfig
 from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, read_tokens
-from foretoken.training.loop import RunConfig
-from foretoken.training.state_rows import layers_of
-from foretoken.training.text_sources import TEXTS, FixedText, PolicyText, TeacherText, TextSource
+from foretoken.training.text_sources import FixedText, PolicyText, TeacherText, TextSource
 from foretoken.training.written import stored_continuations, write_continuations
-
-
-@dataclass(frozen=True)
-class DistillConfig(RunConfig):
-    """The run of an alignment.
-
-    Attributes:
-        loss: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
-        text: ``fixed``, ``teacher``, ``policy`` or ``mixed``.
-        mix: probability that a row of mixed text is the student's.
-        beta: of ``jsd``.
-        temperature: at which models write; 0 is greedy.
-        prompt: tokens of a row that a writing model is given; a quarter of the row by default (0).
-        written: rows that the target writes, used again and again.
-        refresh: steps that share one writing of the student.
-        places: places that it learns to guess in one pass, masks standing in all but the first (PARD); 1: no masks.
-        taps: hidden states of the target that it reads beside its tokens (PARD-2), as Transformers counts them, joined
-            by ``+``; ``usual`` for those of the published models; empty for none.
-        mask_token: id of the mask; -1: the one of its configuration, else a new one behind its vocabulary.
-
-    Raises:
-        ValueError: a value outside its range.
-    """
-
-    context: int = 256
-    decay: float = 0.5
-    loss: str = "fkl"
-    text: str = "fixed"
-    mix: float = 0.5
-    beta: float = 0.5
-    temperature: float = 1.0
-    prompt: int = 0
-    written: int = 1024
-    refresh: int = 8
-    places: int = 1
-    mask_token: int = -1
-    taps: str = ""
-
-    def __post_init__(self) -> None:
-        check_loss(self.loss, self.beta)
-        if self.text not in TEXTS:
-            raise ValueError(f"unknown text {self.text!r}: choose one of {', '.join(TEXTS)}")
-        if not 0 <= self.mix <= 1:
-            raise ValueError(f"mix must be between 0 and 1, not {self.mix}")
-        if self.context < 2 or not 0 <= self.prompt < self.context:
-            raise ValueError(f"prompt={self.prompt} must leave room to write in a context of {self.context}")
-        if self.mask_token < -1 or (self.places == 1 and self.mask_token != -1):
-            raise ValueError("mask_token must be a token's id, and goes with places above 1")
-        if layers_of(self.taps) and self.places == 1:
-            raise ValueError("taps, the target's states beside the tokens, go with places above 1")
-        if self.places >= self.context:
-            raise ValueError(f"places={self.places} must be fewer than the {self.context} tokens of a row")
-        for name in ("steps", "batch_size", "written", "refresh", "places"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of a row that a writing model is given."""
-        return self.prompt or max(1, self.context // 4)
 
 
 def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, device: str | None = None) -> Any:

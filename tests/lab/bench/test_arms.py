@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.lab.bench.arms import Generation, Shared, Unit
+from foretoken.lab.bench.arms import ArmSetup, Generation, Unit
 from foretoken.lab.bench.results import UnitResult, rate
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.specs import is_foreign
@@ -24,23 +24,23 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 1, 4]
 
 
 @pytest.fixture
-def shared() -> Shared:
-    return Shared(HuggingFaceModel(llama()), "a toy")
+def shared() -> ArmSetup:
+    return ArmSetup(HuggingFaceModel(llama()), "a toy")
 
 
-def written(spec: str, shared: Shared, new_tokens: int, ids: Sequence[int] = PROMPT) -> UnitResult:
+def written(spec: str, shared: ArmSetup, new_tokens: int, ids: Sequence[int] = PROMPT) -> UnitResult:
     """What an arm writes greedily for one prompt."""
     return make_arm(spec, shared).run(Unit.of(ids, new_tokens), (0.0, 1))
 
 
 @pytest.fixture
-def with_draft(shared: Shared, tmp_path: Any) -> str:
+def with_draft(shared: ArmSetup, tmp_path: Any) -> str:
     llama(noise=0.2).save_pretrained(tmp_path / "draft")
     return str(tmp_path / "draft")
 
 
 @pytest.mark.parametrize("spec", ["none", "ngram,n=2,k=4", "transformers:plain", "transformers:prompt_lookup,k=4,n=2"])
-def test_greedy_ids_are_the_same(spec: str, shared: Shared) -> None:
+def test_greedy_ids_are_the_same(spec: str, shared: ArmSetup) -> None:
     plain, run = (written(one, shared, 20) for one in ("none", spec))
     assert run.outputs == plain.outputs
     assert len(run.outputs[0]) == 20
@@ -48,13 +48,13 @@ def test_greedy_ids_are_the_same(spec: str, shared: Shared) -> None:
 
 
 @pytest.mark.parametrize("options", ["", ",k=3", ",k=3,threshold=0.5", ",k=3,schedule=heuristic"])
-def test_assisted(options: str, shared: Shared, with_draft: str) -> None:
+def test_assisted(options: str, shared: ArmSetup, with_draft: str) -> None:
     run = written(f"transformers:assisted,draft={with_draft},dtype=float64{options}", shared, 16)
     assert run.outputs == written("none", shared, 16).outputs
     assert run.mean_acceptance_length is not None and run.mean_acceptance_length >= 1.0
 
 
-def test_assisted_settings(shared: Shared, with_draft: str) -> None:
+def test_assisted_settings(shared: ArmSetup, with_draft: str) -> None:
     fixed: Any = make_arm(f"transformers:assisted,draft={with_draft},k=3", shared)
     settings = fixed.assistant.generation_config
     assert (settings.num_assistant_tokens, settings.assistant_confidence_threshold) == (3, 0.0)
@@ -63,14 +63,14 @@ def test_assisted_settings(shared: Shared, with_draft: str) -> None:
     assert left.assistant.generation_config.assistant_confidence_threshold != 0.0
 
 
-def test_a_perfect_draft_is_accepted_whole(shared: Shared, tmp_path: Any) -> None:
+def test_a_perfect_draft_is_accepted_whole(shared: ArmSetup, tmp_path: Any) -> None:
     llama().save_pretrained(tmp_path)
     run = written(f"transformers:assisted,draft={tmp_path},k=3,dtype=float64", shared, 20)
     assert run.mean_acceptance_length == 4.0
 
 
 @pytest.mark.parametrize("spec", ["none", "transformers:plain"])
-def test_a_seed_fixes_samples(spec: str, shared: Shared) -> None:
+def test_a_seed_fixes_samples(spec: str, shared: ArmSetup) -> None:
     arm = make_arm(spec, shared)
     one, same, other = (arm.run(Unit.of(PROMPT, 16, seed), (1.0, 1)).outputs for seed in (0, 0, 1))
     assert one == same != other
@@ -79,14 +79,14 @@ def test_a_seed_fixes_samples(spec: str, shared: Shared) -> None:
 def test_end_of_text_is_passed_over_unless_told() -> None:
     model = llama()
     target = HuggingFaceModel(model)
-    (first,) = written("none", Shared(target, "a toy"), 4).outputs
+    (first,) = written("none", ArmSetup(target, "a toy"), 4).outputs
     model.generation_config.eos_token_id = first[1]
     try:
         ended = HuggingFaceModel(model)
         for spec in ("none", "transformers:plain"):
-            stopping = Shared(ended, "a toy", ignore_eos=False)
+            stopping = ArmSetup(ended, "a toy", ignore_eos=False)
             assert written(spec, stopping, 4).outputs == [first[: first.index(first[1]) + 1]]
-            assert written(spec, Shared(ended, "a toy"), 4).outputs == [first]
+            assert written(spec, ArmSetup(ended, "a toy"), 4).outputs == [first]
     finally:
         model.generation_config.eos_token_id = None
 
@@ -136,17 +136,17 @@ def test_packed_weights_are_unpacked() -> None:
         ("nothing", "unknown drafter"),
     ],
 )
-def test_bad_specs(spec: str, words: str, shared: Shared) -> None:
+def test_bad_specs(spec: str, words: str, shared: ArmSetup) -> None:
     with pytest.raises(ValueError, match=words):
         make_arm(spec, shared)
 
 
 def test_a_table_model_has_no_other_engine() -> None:
     with pytest.raises(ValueError, match="needs a Transformers target"):
-        make_arm("transformers:plain", Shared(TableModel.random(4)))
+        make_arm("transformers:plain", ArmSetup(TableModel.random(4)))
 
 
-def test_without_llama_cpp(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp(shared: ArmSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def missing(name: str, *rest: Any, **more: Any) -> Any:
@@ -198,7 +198,7 @@ def test_llama_cpp_says_the_same(spec: str) -> None:
     pytest.importorskip("gguf")
     from foretoken.loading import load_model, load_tokenizer
 
-    shared = Shared(load_model("builtin", dtype="float32"))
+    shared = ArmSetup(load_model("builtin", dtype="float32"))
     ids = load_tokenizer("builtin")("def fib(n):\n    a, b = 0, 1\n")["input_ids"]
     run = written(spec, shared, 16, ids)
     assert run.outputs == written("none", shared, 16, ids).outputs

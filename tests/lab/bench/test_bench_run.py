@@ -13,7 +13,7 @@ import pytest
 
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.lab.bench import run as bench_run
-from foretoken.lab.bench.arms import Shared, Unit
+from foretoken.lab.bench.arms import ArmSetup, Unit
 from foretoken.lab.bench.partial import Partial, partial_of
 from foretoken.lab.bench.results import UnitResult, acceptance_length, anchored, cell, dumps, positions, speedup_ci95
 from foretoken.lab.bench.run import Bench, BenchSettings, run_bench
@@ -36,8 +36,8 @@ def table() -> MarkovTable:
     return tables(4, seed=3)[0]
 
 
-def shared(table: MarkovTable, **more: Any) -> Shared:
-    return Shared(table, "toy", None, max_new_tokens=more.pop("max_new_tokens", 12), **more)
+def shared(table: MarkovTable, **more: Any) -> ArmSetup:
+    return ArmSetup(table, "toy", None, max_new_tokens=more.pop("max_new_tokens", 12), **more)
 
 
 # -- the whole of it -------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_traces_show_the_first_prompt_of_every_category_and_arm(result: BenchRes
 
 def test_a_trace_follows_the_output() -> None:
     target, _ = llamas()
-    arm = OwnArm("ngram,n=1,k=3", Shared(target, "toy", None))
+    arm = OwnArm("ngram,n=1,k=3", ArmSetup(target, "toy", None))
     arm.enter((0.0, 1))
     found = arm.run(Unit("a", 0, [0], [[5, 6, 5, 6, 5]], [0], 16), (0.0, 1), True)
     spelled = []
@@ -132,7 +132,7 @@ def test_a_trace_follows_the_output() -> None:
 
 def test_a_request_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = llamas()
-    arm = OwnArm("ngram,n=1,k=3", Shared(target, "toy", None))
+    arm = OwnArm("ngram,n=1,k=3", ArmSetup(target, "toy", None))
     arm.enter((0.0, 1))
 
     def failing(*_: Any) -> None:

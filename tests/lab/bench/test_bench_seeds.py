@@ -16,7 +16,7 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.noise import Noise
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
-from foretoken.lab.bench.arms import Shared
+from foretoken.lab.bench.arms import ArmSetup
 from foretoken.lab.bench.results import UnitResult, cell
 from foretoken.lab.bench.run import BenchSettings, run_bench
 from foretoken.lab.bench.summary import BenchResult
@@ -38,7 +38,7 @@ def table() -> MarkovTable:
 
 def bench(target: Any, arms: Sequence[str] = (ARM,), prompts: Any = PROMPTS, **more: Any) -> BenchResult:
     settings = {name: more.pop(name) for name in ("temperatures", "batches", "seed") if name in more}
-    shared = Shared(target, "toy", None, **{"max_new_tokens": 12, **more})
+    shared = ArmSetup(target, "toy", None, **{"max_new_tokens": 12, **more})
     return run_bench(shared, prompts, BenchSettings(tuple(arms), **{"temperatures": (1.0,), **settings}))
 
 

@@ -187,7 +187,7 @@ def test_other_architectures_are_refused() -> None:
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.models.variants.inflation.available_bytes", lambda: 10_000)
+    monkeypatch.setattr("foretoken.models.variants.inflation.free_bytes", lambda: 10_000)
     with pytest.raises(ValueError, match="GiB are free"):
         inflate(llama(), SHAPE)
 
@@ -285,7 +285,7 @@ def test_packed_in_place() -> None:
     model = InflatedModel(inflate(small, SHAPE), small, SHAPE, in_place=True)
     assert model.is_lean
     packed = any(isinstance(module, PackedLinear) for module in model.model.modules())
-    assert packed == (model.packing.layout != "plain")
+    assert packed == (model.forwards.packing.layout != "plain")
     assert weight_bytes(model.model) <= 1.1 * sum(p.nbytes for p in inflate(small, SHAPE).parameters())
 
 

@@ -244,14 +244,14 @@ def test_spreads_of_few_values() -> None:
 def test_plain_against_speculation_on_our_own_server() -> None:
     import foretoken as ft
     from foretoken.server.app import create_app
-    from foretoken.server.config import Settings
+    from foretoken.server.config import ServerSettings
 
-    def make(settings: Settings) -> Any:
+    def make(settings: ServerSettings) -> Any:
         return ft.load("builtin", "ngram", dtype="float32", controller="constant", known=True)
 
     from foretoken.server.serving import Serving
 
-    settings = Settings(max_running=4)
+    settings = ServerSettings(max_running=4)
     with running(create_app(settings, Serving(settings, make)), "/ready") as url:
         result = load(
             url, ["one two three one two three", "def f(x):"], [Level("concurrency", 2)], True,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,11 @@ from foretoken.lab.plan.ahead import (
     ahead_row,
     ahead_summary,
     hit_chance,
-    race_positions,
-    residual_positions,
 )
 from foretoken.lab.plan.assumptions import Assumptions, Measured
 
+SCRIPT = run_path(str(Path(__file__).resolve().parents[3] / "benchmarks" / "ahead.py"))
+race_positions, residual_positions = SCRIPT["race_positions"], SCRIPT["residual_positions"]
 POSITIONS = [0.6, 0.15, 0.08, 0.02]
 
 

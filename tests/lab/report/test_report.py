@@ -19,7 +19,7 @@ from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import UnitResult
 from foretoken.lab.bench.results import drafted as draft_tokens
 from foretoken.lab.report import figures, verdict, write_plots, write_report
-from foretoken.lab.report.charts import Lines, Series, ticks
+from foretoken.lab.report.charts import LineChart, Series, ticks
 from foretoken.lab.report.page import embedded, render
 from foretoken.lab.report.read import Run, read_run
 from foretoken.lab.report.svg import draw
@@ -359,7 +359,9 @@ def test_the_run_s_own_overall_and_ties_are_used(tmp_path: Path) -> None:
 
 
 def test_line_charts_put_points_where_their_numbers_are() -> None:
-    chart = Lines("t", "x", "y", [Series("s", [(1.0, 0.5), (2.0, 1.0), (4.0, 2.0)], 0)], log_x=True, x_ticks=[1, 2, 4])
+    chart = LineChart(
+        "t", "x", "y", [Series("s", [(1.0, 0.5), (2.0, 1.0), (4.0, 2.0)], 0)], log_x=True, x_ticks=[1, 2, 4]
+    )
     places = [
         tuple(map(float, re.findall(r"[\d.]+", str(dot["transform"]))))
         for dot in with_class(Page(draw(chart)), "dot")

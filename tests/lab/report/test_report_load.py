@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from foretoken.lab.report import load_figures, load_sections, write_plots, write_report
-from foretoken.lab.report.charts import Bars, Lines
+from foretoken.lab.report.charts import BarChart, LineChart
 from foretoken.lab.report.page import render
 from foretoken.lab.report.read import Run, read_run
 
@@ -68,11 +68,11 @@ def test_latency_over_rate_has_the_runs_numbers(run: Run) -> None:
 
 def test_throughput_is_a_curve_or_bars(run: Run, tmp_path: Path) -> None:
     curves = load_figures.throughputs(run, "rate")
-    assert all(isinstance(chart, Lines) for chart in curves)
+    assert all(isinstance(chart, LineChart) for chart in curves)
     one = read_run(write(tmp_path, [cell("plain", 4, "concurrency"), cell("fast", 4, "concurrency")], summary()))
     tokens, requests = load_figures.throughputs(one, "concurrency")
-    assert isinstance(tokens, Bars) and [bar.value for bar in tokens.bars] == [120, 120]
-    assert isinstance(requests, Bars) and requests.x_end == 4
+    assert isinstance(tokens, BarChart) and [bar.value for bar in tokens.bars] == [120, 120]
+    assert isinstance(requests, BarChart) and requests.x_end == 4
 
 
 def test_distributions_are_cumulative(run: Run) -> None:

@@ -13,7 +13,7 @@ from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.lab.tune import search
 from foretoken.lab.tune.race import BLOCK, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s
 from foretoken.lab.tune.search import LATE, Search, tune
-from foretoken.lab.tune.tuned import Job, Way
+from foretoken.lab.tune.tuned import TuneJob, Way
 from foretoken.lab.workload import Subject, Workload
 from foretoken.loading import load_model
 from foretoken.methods.drafters.base import Drafter
@@ -80,7 +80,7 @@ class FakeArm:
 
 
 @dataclass(frozen=True)
-class FakeJob(Job):
+class FakeJob(TuneJob):
     """A job in a made-up world."""
 
     world: World = field(default_factory=lambda: World({}))

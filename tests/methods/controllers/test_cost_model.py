@@ -17,7 +17,7 @@ SHAPE = (0.8, 0.1, 0.1)
 
 
 def record(batch: int, nodes: int, round_s: float, draft_s: float = 0.0) -> StepRecord:
-    return StepRecord(0, 1, 0, 0, batch, draft_s, round_s, 0.0, round_s + draft_s, 0, nodes)
+    return StepRecord(0, 1, 0, 0, batch, draft_s, round_s, 0.0, round_s + draft_s, nodes)
 
 
 def true_round_s(batch: int, nodes: int) -> float:

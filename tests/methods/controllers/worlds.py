@@ -92,7 +92,7 @@ class World:
         for context, (member, depth, accepted) in zip(contexts, drafts, strict=True):
             record = StepRecord(
                 context.request_id, 1 + depth, depth, accepted, len(contexts), draft_s, target_s, 0.0, total_s,
-                self.rounds, nodes, member if depth else -1, depth,
+                nodes, member if depth else -1, depth,
             )  # fmt: skip
             if self.shows and depth and not self.members[member].is_free:
                 free = [i for i, one in enumerate(self.members) if one.is_free]

@@ -18,7 +18,7 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.taps import decoder_layers
 from models.checkpoints import new_model, prompt_of
-from toys import engine, outputs, serve, tables
+from toys import engine, layer_runs, outputs, serve, tables
 
 LAYERS = 5
 PROMPTS = [prompt_of(9), prompt_of(1, seed=1), prompt_of(17, seed=2), prompt_of(4, seed=3)]
@@ -63,12 +63,12 @@ def test_layers_run_in_a_round(
     (run,) = speculative.running
     drafted = set()
     while speculative.busy:
-        layers, tokens = target.num_layer_runs, run.stats.num_draft_tokens
+        layers, tokens = layer_runs(target), run.stats.num_draft_tokens
         speculative.step()
         drafts = run.stats.num_draft_tokens - tokens
         drafted.add(drafts)
         steps = levels(drafts)
-        assert target.num_layer_runs - layers == exit_layer * steps + exit_layer + (LAYERS - exit_layer)
+        assert layer_runs(target) - layers == exit_layer * steps + exit_layer + (LAYERS - exit_layer)
     assert len(drafted) > 1 and max(drafted) >= 3
 
 

@@ -20,16 +20,16 @@ from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
 from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models import runner
 from foretoken.models.base import CapabilityError, Feed
-from foretoken.models.forward.heads import draft_head
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.linear import packing
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.network.taps import recording
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.jump import JumpRecipe
 from models.checkpoints import new_model, prompt_of
-from toys import engine, llama, llamas, outputs, serve, tables
+from toys import engine, layer_runs, llama, llamas, outputs, serve, tables
 
 LAYERS = 5
 PROMPTS = [prompt_of(9), prompt_of(1, seed=1), prompt_of(17, seed=2), prompt_of(4, seed=3)]
@@ -134,7 +134,7 @@ def test_the_distribution_is_the_one_that_was_drawn_from(
     window: tuple[int, int, int], shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stored row, computed by the recipe's own rollout: what is trained is what drafts."""
-    monkeypatch.setattr(draft_head, "pays_packed", lambda weight: False)  # bfloat16 is not what is looked at
+    monkeypatch.setattr(packing, "pays_packed", lambda weight: False)  # bfloat16 is not what is looked at
     target = model()
     net = net_for(target, window, **shape)
     parts = TargetParts(target)
@@ -211,9 +211,9 @@ def test_a_round_costs_one_layer_a_draft() -> None:
     speculative.step()
     (run,) = speculative.running
     while speculative.busy:
-        layers, drafts = target.num_layer_runs, run.stats.num_draft_tokens
+        layers, drafts = layer_runs(target), run.stats.num_draft_tokens
         speculative.step()
-        assert target.num_layer_runs - layers == LAYERS + run.stats.num_draft_tokens - drafts
+        assert layer_runs(target) - layers == LAYERS + run.stats.num_draft_tokens - drafts
     assert run.stats.num_draft_tokens > 6
 
 

@@ -34,7 +34,7 @@ from foretoken.models.network.layers import LayerPlan
 from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.kangaroo import KangarooRecipe
 from models.checkpoints import new_model, prompt_of
-from toys import engine, llamas, outputs, serve, tables
+from toys import engine, layer_runs, llamas, outputs, serve, tables
 
 LAYERS, EXIT = 5, 2
 PROMPTS = [prompt_of(9), prompt_of(1, seed=1), prompt_of(17, seed=2), prompt_of(4, seed=3)]
@@ -317,21 +317,21 @@ def test_layers_run_in_a_round(lean: bool, options: dict[str, Any], controller: 
 
     def watched(contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         unread = len(contexts[0].state[drafter, "unread"]) > 0
-        before = drafter.adapter.num_layer_runs
+        before = layer_runs(drafter.adapter)
         trees = propose(contexts, budgets)
         levels = max(trees[0].depths)
         found.append(levels)
-        assert drafter.adapter.num_layer_runs - before == levels + unread
+        assert layer_runs(drafter.adapter) - before == levels + unread
         return trees
 
     drafter.propose_batch = watched  # type: ignore[method-assign]
     while speculative.busy:
         found: list[int] = []
-        layers, drafts = target.num_layer_runs, run.stats.num_draft_tokens
+        layers, drafts = layer_runs(target), run.stats.num_draft_tokens
         speculative.step()
         levels = found[0] if found else 0
         assert (run.stats.num_draft_tokens > drafts) == (levels > 0)
-        assert target.num_layer_runs - layers == EXIT * levels + EXIT + (LAYERS - EXIT)
+        assert layer_runs(target) - layers == EXIT * levels + EXIT + (LAYERS - EXIT)
         levels_seen.add(levels)
     assert max(levels_seen) >= 3
 
@@ -347,18 +347,18 @@ def test_states_of_the_exit_layer_are_handed_out_without_running_it_again(name: 
         target.prefill(each, PROMPTS[0])
     whole = target.forward([Feed(plain, tokens, parents)], taps)[0]
     target.forward_part([Feed(sequence, tokens[:3], parents[:3])], LayerPlan(stop=2))
-    before = target.num_layer_runs
+    before = layer_runs(target)
     rest = target.forward([Feed(sequence, tokens, parents)], taps)[0]
-    assert target.num_layer_runs - before == 2 + 2
+    assert layer_runs(target) - before == 2 + 2
     for tap in taps:
         assert torch.allclose(rest.taps[tap], whole.taps[tap], atol=1e-8), tap
     for each in (plain, sequence):
         target.commit(each, ())
     # A state before the exit was not kept: all layers run, and it is right.
     target.forward_part([Feed(sequence, tokens[:3], parents[:3])], LayerPlan(stop=2))
-    before = target.num_layer_runs
+    before = layer_runs(target)
     early = target.forward([Feed(sequence, tokens, parents)], ["layer:1"])[0]
-    assert target.num_layer_runs - before == 4
+    assert layer_runs(target) - before == 4
     assert torch.allclose(
         early.taps["layer:1"], target.forward([Feed(plain, tokens, parents)], ["layer:1"])[0].taps["layer:1"]
     )

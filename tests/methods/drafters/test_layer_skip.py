@@ -20,7 +20,18 @@ from foretoken.methods.drafters.skip_sets import SkipSet, fingerprint, load_skip
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from models.checkpoints import new_model, prompt_of
-from toys import CAUGHT, FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, serve, tables
+from toys import (
+    CAUGHT,
+    FALSE_ALARM,
+    engine,
+    joint_distribution,
+    layer_runs,
+    llamas,
+    outputs,
+    sampled_p_value,
+    serve,
+    tables,
+)
 
 LAYERS = 6
 PROMPT = prompt_of(9)
@@ -187,9 +198,9 @@ def test_a_draft_step_runs_what_is_left() -> None:
     target = model()
     drafter = LayerSkipDrafter(target, attention="1-3", mlp="4", k=3, adaptive=False)
     run = started(target, drafter)
-    before = target.num_layer_runs
+    before = layer_runs(target)
     drafter.propose(run.context, Budget(3, 64))
-    assert target.num_layer_runs - before == 3 * (LAYERS - 3 / 2 - 1 / 2)
+    assert layer_runs(target) - before == 3 * (LAYERS - 3 / 2 - 1 / 2)
     target.commit(run.sequence, ())
 
 

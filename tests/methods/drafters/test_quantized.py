@@ -38,7 +38,18 @@ from foretoken.models.network.layers import LayerPlan
 from foretoken.models.variants import second_weights
 from foretoken.models.variants.second_weights import OwnWeightsModel, QuantisedWeights, Scheme
 from models.checkpoints import new_model, prompt_of
-from toys import CAUGHT, FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, serve, tables
+from toys import (
+    CAUGHT,
+    FALSE_ALARM,
+    engine,
+    joint_distribution,
+    layer_runs,
+    llamas,
+    outputs,
+    sampled_p_value,
+    serve,
+    tables,
+)
 
 PROMPTS = [prompt_of(9), [3], prompt_of(14, seed=1)]
 T1 = SamplingParams(temperature=1.0)
@@ -419,6 +430,6 @@ def test_the_request_only_pays_for_its_own_rounds() -> None:
     speculative.step()
     (run,) = speculative.running
     context: Context = run.context
-    before = target.num_layer_runs
+    before = layer_runs(target)
     assert drafter.propose_batch([context], [Budget(0, 0)])[0].num_drafts == 0
-    assert target.num_layer_runs == before
+    assert layer_runs(target) == before

@@ -13,7 +13,7 @@ import torch
 from foretoken.core import Budget, Context, Rng, Scores, TokenTree, Verdict
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
-from foretoken.methods.drafters.recycling import PRIOR, Followers, RecyclingDrafter, Statistics, Template
+from foretoken.methods.drafters.recycling import PRIOR, FollowerTable, RecyclingDrafter, Statistics, Template
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.methods.verifiers.match import MatchVerifier
 from toys import FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, tables
@@ -110,7 +110,7 @@ def test_unknown_tokens_give_no_draft() -> None:
 
 
 def test_the_prompt_fills_empty_rows_only() -> None:
-    table = Followers()
+    table = FollowerTable()
     table.update([1], np.array([[9, 8]], np.int32))
     table.read([1, 2, 3, 2, 4, 2, 3])
     assert table.rows[1, :3].tolist() == [9, 8, -1]

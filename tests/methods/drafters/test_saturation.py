@@ -16,7 +16,7 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.network.taps import decoder_layers
 from models.checkpoints import new_model, prompt_of
-from toys import FALSE_ALARM, engine, joint_distribution, outputs, sampled_p_value
+from toys import FALSE_ALARM, engine, joint_distribution, layer_runs, outputs, sampled_p_value
 
 LAYERS = 6
 PROMPTS = [prompt_of(9), prompt_of(1, seed=1), prompt_of(17, seed=2), prompt_of(4, seed=3)]
@@ -44,9 +44,9 @@ def drafted(target: HuggingFaceModel, drafter: EarlyExitDrafter, mode: str = "gr
 
     def spied(contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         nonlocal layers
-        before = target.num_layer_runs
+        before = layer_runs(target)
         found = propose(contexts, budgets)
-        layers += int(target.num_layer_runs - before)
+        layers += int(layer_runs(target) - before)
         trees.extend(found)
         return found
 

@@ -29,7 +29,19 @@ from foretoken.models.variants.gated import GatedModel, linear_shapes
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.uno import UnoRecipe
 from models.checkpoints import new_model, prompt_of
-from toys import CAUGHT, FALSE_ALARM, engine, joint_distribution, llama, llamas, outputs, sampled_p_value, serve, tables
+from toys import (
+    CAUGHT,
+    FALSE_ALARM,
+    engine,
+    joint_distribution,
+    layer_runs,
+    llama,
+    llamas,
+    outputs,
+    sampled_p_value,
+    serve,
+    tables,
+)
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [9, 1, 2, 3, 4, 9, 1, 2, 30, 17, 12]]
 T1 = SamplingParams(temperature=1.0)
@@ -336,10 +348,10 @@ def test_budgets_and_the_end_of_the_context() -> None:
 def test_one_forward_drafts() -> None:
     target = llamas()[0]
     drafter = drafter_for(target)
-    before = target.num_layer_runs
+    before = layer_runs(target)
     drafter.propose_batch([context_on(target, p) for p in PROMPTS[::2]], [Budget(4, 9)] * 2)
     read = 2 * target.num_layers  # the two prompts
-    assert target.num_layer_runs - before - read == target.num_layers
+    assert layer_runs(target) - before - read == target.num_layers
 
 
 def test_how_many_places_pay() -> None:

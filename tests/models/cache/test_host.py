@@ -13,7 +13,7 @@ from fake_cuda import FakeCuda, fake_cuda
 from fake_graphs import Recordings
 from foretoken.engine.request import Request
 from foretoken.methods.drafters.sparse_kv import SparseKvDrafter
-from foretoken.models.cache.host import HostCache
+from foretoken.models.cache.rectangle import HostCache
 from foretoken.models.forward.graphed import with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from toys import engine, llama, outputs

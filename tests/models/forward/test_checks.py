@@ -20,7 +20,8 @@ from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import Projection
-from foretoken.models.linear.quantised_linear import QuantisedLinear, quantise_linears
+from foretoken.models.linear.product import QuantisedLinear
+from foretoken.models.linear.quantised_linear import quantise_linears
 from foretoken.models.native import attention
 
 OLD_TOLERANCE = 5e-2

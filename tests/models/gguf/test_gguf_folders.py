@@ -19,7 +19,7 @@ from foretoken.models.gguf.file import read_gguf
 from foretoken.models.gguf.network import build_network
 from foretoken.models.gguf.products import StoredEmbedding
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.linear.quantised_linear import QuantisedLinear
+from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.native import why_not
 from gguf_writer import write_model
 

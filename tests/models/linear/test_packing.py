@@ -178,7 +178,7 @@ def test_fused_projections_take_the_place_of_layers(name: str, layout: str, monk
     plain, network = half_model(torch.bfloat16, name), half_model(torch.bfloat16, name)
     before = weight_bytes(network)
     model = HuggingFaceModel(network, in_place=True)
-    assert model.is_lean and model.run_dtype == (torch.float32 if layout == "half" else torch.bfloat16)
+    assert model.is_lean and model.forwards.run_dtype == (torch.float32 if layout == "half" else torch.bfloat16)
     head = network.lm_head.weight.nbytes if network.config.tie_word_embeddings and layout != "plain" else 0
     biases = sum(
         p.nbytes for n, p in plain.named_parameters() if n.endswith("bias")
@@ -229,8 +229,8 @@ def test_the_wrong_rows_are_caught() -> None:
 def test_a_deeper_model_is_not_walked_through_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk for every layer would be what takes longest when a deep model is loaded."""
     walks: list[int] = []
-    real = packing._children
-    monkeypatch.setattr(packing, "_children", lambda model: walks.append(1) or real(model))
+    real = packing.children_of
+    monkeypatch.setattr(packing, "children_of", lambda model: walks.append(1) or real(model))
     monkeypatch.setattr("foretoken.models.linear.packing.fastest_layout", lambda dtype, shapes, names: names[-1])
     counts = []
     for layers in (2, 5):
@@ -258,7 +258,7 @@ def test_there_is_never_a_second_copy_of_all_weights() -> None:
     finally:
         Packing.projection = real  # type: ignore[method-assign]
     assert model.is_lean
-    if model.packing.layout != "plain":
+    if model.forwards.packing.layout != "plain":
         assert alive == sorted(alive, reverse=True) and alive[-1] == 1 and alive[0] == 22
 
 

@@ -32,7 +32,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A process that has not compiled anything yet, with an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(library.SWITCH, raising=False)
-    caches = (library._loaded, library.function, layouts._has_native)
+    caches = (library._loaded, library.function, layouts.has_layout)
     for found in caches:
         found.cache_clear()
     yield tmp_path

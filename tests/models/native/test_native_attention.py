@@ -162,7 +162,7 @@ def test_so_are_the_logits(level: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_so_are_those_of_other_families(name: str) -> None:
     model, rng = HuggingFaceModel(new_model(name, **LARGE).bfloat16(), in_place=True), random.Random(0)
-    assert model.packing.layout == "native" and model.forwards.fast.layers[0].native
+    assert model.forwards.packing.layout == "native" and model.forwards.fast.layers[0].native
     assert [differing_rows(model, rng) for _ in range(4)] == [0] * 4
 
 

@@ -29,7 +29,7 @@ needs_a_compiler = pytest.mark.skipif(
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A process with an empty cache folder, ``tmp_path / "foretoken"``, that has loaded nothing yet."""
-    caches = (library._loaded, library.function, layouts._has_native)
+    caches = (library._loaded, library.function, layouts.has_layout)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(library.SWITCH, raising=False)
     for one in caches:

@@ -14,6 +14,7 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.layers import LayerPlan, running
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.other.table import TableModel
+from toys import layer_runs
 
 FAMILIES = ("llama", "llama_gqa_tied", "qwen2", "qwen2_sliding", "qwen3", "mistral", "mistral_sliding", "gpt_neox",
             "olmo2", "gemma2", "gemma3", "phi3", "gpt2", "granite", "opt")  # fmt: skip
@@ -70,12 +71,12 @@ def test_a_whole_forward_goes_on_where_the_window_ended(subject: Subject, name: 
     wanted = model.forward([Feed(plain, *TREE)])[0].logits
     tokens, parents = TREE
     window = LayerPlan(stop=1)
-    before = model.num_layer_runs
+    before = layer_runs(model)
     model.forward_part([Feed(sequence, tokens[:1], parents[:1])], window)
     model.forward_part([Feed(sequence, tokens[1:3], parents[1:3])], window)
     got = model.forward([Feed(sequence, tokens, parents)])[0].logits
     # Two windows while drafting, one for the last two nodes, the upper layers once.
-    assert model.num_layer_runs - before == 3 * 1 + (model.num_layers - 1)
+    assert layer_runs(model) - before == 3 * 1 + (model.num_layers - 1)
     assert close(got, wanted)
     for each in (plain, sequence):
         model.commit(each, [0, 1, 3])

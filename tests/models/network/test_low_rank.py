@@ -11,7 +11,8 @@ import torch
 from foretoken.models import wrap
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.network.low_rank import add_low_rank, linear_layers, low_rank_factors, merge_low_rank, merged
-from foretoken.training.lm import LmConfig, build_model
+from foretoken.training.config import LmConfig
+from foretoken.training.lm import build_model
 
 TOKENS = torch.arange(20)[None]
 

@@ -20,11 +20,11 @@ import torch
 from checkpoints import checkpoint, new_model, save
 
 import foretoken as ft
+from foretoken.core.io.checkpoints import ZOO
 from foretoken.engine.background import AsyncLlm
 from foretoken.engine.errors import EngineDead
 from foretoken.llm import Llm
 from foretoken.loading import load_model
-from foretoken.loading.checkpoints import ZOO
 from foretoken.loading.parallel import check_split
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel

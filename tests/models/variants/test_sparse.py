@@ -379,7 +379,7 @@ def test_the_target_is_left_as_it_was() -> None:
     sparse = SparseModel(target, budget=24, chunk=4)
     sequence = beside(sparse, source)
     sparse.forward([Feed(sequence, [1, 2, 3])])
-    assert target.is_lean and target.num_layer_runs > 0 and len(target._sequences) == 2
+    assert target.is_lean and target.run_rows > 0 and len(target._sequences) == 2
     rows = target.forward([Feed(source, [9, 2]), Feed(twin, [9, 2])])
     assert torch.equal(rows[0].logits, rows[1].logits)
 

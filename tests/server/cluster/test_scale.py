@@ -18,7 +18,7 @@ from foretoken.server.cluster.fleet_metrics import labelled
 from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
 from foretoken.server.cluster.replica import Replica
 from foretoken.server.cluster.routing import asked_of, order, ranked, session_of
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
 from foretoken.server.serving import Serving
 
@@ -128,7 +128,7 @@ class InMemory:
 
     num_wanted = 2
 
-    def __init__(self, settings: Settings, script: list[str] | None = None) -> None:
+    def __init__(self, settings: ServerSettings, script: list[str] | None = None) -> None:
         self.num_ready = 0
         self.script = script or []
         self.asked: list[str] = []
@@ -179,12 +179,12 @@ class InMemory:
         await self._replica.stop()
 
 
-SETTINGS = Settings(dtype="float32", max_running=4, max_queued=2)
+SETTINGS = ServerSettings(dtype="float32", max_running=4, max_queued=2)
 
 
 @asynccontextmanager
 async def gateway(
-    settings: Settings = SETTINGS, *script: str
+    settings: ServerSettings = SETTINGS, *script: str
 ) -> AsyncIterator[tuple[httpx.AsyncClient, InMemory, Fleet]]:
     replicas = InMemory(settings, list(script))
     fleet = Fleet(settings, replicas)  # type: ignore[arg-type]
@@ -291,7 +291,7 @@ def test_a_replica_that_hangs_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("foretoken.server.cluster.gateway.GRACE_S", 0.0)
 
     async def run() -> None:
-        settings = Settings(dtype="float32", request_timeout=0.5)
+        settings = ServerSettings(dtype="float32", request_timeout=0.5)
         async with gateway(settings, "silent") as (client, _, fleet):
             check_error(await client.post("/v1/completions", json=ASKED), 504, "deadline_exceeded")
             assert fleet.num_open == 0
@@ -301,7 +301,7 @@ def test_a_replica_that_hangs_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_keys_are_the_gateways_business() -> None:
     async def run() -> None:
-        async with gateway(Settings(dtype="float32", api_keys=("secret",))) as (client, replicas, _):
+        async with gateway(ServerSettings(dtype="float32", api_keys=("secret",))) as (client, replicas, _):
             check_error(await client.post("/v1/completions", json=ASKED), 401, "invalid_api_key")
             assert not replicas.asked
             key = {"Authorization": "Bearer secret"}
@@ -313,7 +313,7 @@ def test_keys_are_the_gateways_business() -> None:
 
 def test_health_readiness_and_counters() -> None:
     async def run() -> None:
-        async with gateway(Settings(dtype="float32", metrics_compat="vllm")) as (client, replicas, fleet):
+        async with gateway(ServerSettings(dtype="float32", metrics_compat="vllm")) as (client, replicas, fleet):
             assert (await client.get("/ready")).json()["replicas"] == {"ready": 2, "wanted": 2}
             await client.post("/v1/completions", json=ASKED)
             lines = (await client.get("/metrics")).text.splitlines()

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "scale.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "print(" in block]
@@ -32,7 +32,7 @@ def test_the_samples_are_yaml_with_options_that_exist() -> None:
     assert [one["kind"] for one in samples] == ["InferenceService", "InferencePool"]
     (container,) = samples[0]["spec"]["predictor"]["containers"]
     options = {arg.removeprefix("--").replace("-", "_") for arg in container["args"] if arg.startswith("--")}
-    known = set(Settings.__dataclass_fields__) | {"api_key_file"}
+    known = set(ServerSettings.__dataclass_fields__) | {"api_key_file"}
     assert options and options <= known
     for option in re.findall(r"foretoken serve MODEL(.*)", PAGE):
         assert set(re.findall(r"--([a-z-]+)", option)) <= {"replicas", "ray-address", "tensor-parallel"}

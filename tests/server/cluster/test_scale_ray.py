@@ -24,7 +24,7 @@ psutil = pytest.importorskip("psutil", reason="the extra 'ray' is not installed"
 from running_server import make_llm  # noqa: E402
 from test_lifecycle import free_port  # noqa: E402
 
-from foretoken.server.config import Settings  # noqa: E402
+from foretoken.server.config import ServerSettings  # noqa: E402
 
 FLAGS = ("--dtype", "float32", "--drafter", "ngram", "--controller", "constant", "--replicas", "2")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -93,7 +93,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_replicas_write_what_one_model_writes(cluster: Cluster) -> None:
-    llm = make_llm(Settings())
+    llm = make_llm(ServerSettings())
     prompts = [f"def f{i}(x):" for i in range(6)]
     wanted = [llm.generate(prompt, max_new_tokens=16, temperature=0.0).text for prompt in prompts]
     answers = [cluster.complete(prompt, max_tokens=16) for prompt in prompts]

@@ -127,10 +127,10 @@ def test_drafts_that_fail_in_long_texts(
     assert list(found) == [16, 64, 128] and min(found.values()) > 1.5 and report["warnings"] == []
     told, measured = list[list[int]](), acceptance.measure_acceptance
 
-    def blind_behind_64(target: Any, drafter: Any, prompts: Any) -> acceptance.Acceptance:
+    def blind_behind_64(target: Any, drafter: Any, prompts: Any) -> acceptance.MeasuredAcceptance:
         told.append([len(prompt) for prompt in prompts])
         right = measured(target, drafter, prompts)
-        return right if len(prompts[0]) <= 64 else acceptance.Acceptance(1.2, (0.2,), 9)
+        return right if len(prompts[0]) <= 64 else acceptance.MeasuredAcceptance(1.2, (0.2,), 9)
 
     monkeypatch.setattr(acceptance, "measure_acceptance", blind_behind_64)
     with pytest.raises(

@@ -21,6 +21,14 @@ class LoadError(ValueError):
     """A model or tokenizer could not be loaded; the message says what to do."""
 
 
+def cause_of(error: Exception) -> str:
+    """What another library's error says, in one line; a package that is not there is named with how to get it."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"it needs the package {error.name} (pip install {error.name})"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def place_of(path: str) -> str:
     """Where Transformers reads a folder or a hub id from (:func:`foretoken.core.io.hub_ids.place_of`).
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.engine.stats import SpecStats
-from foretoken.lab.acceptance import Acceptance
+from foretoken.lab.acceptance import MeasuredAcceptance
 from foretoken.llm import assemble
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
@@ -70,7 +70,7 @@ class Alignment:
         outputs = llm.generate(
             self.prompts.tolist(), max_new_tokens=self.new_tokens, temperature=temperature, seed=seeds, ignore_eos=True
         )
-        found = Acceptance.of(SpecStats.summed(out.stats for out in outputs), drafter.max_depth)
+        found = MeasuredAcceptance.of(SpecStats.summed(out.stats for out in outputs), drafter.max_depth)
         return {"mean_acceptance_length": found.tokens_a_round, "per_position": list(found.by_position)}
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ MAX_BATCH = 64
 
 
 @dataclass(frozen=True)
-class Shared(Subject):
+class ArmSetup(Subject):
     """What all arms of a benchmark have in common.
 
     Attributes:
@@ -117,7 +117,7 @@ class ForeignArm(ABC):
     remembers = False
     most_nodes = 0
 
-    def __init__(self, name: str, shared: Shared) -> None:
+    def __init__(self, name: str, shared: ArmSetup) -> None:
         if any(shared.filters.get(key, neutral) != neutral for key, neutral in NO_FILTERS.items()):
             raise ValueError(f"{name} compares by temperature alone: leave out --top-k, --top-p and --min-p")
         self.name, self.shared = name, shared

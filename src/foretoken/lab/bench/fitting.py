@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.checkpoints import ADAPTER_CONFIG
 from foretoken.core.io.drafter_folders import OURS as CONFIG
 from foretoken.lab.workload import REFUSALS, Subject
-from foretoken.loading.checkpoints import ADAPTER_CONFIG
 from foretoken.methods.drafters.datastore import MAGIC
 from foretoken.registry import Row, find, rows
 from foretoken.training.formats.catalogue import LAYOUTS

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from foretoken.lab.bench.arms import ForeignArm, Generation, Shared
+from foretoken.lab.bench.arms import ArmSetup, ForeignArm, Generation
 from foretoken.lab.bench.gguf_export import write_gguf
 from foretoken.lab.timing import Stopwatch
 from foretoken.loading import resolve
@@ -35,7 +35,7 @@ def llama_package() -> Any:
     return llama_cpp
 
 
-def gguf_file(shared: Shared) -> Path | None:
+def gguf_file(shared: ArmSetup) -> Path | None:
     """The file that the target was read from, if it was one."""
     if isinstance(shared.target, LlamaCppModel):
         return shared.target.path
@@ -56,7 +56,7 @@ class LlamaCppArm(ForeignArm):
         ValueError: the package is missing, or an architecture that cannot be written.
     """
 
-    def __init__(self, name: str, shared: Shared, threads: int = 0) -> None:
+    def __init__(self, name: str, shared: ArmSetup, threads: int = 0) -> None:
         super().__init__(name, shared)
         llama_package()
         self.threads = threads
@@ -74,7 +74,7 @@ class LlamaCppArm(ForeignArm):
             raise ValueError(f"this arm needs a GGUF file or a Transformers target, not {type(shared.target).__name__}")
         self.clock = _Calls(self.engine)
 
-    def drafter(self, shared: Shared) -> Any | None:
+    def drafter(self, shared: ArmSetup) -> Any | None:
         """What llama.cpp asks for draft tokens."""
         return None
 
@@ -98,7 +98,7 @@ class LlamaCppArm(ForeignArm):
         return Generation(tokens, times[-1] - times[0], decoded, times[0], length)
 
 
-class PromptLookupArm(LlamaCppArm):
+class LlamaCppPromptLookupArm(LlamaCppArm):
     """The binding's own prompt lookup.
 
     Args:
@@ -109,11 +109,11 @@ class PromptLookupArm(LlamaCppArm):
         threads: CPU threads; PyTorch's number by default.
     """
 
-    def __init__(self, name: str, shared: Shared, k: int = 10, n: int = 2, threads: int = 0) -> None:
+    def __init__(self, name: str, shared: ArmSetup, k: int = 10, n: int = 2, threads: int = 0) -> None:
         self.k, self.n = k, n
         super().__init__(name, shared, threads)
 
-    def drafter(self, shared: Shared) -> Any:
+    def drafter(self, shared: ArmSetup) -> Any:
         """The binding's class."""
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -133,13 +133,13 @@ class DraftArm(LlamaCppArm):
     """
 
     def __init__(
-        self, name: str, shared: Shared, draft: str = "", k: int = 4, dtype: str = "bfloat16", threads: int = 0
+        self, name: str, shared: ArmSetup, draft: str = "", k: int = 4, dtype: str = "bfloat16", threads: int = 0
     ) -> None:
         self.draft, self.k, self.dtype = draft, k, dtype
         self.threads = threads
         super().__init__(name, shared, threads)
 
-    def drafter(self, shared: Shared) -> Any:
+    def drafter(self, shared: ArmSetup) -> Any:
         """A callable from the text so far to draft tokens."""
         import numpy as np
 
@@ -201,4 +201,4 @@ def open_file(
     )
 
 
-ARMS: dict[str, type[LlamaCppArm]] = {"plain": LlamaCppArm, "prompt_lookup": PromptLookupArm, "draft": DraftArm}
+ARMS: dict[str, type[LlamaCppArm]] = {"plain": LlamaCppArm, "prompt_lookup": LlamaCppPromptLookupArm, "draft": DraftArm}

@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.core.costs import TargetCost
 from foretoken.core.noise import SEEDS, check_seed
-from foretoken.lab.bench.arms import MAX_BATCH, Arm, Shared, Unit
+from foretoken.lab.bench.arms import MAX_BATCH, Arm, ArmSetup, Unit
 from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import Key, Setting, UnitResult
 from foretoken.lab.bench.serving import make_arm
@@ -85,7 +85,7 @@ class Bench:
         ValueError: no prompts, no room for the output, or an arm that does not fit.
     """
 
-    shared: Shared
+    shared: ArmSetup
     prompts: Mapping[str, Sequence[BenchPrompt | Sequence[int]]]
     settings: BenchSettings
     on_progress: OnProgress = lambda done, total, text: None
@@ -254,7 +254,7 @@ def _counted(runs: Sequence[UnitResult], remembers: bool) -> UnitResult:
 
 
 def run_bench(
-    shared: Shared,
+    shared: ArmSetup,
     prompts: Mapping[str, Sequence[BenchPrompt | Sequence[int]]],
     settings: BenchSettings,
     out: Path | None = None,

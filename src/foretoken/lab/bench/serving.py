@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core import RoundTimes, TokenTree, Verdict
 from foretoken.engine.request import Running
 from foretoken.engine.stats import SpecStats
-from foretoken.lab.bench.arms import Arm, Shared, Unit
+from foretoken.lab.bench.arms import Arm, ArmSetup, Unit
 from foretoken.lab.bench.costs import DraftRound
 from foretoken.lab.bench.results import Setting, UnitResult
 from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
@@ -135,7 +135,7 @@ class OwnArm:
         ValueError: an unknown drafter, controller or option, or parts that do not fit each other.
     """
 
-    def __init__(self, name: str, shared: Shared) -> None:
+    def __init__(self, name: str, shared: ArmSetup) -> None:
         self.name, self.shared = name, shared
         self.recorder = RoundRecorder()
         self.spec, controller = split_arm(name)
@@ -250,7 +250,7 @@ class OwnArm:
         return [done[number] for number in numbers], spent
 
 
-def make_arm(spec: str, shared: Shared) -> Arm:
+def make_arm(spec: str, shared: ArmSetup) -> Arm:
     """An arm from its spec.
 
     Args:

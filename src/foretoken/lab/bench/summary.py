@@ -30,7 +30,7 @@ from foretoken.lab.workload import inflation, target_name
 from foretoken.loading.measured.machine import hardware, threads, versions
 
 if TYPE_CHECKING:
-    from foretoken.lab.bench.arms import Shared
+    from foretoken.lab.bench.arms import ArmSetup
     from foretoken.lab.bench.run import Bench
 
 
@@ -156,17 +156,17 @@ class Tally:
         return {"arm": arm, "category": category, "temperature": setting[0], "batch": setting[1], **counts}
 
 
-def dtype_of(shared: Shared) -> str:
+def dtype_of(shared: ArmSetup) -> str:
     """The target's dtype, of a GGUF file what it calls its weights."""
     return str(getattr(shared.target, "dtype", "float64")).removeprefix("torch.")
 
 
-def runs_as(shared: Shared) -> dict[str, str]:
+def runs_as(shared: ArmSetup) -> dict[str, str]:
     """How the target is run: ``forward``, ``weights`` and ``exactness``."""
     told = shared.target.describe()
     return {name: str(told[name]) for name in ("forward", "weights", "exactness")}
 
 
-def machine(shared: Shared) -> dict[str, Any]:
+def machine(shared: ArmSetup) -> dict[str, Any]:
     """Where the numbers come from."""
     return {"versions": versions(), "hardware": hardware(), "threads": threads(), "dtype": dtype_of(shared)}

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from foretoken.lab.bench.arms import ForeignArm, Generation, Shared
+from foretoken.lab.bench.arms import ArmSetup, ForeignArm, Generation
 from foretoken.lab.timing import Stopwatch
 from foretoken.loading import BUILTIN, load_model
 from foretoken.models.linear.packing import PackedLinear, plain_linear
@@ -46,7 +46,7 @@ class TransformersArm(ForeignArm):
         ValueError: the target is no Transformers model.
     """
 
-    def __init__(self, name: str, shared: Shared) -> None:
+    def __init__(self, name: str, shared: ArmSetup) -> None:
         super().__init__(name, shared)
         model = getattr(shared.target, "model", None)
         if not hasattr(model, "generate"):
@@ -97,10 +97,10 @@ def without_advice() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-class PromptLookupArm(TransformersArm):
+class TransformersPromptLookupArm(TransformersArm):
     """Prompt lookup: ``k`` tokens that followed the latest match of at most ``n`` tokens."""
 
-    def __init__(self, name: str, shared: Shared, k: int = 10, n: int = 2) -> None:
+    def __init__(self, name: str, shared: ArmSetup, k: int = 10, n: int = 2) -> None:
         super().__init__(name, shared)
         self.k, self.n = k, n
 
@@ -128,7 +128,7 @@ class AssistedArm(TransformersArm):
     def __init__(
         self,
         name: str,
-        shared: Shared,
+        shared: ArmSetup,
         draft: str = "",
         k: int | None = None,
         schedule: str = "constant",
@@ -151,7 +151,7 @@ class AssistedArm(TransformersArm):
         return {"assistant_model": self.assistant}
 
 
-def load_draft(path: str, shared: Shared, dtype: str = "float32") -> Any:
+def load_draft(path: str, shared: ArmSetup, dtype: str = "float32") -> Any:
     """A draft model with plain layers.
 
     Raises:
@@ -202,5 +202,5 @@ def run_of(token_ids: list[int], clock: RoundClock) -> Generation:
 ARMS: dict[str, type[TransformersArm]] = {
     "plain": TransformersArm,
     "assisted": AssistedArm,
-    "prompt_lookup": PromptLookupArm,
+    "prompt_lookup": TransformersPromptLookupArm,
 }

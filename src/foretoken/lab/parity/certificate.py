@@ -80,7 +80,7 @@ def model_here(source: str, options: Mapping[str, Any], target: LanguageModel, c
     """What is certified of a model."""
     told = target.describe()
     del told["threads"]  # the machine's
-    layout = target.packing.layout if isinstance(target, HuggingFaceModel) else "plain"
+    layout = target.forwards.packing.layout if isinstance(target, HuggingFaceModel) else "plain"
     return {"source": source, "checksums": checksums, "options": dict(options), "layout": layout, **told}
 
 

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from foretoken.core.io.checkpoints import ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.adapters import read_adapter
-from foretoken.loading.checkpoints import ZOO, is_adapter, is_builtin, resolve
 from foretoken.registry import parse_spec, rows, split_specs
 
 PATTERNS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "drafter.json")

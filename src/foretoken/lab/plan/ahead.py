@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.assumptions import Assumptions
 from foretoken.lab.plan.speedup import SUM_TOLERANCE, Acceptance, trial_acceptance
@@ -161,72 +159,6 @@ def ahead_summary(rows: Sequence[AheadRow], contention: float) -> str:
         else f"it would be no slower up to a contention factor of {_factor(most.contention)} (k={most.k})"
     )
     return f"Do not draft ahead at a contention factor of {contention:g}: {told} At these costs {where}."
-
-
-# -- how guessable outcomes are when requests sample -------------------------------------------------------------------
-
-
-def race_positions(
-    p: Sequence[float], q: Sequence[float], count: int, trials: int = 4000, seed: int = 0
-) -> list[float]:
-    """Chances that the target's token is the first, second, ... of the drafter's race on the same noise.
-
-    The noise belongs to the request (:mod:`foretoken.core.noise`), so that the drafter can run the target's own race
-    with its q: what it ranks second is what follows if the first is rejected.
-
-    Args:
-        p: the target's distribution [V].
-        q: the drafter's.
-        count: candidates.
-        trials: races that are run.
-        seed: of their noise.
-
-    Raises:
-        ValueError: no distributions of one vocabulary.
-    """
-    target, drafter = _distributions(p, q)
-    noise = np.random.default_rng(seed).exponential(size=(trials, len(target)))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        right = np.where(target > 0, noise / target, np.inf).argmin(1)
-        ranked = np.where(drafter > 0, noise / drafter, np.inf)
-    better = (ranked < np.take_along_axis(ranked, right[:, None], 1)).sum(1)
-    guessed = np.isfinite(np.take_along_axis(ranked, right[:, None], 1)[:, 0])
-    return [float(((better == place) & guessed).mean()) for place in range(count)]
-
-
-def residual_positions(p: Sequence[float], q: Sequence[float], count: int) -> list[float]:
-    """The same under the rule of rejection: the chance that a token drawn from q is accepted, and then, for a token
-    that comes from the rest max(p - q, 0), the chances of the drafter's best other tokens.
-
-    Args:
-        p: the target's distribution [V].
-        q: the drafter's.
-        count: candidates, the drawn token among them.
-
-    Raises:
-        ValueError: no distributions of one vocabulary.
-    """
-    target, drafter = _distributions(p, q)
-    rest = np.maximum(target - drafter, 0.0)
-    lost = np.maximum(drafter - target, 0.0)  # drawn and rejected, by token
-    total = float(rest.sum())
-    found = [1.0 - total] + [0.0] * (count - 1)
-    order = np.argsort(-drafter, kind="stable")
-    for x in np.flatnonzero(lost):
-        others = order[order != x][: count - 1]
-        for place, y in enumerate(others, 1):
-            found[place] += float(lost[x]) * float(rest[y]) / total
-    return found[:count]
-
-
-def _distributions(p: Sequence[float], q: Sequence[float]) -> tuple[Any, Any]:
-    target, drafter = np.asarray(p, float), np.asarray(q, float)
-    for values in (target, drafter):
-        if values.ndim != 1 or values.shape != target.shape or (values < 0).any():
-            raise ValueError("p and q must be distributions over the same tokens")
-        if abs(float(values.sum()) - 1.0) > SUM_TOLERANCE:
-            raise ValueError(f"a distribution sums to 1, not to {float(values.sum()):g}")
-    return target, drafter
 
 
 def _check_fanout(fanout: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from foretoken.lab.plan.assumptions import Assumptions
 from foretoken.lab.plan.planner import Plan
-from foretoken.lab.report.charts import Guide, Lines, Series
+from foretoken.lab.report.charts import Guide, LineChart, Series
 from foretoken.lab.report.plots import write_charts
 
 SHIFTS = (0.0, 0.1, 0.2, -0.1, -0.2)
@@ -29,7 +29,7 @@ def plot(plan: Plan, file: Path) -> None:
     write_charts([_against_k(plan), _against_c(plan), _against_batch(plan)], file, most_columns=3)
 
 
-def _against_k(plan: Plan) -> Lines:
+def _against_k(plan: Plan) -> LineChart:
     """One line per acceptance; trees at their depth."""
     batch, ks = plan.batches[0], range(max(8, plan.rows[-1].k) + 1)
     lines: dict[object, Series] = {}
@@ -45,10 +45,10 @@ def _against_k(plan: Plan) -> Lines:
         for i, tree in enumerate(plan.trees)
     ]
     title = "How long to draft, by acceptance" + _at(batch)
-    return Lines(title, "k, draft tokens per round", SPEEDUP, [*lines.values(), *trees], [_plain(0, ks[-1])])
+    return LineChart(title, "k, draft tokens per round", SPEEDUP, [*lines.values(), *trees], [_plain(0, ks[-1])])
 
 
-def _against_c(plan: Plan) -> Lines:
+def _against_c(plan: Plan) -> LineChart:
     """The best k at every draft cost, and the plan's k kept."""
     given, batch, kept = plan.assumptions, plan.batches[0], _kept(plan)
     ks = [row.k for row in plan.rows]
@@ -57,14 +57,14 @@ def _against_c(plan: Plan) -> Lines:
     cases = [replace(given, c=last * i / (COSTS - 1)) for i in range(COSTS)]
     best = [(case.c, case.speedup(case.best_k(ks, batch), batch)) for case in cases]
     same = [(case.c, case.speedup(kept, batch)) for case in cases]
-    return Lines(
+    return LineChart(
         "What a slower drafter costs" + _at(batch), "c, cost of a draft step / cost of a target step", SPEEDUP,
         [Series("best k at each c", best, 1), Series(f"k = {kept} kept", same, 0)],
         [_plain(0.0, last)], [(given.c, f"c = {given.c:.2g}", 0)],
     )  # fmt: skip
 
 
-def _against_batch(plan: Plan) -> Lines:
+def _against_batch(plan: Plan) -> LineChart:
     """The best k in every batch, and the plan's k kept."""
     given, kept = plan.assumptions, _kept(plan)
     ks = [row.k for row in plan.rows]
@@ -78,7 +78,7 @@ def _against_batch(plan: Plan) -> Lines:
         Series(f"k = {kept} kept", [(size, given.speedup(kept, size)) for size in sizes], 0),
     ]  # fmt: skip
     title = "What larger batches leave of it"
-    return Lines(title, "requests per batch", SPEEDUP, series, [_plain(1, sizes[-1])], log_x=True, x_ticks=BATCHES)
+    return LineChart(title, "requests per batch", SPEEDUP, series, [_plain(1, sizes[-1])], log_x=True, x_ticks=BATCHES)
 
 
 def _plain(first: float, last: float) -> Guide:

@@ -28,7 +28,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Bars:
+class BarChart:
     """Horizontal bars; ``line`` is a value to compare with, ``end`` where the axis ends at least."""
 
     title: str
@@ -44,7 +44,7 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackChart:
     """Horizontal bars made of parts: per row one value per part; ``unit`` follows the sums, which stay away without."""
 
     title: str
@@ -74,7 +74,7 @@ class Guide:
 
 
 @dataclass(frozen=True)
-class Lines:
+class LineChart:
     """Points and lines over two numeric axes.
 
     Attributes:
@@ -112,7 +112,7 @@ class Lines:
         return _widened(min(0.0, *found), max(1.0, *found) if self.percent else max(found) * 1.05)
 
 
-Chart = Bars | Stack | Lines
+Chart = BarChart | StackChart | LineChart
 
 
 def _widened(low: float, high: float) -> Point:

@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.core.costs import RoundCosts
 from foretoken.lab.bench.specs import split_arm
-from foretoken.lab.report.charts import NEUTRAL, Bar, Bars, Guide, Lines, Point, Series, Stack
+from foretoken.lab.report.charts import NEUTRAL, Bar, BarChart, Guide, LineChart, Point, Series, StackChart
 from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_of
 from foretoken.registry import parse_spec
 
@@ -92,7 +92,7 @@ def _worst(cells: Sequence[Cell]) -> str:
     return next((badge for badge in ("differs", "ties", "identical") if badge in found), "")
 
 
-def speedups(run: Run, setting: Setting) -> list[Bars]:
+def speedups(run: Run, setting: Setting) -> list[BarChart]:
     """Speed-up per arm: all categories together, then each."""
     groups: list[tuple[str, Sequence[Cell]]] = [
         (category, [c for c in run.at(setting) if c["category"] == category]) for category in run.categories
@@ -103,7 +103,7 @@ def speedups(run: Run, setting: Setting) -> list[Bars]:
     for title, cells in groups:
         bars = [bar for arm in run.rivals if (bar := _bar(run, arm, cells, title == ALL)) is not None]
         if bars:
-            panels.append(Bars(title, "speed-up over plain decoding", bars, line=1.0))
+            panels.append(BarChart(title, "speed-up over plain decoding", bars, line=1.0))
     end = max((panel.x_end for panel in panels), default=0.0)
     return [replace(panel, end=end) for panel in panels]  # one scale, so that panels can be compared
 
@@ -124,7 +124,7 @@ def overall(run: Run, setting: Setting, arm: str) -> Speedup | None:
     return together(run.at(setting, arm))
 
 
-def positions(run: Run) -> Lines | None:
+def positions(run: Run) -> LineChart | None:
     """Share of rounds in which at least that many draft tokens were accepted."""
     series = []
     for arm, shares in run.part("positions").items():
@@ -138,7 +138,7 @@ def positions(run: Run) -> Lines | None:
     every = 1 if deepest <= 16 else 4
     places = [float(x) for x in range(1, deepest + 1) if x == 1 or x % every == 0]
     title = "Acceptance by position"
-    return Lines(title, "position in the draft", "accepted that far", series, percent=True, x_ticks=places)
+    return LineChart(title, "position in the draft", "accepted that far", series, percent=True, x_ticks=places)
 
 
 def round_ms(run: Run, arm: str) -> dict[str, float] | None:
@@ -150,13 +150,13 @@ def round_ms(run: Run, arm: str) -> dict[str, float] | None:
     return {part: 1000 * (number(found.get(f"{part}_s")) or 0.0) / count for part in COST_PARTS}
 
 
-def round_costs(run: Run) -> Stack | None:
+def round_costs(run: Run) -> StackChart | None:
     """Where the time of a round goes."""
     rows = [(arm, [*parts.values()]) for arm in run.arms if (parts := round_ms(run, arm)) is not None]
-    return Stack("Cost of a round", "milliseconds per round", COST_PARTS, rows) if rows else None
+    return StackChart("Cost of a round", "milliseconds per round", COST_PARTS, rows) if rows else None
 
 
-def sweeps(run: Run) -> list[Lines]:
+def sweeps(run: Run) -> list[LineChart]:
     """Speed-up against temperature, batch size and every option in which arms differ; only where there are two."""
     temperature, batch = run.settings[0]
     by_temperature = [(t, (t, b)) for t, b in run.settings if b == batch]
@@ -169,7 +169,7 @@ def sweeps(run: Run) -> list[Lines]:
     return [chart for chart in charts if chart is not None]
 
 
-def _sweep(run: Run, title: str, x_label: str, places: Sequence[tuple[float, Setting]]) -> Lines | None:
+def _sweep(run: Run, title: str, x_label: str, places: Sequence[tuple[float, Setting]]) -> LineChart | None:
     series = []
     for arm in run.rivals:
         found = [(x, overall(run, setting, arm)) for x, setting in places]
@@ -179,15 +179,15 @@ def _sweep(run: Run, title: str, x_label: str, places: Sequence[tuple[float, Set
     return _against(title, x_label, series)
 
 
-def _against(title: str, x_label: str, series: Sequence[Series]) -> Lines | None:
+def _against(title: str, x_label: str, series: Sequence[Series]) -> LineChart | None:
     places = sorted({x for s in series for x, _ in s.points})
     if len(places) < 2:
         return None
     plain = Guide("plain decoding", [(places[0], 1.0), (places[-1], 1.0)])
-    return Lines(title, x_label, "speed-up", series, [plain], x_ticks=places)
+    return LineChart(title, x_label, "speed-up", series, [plain], x_ticks=places)
 
 
-def _option_sweeps(run: Run) -> list[Lines]:
+def _option_sweeps(run: Run) -> list[LineChart]:
     """One chart per numeric option (k, nodes, depth ...) in which arms differ that are otherwise the same."""
     groups: dict[str, dict[str, list[tuple[float, str]]]] = {}
     for arm in run.rivals:
@@ -226,7 +226,7 @@ def _numeric_options(arm: str) -> list[tuple[str, float, str]]:
     return found
 
 
-def predictions(run: Run) -> Lines | None:
+def predictions(run: Run) -> LineChart | None:
     """Measured speed-up against what the cost model says."""
     series = []
     for arm in run.rivals:
@@ -246,7 +246,7 @@ def predictions(run: Run) -> Lines | None:
     equal = Guide("measured = predicted", [(0.0, 0.0), (end, end)])
     band = [(0.0, 0.0), (end, (1 + BAND) * end), (end, (1 - BAND) * end)]
     title = "Predicted and measured speed-up"
-    return Lines(title, "predicted speed-up", "measured speed-up", series, [equal], band=band)
+    return LineChart(title, "predicted speed-up", "measured speed-up", series, [equal], band=band)
 
 
 def costs_of(run: Run) -> RoundCosts | None:
@@ -257,7 +257,7 @@ def costs_of(run: Run) -> RoundCosts | None:
         return None
 
 
-def node_costs(run: Run) -> Lines | None:
+def node_costs(run: Run) -> LineChart | None:
     """v(n): what scoring n tokens costs, in calls with one; the tree sizes in use lie on the curve."""
     costs = costs_of(run)
     if costs is None or len(costs.target.seconds) < 2:
@@ -274,7 +274,7 @@ def node_costs(run: Run) -> Lines | None:
     guides = [Guide("free: every call costs the same", [(1.0, 1.0), (float(counts[-1]), 1.0)]), Guide("linear", steps)]
     best = best_size(costs)
     marks = [] if best is None else [(float(best[1]), f"best by the cost model: {best[1]} nodes, {best[0]}", NEUTRAL)]
-    return Lines(
+    return LineChart(
         "Cost of a target call",
         "tokens scored in one call",
         "v(n), in calls with one token",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foretoken.lab.report.charts import LIGHT, Bar, Bars, Lines, Series
+from foretoken.lab.report.charts import LIGHT, Bar, BarChart, LineChart, Series
 from foretoken.lab.report.read import Run, number
 
 Cell = Mapping[str, Any]
@@ -34,7 +34,7 @@ def cells_of(run: Run, shape: str, arm: str) -> list[Cell]:
     return sorted(found, key=lambda cell: float(cell["level"]))
 
 
-def latencies(run: Run, shape: str) -> list[Lines]:
+def latencies(run: Run, shape: str) -> list[LineChart]:
     """Median and 99th percentile of each latency over rate or concurrency."""
     charts = []
     for name, title in MEASURES.items():
@@ -45,7 +45,7 @@ def latencies(run: Run, shape: str) -> list[Lines]:
             if (points := _points(run, shape, arm, name, share))
         ]
         if series:
-            charts.append(Lines(title, AXES[shape], "milliseconds", series, x_ticks=levels(run, shape)))
+            charts.append(LineChart(title, AXES[shape], "milliseconds", series, x_ticks=levels(run, shape)))
     return charts
 
 
@@ -59,9 +59,9 @@ def _points(run: Run, shape: str, arm: str, name: str, share: str) -> list[tuple
     return found
 
 
-def throughputs(run: Run, shape: str) -> list[Lines | Bars]:
+def throughputs(run: Run, shape: str) -> list[LineChart | BarChart]:
     """Tokens and requests per second: curves over the levels, bars where there is one level."""
-    charts: list[Lines | Bars] = []
+    charts: list[LineChart | BarChart] = []
     places = levels(run, shape)
     for name, words in THROUGHPUT.items():
         title = words[0].upper() + words[1:]
@@ -72,14 +72,14 @@ def throughputs(run: Run, shape: str) -> list[Lines | Bars]:
         found = {arm: points for arm, points in found.items() if points}
         if len(places) > 1 and found:
             series = [Series(arm, points, colour_of(run, arm)) for arm, points in found.items()]
-            charts.append(Lines(title, AXES[shape], words, series, x_ticks=places))
+            charts.append(LineChart(title, AXES[shape], words, series, x_ticks=places))
         elif found:
             bars = [Bar(arm, points[0][1], colour=colour_of(run, arm)) for arm, points in found.items()]
-            charts.append(Bars(title, f"{words}, {places[0]:g} {AXES[shape]}", bars))
+            charts.append(BarChart(title, f"{words}, {places[0]:g} {AXES[shape]}", bars))
     return charts
 
 
-def distributions(run: Run, shape: str, level: float) -> list[Lines]:
+def distributions(run: Run, shape: str, level: float) -> list[LineChart]:
     """Share of requests (y) that took at most so long (x), at one level."""
     found = [c for c in run.listed("curves") if isinstance(c, Mapping) and c.get("load") == shape]
     here = [c for c in found if number(c.get("level")) == level and c.get("arm") in run.arms]
@@ -91,7 +91,7 @@ def distributions(run: Run, shape: str, level: float) -> list[Lines]:
             if (points := _cumulated(curve, name))
         ]
         if series:
-            charts.append(Lines(title, "milliseconds", "share of requests", series, percent=True))
+            charts.append(LineChart(title, "milliseconds", "share of requests", series, percent=True))
     return charts
 
 
@@ -103,9 +103,9 @@ def _cumulated(curve: Cell, name: str) -> list[tuple[float, float]]:
     return [(value, share / 100) for value, share in pairs if value is not None and share is not None]
 
 
-def plots(run: Run) -> dict[str, list[Lines | Bars]]:
+def plots(run: Run) -> dict[str, list[LineChart | BarChart]]:
     """File name -> its charts, for papers."""
-    found: dict[str, list[Lines | Bars]] = {}
+    found: dict[str, list[LineChart | BarChart]] = {}
     for shape in AXES:
         if levels(run, shape):
             found[f"throughput_{shape}"] = throughputs(run, shape)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.io.files import replacing
 from foretoken.lab.report import figures, load_figures
-from foretoken.lab.report.charts import LIGHT, NEUTRAL, Bars, Chart, Lines, Stack, short
+from foretoken.lab.report.charts import LIGHT, NEUTRAL, BarChart, Chart, LineChart, StackChart, short
 from foretoken.lab.report.read import Run, read_run
 
 if TYPE_CHECKING:
@@ -105,14 +105,14 @@ def _write(charts: Sequence[Chart], file: Path, columns: int) -> Path:
 
 
 def _height(chart: Chart) -> float:
-    if isinstance(chart, Lines):
+    if isinstance(chart, LineChart):
         return 3.2 + 0.14 * (len(chart.series) + len(chart.guides) + len(chart.marks))
-    return 0.95 + 0.24 * len(chart.bars if isinstance(chart, Bars) else chart.rows)
+    return 0.95 + 0.24 * len(chart.bars if isinstance(chart, BarChart) else chart.rows)
 
 
 def _draw(chart: Chart, ax: Axes) -> None:
     draw: Callable[[Any, Axes], None] = (
-        _bars if isinstance(chart, Bars) else _stack if isinstance(chart, Stack) else _lines
+        _bars if isinstance(chart, BarChart) else _stack if isinstance(chart, StackChart) else _lines
     )
     ax.set_title(chart.title, loc="left", fontsize=9)
     ax.set_xlabel(chart.x_label)
@@ -129,7 +129,7 @@ def _name_rows(ax: Axes, labels: Sequence[str]) -> None:
     ax.invert_yaxis()
 
 
-def _bars(chart: Bars, ax: Axes) -> None:
+def _bars(chart: BarChart, ax: Axes) -> None:
     values = [bar.value for bar in chart.bars]
     ax.barh(range(len(values)), values, 0.62, color=[colour(bar.colour) for bar in chart.bars])
     for i, bar in enumerate(chart.bars):
@@ -146,7 +146,7 @@ def _bars(chart: Bars, ax: Axes) -> None:
         ax.axvline(chart.line, color="black", linestyle="--", linewidth=0.8)
 
 
-def _stack(chart: Stack, ax: Axes) -> None:
+def _stack(chart: StackChart, ax: Axes) -> None:
     left = [0.0] * len(chart.rows)
     for i, part in enumerate(chart.parts):
         values = [max(row[i], 0.0) for _, row in chart.rows]
@@ -157,7 +157,7 @@ def _stack(chart: Stack, ax: Axes) -> None:
     ax.set_title(chart.title, loc="left", fontsize=9, pad=20)
 
 
-def _lines(chart: Lines, ax: Axes) -> None:
+def _lines(chart: LineChart, ax: Axes) -> None:
     if chart.band:
         ax.fill(*zip(*chart.band, strict=True), color="#eceff3", zorder=0, label="within 10 % of it")
     for i, guide in enumerate(chart.guides):

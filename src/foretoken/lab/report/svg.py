@@ -8,7 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from foretoken.lab.report.charts import LIGHT, NEUTRAL, Bar, Bars, Chart, Lines, Point, Series, Stack, short, ticks
+from foretoken.lab.report.charts import (
+    LIGHT,
+    NEUTRAL,
+    Bar,
+    BarChart,
+    Chart,
+    LineChart,
+    Point,
+    Series,
+    StackChart,
+    short,
+    ticks,
+)
 from foretoken.lab.report.markup import Markup, join, tag
 
 WIDTH = 620
@@ -39,9 +51,9 @@ def draw(chart: Chart) -> Markup:
 
 def parts_of(chart: Chart) -> tuple[Markup, list[tuple[str, Markup]]]:
     """The chart alone, and its legend: names and what stands for them."""
-    if isinstance(chart, Bars):
+    if isinstance(chart, BarChart):
         return _bars(chart), []
-    return _stack(chart) if isinstance(chart, Stack) else _lines(chart)
+    return _stack(chart) if isinstance(chart, StackChart) else _lines(chart)
 
 
 def colour_class(colour: int) -> str:
@@ -93,7 +105,7 @@ def _row_grid(places: Sequence[float], to_x: Callable[[float], float], top: floa
 # -- bars ------------------------------------------------------------------------------------------------------------
 
 
-def _bars(chart: Bars) -> Markup:
+def _bars(chart: BarChart) -> Markup:
     left, right, top = _label_width([bar.label for bar in chart.bars]), 108.0, 8.0
     bottom = top + ROW * len(chart.bars)
     end = max(chart.x_end, 1e-9) * 1.02
@@ -139,7 +151,7 @@ BADGES = {"identical": "= same", "ties": "≈ ties", "differs": "≠ differs"}
 # -- stacked bars ----------------------------------------------------------------------------------------------------
 
 
-def _stack(chart: Stack) -> tuple[Markup, list[tuple[str, Markup]]]:
+def _stack(chart: StackChart) -> tuple[Markup, list[tuple[str, Markup]]]:
     left, right, top = _label_width([label for label, _ in chart.rows]), 70.0, 8.0
     bottom = top + ROW * len(chart.rows)
     end = max(max(sum(values) for _, values in chart.rows), 1e-9) * 1.02
@@ -154,7 +166,7 @@ def _stack(chart: Stack) -> tuple[Markup, list[tuple[str, Markup]]]:
     return picture, [(part, _swatch(f"p{i}")) for i, part in enumerate(chart.parts)]
 
 
-def _stacked(chart: Stack, label: str, values: Sequence[float], y: float, left: float, scale: float) -> Markup:
+def _stacked(chart: StackChart, label: str, values: Sequence[float], y: float, left: float, scale: float) -> Markup:
     parts = [_text(left - 8, y + ROW / 2 + 4, cut(label), "name", "end", hint=label)]
     whole, x = sum(values), left
     for i, (part, value) in enumerate(zip(chart.parts, values, strict=True)):
@@ -181,7 +193,7 @@ class _Frame:
 
     left, top, right, bottom = 62.0, 14.0, WIDTH - 16.0, 300.0
 
-    def __init__(self, chart: Lines) -> None:
+    def __init__(self, chart: LineChart) -> None:
         self.log = chart.log_x
         low, high = chart.x_range()
         margin = 0.0 if chart.band else 0.03 * (self._scaled(high) - self._scaled(low))
@@ -201,7 +213,7 @@ class _Frame:
         return "M" + "L".join(f"{_at(self.x(x))},{_at(self.y(y))}" for x, y in points)
 
 
-def _lines(chart: Lines) -> tuple[Markup, list[tuple[str, Markup]]]:
+def _lines(chart: LineChart) -> tuple[Markup, list[tuple[str, Markup]]]:
     frame = _Frame(chart)
     low, high = chart.x_range()
     x_places = list(chart.x_ticks) or ticks(low, high)
@@ -230,7 +242,7 @@ def _lines(chart: Lines) -> tuple[Markup, list[tuple[str, Markup]]]:
     return picture, entries
 
 
-def _y_axis(chart: Lines, frame: _Frame) -> Markup:
+def _y_axis(chart: LineChart, frame: _Frame) -> Markup:
     parts = []
     for place in ticks(frame.y_low, frame.y_high):
         y = frame.y(place)
@@ -247,7 +259,7 @@ def _mark(frame: _Frame, x: float, name: str) -> Markup:
     return tag("g", tag("title", name), _line(frame.x(x), frame.top, frame.x(x), frame.bottom, "mark"))
 
 
-def _series(chart: Lines, frame: _Frame, series: Series) -> Markup:
+def _series(chart: LineChart, frame: _Frame, series: Series) -> Markup:
     parts = []
     if series.joined and len(series.points) > 1:
         parts.append(

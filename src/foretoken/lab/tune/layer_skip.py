@@ -50,7 +50,7 @@ def settings_of(work: Workload, k: int) -> dict[str, Any]:
 
 
 @dataclass
-class SkipSearch:
+class LayerSkipStudy:
     """The state of a search, kept beside its result so that it can go on.
 
     Attributes:
@@ -211,7 +211,7 @@ def tune(
     file: Path,
     trials: int,
     resume: bool = False,
-    on_trial: Callable[[int, float, SkipSearch], None] = lambda number, speed, search: None,
+    on_trial: Callable[[int, float, LayerSkipStudy], None] = lambda number, speed, search: None,
 ) -> TunedSkips:
     """Search for the fastest set, compare it with the default one and plain decoding, write the faster one to ``file``.
 
@@ -235,7 +235,7 @@ def tune(
     layers = frozenset(range(num_layers_of(work.target)))
     for skips in (SkipSet(attention=layers), SkipSet(mlp=layers)):
         skips.check(work.target)
-    search = SkipSearch(work, k, file)
+    search = LayerSkipStudy(work, k, file)
     done = search.open(resume)
     default = SkipSet.odd(len(layers))
     measured(work, k, None)  # warm-up: first calls are slower
@@ -246,7 +246,7 @@ def tune(
     return _finish(search, {"default": default, "best": search.best or default}, max(done, trials))
 
 
-def _finish(search: SkipSearch, sets: dict[str, SkipSet], trials: int) -> TunedSkips:
+def _finish(search: LayerSkipStudy, sets: dict[str, SkipSet], trials: int) -> TunedSkips:
     plain, speeds = compare(search.work, search.k, sets)
     chosen = max(sets, key=lambda name: (speeds[name].tokens_per_s, name == "default"))
     outcome = TunedSkips(trials, plain, sets, speeds, chosen)

@@ -19,7 +19,7 @@ from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, wh
 from foretoken.lab.tune.choices import copies_text, further, generous, likely, router_spec, sizes
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
 from foretoken.lab.tune.race import FEWEST, Racer, RaceRound, Standing, heat, steady_s, tokens_per_s
-from foretoken.lab.tune.tuned import Job, Outcome, TunedRow, Way
+from foretoken.lab.tune.tuned import Outcome, TunedRow, TuneJob, Way
 from foretoken.lab.workload import REFUSALS
 from foretoken.loading.measured.profile import measured_target
 from foretoken.methods.drafters.base import Drafter
@@ -48,7 +48,7 @@ Tell = Callable[[str, float], None]
 
 
 def tune(
-    job: Job, tell: Tell = lambda text, share: None, on_row: Callable[[TunedRow], None] = lambda row: None
+    job: TuneJob, tell: Tell = lambda text, share: None, on_row: Callable[[TunedRow], None] = lambda row: None
 ) -> Outcome:
     """Find what pays; an interrupt ends the search early, with the answer so far.
 
@@ -78,7 +78,7 @@ def tune(
 class Search:
     """One search; :meth:`outcome` is the answer at any moment at which something was measured."""
 
-    def __init__(self, job: Job, tell: Tell, on_row: Callable[[TunedRow], None]) -> None:
+    def __init__(self, job: TuneJob, tell: Tell, on_row: Callable[[TunedRow], None]) -> None:
         self.job, self._tell, self._on_row = job, tell, on_row
         self.scouted: dict[str, Scouted] = {}
         self.finals: dict[Way, Standing] = {}

@@ -16,7 +16,7 @@ from foretoken.methods.drafters.base import Drafter
 
 
 @dataclass(frozen=True)
-class Job:
+class TuneJob:
     """What is tuned.
 
     Attributes:
@@ -108,7 +108,7 @@ class Outcome:
         interrupted: whether it was ended early.
     """
 
-    job: Job
+    job: TuneJob
     costs: RoundCosts
     rows: Sequence[TunedRow]
     chosen: Way | None

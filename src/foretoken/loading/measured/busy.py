@@ -7,16 +7,14 @@ the others wait for it: two threads took 712 ms a token where one took 93.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 
-from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.base import Feed, LanguageModel, any_text, opened
 
 PRESSURE = Path("/proc/pressure/cpu")
 MUCH = 25.0
@@ -77,7 +75,7 @@ def _step_s(target: LanguageModel, threads: int, clock: Callable[[], float]) -> 
     """Median seconds of a step with so many threads."""
     torch.set_num_threads(threads)
     times: list[float] = []
-    with _text(target) as sequence:
+    with opened(target, any_text(target, TEXT)) as (sequence,):
         began = clock()
         while len(times) <= CALLS and (len(times) < 2 or clock() - began < MOST_S):
             before = clock()
@@ -85,14 +83,3 @@ def _step_s(target: LanguageModel, threads: int, clock: Callable[[], float]) -> 
             target.commit(sequence, [] if target.capabilities.rollback else [0])
             times.append(clock() - before)
     return median(times[1:])  # the first one starts the threads
-
-
-@contextmanager
-def _text(target: LanguageModel) -> Iterator[Any]:
-    sequence = target.open()
-    try:
-        length = max(1, min(TEXT, target.context_length // 2))
-        target.prefill(sequence, [i % target.vocab_size for i in range(1, length + 1)])
-        yield sequence
-    finally:
-        target.release(sequence)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,16 +17,16 @@ import torch
 
 from foretoken.core import Budget, Context, RoundTimes, TokenTree
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.core.io.files import cache_folder, write_json
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading.measured.busy import is_busy
 from foretoken.loading.measured.profile import COMPARED, fingerprint_of, machine_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import LanguageModel, any_text
 from foretoken.models.call_costs import measure_target
 from foretoken.models.checks.fast_paths import fingerprint
+from foretoken.models.machine import KeptResults
 
 COUNTS, REPEATS = (1, 2, 5, 9), 2
 """Rows of the target's calls that are timed, and how often: a plain round, and drafts of usual lengths."""
@@ -35,10 +34,10 @@ LENGTHS, ROUNDS = (1, 4), 2
 """Lengths of the drafts that are timed, and how often, after one that warms up."""
 TEXT = 32
 """Tokens before what is timed."""
-FORMAT = 1
+KEPT = KeptResults("rounds")
 
 
-class Asked(Controller):
+class FixedDepthController(Controller):
     """Asks one member of a group (``None``: the drafter, which is none) for drafts of one length."""
 
     name = "asked"
@@ -62,19 +61,20 @@ def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
         drafter: what drafts for it, a group perhaps.
     """
     key = _key(target, drafter)
-    known = kept_costs(key)
-    if known is not None:
-        return known
+    try:
+        return RoundCosts.from_dict(KEPT.stored()[key])
+    except (KeyError, ValueError):  # never measured, or somebody has damaged it
+        pass
     costs = measured(target, drafter)
     if not is_busy():
-        keep_costs(key, costs)
+        KEPT.keep(key, costs.as_dict())
     return costs
 
 
 @torch.inference_mode()
 def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
     """Time a few calls of the target and drafts of every network; acceptance is for requests to show."""
-    text = [i % target.vocab_size for i in range(1, max(2, min(TEXT, target.context_length // 4)) + 1)]
+    text = any_text(target, min(TEXT, target.context_length // 4))
     counts = [n for n in COUNTS if n <= 1 + drafter.max_nodes]
     curve = measure_target(target, text, counts, REPEATS)
     limits, drafters = drafter.limits, {}
@@ -83,7 +83,7 @@ def measured(target: LanguageModel, drafter: Drafter) -> RoundCosts:
             nodes = max(member.max_nodes, 1)
             lengths = sorted({min(length, member.max_depth) for length in LENGTHS})
             place = index if limits.members else None
-            seconds = {k: _draft_s(target, drafter, text, Asked(place, k, nodes)) for k in lengths}
+            seconds = {k: _draft_s(target, drafter, text, FixedDepthController(place, k, nodes)) for k in lengths}
             drafters[member.name] = line_of(seconds)
     return RoundCosts(curve, drafters, _rest_s(target, text, curve))
 
@@ -96,7 +96,7 @@ def line_of(seconds: Mapping[int, float]) -> DrafterCost:
     return DrafterCost(max(long_s - step_s * long, 0.0), step_s, [])
 
 
-def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], asked: Asked) -> float:
+def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], asked: FixedDepthController) -> float:
     depth = asked.budget(None, 1).max_depth  # type: ignore[arg-type]
     times = _rounds(target, drafter, asked, text, (1 + ROUNDS) * (1 + depth) + depth)
     return median([one.draft_s for one in times[1 : 1 + ROUNDS]] or [one.draft_s for one in times])
@@ -133,7 +133,6 @@ def _key(target: LanguageModel, drafter: Drafter) -> str:
     network = getattr(target, "model", None)  # a hash of its rows would lay packed weights out again: seconds at 1.5B
     sampled = fingerprint(network) if isinstance(network, torch.nn.Module) else None
     about = {
-        "format": FORMAT,
         "target": sampled or fingerprint_of(target),
         "machine": {key: machine[key] for key in COMPARED},
         "versions": machine["versions"],
@@ -141,36 +140,3 @@ def _key(target: LanguageModel, drafter: Drafter) -> str:
         "members": [[one.name, one.max_depth, one.max_nodes] for one in limits.members or (limits,)],
     }
     return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
-
-
-# -- what is kept of it ----------------------------------------------------------------------------------------------
-
-
-def cache_file() -> Path:
-    """Where they are kept."""
-    return cache_folder() / "rounds.json"
-
-
-def kept_costs(key: str) -> RoundCosts | None:
-    """What an earlier run has kept; ``None`` where there is nothing, or somebody has damaged it."""
-    try:
-        return RoundCosts.from_dict(_read()[key])
-    except (KeyError, ValueError):
-        return None
-
-
-def keep_costs(key: str, costs: RoundCosts) -> None:
-    """Add a measurement; where the file cannot be written, it is measured again next time."""
-    try:
-        write_json(cache_file(), {**_read(), key: costs.as_dict()})
-    except OSError:
-        return
-
-
-def _read() -> dict[str, Any]:
-    """Measurements of earlier runs; a file that cannot be read counts as none."""
-    try:
-        stored = json.loads(cache_file().read_text(encoding="utf-8"))
-        return dict(stored)
-    except (OSError, ValueError, TypeError):
-        return {}

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken.loading.measured.cpu import cpu_info
 from foretoken.models import native
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import LanguageModel, any_text
 from foretoken.models.call_costs import COUNTS, measure_target
 from foretoken.models.clock import now
 from foretoken.models.linear.packing import Projection, shapes_of
 from foretoken.models.linear.product_costs import known_times
+from foretoken.models.native.library import cpu_info
 from foretoken.options import Options
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Processor and accelerators."""
-    flags, name = cpu_info()
+    flags = cpu_info("flags").split()
     return {
-        "cpu": name or platform.processor() or platform.machine(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
         "kernels": native.described(),
@@ -81,8 +81,8 @@ def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any
     table: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         costs: list[float | None] = []
+        layout = None
         for rows in (1, ROWS):
-            layout = None
             try:
                 x = torch.randn(rows, width, device=device).to(dtype)
                 product = Projection(torch.randn(width, width, device=device).to(dtype), None)
@@ -90,17 +90,8 @@ def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any
                 costs.append(median_ms(lambda x=x, product=product: product(x), repeat, x.device))  # type: ignore[misc]
             except (RuntimeError, TypeError):
                 costs.append(None)
-        one, several = costs
-        name = str(dtype).removeprefix("torch.")
-        table.append(
-            {
-                "dtype": name,
-                "supported": one is not None,
-                "layout": layout,
-                "linear_ms": one,
-                "linear_rows_ms": several,
-            }
-        )
+        told = {"dtype": str(dtype).removeprefix("torch."), "supported": costs[0] is not None, "layout": layout}
+        table.append({**told, "linear_ms": costs[0], "linear_rows_ms": costs[1]})
     return table
 
 
@@ -115,16 +106,14 @@ def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
 
 def scoring_costs(target: LanguageModel, repeat: int = 10, counts: Sequence[int] = COUNTS) -> list[dict[str, Any]]:
     """Median milliseconds of scoring 1 to 64 tokens in one call, behind a committed prefix."""
-    text = [i % target.vocab_size for i in range(1, max(1, min(CONTEXT, target.context_length // 2)) + 1)]
-    cost = measure_target(target, text, counts, repeat)
+    cost = measure_target(target, any_text(target, CONTEXT), counts, repeat)
     return [{"tokens": n, "median_ms": 1e3 * s, "ratio": cost.relative(n)} for n, s in cost.seconds.items()]
 
 
 def draft_costs(llm: Llm, target_ms: float, tokens: int = 48) -> dict[str, Any]:
     """Cost of one draft token in a real greedy run, and its ratio c to one plain target step."""
-    room = llm.target.context_length // 2
-    prompt = [i % llm.target.vocab_size for i in range(1, 17)][:room]
-    options = Options(max_new_tokens=min(tokens, room), ignore_eos=True)
+    prompt = any_text(llm.target, 16)
+    options = Options(max_new_tokens=min(tokens, llm.target.context_length // 2), ignore_eos=True)
     llm.generate(prompt, **options)
     stats = llm.generate(prompt, **options).stats
     steps = stats.num_draft_tokens or stats.num_drafts

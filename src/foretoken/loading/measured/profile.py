@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.loading.measured.machine import hardware, threads, versions
-from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.base import CapabilityError, LanguageModel, any_text
 from foretoken.models.call_costs import COUNTS, measure_target
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.variants.inflated import InflatedModel
@@ -96,8 +94,6 @@ def refresh(costs: RoundCosts, target: LanguageModel) -> RoundCosts:
     return RoundCosts(measured, drafters, costs.rest_s * factor)
 
 
-def measured_target(target: LanguageModel, counts: tuple[int, ...], repeats: int, **more: Any) -> TargetCost:
+def measured_target(target: LanguageModel, counts: tuple[int, ...], repeats: int) -> TargetCost:
     """v(n) behind a text of 128 tokens, or of half the context where that is less."""
-    length = max(1, min(128, target.context_length // 2))
-    with torch.inference_mode():
-        return measure_target(target, [i % target.vocab_size for i in range(1, length + 1)], counts, repeats, **more)
+    return measure_target(target, any_text(target, 128), counts, repeats)

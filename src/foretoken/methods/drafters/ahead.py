@@ -30,7 +30,7 @@ from foretoken.models.cache.window import Window
 
 
 @dataclass
-class Branch:
+class OutcomeGuess:
     """A guessed outcome and the chain behind it.
 
     Attributes:
@@ -68,9 +68,9 @@ class Ahead:
     depth: int
     uniforms: Sequence[float]
     races: bool
-    branches: list[Branch] = field(default_factory=list)
+    branches: list[OutcomeGuess] = field(default_factory=list)
 
-    def chain_for(self, tokens: Sequence[int]) -> Branch | None:
+    def chain_for(self, tokens: Sequence[int]) -> OutcomeGuess | None:
         """What was drafted behind the tokens that were committed since."""
         return next((branch for branch in self.branches if branch.outcome == tuple(tokens)), None)
 
@@ -267,7 +267,7 @@ class AheadDrafter(ModelDrafter):
             rejected = item.drafts[accepted] if accepted < len(item.drafts) else None
             guesses = [token for token in best(row, self.fanout + 1) if token != rejected][: self.fanout]
             path = tuple(item.drafts[:accepted])
-            item.branches += [Branch((*path, token), root + accepted) for token in guesses]
+            item.branches += [OutcomeGuess((*path, token), root + accepted) for token in guesses]
 
     def _next_feed(self, item: Ahead, place: int) -> Feed:
         """The last token of every branch."""

@@ -14,7 +14,7 @@ from foretoken.core import Context
 from foretoken.methods.drafters.nets.block_model import BlockModel
 from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.methods.drafters.pairs import PairDrafter, PairGuesses
-from foretoken.methods.drafters.parallel import Guesses, Row
+from foretoken.methods.drafters.parallel import Guesses, PlaceScores
 from foretoken.models.cache.window import USUAL
 
 
@@ -27,7 +27,7 @@ class SparkGuesses(PairGuesses):
     net: DsparkNet
     stop: float = 0.0
 
-    def row(self, path: Sequence[int], state: Any) -> tuple[Row, Any]:
+    def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
         """The place's candidates; nothing where its path is not likely enough to get there and be right."""
         memory, survival = state or (None, 1.0)
         if self.stop > 0:
@@ -35,7 +35,7 @@ class SparkGuesses(PairGuesses):
                 odds = self.net.confidences(self.before(path), self.states[len(path)])
             survival *= 1.0 if odds is None else float(torch.sigmoid(odds.float()))
             if survival < self.stop:
-                return Row(self.values[len(path)], self.ids[len(path)], ends=True), None
+                return PlaceScores(self.values[len(path)], self.ids[len(path)], ends=True), None
         row, memory = super().row(path, memory)
         return row, (memory, survival)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.methods.drafters.base import BuildContext, Drafter
-from foretoken.methods.drafters.group import GroupDrafter, Part, Proposal, ask
+from foretoken.methods.drafters.group import GroupDrafter, MemberTree, Proposal, ask
 from foretoken.methods.trees.operations import merge
 
 
@@ -77,6 +77,6 @@ class EnsembleDrafter(GroupDrafter):
 
     def _merged(self, context: Context, trees: Sequence[TokenTree]) -> TokenTree:
         tree, places = merge(trees, self.traits.kind)
-        parts = {i: Part(own, place) for i, (own, place) in enumerate(zip(trees, places, strict=True))}
+        parts = {i: MemberTree(own, place) for i, (own, place) in enumerate(zip(trees, places, strict=True))}
         context.state[self] = Proposal(tree, parts)
         return tree

@@ -19,7 +19,7 @@ from foretoken.methods.trees.operations import truncate
 
 
 @dataclass(slots=True)  # not frozen: both are made for every request in every round, which takes three times as long
-class Part:
+class MemberTree:
     """What a member proposed.
 
     Attributes:
@@ -36,7 +36,7 @@ class Proposal:
     """A group's tree, and the parts of the members (by index) that it is made of."""
 
     tree: TokenTree
-    parts: Mapping[int, Part]
+    parts: Mapping[int, MemberTree]
 
 
 class GroupDrafter(Drafter):
@@ -113,7 +113,7 @@ def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget])
     return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 
 
-def show(member: Drafter, context: Context, part: Part | None, scores: Scores, verdict: Verdict) -> None:
+def show(member: Drafter, context: Context, part: MemberTree | None, scores: Scores, verdict: Verdict) -> None:
     """Tell a member of a round of the group as if it had been its own, and of the rest as rounds of plain decoding."""
     tree = scores.tree
     nodes = [0, *verdict.path]  # the node before each token that was written

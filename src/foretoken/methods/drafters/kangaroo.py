@@ -18,7 +18,7 @@ from foretoken.methods.drafters.features import load_net
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
-from foretoken.methods.drafters.reading import Unread
+from foretoken.methods.drafters.reading import UnreadStates
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache.window import USUAL, Window
@@ -107,7 +107,7 @@ class KangarooDrafter(OwnLayersDrafter):
     def start(self, context: Context) -> None:
         """Put the exit states of the prompt aside."""
         super().start(context)
-        unread = context.state[self, "unread"] = Unread()
+        unread = context.state[self, "unread"] = UnreadStates()
         unread.add(context, self.taps)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
@@ -136,7 +136,7 @@ class KangarooDrafter(OwnLayersDrafter):
 
     def _collect(self, context: Context) -> None:
         """After this the adapter's text and the unread states are all committed tokens but the last."""
-        unread: Unread = context.state[self, "unread"]
+        unread: UnreadStates = context.state[self, "unread"]
         unread.add(context, self.taps)
         sequence: SequenceState | None = context.state.get((self, "adapter"))
         if sequence is not None:
@@ -184,7 +184,7 @@ class _ExitReader(TextReader):
     def settle(self, context: Context, sequence: SequenceState, tokens: Sequence[int]) -> int:
         """Keep what the adapter has read of accepted drafts: their states are the target's own."""
         self.model.catch_up(sequence, tokens)
-        unread: Unread = context.state[self.drafter, "unread"]
+        unread: UnreadStates = context.state[self.drafter, "unread"]
         unread.skip_to(len(sequence.tokens))
         return len(unread)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from foretoken.core import Budget, Context, Kind, Limits, TokenTree
 from foretoken.methods.drafters.base import BuildContext, Drafter, Foresight
-from foretoken.methods.drafters.group import GroupDrafter, Part, Proposal, ask
+from foretoken.methods.drafters.group import GroupDrafter, MemberTree, Proposal, ask
 from foretoken.methods.drafters.prediction import PredictionDrafter
 from foretoken.methods.trees.operations import select
 
@@ -114,7 +114,7 @@ class KnownDrafter(GroupDrafter):
             for i, tree in zip(rest, found_trees, strict=True):
                 tree = _allowed(tree, contexts[i])
                 if len(tree) > 1 and self._observers:
-                    contexts[i].state[self] = Proposal(tree, {1: Part(tree, range(len(tree)))})
+                    contexts[i].state[self] = Proposal(tree, {1: MemberTree(tree, range(len(tree)))})
                 trees[i] = tree
         return trees
 

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -47,9 +47,6 @@ from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, Se
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import Fingerprint, TargetParts
-
-Draw = Literal["iid", "without_replacement", "greedy"]
-
 
 KINDS = {"iid": Kind.IID, "without_replacement": Kind.WITHOUT_REPLACEMENT, "greedy": Kind.POINT}
 """How siblings are drawn when the request samples, by the option ``draw``."""

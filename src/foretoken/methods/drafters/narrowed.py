@@ -17,7 +17,7 @@ from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts, storage_of
-from foretoken.models.linear.quantised_linear import QuantisedLinear
+from foretoken.models.linear.product import QuantisedLinear
 
 STATES = "last"
 """The tap that a vocabulary projection reads."""

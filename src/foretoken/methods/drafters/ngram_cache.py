@@ -13,7 +13,7 @@ from typing import Any
 from foretoken.core import Budget, Context
 from foretoken.methods.drafters.base import BuildContext, Traits
 from foretoken.methods.drafters.datastore import encoded, fingerprint, joined
-from foretoken.methods.drafters.ngram_counts import SIZES, CountTable, Followers, NgramCache
+from foretoken.methods.drafters.ngram_counts import SIZES, CountTable, FollowerCounts, NgramCache
 from foretoken.methods.drafters.sources import Guess, NgramSource, SourceDrafter
 from foretoken.methods.drafters.tenants import Tenants
 
@@ -27,11 +27,11 @@ STATIC = LAX[1]
 
 
 def best_follower(
-    cache: NgramCache, text: Sequence[int], thresholds: Sequence[tuple[int, int]], static: Followers | None
+    cache: NgramCache, text: Sequence[int], thresholds: Sequence[tuple[int, int]], static: FollowerCounts | None
 ) -> tuple[int, float] | None:
     """The next token by the longest n-gram that is sure enough, and the share of its samples.
 
-    Candidates are ranked by :meth:`Followers.best`.
+    Candidates are ranked by :meth:`FollowerCounts.best`.
     """
     for n in range(min(cache.sizes[-1], len(text)), cache.sizes[0] - 1, -1):
         samples, percent = thresholds[n - 1]
@@ -44,7 +44,7 @@ def best_follower(
     return None
 
 
-class _Source(NgramSource):
+class _CacheSource(NgramSource):
     """One request: its own counts, and the caches it shares."""
 
     def __init__(self, drafter: NgramCacheDrafter, salt: str) -> None:
@@ -124,7 +124,7 @@ class NgramCacheDrafter(SourceDrafter):
 
     def open(self, context: Context) -> NgramSource:
         """Fresh counts over the shared caches."""
-        return _Source(self, context.salt)
+        return _CacheSource(self, context.salt)
 
     def next_token(self, own: NgramCache, past: NgramCache, text: Sequence[int]) -> tuple[int, float] | None:
         """The next token and its share: from this text, else from past texts, else from the corpus."""

@@ -31,13 +31,13 @@ def key_of(tokens: Sequence[int]) -> int:
 
 
 @dataclass
-class _Row:
+class _RowCounts:
     total: int = 0
     most: int = 0
     counts: dict[int, int] = field(default_factory=dict)
 
 
-class Followers:
+class FollowerCounts:
     """What followed one n-gram: the counts of a new row and those of a table's rows, added up when they are needed.
 
     Attributes:
@@ -45,8 +45,8 @@ class Followers:
         most: an upper bound for the largest count.
     """
 
-    def __init__(self, row: _Row | None, tokens: Array, counts: Array) -> None:
-        self._row, self._tokens, self._counts = row or _Row(), tokens, counts
+    def __init__(self, row: _RowCounts | None, tokens: Array, counts: Array) -> None:
+        self._row, self._tokens, self._counts = row or _RowCounts(), tokens, counts
         self.total, self.most = self._row.total, self._row.most
         if len(counts):
             self.total += int(counts.sum())
@@ -66,7 +66,7 @@ class Followers:
             merged[token] = merged.get(token, 0) + count
         return merged
 
-    def best(self, static: Followers | None = None) -> tuple[int, int]:
+    def best(self, static: FollowerCounts | None = None) -> tuple[int, int]:
         """The token of largest weight (equal ones: the smallest id) and its count.
 
         The weight is the count, times 100 times the count in ``static`` where that knows the token.
@@ -142,7 +142,7 @@ class NgramCache:
 
     def __init__(self, sizes: range = SIZES, table: CountTable | None = None) -> None:
         self.sizes, self.table = sizes, table
-        self.new: dict[int, _Row] = {}
+        self.new: dict[int, _RowCounts] = {}
 
     def count(self, text: Sequence[int], start: int = 0) -> None:
         """Count the n-grams that are followed by ``text[start:]``."""
@@ -155,12 +155,12 @@ class NgramCache:
     def _add(self, key: int, token: int) -> None:
         row = self.new.get(key)
         if row is None:
-            row = self.new[key] = _Row()
+            row = self.new[key] = _RowCounts()
         count = row.counts[token] = row.counts.get(token, 0) + 1
         row.total += 1
         row.most = max(row.most, count)
 
-    def followers(self, ngram: Sequence[int]) -> Followers | None:
+    def followers(self, ngram: Sequence[int]) -> FollowerCounts | None:
         """What followed an n-gram; ``None`` when nothing did."""
         key = key_of(ngram)
         row = self.new.get(key)
@@ -168,8 +168,8 @@ class NgramCache:
         if row is None and rows.stop == rows.start:
             return None
         if self.table is None:
-            return Followers(row, _NONE, _NONE)
-        return Followers(row, self.table.tokens[rows], self.table.counts[rows])
+            return FollowerCounts(row, _NONE, _NONE)
+        return FollowerCounts(row, self.table.tokens[rows], self.table.counts[rows])
 
     def frozen(self) -> CountTable:
         """Everything as one table."""

@@ -101,7 +101,10 @@ class OnlineDrafter(ModelDrafter):
         return cls(model, target=context.target, tokenizer=context.tokenizer, **options)
 
     def report(self) -> dict[str, Any]:
-        """Updates, positions and seconds so far (see :class:`~foretoken.methods.drafters.learning.learner.Report`)."""
+        """Updates, positions and seconds so far.
+
+        See :class:`~foretoken.methods.drafters.learning.learner.LearningReport`.
+        """
         return {} if self.learner is None else self.learner.report()
 
     def save(self, folder: str | Path) -> None:

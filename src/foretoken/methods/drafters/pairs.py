@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.core import Context
 from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
-from foretoken.methods.drafters.parallel import Guesses, Row
+from foretoken.methods.drafters.parallel import Guesses, PlaceScores
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 
@@ -30,12 +30,12 @@ class PairGuesses(Guesses):
         self.targets = head.mapped(self.ids)
 
     @torch.no_grad()
-    def row(self, path: Sequence[int], state: Any) -> tuple[Row, Any]:
+    def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
         """The place's candidates, scored behind the last token of the path."""
         place, before = len(path), self.before(path)
         query, state = self.net.query(before, self.states[place], state)
         scores = self.net.corrected(self.values[place], self.ids[place], self.targets[place], query)
-        return Row(scores, self.ids[place]), state
+        return PlaceScores(scores, self.ids[place]), state
 
     def before(self, path: Sequence[int]) -> Tensor:
         """The token that the place behind a path follows, a scalar."""

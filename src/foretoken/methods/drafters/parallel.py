@@ -37,7 +37,7 @@ class DraftIds(Protocol):
 
 
 @dataclass(frozen=True)
-class Row:
+class PlaceScores:
     """What may stand at one place.
 
     Attributes:
@@ -65,9 +65,9 @@ class Guesses:
     def __init__(self, context: Context, states: Tensor, logits: Tensor, ids: DraftIds, races: bool) -> None:
         self.context, self.states, self.logits, self.head, self.races = context, states, logits, ids, races
 
-    def row(self, path: Sequence[int], state: Any) -> tuple[Row, Any]:
+    def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
         """The place behind a path of drafted tokens, and what the next place is asked with."""
-        return Row(self.logits[len(path)]), None
+        return PlaceScores(self.logits[len(path)]), None
 
     def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
         """The ``width`` best candidates behind a path; with noise those of the race."""
@@ -83,18 +83,18 @@ class Guesses:
         ends = [confident and budget.stops_after(sure.exp(), math.exp(value)) for value in log_probs]
         return Continuations(best.tolist(), log_probs, ends, after)
 
-    def distribution(self, path: Sequence[int], row: Row) -> Tensor | None:
+    def distribution(self, path: Sequence[int], row: PlaceScores) -> Tensor | None:
         """[V] what a token behind a path is drawn from; ``None`` where the request allows nothing of it."""
         sampler = self.context.sampler
         prefix = () if sampler.context_free else (*self.context.tokens, *path)
         return distribution_of(sampler, self._spread(row)[0], prefix)
 
-    def _ranking(self, path: Sequence[int], row: Row) -> Tensor:
+    def _ranking(self, path: Sequence[int], row: PlaceScores) -> Tensor:
         text, sampler = self.context.tokens, self.context.sampler
         prefixes = None if sampler.context_free else [[*text, *path]]
         return ranked(sampler, self._spread(row), [len(text) + len(path)], prefixes)
 
-    def _spread(self, row: Row) -> Tensor:
+    def _spread(self, row: PlaceScores) -> Tensor:
         """Scores [1, V] over the target's ids: what is no candidate is impossible."""
         if row.ids is None:
             return self.head.widened(row.scores[None])

@@ -16,7 +16,7 @@ from foretoken.models.runner import PREFILL_CHUNK
 
 
 @dataclass
-class Unread:
+class UnreadStates:
     """The target's hidden states at places that a network has not read, put aside as they come.
 
     Attributes:
@@ -73,7 +73,7 @@ class FeatureReader:
 
     def start(self, context: Context) -> None:
         """Put the prompt's features aside."""
-        unread = context.state[self, "pending"] = Unread()
+        unread = context.state[self, "pending"] = UnreadStates()
         unread.add(context, self.taps)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:

@@ -78,7 +78,7 @@ class Template:
         return found
 
 
-class Followers:
+class FollowerTable:
     """[V, 8] int32: for every token the likeliest tokens after it, as the target last gave them; -1 for none."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Statistics:
 
 
 @dataclass
-class Learned:
+class TenantState:
     """What the requests of one tenant have taught.
 
     Attributes:
@@ -146,7 +146,7 @@ class Learned:
 
     template: Template
     statistics: Statistics = field(default_factory=Statistics)
-    followers: Followers = field(default_factory=Followers)
+    followers: FollowerTable = field(default_factory=FollowerTable)
     rounds: int = 0
     _levels: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)
 
@@ -186,7 +186,7 @@ class RecyclingDrafter(Drafter):
         self.max_nodes, self.max_depth, self.adapt = nodes, depth, adapt
         self.traits = replace(self.traits, shares_state=share)
         first = Template.best(PRIOR, nodes, depth)
-        self.tenants = Tenants(lambda: Learned(first), TENANTS)
+        self.tenants = Tenants(lambda: TenantState(first), TENANTS)
 
     @property
     def template(self) -> Template:
@@ -199,16 +199,16 @@ class RecyclingDrafter(Drafter):
         return self.tenants.of("").statistics
 
     @property
-    def _shared(self) -> Followers:
+    def _shared(self) -> FollowerTable:
         return self.tenants.of("").followers
 
-    def followers(self, context: Context) -> Followers:
+    def followers(self, context: Context) -> FollowerTable:
         """The table that a request uses: its tenant's, or its own."""
         if self.traits.shares_state:
             return self.tenants.of(context.salt).followers
-        found: Followers | None = context.state.get(self)
+        found: FollowerTable | None = context.state.get(self)
         if found is None:
-            found = context.state[self] = Followers()
+            found = context.state[self] = FollowerTable()
         return found
 
     def start(self, context: Context) -> None:
@@ -251,7 +251,7 @@ class RecyclingDrafter(Drafter):
         table.reserve(scores.logits.shape[-1])
         table.update(tree.tokens, best.cpu().numpy().astype(np.int32))
 
-    def _count(self, learned: Learned, tree: TokenTree, verdict: Verdict) -> None:
+    def _count(self, learned: TenantState, tree: TokenTree, verdict: Verdict) -> None:
         """Which rank was right after every accepted node."""
         path = [0, *verdict.path]
         following = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]

@@ -47,7 +47,7 @@ def most_frequent(rows: NDArray[np.int32], most: int) -> Guess:
     return Guess(tokens, parents, (size[chosen] / count).tolist(), counted=True)
 
 
-class _Source(NgramSource):
+class _DatastoreSource(NgramSource):
     def __init__(self, drafter: RetrievalDrafter) -> None:
         super().__init__()
         self.drafter = drafter
@@ -117,7 +117,7 @@ class RetrievalDrafter(SourceDrafter):
 
     def open(self, context: Context) -> NgramSource:
         """The request's text over the common datastore."""
-        return _Source(self)
+        return _DatastoreSource(self)
 
 
 def standard_library() -> Iterator[str]:

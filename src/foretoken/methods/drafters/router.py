@@ -13,7 +13,7 @@ from dataclasses import replace
 from foretoken.core import Budget, Context, Limits, TokenTree
 from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import BuildContext, Drafter
-from foretoken.methods.drafters.group import GroupDrafter, Part, Proposal, ask
+from foretoken.methods.drafters.group import GroupDrafter, MemberTree, Proposal, ask
 from foretoken.methods.drafters.guess_rules import GuessRule
 from foretoken.methods.drafters.outside import check_proposal
 from foretoken.methods.drafters.sources import Guess, SourceDrafter
@@ -173,7 +173,7 @@ class RouterDrafter(GroupDrafter):
         """A member's tree with its name on it; what becomes of it is of interest to members that look."""
         owned = tree.guessed_by(index)
         if self._observers:
-            context.state[self] = Proposal(owned, {index: Part(tree, range(len(tree)))})
+            context.state[self] = Proposal(owned, {index: MemberTree(tree, range(len(tree)))})
         return owned
 
 

@@ -61,7 +61,7 @@ def _copied(automaton: Automaton, end: int, wanted: int) -> list[int]:
     return _until_separator(automaton.text[end + 1 : end + 1 + wanted].tolist())
 
 
-class _Source(NgramSource):
+class _SamSource(NgramSource):
     def __init__(self, drafter: SamDrafter) -> None:
         super().__init__()
         self.drafter = drafter
@@ -137,7 +137,7 @@ class SamDrafter(SourceDrafter):
 
     def open(self, context: Context) -> NgramSource:
         """An automaton of the request's own text."""
-        return _Source(self)
+        return _SamSource(self)
 
     def wanted(self, matched: int, most: int) -> int:
         """Draft tokens after a match of this length."""

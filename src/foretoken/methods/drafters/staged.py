@@ -25,7 +25,7 @@ MOST_NODES = 256
 
 
 @dataclass
-class Node:
+class StagedNode:
     """A token of the tree.
 
     Attributes:
@@ -49,7 +49,7 @@ class Spine(Chain):
     """
 
     counts: dict[Choice, int] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[StagedNode] = field(default_factory=list)
 
     def first_children(self, place: Choice) -> int:
         """How many of them are planned one below the other."""
@@ -60,7 +60,7 @@ class Spine(Chain):
 
 
 @dataclass
-class Branch(Chain):
+class SiblingChain(Chain):
     """A chain of first children below a sibling.
 
     Attributes:
@@ -148,17 +148,17 @@ class StagedDrafter(CascadeDrafter):
         """Put a chain that was written into the tree, and draw the siblings of its tokens; the chains below these."""
         pairs = list(zip(chain.tokens, chain.distributions, strict=True))
         for depth, (token, distribution) in enumerate(pairs, 1):
-            spine.nodes.append(Node((*place, *[0] * depth), token, distribution))
+            spine.nodes.append(StagedNode((*place, *[0] * depth), token, distribution))
         branches: Stage = []
         for depth, (_, distribution) in enumerate(pairs):
             above = (*place, *[0] * depth)
             siblings = self._siblings(chain, depth, spine.counts.get(above, 0) - 1)
             for rank, token in enumerate(siblings, 1):
                 sibling, down = (*above, rank), (*path, *chain.tokens[:depth], token)
-                spine.nodes.append(Node(sibling, token, distribution))
+                spine.nodes.append(StagedNode(sibling, token, distribution))
                 length = spine.first_children(sibling)
                 if length and not self._stops_after(chain, depth, token):
-                    branch = Branch(
+                    branch = SiblingChain(
                         spine.context, spine.inside, spine.sequence, spine.budget, length, length, path=down,
                         unread=(token,), parent=chain.spots[depth], most_guesses=length,
                     )  # fmt: skip

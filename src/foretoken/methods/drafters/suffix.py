@@ -176,7 +176,7 @@ class Outputs:
         return _Document(self.generations[-1])
 
 
-class _Source(NgramSource):
+class _SuffixSource(NgramSource):
     """One request: its own text, and where its output goes among the tenant's others."""
 
     def __init__(self, drafter: SuffixDrafter, context: Context) -> None:
@@ -256,7 +256,7 @@ class SuffixDrafter(SourceDrafter):
 
     def open(self, context: Context) -> NgramSource:
         """Counts of the request's own text."""
-        return _Source(self, context)
+        return _SuffixSource(self, context)
 
     def limits_for(self, budget: Budget) -> MatchLimits:
         """The limits of one round."""

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from foretoken.core import Context
 from foretoken.methods.drafters.masked import MaskedReader
 from foretoken.methods.drafters.narrowed import projected
-from foretoken.methods.drafters.reading import Unread
+from foretoken.methods.drafters.reading import UnreadStates
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
@@ -161,7 +161,7 @@ class TargetStates(MaskedReader):
     def start(self, context: Context) -> None:
         """Put the prompt's states aside; the first token has none before it, which reads as zero."""
         nothing = self.projection.weight.new_zeros(1, self.projection.width)
-        unread = context.state[self, "pending"] = Unread(-1, [dict.fromkeys(self.taps, nothing)], 1)
+        unread = context.state[self, "pending"] = UnreadStates(-1, [dict.fromkeys(self.taps, nothing)], 1)
         unread.add(context, self.taps)
 
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:

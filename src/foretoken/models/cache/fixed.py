@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.cache.rectangle import Moves, TreeCache
+from foretoken.models.cache.rectangle import Moves, TreeCache, whole_chunks
 
 CHUNK = 256
 """Slots by which it grows, and the least that a step looks at: every size is a graph of its own."""
@@ -45,10 +45,6 @@ class FixedCache(TreeCache):
         self.ceiling = self.max_slots
 
     @property
-    def is_initialized(self) -> bool:
-        return any(buffer is not None for buffer in self._keys)
-
-    @property
     def spare(self) -> int:
         """The slot into which padding is written: the last one, which no token ever gets."""
         return self.num_slots - 1
@@ -68,13 +64,13 @@ class FixedCache(TreeCache):
         rows = 1 << (max(num_rows, self.num_rows) - 1).bit_length()
         slots = self.num_slots
         if num_slots + 1 > slots:
-            slots = _whole_chunks(max(num_slots + 1, min(2 * slots, self.ceiling)))
+            slots = whole_chunks(max(num_slots + 1, min(2 * slots, self.ceiling)), CHUNK)
         self._rebuild(rows, slots)
 
     @staticmethod
     def rectangle(texts: Sequence[int]) -> tuple[int, int]:
         """Rows and slots that texts of so many slots take together: every row is as long as the longest of them."""
-        return (1 << (len(texts) - 1).bit_length(), _whole_chunks(max(texts) + 1)) if texts else (0, 0)
+        return (1 << (len(texts) - 1).bit_length(), whole_chunks(max(texts) + 1, CHUNK)) if texts else (0, 0)
 
     def fit(self, texts: Sequence[int], most: int) -> bool:
         """Whether texts that come to need so many slots fit into ``most`` slots of all rows; then it stays below that.
@@ -87,7 +83,7 @@ class FixedCache(TreeCache):
         """
         open_texts = [text.num_slots for text in self.texts]
         rows, slots = self.rectangle([*texts, *[1] * (len(open_texts) + 1 - len(texts))])
-        slots = max(slots, _whole_chunks(max(open_texts, default=0) + 1))
+        slots = max(slots, whole_chunks(max(open_texts, default=0) + 1, CHUNK))
         if rows * slots > most:
             return False
         if max(rows, self.num_rows) * max(slots, self.num_slots) > most:
@@ -126,9 +122,7 @@ class FixedCache(TreeCache):
         if buffer is None or (buffer.shape[1], buffer.shape[3]) != (like.shape[-3], like.shape[-1]):
             new = like.new_zeros(self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
             own = store
-            if (
-                self._stacks[index] is not None
-            ):  # another layer's shape: every layer has a buffer of its own from now on
+            if self._stacks[index] is not None:  # another layer's shape: every layer gets a buffer of its own
                 own = [None if one is None else one.clone() for one in store]
             self.generation += 1
             self._stacks[index] = None
@@ -157,16 +151,11 @@ class FixedCache(TreeCache):
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Move what waits to be moved."""
-        if not self._moves or self._places is not None:
-            return
-        device = next(part.device for part in self._parts())
-        moves = [(row, source, target) for row, pairs in self._moves.items() for source, target in pairs]
-        self.move(*torch.tensor(moves, device=device).T)  # one tensor is sent, however many texts there are
-        self._moves.clear()
+        """Move what waits to be moved; a fixed step has moved it already."""
+        if self._places is None:
+            super().flush()
 
     def clear(self) -> None:
-        """Drop all buffers, and what waits to be moved in them."""
         self.generation += 1
         self._stacks = [None, None]
         super().clear()
@@ -178,17 +167,6 @@ class FixedCache(TreeCache):
         """What waits to be moved in the first ``rows`` rows; from now on it is the caller's business."""
         return {row: self._moves.pop(row) for row in sorted(self._moves) if row < rows}
 
-    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copy slots ``source`` to slots ``target`` of ``rows`` in all layers, all reads before all writes.
-
-        The three have shapes that broadcast.  Where memory is full nothing has moved: keys without their values would
-        be another text.
-        """
-        parts = self._parts()
-        read = [part[:, rows, :, source] for part in parts]
-        for part, moved in zip(parts, read, strict=True):
-            part[:, rows, :, target] = moved
-
     @contextmanager
     def fixed(self, slots: Tensor, view: int) -> Iterator[None]:
         """Forwards inside the block cover rows 0 to b, write at ``slots`` [b, n] and see the first ``view`` slots."""
@@ -199,15 +177,6 @@ class FixedCache(TreeCache):
             yield
         finally:
             self._places = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [b, H, n, D] as planned; return the slices [b, H, used, D] that attention sees."""
-        return (
-            self._write(self._keys, key_states, layer_idx),
-            self._write(self._values, value_states, layer_idx),
-        )
 
     def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
         if self._places is None:
@@ -225,10 +194,6 @@ def _resized(stack: Tensor, rows: int, slots: int) -> Tensor:
     kept_rows, kept_slots = min(rows, old_rows), min(slots, old_slots)
     new[:, :kept_rows, :, :kept_slots] = stack[:, :kept_rows, :, :kept_slots]
     return new
-
-
-def _whole_chunks(slots: int) -> int:
-    return -(-slots // CHUNK) * CHUNK
 
 
 def rectangle_of(model: Any) -> FixedCache | None:

@@ -85,13 +85,13 @@ class TreeCache(Cache):
         if num_rows > rows:
             rows = max(num_rows, rows + rows // 8)
         if num_slots > slots:
-            slots = _whole_chunks(max(num_slots, min(slots + slots // 4, self.max_slots)))
+            slots = whole_chunks(max(num_slots, min(slots + slots // 4, self.max_slots)))
         self._resize(rows, slots)
 
     @torch.inference_mode()
     def trim(self, num_rows: int, num_slots: int) -> None:
         """Give back what is not needed for so many rows and slots; rows or slots behind them are lost."""
-        self._resize(min(max(num_rows, 1), self.num_rows), min(_whole_chunks(max(num_slots, 1)), self.num_slots))
+        self._resize(min(max(num_rows, 1), self.num_rows), min(whole_chunks(max(num_slots, 1)), self.num_slots))
 
     def _resize(self, rows: int, slots: int) -> None:
         """Buffers of another size, layer by layer, so that old and new are there twice for one layer only."""
@@ -139,8 +139,8 @@ class TreeCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values [b, H, n, D] as planned; return the used slices [b, H, used, D]."""
         return (
-            self._write(self.keys, key_states, layer_idx),
-            self._write(self.values, value_states, layer_idx),
+            self._write(self._keys, key_states, layer_idx),
+            self._write(self._values, value_states, layer_idx),
         )
 
     def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
@@ -207,28 +207,39 @@ class TreeCache(Cache):
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Move what waits to be moved, or, where memory is full, nothing."""
-        if not self._moves:
-            return
-        buffers = self._buffers()
-        moves = torch.tensor([(row, *pair) for row, pairs in self._moves.items() for pair in pairs])
-        places = {device: moves.to(device).T for device in {buffer.device for buffer in buffers}}
+        """Move what waits to be moved."""
+        if self._moves:
+            moves = torch.tensor([(row, *pair) for row, pairs in self._moves.items() for pair in pairs])
+            self.move(*moves.to(self._buffers()[0].device).T)  # one tensor is sent, however many texts there are
+            self._moves.clear()
+
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source`` to slots ``target`` of ``rows`` in all layers, all reads before all writes.
+
+        The three have shapes that broadcast.  Where memory is full nothing has moved: keys without their values would
+        be another text.
+        """
+        parts = self._parts()
+        devices = {part.device for part in parts}
+        places = {device: [each.to(device) for each in (rows, source, target)] for device in devices}
         read = []
-        for buffer in buffers:
-            rows, source, _ = places[buffer.device]
-            read.append(buffer[rows, :, source])
-        for buffer, moved in zip(buffers, read, strict=True):
-            rows, _, target = places[buffer.device]
-            buffer[rows, :, target] = moved
-        self._moves.clear()
+        for part in parts:
+            r, s, _ = places[part.device]
+            read.append(part[:, r, :, s])
+        for part, moved in zip(parts, read, strict=True):
+            r, _, t = places[part.device]
+            part[:, r, :, t] = moved
+
+    def _parts(self) -> list[Tensor]:
+        """All buffers as tensors [L, R, H, S, D] of one layer or more."""
+        return [buffer[None] for buffer in self._buffers()]
 
     @torch.inference_mode()
     def move_row(self, source: int, target: int, slots: int) -> None:
         """Copy the first ``slots`` slots of one row to another."""
-        for store in (self.keys, self.values):
-            for buffer in store:
-                if buffer is not None:
-                    buffer[target, :, :slots] = buffer[source, :, :slots]
+        self.flush()
+        for buffer in self._buffers():
+            buffer[target, :, :slots] = buffer[source, :, :slots]
 
     @torch.inference_mode()
     def take_row(self, source: TreeCache, row: int, target: int, slots: int) -> None:
@@ -240,7 +251,7 @@ class TreeCache(Cache):
                     self._buffer(own, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
 
     def fresh(self) -> TreeCache:
-        """An empty cache for the same layers."""
+        """An empty cache for the same layers, of no graphs."""
         return TreeCache(self.num_layers, self.max_slots)
 
     def clear(self) -> None:
@@ -254,7 +265,7 @@ class TreeCache(Cache):
         return self.starts[0]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of the keys; unused because masks are always passed whole."""
+        """Unused: masks are always passed whole."""
         return self.used, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -264,7 +275,7 @@ class TreeCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether anything was stored."""
-        return self._keys[0] is not None
+        return any(buffer is not None for buffer in self._keys)
 
     @property
     def is_compileable(self) -> bool:
@@ -288,8 +299,30 @@ class TreeCache(Cache):
         return [buffer for store in (self._keys, self._values) for buffer in store if buffer is not None]
 
 
-def _whole_chunks(slots: int) -> int:
-    return -(-slots // CHUNK) * CHUNK
+def whole_chunks(slots: int, chunk: int = CHUNK) -> int:
+    """The least multiple of a chunk that has so many slots."""
+    return -(-slots // chunk) * chunk
+
+
+HOST = torch.device("cpu")
+
+
+class HostCache(TreeCache):
+    """A :class:`TreeCache` whose buffers are in host memory, for texts longer than what a device has room for.
+
+    A forward brings those of one layer at a time to its device, which is what TriForce (Sun et al. 2024,
+    https://arxiv.org/abs/2404.11912) does with the cache that it verifies on: the drafts in between read a small part
+    that stays on the device.
+    """
+
+    def fresh(self) -> TreeCache:
+        return HostCache(self.num_layers, self.max_slots)
+
+    def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
+        return super()._write(store, new.to(HOST), layer).to(new.device)
+
+    def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
+        return super()._buffer(store, like.to(HOST), layer)
 
 
 def growing_cache() -> Cache:

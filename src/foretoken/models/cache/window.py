@@ -79,20 +79,19 @@ class Cut:
 
     def slots(self, stored: Tensor) -> Tensor:
         """Keys or values [b, H, n, d] of the slots that are read."""
-        recent = stored[:, :, self.low :]
-        return torch.cat([stored[:, :, : self.sink], recent], 2) if self.sink else recent
+        return self._taken(stored, 2)
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
         """An additive mask [b, 1, rows, n] of these slots; ``None`` stays: one row that sees all that is read."""
-        return None if mask is None else self._taken(mask)
+        return None if mask is None else self._taken(mask, 3)
 
-    def _taken(self, mask: Tensor) -> Tensor:
-        recent = mask[..., self.low :]
-        return torch.cat([mask[..., : self.sink], recent], -1) if self.sink else recent
+    def _taken(self, whole: Tensor, dim: int) -> Tensor:
+        recent = whole.narrow(dim, self.low, whole.shape[dim] - self.low)
+        return torch.cat([whole.narrow(dim, 0, self.sink), recent], dim) if self.sink else recent
 
     def hidden(self, mask: Tensor) -> Tensor:
         """:meth:`mask` of a network that makes its own masks of all slots, with what lies before each text's window
         unseen."""
         slots = torch.arange(mask.shape[-1], device=mask.device)
         firsts = torch.tensor(self.firsts, device=mask.device)[:, None, None, None]
-        return self._taken(mask.masked_fill((slots >= self.sink) & (slots < firsts), unseen(mask.dtype)))
+        return self._taken(mask.masked_fill((slots >= self.sink) & (slots < firsts), unseen(mask.dtype)), 3)

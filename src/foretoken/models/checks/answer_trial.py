@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed
+from foretoken.models.base import CapabilityError, Feed, opened
 from foretoken.models.checks.cache_trial import HALF, HALF_LIMIT, LIMIT
-from foretoken.models.checks.self_test import relative
+from foretoken.models.checks.self_test import cause_of, relative
 
 if TYPE_CHECKING:
     from foretoken.models.encoder_decoder import EncoderDecoderModel
@@ -28,16 +28,11 @@ TREE, PARENTS = (7, 9, 12), (0, 0, 1)
 
 @torch.inference_mode()
 def check_answers(model: EncoderDecoderModel) -> None:
-    """Compare a model with its own forward.
-
-    Raises:
-        CapabilityError: they differ, or a forward fails.
-    """
+    """Compare a model with its own forward."""
     try:
         mine, own = _here(model), _by_its_own_forward(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
-        raise CapabilityError(f"{model.config.model_type} cannot be decoded here: {': '.join(lines)}") from error
+        raise CapabilityError(f"{model.config.model_type} cannot be decoded here: {cause_of(error)}") from error
     if not own.isfinite().all():  # damaged weights: decoding says so, with the place
         return
     difference = relative(mine, own)
@@ -55,18 +50,12 @@ def _ids(model: EncoderDecoderModel, tokens: Sequence[int]) -> list[int]:
 def _here(model: EncoderDecoderModel) -> Tensor:
     """[n, V]: the last rows of the chain and of the tree, in one call."""
     start = list(model.answer_start)
-    sequences = [model.open() for _ in INPUTS]
-    try:
-        for sequence, tokens in zip(sequences, INPUTS, strict=True):
-            model.prefill(sequence, _ids(model, tokens))
+    with opened(model, *(_ids(model, tokens) for tokens in INPUTS)) as sequences:
         first = len(start) - 1
         chain = Feed(sequences[0], [*start, *_ids(model, CHAIN)], wanted=len(CHAIN))
         parents = [*range(-1, first), *(first + parent for parent in PARENTS)]
         tree = Feed(sequences[1], [*start, *_ids(model, TREE)], parents, wanted=len(TREE))
         return torch.cat([rows.logits.float() for rows in model.forward([chain, tree])])
-    finally:
-        for sequence in reversed(sequences):
-            model.release(sequence)
 
 
 def _by_its_own_forward(model: EncoderDecoderModel) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Feed
+from foretoken.models.base import Feed, opened
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
@@ -59,26 +59,18 @@ def _different_bits(owner: HuggingFaceModel, ids: Sequence[int]) -> str | None:
     tree = [*path[:2], *tokens[:6], *path[2:4], *tokens[6:12], path[4]]  # 17 nodes; the path runs through them
     parents = [-1, 0, -1, 0, 0, 1, 2, 3, 1, 8, 2, 3, 4, 5, 6, 7, 9]
     nodes = [0, 1, 8, 9, 16]
-    sequences = [owner.open() for _ in range(3)]
-    try:
-        one, other, third = sequences
-        owner.prefill(one, text)
+    with opened(owner, text, text[:5], tokens[3:14]) as (one, other, third):
         alone: list[Tensor] = []
         for token in path[:STEPS]:
             alone.append(owner.forward([Feed(one, [token])])[0].logits)
             owner.commit(one, [0])
         owner.rewind(one, READ)
-        owner.prefill(other, text[:5])
         owner.prefill(other, text[5:])
-        owner.prefill(third, tokens[3:14])
         chain = owner.forward([Feed(one, path)])[0].logits
         branched = owner.forward([Feed(other, tree, parents)])[0].logits[nodes]
         for sequence in (one, other):
             owner.commit(sequence, [])
         batch = owner.forward([Feed(one, path[:1]), Feed(other, path), Feed(third, tree, parents)])
-    finally:
-        for sequence in reversed(sequences):
-            owner.release(sequence)
     if not torch.equal(chain[:STEPS], torch.cat(alone)):
         return "a chain gave other bits than one row at a time"
     if not torch.equal(branched, chain):

@@ -8,7 +8,6 @@ wrongly without a word.  The trial costs three forwards of at most six rows, onc
 
 from __future__ import annotations
 
-import inspect
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,12 +15,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel
-from foretoken.models.checks.self_test import relative
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, opened
+from foretoken.models.checks.self_test import cause_of, relative
 from foretoken.models.linear.packing import is_plain
 from foretoken.models.linear.product import has_quantised
 from foretoken.models.network.alone import alone
 from foretoken.models.network.placement import device_of
+from foretoken.models.network.traits import parameters_of
 
 ROWS, KEPT = 6, 3
 """Tokens of the trial, and how many of them are read first."""
@@ -58,14 +58,11 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
         return None
     tokens = _text(wrapped.vocab_size)
     last = ROWS if rollback else KEPT + 1  # others are read token by token
-    sequence = wrapped.open()
     try:
-        wrapped.prefill(sequence, tokens[:KEPT])
-        logits = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
+        with opened(wrapped, tokens[:KEPT]) as (sequence,):
+            logits = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
     except Exception as error:
-        raise _refusal(model, error) from error
-    finally:
-        wrapped.release(sequence)
+        raise CapabilityError(f"{_name(model)} cannot be decoded here: {cause_of(error)}") from error
     if logits.shape != wanted[KEPT:last].shape:
         raise CapabilityError(f"{_name(model)} cannot be decoded here: it reads other tokens than it is given")
     difference = relative(logits.float(), wanted[KEPT:last].to(logits.device))
@@ -77,9 +74,6 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
 def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, float]:
     """Float32 logits [6, V] of the model's own forward, and how much quantised layers change them with later tokens: 0
     where that is rounding.
-
-    Raises:
-        CapabilityError: it reads later tokens, or the forward fails.
     """
     tokens = _text(vocab_size)
     other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
@@ -88,7 +82,7 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, f
     except CapabilityError:
         raise
     except Exception as error:
-        raise _refusal(model, error) from error
+        raise CapabilityError(f"{_name(model)} cannot be decoded here: {cause_of(error)}") from error
     difference = relative(changed[:KEPT], logits[:KEPT])
     # Quantised layers that scale all tokens of a call together made 0.02 to 0.1.
     if LIMIT < difference <= 0.3 and _mixes_tokens(model):
@@ -121,7 +115,7 @@ def _sees_other_rows(layer: Any, model: Any) -> bool:
 
 
 def _forward(model: Any, tokens: list[int]) -> Tensor:
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    parameters = parameters_of(model)
     ids = torch.tensor([tokens], device=device_of(model))
     given: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     if "position_ids" in parameters:  # as generate gives them
@@ -144,8 +138,3 @@ def _text(vocab_size: int) -> list[int]:
 
 def _name(model: Any) -> str:
     return str(model.config.get_text_config().model_type)
-
-
-def _refusal(model: Any, error: Exception) -> CapabilityError:
-    lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
-    return CapabilityError(f"{_name(model)} cannot be decoded here: {': '.join(lines)}")

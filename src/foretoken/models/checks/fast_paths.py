@@ -65,7 +65,8 @@ class Checks:
             build: makes its forward, the dtype of its hidden states, and whether it is coarse (:meth:`Judge.fault`);
                 ``None`` where it cannot be made.
         """
-        return self._remembered(path, lambda: self._tried(build))
+        result = self._known_or_made(path, lambda: self._tried(build))
+        return result[0] if result else None
 
     def _tried(self, build: Callable[[], tuple[Run, torch.dtype, bool] | None]) -> list[str]:
         judge = self.judge  # before anything is laid out anew
@@ -77,20 +78,17 @@ class Checks:
         reason = judge.fault(self.network, *built)
         return [] if reason is None else [reason]
 
-    def _remembered(self, path: str, check: Callable[[], list[str]]) -> str | None:
-        result = self._known_or_made(self._name(path), check)
-        return result[0] if result else None
-
     def exactness(self, path: str, runner: HuggingFaceModel) -> tuple[str, str]:
         """:func:`foretoken.models.checks.bits.exactness_of` the runner as it now runs, remembered."""
-        name = self._name(f"bits {path} {torch.get_num_threads()} threads")
-        result = self._known_or_made(name, lambda: list(exactness_of(runner, self.ids)))
-        return result[0], result[1]
+        path = f"bits {path} {torch.get_num_threads()} threads"
+        kind, why = self._known_or_made(path, lambda: list(exactness_of(runner, self.ids)))
+        return kind, why
 
-    def _known_or_made(self, name: str, make: Callable[[], list[str]]) -> list[str]:
+    def _known_or_made(self, path: str, make: Callable[[], list[str]]) -> list[str]:
         """A result, from this process, from the file, or made now."""
         if self.key is None:
             return make()
+        name = f"{self.key} {path}"
         known = KEPT.read(name)
         if isinstance(known, list) and all(isinstance(line, str) for line in known):
             self._is_slow |= name in KEPT.stored()
@@ -102,9 +100,6 @@ class Checks:
         self._is_slow |= perf_counter() - began >= WORTH_KEEPING_S
         KEPT.keep(name, result, self._is_slow)
         return result
-
-    def _name(self, path: str) -> str:
-        return f"{self.key} {path}"
 
 
 def fingerprint(model: nn.Module) -> str | None:

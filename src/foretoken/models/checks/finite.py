@@ -25,9 +25,6 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
     Args:
         tensors: by name.
         place: the file or folder that they are from.
-
-    Raises:
-        ValueError: one of them is not finite; names it.
     """
     name = first_not_finite(tensors)
     if name is not None:
@@ -35,11 +32,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
 
 
 def check_stored(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
-    """Refuse weights in 8 bits, whose scales a drafter has no place for; whole numbers of 64 bits and flags are tables.
-
-    Raises:
-        ValueError: names the first such tensor.
-    """
+    """Refuse weights in 8 bits, whose scales a drafter has no place for; 64-bit numbers and flags are tables."""
     for name, tensor in tensors:
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
             kind = str(tensor.dtype).removeprefix("torch.")

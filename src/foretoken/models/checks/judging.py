@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from foretoken.models.cache.masks import LayerMask, RowPlan, additive_mask
 from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.linear.product import QuantisedLayer
+from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.network.call import NetworkCall, Outputs
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):  # rows that are looked up are widened, not the table
             handles.append(module.register_forward_hook(lambda _, __, out: out.to(dtype)))
-        elif isinstance(module, QuantisedLayer):
+        elif isinstance(module, QuantisedLinear):
             handles.append(module.register_forward_hook(_by_numbers(dtype)))
         elif type(module) is nn.Linear and "forward" not in vars(module):
             module.forward = partial(_by_slabs, module, dtype)  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ def _without_kernels(model: nn.Module) -> Iterator[None]:
 
     Where a kernel reads activations in few bits, they are rounded as it does: that is a part of what it computes.
     """
-    quantised = [module for module in model.modules() if isinstance(module, QuantisedLayer)]
+    quantised = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
     handles = [module.register_forward_hook(_by_numbers(torch.float32, as_read=True)) for module in quantised]
     try:
         yield

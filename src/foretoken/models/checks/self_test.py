@@ -1,9 +1,8 @@
 """Whether a model's recurrent state survives a rollback, tried out on a few tokens.
 
 No list of names says it: the same family was wrong in one release of Transformers and right in the next (a forward of
-several tokens from an existing state).  The test costs six
-forwards of at most 17 rows, once per model object, and is judged as every fast path is
-(:mod:`foretoken.models.checks.judging`).
+several tokens from an existing state).  The test costs six forwards of at most 17 rows, once per model object, and is
+judged as every fast path is (:mod:`foretoken.models.checks.judging`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from foretoken.models.base import Feed
+from foretoken.models.base import Feed, opened
 from foretoken.models.cache.state import StateCache, tensors_of
 from foretoken.models.checks.judging import MOST, ordinary_ids, widened, wider
 
@@ -54,8 +53,7 @@ def state_fault(model: StatefulModel) -> str | None:
     try:
         return _difference(model)
     except Exception as error:  # a forward that knows no cache fails in its own way
-        reason = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {reason[0]}" if reason else type(error).__name__
+        return cause_of(error)
     finally:
         logging.set_verbosity(before)
 
@@ -63,9 +61,7 @@ def state_fault(model: StatefulModel) -> str | None:
 def _difference(model: StatefulModel) -> str | None:
     text = [token % model.vocab_size for token in ordinary_ids(model.vocab_size, 20)]
     wrong = [(token + 1) % model.vocab_size for token in text]
-    sequence = model.open()
-    try:
-        model.prefill(sequence, text[:READ])
+    with opened(model, text[:READ]) as (sequence,):
         single = model.forward([Feed(sequence, text[READ:STEP])])[0].logits
         model.commit(sequence, [0])
         model.forward([Feed(sequence, [text[STEP], *wrong[STEP + 1 : CHAIN]])])
@@ -75,8 +71,6 @@ def _difference(model: StatefulModel) -> str | None:
         rolled = _ProbeReading(torch.cat([single, chain]), model.state(sequence))
         fresh = _fresh(model, text[:CHAIN])
         return _worst(model, rolled, fresh, _truth(model, text[:CHAIN]) or fresh)
-    finally:
-        model.release(sequence)
 
 
 class _ProbeReading(NamedTuple):
@@ -126,6 +120,11 @@ def _said(kind: str, path: float, plain: float) -> str:
         f"after a rejected draft its {name} differ from a fresh reading: they are off by {path:.2g} of their size, and "
         f"those of a fresh reading by {plain:.2g}"
     )
+
+
+def cause_of(error: Exception) -> str:
+    """The class of an error and its first line."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def relative(tried: Tensor, judged_by: Tensor) -> float:

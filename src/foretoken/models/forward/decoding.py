@@ -84,11 +84,7 @@ class DecoderForward:
         return dtype
 
     def check(self, plan: LayerPlan) -> None:
-        """Refuse a part of the layers.
-
-        Raises:
-            CapabilityError: it is one.
-        """
+        """Refuse a part of the layers."""
         if not plan.is_whole:
             raise CapabilityError(f"this model cannot run a part of its layers: {WHOLE_LAYERS}")
 
@@ -159,11 +155,7 @@ class DecoderForward:
 
 
 def _answer_start(model: Any) -> tuple[int, ...]:
-    """The token that the decoder begins with, and the one that must follow it, if any must.
-
-    Raises:
-        CapabilityError: neither configuration names one.
-    """
+    """The token that the decoder begins with, and the one that must follow it, if any must."""
     starts: dict[str, int] = {}
     for config in (model.config, getattr(model, "generation_config", None)):  # the latter has the last word
         for name in ("decoder_start_token_id", "forced_bos_token_id"):
@@ -178,11 +170,7 @@ def _answer_start(model: Any) -> tuple[int, ...]:
 
 
 def _biased_layer(model: Any) -> Any:
-    """The one attention module of the decoder that makes the bias by distance for all layers.
-
-    Raises:
-        CapabilityError: the decoder has its positions otherwise.
-    """
+    """The one attention module of the decoder that makes the bias by distance for all layers."""
     biased = [module for module in model.get_decoder().modules() if hasattr(module, "relative_attention_bias")]
     if len(biased) != 1 or not hasattr(biased[0], "compute_bias"):
         raise CapabilityError(

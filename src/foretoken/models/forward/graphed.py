@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, opened
 from foretoken.models.cache.fixed import FixedCache
 from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.rectangle import TreeCache
@@ -25,12 +25,9 @@ from foretoken.models.clock import now
 from foretoken.models.forward.capture import CudaGraphs, HostFree, Recorder
 from foretoken.models.forward.fixed_step import TREE, Bucket, FixedStep, OutputMemory, size_of
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.layers import WHOLE
 from foretoken.models.network.placement import is_split
+from foretoken.models.refusals import refusal
 from foretoken.models.runner import TreeRunner
-
-if TYPE_CHECKING:
-    from foretoken.models.base import SequenceState
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Rows of new nodes per request that a step may have."""
@@ -92,7 +89,6 @@ class Graphs:
         hidden = {name: states.clone() for name, states in hidden.items()}
         owner.run_s += now(owner.device) - began
         owner.run_rows += bucket.batch * bucket.width
-        owner.num_layer_runs += WHOLE.count(owner.num_layers)
         results = []
         for row, feed, place in zip(rows, feeds, places, strict=True):
             kept = {name: states[row, : place.new] for name, states in hidden.items()}
@@ -182,7 +178,8 @@ class Graphs:
 
 def _note_off(model: HuggingFaceModel, reason: str) -> None:
     model.graphs_off = reason
-    model.refuse("CUDA graphs", reason, "every forward launches its kernels one by one")
+    costs = "every forward launches its kernels one by one"
+    model.refused = (*model.refused, refusal("CUDA graphs", reason, costs))
 
 
 def _first_line(error: BaseException) -> str:
@@ -263,7 +260,7 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
     if reason:
         model.separate(type(before)(before.num_layers, before.max_slots))
     else:
-        model.run_s, model.run_rows, model.num_layer_runs = 0.0, 0, 0.0
+        model.run_s, model.run_rows = 0.0, 0
         model.graphs_off = ""
     return reason
 
@@ -272,12 +269,8 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
 def _sample(model: TreeRunner) -> Tensor:
     """Logits [n, V] of two texts in four rounds of trees, of which a branch is kept each time."""
     ids = ordinary_ids(model.vocab_size)
-    texts = (ids[:5], ids[5:6])
-    sequences: list[SequenceState] = [model.open() for _ in texts]
     logits: list[Tensor] = []
-    try:
-        for sequence, text in zip(sequences, texts, strict=True):
-            model.prefill(sequence, text)
+    with opened(model, ids[:5], ids[5:6]) as sequences:
         for places, parents, path in (
             ((7, 8, 9, 8, 5), (-1, 0, 0, 2, 3), (0, 2, 3)),
             ((4, 3, 6), (-1, -1, 1), (1, 2)),
@@ -288,9 +281,6 @@ def _sample(model: TreeRunner) -> Tensor:
             logits += [row.logits for row in rows]
             for sequence in sequences:
                 model.commit(sequence, path)
-    finally:
-        for sequence in reversed(sequences):
-            model.release(sequence)
     return torch.cat(logits).cpu().double()
 
 

@@ -21,8 +21,8 @@ from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean_families import Family, family_of, part
 from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, Heads, LeanLayer, Rotary, RowPlaces, joined
 from foretoken.models.forward.lean_parts import Norm, norm_of
-from foretoken.models.linear.packing import Projection, is_plain, pays_packed, unpack_linears
-from foretoken.models.linear.product import Product, QuantisedLayer, has_quantised
+from foretoken.models.linear.packing import draft_projection, is_plain, pays_packed, unpack_linears
+from foretoken.models.linear.product import Product, QuantisedLinear, has_quantised
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import known_ids, put_in
 from foretoken.models.network.rotary import LeanTurns
@@ -48,12 +48,9 @@ def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
     It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
     where the CPU multiplies that.
     """
-    if owner.exact != "approximate" or owner.dtype != torch.float32 or isinstance(linear, QuantisedLayer):
-        return owner.packing.projection(linear), owner.packing.activations(owner.dtype)
-    half = linear.weight.detach().to(torch.bfloat16)
-    if pays_packed(half):
-        bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
-        return Projection(half, bias), torch.bfloat16
+    coarse = owner.exact == "approximate" and owner.dtype == torch.float32 and not isinstance(linear, QuantisedLinear)
+    if coarse and pays_packed(torch.empty(2, 2, dtype=torch.bfloat16, device=owner.device)):
+        return draft_projection(linear.weight, linear.bias), torch.bfloat16
     return owner.packing.projection(linear), owner.packing.activations(owner.dtype)
 
 
@@ -127,8 +124,7 @@ class LeanForward:
     @property
     def is_coarse(self) -> bool:
         """Whether it multiplies in bfloat16 or by quantised weights, whatever the model is in."""
-        quantised = has_quantised(self.owner.model)
-        return self.head_dtype == torch.bfloat16 or quantised
+        return self.head_dtype == torch.bfloat16 or has_quantised(self.owner.model)
 
     def row_dependent(self) -> str | None:
         """A part that sums in an order that depends on the number of rows; ``None`` where none does."""
@@ -295,7 +291,7 @@ def _has_plain_linears(model: Any, family: Family) -> bool:
     mlp = () if family.experts else (*family.gate_up, family.up, family.down)
     names = {*family.qkv, family.out, "lm_head", *mlp}
     return hasattr(model, "lm_head") and all(
-        is_plain(module) or isinstance(module, QuantisedLayer)
+        is_plain(module) or isinstance(module, QuantisedLinear)
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in names
     )

@@ -75,7 +75,6 @@ class NativeForward(LeanForward):
 
     @property
     def twin(self) -> LeanForward:
-        """The lean forward that it was made from."""
         return self._twin
 
     def again(self, owner: Any) -> LeanForward:
@@ -130,7 +129,6 @@ class NativeForward(LeanForward):
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """Several calls at once, alike but for their rows."""
         taps, plan = calls[0].taps, calls[0].plan
         run, x = self._begin(calls)
         n, count = len(x), len(self.layers)

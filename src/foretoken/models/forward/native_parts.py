@@ -12,7 +12,7 @@ from torch import nn
 from foretoken.models.forward.lean_parts import LeanRmsNorm
 from foretoken.models.linear.layouts import NativeLayout
 from foretoken.models.linear.packing import Projection
-from foretoken.models.linear.quantised_linear import SideBySide
+from foretoken.models.linear.product import SideBySide
 from foretoken.models.linear.quantised_products import NativeProduct
 from foretoken.models.native import forward as native
 from foretoken.models.native import linear

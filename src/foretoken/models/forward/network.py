@@ -34,6 +34,10 @@ EXACT = ("distribution", "bitwise", "approximate")
 class SecondWeights(Protocol):
     """A network of the same shape whose weights are others."""
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+
     def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
 
@@ -194,19 +198,10 @@ class Network:
             self.second = {**self.second, name: make(self)}
         return self.second[name]
 
-    def put_weights(self, name: str, weights: SecondWeights) -> None:
-        """A second set of weights that plans can name, in place of an earlier one of that name."""
-        self.second = {**self.second, name: weights}
-
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def check(self, plan: LayerPlan) -> None:
-        """Refuse a plan that does not fit.
-
-        Raises:
-            ValueError: it does not, or names weights that nobody has added.
-            CapabilityError: a skipped sublayer is no module of its own.
-        """
+        """Refuse a plan that does not fit."""
         if plan.weights and plan.weights not in self.second:
             raise ValueError(f"this model has no second weights {plan.weights!r}: add them first")
         plan.check(self.num_layers)

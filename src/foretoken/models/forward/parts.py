@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import CapabilityError, LanguageModel
-from foretoken.models.linear.packing import PackedLinear, Projection, pays_packed
-from foretoken.models.linear.quantised_linear import QuantisedLinear
+from foretoken.models.linear.packing import PackedLinear, Projection, draft_projection
+from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.network.placement import is_offloaded
 from foretoken.models.network.taps import decoder_layers, find_decoder, recording
 
@@ -189,9 +189,7 @@ class TargetParts:
         if self._packed is None and isinstance(self.head, PackedLinear) and self.head.is_whole:
             self._packed = self.head.projection
         if self._packed is None:
-            half = self.head.weight.detach().to(torch.bfloat16)
-            weight = half if pays_packed(half) else self.head.weight.detach()
-            self._packed = Projection(weight, None if self.head.bias is None else self.head.bias.detach())
+            self._packed = draft_projection(self.head.weight, self.head.bias)
         return self.behind(self._packed(hidden).float())
 
     @property

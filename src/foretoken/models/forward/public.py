@@ -11,8 +11,7 @@ from torch import Tensor
 from foretoken.models.checks.fast_paths import Checks
 from foretoken.models.checks.judging import Run
 from foretoken.models.linear.packing import BlockedProducts, pack_linears, unpack_linears
-from foretoken.models.linear.product import has_quantised
-from foretoken.models.linear.quantised_linear import multiply_dequantised
+from foretoken.models.linear.product import has_quantised, multiply_dequantised
 from foretoken.models.network.alone import switched_attention
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.extra import embedding_rows

@@ -266,11 +266,7 @@ def head_dim(file: GgufFile) -> int:
 
 
 def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Options:
-    """Parameters of the rotary embedding, as Transformers has them.
-
-    Raises:
-        UncoveredError: a scaling of another kind.
-    """
+    """Parameters of the rotary embedding, as Transformers has them."""
     rope: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
     if partial != 1.0:
         rope["partial_rotary_factor"] = partial

@@ -122,11 +122,7 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
 
 
 class _GgufReader:
-    """Goes through one file from its beginning.
-
-    Raises:
-        GgufError: as :func:`read_gguf`.
-    """
+    """Goes through one file from its beginning."""
 
     def __init__(self, path: Path) -> None:
         fault = gguf_fault(path)

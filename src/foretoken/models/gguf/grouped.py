@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foretoken.models.gguf.file import GgufTensor
 from foretoken.models.gguf.types import KINDS, PLAIN, QuantisedType
+from foretoken.models.linear.quantised_weights import slabs
 
 AT_ONCE = 2**19
 """Numbers that are taken apart, or widened, together: they stay in a cache from one operation to the next."""
@@ -55,7 +56,7 @@ class GroupedWeight:
             else torch.empty(out, width, dtype=torch.int8)
         )
         numbers: dict[str, list[Tensor]] = {}
-        for rows in slabs(out, width):
+        for rows in widened_together((out, width)):
             parts = how.parts(stored[rows].reshape(-1, size))
             values[rows] = _kept(parts.values, how).reshape(values[rows].shape)
             for name in ("scale", "zero", "steps", "zero_steps"):
@@ -164,10 +165,9 @@ def weight_of(stored: Tensor, kind: str) -> StoredWeight:
     return PlainWeight(dequantised(stored, kind).clone()) if kind in PLAIN else GroupedWeight.of(stored, kind)
 
 
-def slabs(out: int, width: int) -> Iterator[slice]:
-    """Rows of a matrix [out, width] that are widened together."""
-    count = max(1, AT_ONCE // max(1, width))
-    return (slice(start, start + count) for start in range(0, out, count))
+def widened_together(shape: tuple[int, int]) -> Iterator[slice]:
+    """Rows of a matrix [out, in], some at a time."""
+    return slabs(*shape, AT_ONCE)
 
 
 def _kept(values: Tensor, how: QuantisedType) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, factors, numbers, slabs
+from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, factors, numbers, widened_together
 from foretoken.models.gguf.products import WidenedProduct, by_slabs, mark_of
 from foretoken.models.linear.quantised_products import NativeProduct, QuantisedProduct
 from foretoken.models.native import integers, linear, why_not
@@ -55,7 +55,6 @@ class GroupedProduct(NativeProduct):
         return bytes_linear(*weight, form=form, steps=self.steps, zeros=self.scales.shape[2] == 2, middle=middle)
 
     def dense(self) -> Tensor:
-        """[out, in] float32, exactly."""
         return self.some(slice(None))
 
     def some(self, rows: slice) -> Tensor:
@@ -97,7 +96,6 @@ class GroupedProduct(NativeProduct):
 
     @classmethod
     def fused(cls, products: Sequence[QuantisedProduct]) -> GroupedProduct | None:
-        """Products of one input as one, outputs side by side; ``None`` where they are stored in other ways."""
         own = [product for product in products if isinstance(product, cls)]
         if len(own) < len(products) or len({product._layout for product in own}) > 1:
             return None
@@ -136,7 +134,7 @@ def _packed(weight: GroupedWeight) -> Tensor:
     if weight.bits == 8:
         return integers.packed8(weight.values)
     values = torch.empty(weight.shape, dtype=torch.uint8)
-    for rows in slabs(*weight.shape):
+    for rows in widened_together(weight.shape):
         values[rows] = (weight.integers(rows).flatten(1) + weight.middle).view(torch.uint8)
     return integers.packed4(values)
 

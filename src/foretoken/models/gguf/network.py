@@ -1,7 +1,7 @@
 """The Transformers model of a GGUF file: built without weights, then given the file's own.
 
 Matrices in the model's dtype are views of the mapped file.  Quantised ones become
-:class:`~foretoken.models.linear.quantised_linear.QuantisedLinear` with the file's numbers, one after another; the
+:class:`~foretoken.models.linear.product.QuantisedLinear` with the file's numbers, one after another; the
 embedding looks its rows up in the file.  So there is no second copy of the weights.
 """
 
@@ -22,7 +22,7 @@ from foretoken.models.gguf.kernel import product_of
 from foretoken.models.gguf.products import StoredEmbedding
 from foretoken.models.gguf.tokenizer import end_ids
 from foretoken.models.gguf.types import KINDS, PLAIN
-from foretoken.models.linear.quantised_linear import QuantisedLinear
+from foretoken.models.linear.product import QuantisedLinear
 
 EMBEDDING, HEAD, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
 
@@ -104,11 +104,7 @@ class _WeightFiller:
         return (f"blk.{block}.{self.architecture.names.get(module, module)}.{leaf}",)
 
     def check(self) -> None:
-        """Compare names and shapes, before any weight is read.
-
-        Raises:
-            GgufError: they do not fit.
-        """
+        """Compare names and shapes, before any weight is read."""
         file, wanted = self.file, {name for names in self.sources.values() for name in names}
         missing = sorted(wanted - file.tensors.keys())
         if missing:

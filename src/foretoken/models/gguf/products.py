@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.models.gguf.grouped import GroupedWeight, StoredWeight, dequantised, slabs
+from foretoken.models.gguf.grouped import GroupedWeight, StoredWeight, dequantised, widened_together
 from foretoken.models.linear.quantised_products import QuantisedProduct
 
 MARKED_ROWS = 8
@@ -27,11 +27,11 @@ class WidenedProduct(QuantisedProduct):
         self.bits = weight.bits if isinstance(weight, GroupedWeight) else 8 * weight.numbers.element_size()
 
     def product(self, x: Tensor) -> Tensor:
-        """float32."""
-        return torch.cat([F.linear(x.float(), self.weight.dequantised(rows)) for rows in slabs(*self.shape)], 1)
+        return torch.cat(
+            [F.linear(x.float(), self.weight.dequantised(rows)) for rows in widened_together(self.shape)], 1
+        )
 
     def dense(self) -> Tensor:
-        """[out, in] float32, exactly."""
         return self.weight.dequantised()
 
     def some(self, rows: slice) -> Tensor:
@@ -54,7 +54,7 @@ def by_slabs(product: QuantisedProduct, x: Tensor) -> Tensor:
     """x [..., in] -> x W^T (+ bias) [..., out] in the dtype of ``x``, with the numbers that a product stands for.
 
     There is never a table of all of them."""
-    out = torch.cat([F.linear(x, product.some(rows).to(x.dtype)) for rows in slabs(*product.shape)], -1)
+    out = torch.cat([F.linear(x, product.some(rows).to(x.dtype)) for rows in widened_together(product.shape)], -1)
     return out if product.bias is None else out + product.bias.to(x.dtype)
 
 

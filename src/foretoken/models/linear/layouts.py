@@ -232,45 +232,27 @@ def halved(weight: Tensor) -> Halved | None:
 
 def usable_layouts(dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[str, ...]:
     """Names of the layouts that this machine can multiply a weight of such a kind in, ``plain`` first."""
-    if torch.device(device).type != "cpu":
-        return ("plain",)
-    names = ["plain"]
-    if (dtype == torch.float32 and _has_onednn()) or (dtype == torch.bfloat16 and _has_onednn_bfloat16()):
-        names.append("onednn")
-    if dtype == torch.bfloat16 and _has_native():
-        names.append("native")
-    if dtype in (torch.float32, *NARROW) and _has_fbgemm():
-        names.append("half")
-    return tuple(names)
+    on_cpu = torch.device(device).type == "cpu"
+    return tuple(name for name in LAYOUTS if name == "plain" or (on_cpu and has_layout(name, dtype)))
 
 
 @cache
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and _runs(OneDnnLayout, torch.float32)
-
-
-@cache
-def _has_onednn_bfloat16() -> bool:
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+def has_layout(name: str, dtype: torch.dtype) -> bool:
+    """Whether this machine and this build of PyTorch have a layout's operators for weights of a dtype, and they
+    multiply."""
+    cls = LAYOUTS[name]
+    if cls is OneDnnLayout:
+        able = torch.backends.mkldnn.is_available() and dtype in (torch.bfloat16, torch.float32)
+        able = able and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    elif cls is NativeLayout:
+        able = dtype == torch.bfloat16 and native.why_not() is None
+    else:
+        able = torch.backends.quantized.engine in ("fbgemm", "x86") and dtype in (torch.float32, *NARROW)
+    if not able:
         return False
-    return _runs(OneDnnLayout, torch.bfloat16)
-
-
-@cache
-def _has_native() -> bool:
-    return native.why_not() is None and _runs(NativeLayout, torch.bfloat16)
-
-
-@cache
-def _has_fbgemm() -> bool:
-    return torch.backends.quantized.engine in ("fbgemm", "x86") and _runs(HalfLayout, torch.float32)
-
-
-def _runs(cls: LayOut, dtype: torch.dtype) -> bool:
-    """Whether this build of PyTorch has the layout's operators, and they multiply."""
     try:
         layout = cls(torch.eye(16, dtype=dtype))
-        x = torch.arange(16, dtype=dtype).expand(2, 16).contiguous()
+        x = torch.arange(16, dtype=layout.activations).expand(2, 16).contiguous()
         return torch.equal(layout(x, None), x) and torch.equal(layout.weight, torch.eye(16, dtype=dtype))
     except (RuntimeError, AttributeError, NotImplementedError):
         return False

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from foretoken.models.linear.layouts import LAYOUTS, NARROW, PlainLayout, WeightLayout, usable_layouts
-from foretoken.models.linear.product import Product, QuantisedLayer
+from foretoken.models.linear.product import Product, QuantisedLinear
 from foretoken.models.linear.product_costs import fastest_layout, least_rows
 from foretoken.models.network.watch import is_hooked
 
@@ -44,6 +44,12 @@ def has_bfloat16() -> bool:
         return True
     asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(ask() for ask in asked if ask is not None)
+
+
+def draft_projection(weight: Tensor, bias: Tensor | None) -> Projection:
+    """Of a weight [out, in] whose products need not be exact: in bfloat16 where that is the faster way."""
+    half = weight.detach().to(torch.bfloat16)
+    return Projection(half if pays_packed(half) else weight.detach(), None if bias is None else bias.detach())
 
 
 class Projection:
@@ -155,8 +161,8 @@ class Home:
     def _place_of(self, linear: nn.Module) -> tuple[nn.Module, str]:
         place = self._places.get(id(linear))
         if place is None or getattr(place[0], place[1], None) is not linear:
-            self._places = {id(child): (parent, name) for parent, name, child in _children(self.model)}
-            self._tied = _embedded(self.model)
+            self._places = {id(child): (parent, name) for parent, name, child in children_of(self.model)}
+            self._tied = embedded_in(self.model)
         return self._places[id(linear)]
 
 
@@ -194,7 +200,7 @@ class Packing:
 
     def projection(self, *linears: Any) -> Product:
         """One projection that gives the outputs of all of them side by side."""
-        quantised = next((linear for linear in linears if isinstance(linear, QuantisedLayer)), None)
+        quantised = next((linear for linear in linears if isinstance(linear, QuantisedLinear)), None)
         if quantised is not None:  # what is quantised already stays as it is
             joined: Product = quantised.joined(linears)
             return joined
@@ -286,7 +292,7 @@ def dtype_of(linear: Any) -> torch.dtype:
     """Of a linear layer's weight, packed, quantised or neither; nothing is unpacked."""
     if isinstance(linear, PackedLinear):
         return linear.projection.dtype
-    dtype: torch.dtype = linear.dtype if isinstance(linear, QuantisedLayer) else linear.weight.dtype
+    dtype: torch.dtype = linear.dtype if isinstance(linear, QuantisedLinear) else linear.weight.dtype
     return dtype
 
 
@@ -310,8 +316,8 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
     Weights that are shared with an embedding stay as they are (the embedding needs the plain layout).  One layer is
     packed after the other: there is never a second copy of all weights.
     """
-    count, tied = 0, _embedded(model)
-    for parent, name, linear in list(_children(model)):
+    count, tied = 0, embedded_in(model)
+    for parent, name, linear in list(children_of(model)):
         if not isinstance(linear, nn.Linear) or not is_plain(linear) or id(linear.weight) in tied:
             continue
         bias = None if linear.bias is None else linear.bias.detach()
@@ -325,7 +331,7 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
 def unpack_linears(model: nn.Module) -> int:
     """Give every packed layer below ``model`` its plain ``nn.Linear`` back, with the same numbers; returns how many."""
     count = 0
-    for parent, name, packed in list(_children(model)):
+    for parent, name, packed in list(children_of(model)):
         if isinstance(packed, PackedLinear):
             setattr(parent, name, plain_linear(packed))
             count += 1
@@ -346,11 +352,7 @@ def plain_linear(packed: PackedLinear) -> nn.Linear:
 
 
 def check_packable(model: Any) -> None:
-    """Refuse a model none of whose weights could be laid out in another way.
-
-    Raises:
-        ValueError: it has no linear layers, or they are on a device or in a dtype that has the plain layout alone.
-    """
+    """Refuse a model none of whose weights could be laid out in another way."""
     kinds = {(m.weight.device, m.weight.dtype) for m in _plain_linears(model)}
     if not kinds:
         raise ValueError(f"pack=True: {type(model).__name__} has no torch.nn.Linear layers that could be packed")
@@ -379,18 +381,18 @@ def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
 
 def num_parameters(model: nn.Module) -> int:
     """Numbers in a model's weights, packed ones included."""
-    packed: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear | QuantisedLayer)]
-    packed = [m for m in packed if isinstance(m, QuantisedLayer) or not m.tied]
+    packed: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear | QuantisedLinear)]
+    packed = [m for m in packed if isinstance(m, QuantisedLinear) or not m.tied]
     held = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
     return sum(p.numel() for p in model.parameters()) + held
 
 
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def children_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for parent in model.modules():
         for name, child in parent.named_children():
             yield parent, name, child
 
 
-def _embedded(model: nn.Module) -> set[int]:
+def embedded_in(model: nn.Module) -> set[int]:
     """Ids of the weights of embeddings."""
     return {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -1,13 +1,16 @@
-"""What every product of rows with a weight offers, however the weight is stored."""
+"""Products of rows with a weight, however it is stored, and the linear layers whose weights are quantised."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from foretoken.models.linear.quantised import make_product, wide_rows
+from foretoken.models.linear.quantised_products import QuantisedProduct, side_by_side
+from foretoken.models.linear.quantised_weights import GROUP
 
 
 class Product(Protocol):
@@ -24,25 +27,101 @@ class Product(Protocol):
         """``residual + x W^T (+ bias)`` [n, out], in one call where there is one."""
 
 
-class QuantisedLayer(nn.Module, ABC):
-    """A linear layer whose weights are quantised for good: everybody leaves them as they are."""
+class QuantisedLinear(nn.Module):
+    """Drop-in for an ``nn.Linear`` on CPU whose weights are quantised for good, for models that the library loaded
+    itself: everybody leaves them as they are.
+
+    Args:
+        product: what multiplies.
+        dtype: of the model.
+    """
+
+    def __init__(self, product: QuantisedProduct, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = product.shape
+        self.product, self.dtype = product, dtype
+
+    @classmethod
+    def of(cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> QuantisedLinear:
+        """A layer's weight, quantised."""
+        bias = None if linear.bias is None else linear.bias.detach()
+        quantised = make_product(product, linear.weight, bias, GROUP)
+        quantised.wide = wide_rows if wide else None
+        return cls(quantised, linear.weight.dtype)
 
     @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Of the model."""
+    def weight(self) -> Tensor:
+        """[out, in] as an ordinary tensor: made every time that it is asked for."""
+        return self.product.dense().to(self.dtype)
+
+    def sampled(self, count: int) -> Tensor:
+        """``count`` rows of the weight, evenly spaced."""
+        step = max(1, self.out_features // count)
+        return self.product.some(slice(None, None, step))[:count].to(self.dtype)
 
     @property
-    @abstractmethod
+    def bias(self) -> Tensor | None:
+        """[out], or ``None``."""
+        return None if self.product.bias is None else self.product.bias.to(self.dtype)
+
+    @property
     def packed_bytes(self) -> int:
         """Memory of the weight."""
+        return self.product.nbytes
 
     @staticmethod
-    @abstractmethod
-    def joined(linears: Sequence[Any]) -> Product:
+    def joined(linears: Sequence[Any]) -> SideBySide:
         """The products of several layers of one input, some of which may be plain ones."""
+        if len(linears) > 1 and all(isinstance(one, QuantisedLinear) for one in linears):
+            whole = side_by_side(linears)
+            if whole is not None:
+                return SideBySide([whole])
+        return SideBySide([one.product if isinstance(one, QuantisedLinear) else _plain(one) for one in linears])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same as ``nn.Linear``: [..., in] -> [..., out]."""
+        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+def multiply_dequantised(model: nn.Module) -> None:
+    """Let every quantised layer below ``model`` multiply by its weight as numbers, without its kernel."""
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            module.product.product = module.product.by_dense  # type: ignore[method-assign]
+
+
+def _plain(linear: Any) -> Callable[[Tensor], Tensor]:
+    """A layer that is not quantised, for input of any dtype."""
+    return lambda x: linear(x.to(linear.weight.dtype)).to(x.dtype)
+
+
+class SideBySide:
+    """Several products of one input as one: what a fused projection is for weights that cannot be joined."""
+
+    def __init__(self, products: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        self.products = products
+
+    @property
+    def alone(self) -> bool:
+        """Whether a row's bits do not depend on the other rows."""
+        return all(getattr(product, "alone", False) for product in self.products)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] -> [n, all outs]."""
+        if len(self.products) == 1:
+            return self.products[0](x)
+        return torch.cat([product(x) for product in self.products], -1)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual`` [n, out] and the product."""
+        return residual + self(x)
+
+
+def is_stored(module: Any) -> bool:
+    """Whether a layer multiplies by the numbers of a GGUF file, which may be quantised once more to draft with."""
+    return isinstance(module, QuantisedLinear) and module.product.stored
 
 
 def has_quantised(model: nn.Module) -> bool:
     """Whether any layer below ``model`` is one of these."""
-    return any(isinstance(module, QuantisedLayer) for module in model.modules())
+    return any(isinstance(module, QuantisedLinear) for module in model.modules())

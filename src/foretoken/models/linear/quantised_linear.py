@@ -3,128 +3,23 @@ time.  Its distribution is its own, not that of the model with full weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from foretoken.models.base import CapabilityError
-from foretoken.models.linear.packing import is_plain
-from foretoken.models.linear.product import QuantisedLayer
+from foretoken.models.linear.packing import children_of, embedded_in, is_plain
+from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.linear.quantised import (
     WITHOUT_BYTES,
     available,
     fastest_target_product,
-    make_product,
     multiplies_bytes,
-    wide_rows,
 )
-from foretoken.models.linear.quantised_products import QuantisedProduct, side_by_side
+from foretoken.models.linear.quantised_weights import GROUP
 
 KINDS = ("int8", "int4", "int8-a8", "int4-a8")
 """What weights can be quantised to; ``a8``: activations of 8 bits instead of 15 or 16."""
-GROUP = 32
-"""Weights that share an int4 scale."""
-
-
-class QuantisedLinear(QuantisedLayer):
-    """Drop-in for an ``nn.Linear`` on CPU, for models that the library loaded itself.
-
-    Args:
-        product: what multiplies.
-        dtype: of the model.
-    """
-
-    def __init__(self, product: QuantisedProduct, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.out_features, self.in_features = product.shape
-        self.product, self._dtype = product, dtype
-
-    @classmethod
-    def of(cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> QuantisedLinear:
-        """A layer's weight, quantised."""
-        bias = None if linear.bias is None else linear.bias.detach()
-        quantised = make_product(product, linear.weight, bias, GROUP)
-        quantised.wide = wide_rows if wide else None
-        return cls(quantised, linear.weight.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the model."""
-        return self._dtype
-
-    @property
-    def weight(self) -> Tensor:
-        """[out, in] as an ordinary tensor: made every time that it is asked for."""
-        return self.product.dense().to(self._dtype)
-
-    def sampled(self, count: int) -> Tensor:
-        """``count`` rows of the weight, evenly spaced."""
-        step = max(1, self.out_features // count)
-        return self.product.some(slice(None, None, step))[:count].to(self._dtype)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[out], or ``None``."""
-        return None if self.product.bias is None else self.product.bias.to(self._dtype)
-
-    @property
-    def packed_bytes(self) -> int:
-        """Memory of the weight."""
-        return self.product.nbytes
-
-    @staticmethod
-    def joined(linears: Sequence[Any]) -> SideBySide:
-        """The products of several layers of one input, some of which may be plain ones."""
-        if len(linears) > 1 and all(isinstance(one, QuantisedLinear) for one in linears):
-            whole = side_by_side(linears)
-            if whole is not None:
-                return SideBySide([whole])
-        return SideBySide([one.product if isinstance(one, QuantisedLinear) else _plain(one) for one in linears])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same as ``nn.Linear``: [..., in] -> [..., out]."""
-        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-
-
-def multiply_dequantised(model: nn.Module) -> None:
-    """Let every quantised layer below ``model`` multiply by its weight as numbers, without its kernel."""
-    for module in model.modules():
-        if isinstance(module, QuantisedLinear):
-            module.product.product = module.product.by_dense  # type: ignore[method-assign]
-
-
-def _plain(linear: Any) -> Callable[[Tensor], Tensor]:
-    """A layer that is not quantised, for input of any dtype."""
-    return lambda x: linear(x.to(linear.weight.dtype)).to(x.dtype)
-
-
-class SideBySide:
-    """Several products of one input as one: what a fused projection is for weights that cannot be joined."""
-
-    def __init__(self, products: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        self.products = products
-
-    @property
-    def alone(self) -> bool:
-        """Whether a row's bits do not depend on the other rows."""
-        return all(getattr(product, "alone", False) for product in self.products)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [n, in] -> [n, all outs]."""
-        if len(self.products) == 1:
-            return self.products[0](x)
-        return torch.cat([product(x) for product in self.products], -1)
-
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual`` [n, out] and the product."""
-        return residual + self(x)
-
-
-def is_stored(module: Any) -> bool:
-    """Whether a layer multiplies by the numbers of a GGUF file, which may be quantised once more to draft with."""
-    return isinstance(module, QuantisedLinear) and module.product.stored
 
 
 def is_ready_made(model: Any) -> bool:
@@ -133,11 +28,7 @@ def is_ready_made(model: Any) -> bool:
 
 
 def check_kind(kind: str) -> None:
-    """Refuse what weights cannot be quantised to.
-
-    Raises:
-        ValueError: another kind.
-    """
+    """Refuse what weights cannot be quantised to."""
     if kind not in KINDS:
         raise ValueError(f"quantize must be one of {', '.join(KINDS)}, not {kind!r}")
 
@@ -168,18 +59,15 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         raise CapabilityError(f"quantize={kind}: {WITHOUT_BYTES}: use quantize=int{bits}")
     if is_ready_made(model):
         raise CapabilityError("the weights of this checkpoint are quantised already: leave quantize out")
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    head = model.get_output_embeddings()
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
-                continue
-            own = "8" if child is head else bits
-            product = fastest_target_product(child.out_features, child.in_features, GROUP, own, short or "15")
-            if product is not None and child.weight.is_floating_point():
-                setattr(parent, name, QuantisedLinear.of(child, product, wide))
-                count += 1
+    embeddings, head, count = embedded_in(model), model.get_output_embeddings(), 0
+    for parent, name, child in list(children_of(model)):
+        if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
+            continue
+        own = "8" if child is head else bits
+        product = fastest_target_product(child.out_features, child.in_features, GROUP, own, short or "15")
+        if product is not None and child.weight.is_floating_point():
+            setattr(parent, name, QuantisedLinear.of(child, product, wide))
+            count += 1
     if count <= isinstance(model.get_output_embeddings(), QuantisedLinear):
         raise CapabilityError(
             f"{type(model).__name__} has no nn.Linear that quantize={kind} fits: int4 needs outputs in multiples of 16 "

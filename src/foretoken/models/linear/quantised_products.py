@@ -173,13 +173,11 @@ class Int8Product(QuantisedProduct):
         self.padded = F.pad(weight.values, (0, self.missing)) if self.missing else weight.values
 
     def product(self, x: Tensor) -> Tensor:
-        """bfloat16."""
         x = x.to(torch.bfloat16)
         x = F.pad(x, (0, self.missing)) if self.missing else x
         return torch._weight_int8pack_mm(x, self.padded, self.weight.scale)
 
     def dense(self) -> Tensor:
-        """[out, in] float32, exactly."""
         return self.weight.dequantised()
 
     @property
@@ -199,7 +197,6 @@ class Int4Product(QuantisedProduct):
         self.scales = torch.stack([weight.scale.t(), weight.zero.t()], -1).contiguous()  # [in / group, out, 2]
 
     def product(self, x: Tensor) -> Tensor:
-        """bfloat16."""
         return torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self.packed, self.group, self.scales)
 
     def dense(self) -> Tensor:
@@ -240,7 +237,6 @@ class IntegerProduct(QuantisedProduct):
         self.ends[0, 0], self.ends[0, -1] = 63.5, -63.5
 
     def product(self, x: Tensor) -> Tensor:
-        """float32."""
         n, wide = len(x), x.float()
         size = torch.linalg.vector_norm(wide, torch.inf, dim=1, keepdim=True).clamp_min_(1e-30).div_(63)  # [n, 1]
         scaled = wide / size
@@ -278,7 +274,6 @@ class NativeProduct(QuantisedProduct):
         """The weight as the kernels read it, without its bias."""
 
     def product(self, x: Tensor) -> Tensor:
-        """bfloat16."""
         x = x.to(torch.bfloat16)
         if self.activations == 8:
             return integers8.product(x, self.linear())
@@ -303,7 +298,6 @@ class NativeInt8Product(NativeProduct):
         return Linear(linear.EIGHT, inner, out, inner, address(self.packed), address(self.scales))
 
     def dense(self) -> Tensor:
-        """[out, in] float32, exactly."""
         out = self.shape[0]
         return Int8Weight(integers.values8(self.packed, out), self.scales[:out]).dequantised()
 
@@ -323,7 +317,6 @@ class NativeInt4Product(NativeProduct):
         return Linear(linear.FOUR, inner, out, self.group, address(self.packed), address(self.scales))
 
     def dense(self) -> Tensor:
-        """[out, in] float32, exactly."""
         out = self.shape[0]
         scale, zero = self.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, :out].contiguous()
         return Int4Weight(integers.values4(self.packed, out), scale, zero, self.group).dequantised()

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GROUPS = (32, 64, 128)
-"""Weights that share an int4 scale."""
+GROUP, GROUPS = 32, (32, 64, 128)
+"""Weights that share an int4 scale: usually, and what can be chosen."""
 ROWS4 = 16
 """The packed int4 product takes outputs in blocks of this many."""
 AT_ONCE = 2**18
@@ -41,7 +41,7 @@ class Int8Weight:
         """Quantise [out, in], row by row."""
         values = torch.empty(weight.shape, dtype=torch.int8)
         scale = torch.empty(len(weight), dtype=torch.bfloat16)
-        for rows in _parts(weight):
+        for rows in slabs(*weight.shape):
             wide = weight.detach()[rows].to(torch.float32, copy=True)
             scale[rows] = (torch.linalg.vector_norm(wide, torch.inf, dim=1) / 127).clamp_min_(1e-30)
             values[rows] = wide.div_(scale[rows].float()[:, None]).round_().clamp_(-127, 127)
@@ -79,7 +79,7 @@ class Int4Weight:
         values = torch.empty(weight.shape, dtype=torch.int32)
         scale = torch.empty(len(weight), weight.shape[1] // group, dtype=torch.bfloat16)
         zero = torch.empty_like(scale)
-        for rows in _parts(weight):
+        for rows in slabs(*weight.shape):
             wide = (
                 weight.detach()[rows].to(torch.float32, copy=True).unflatten(1, (-1, group))
             )  # [n, in / group, group]
@@ -99,10 +99,10 @@ class Int4Weight:
 Quantised = Int8Weight | Int4Weight
 
 
-def _parts(weight: Tensor) -> Iterator[slice]:
-    """Rows of a weight [out, in] that are quantised in one go."""
-    count = max(1, AT_ONCE // max(1, weight.shape[1]))
-    return (slice(start, start + count) for start in range(0, len(weight), count))
+def slabs(out: int, width: int, at_once: int = AT_ONCE) -> Iterator[slice]:
+    """Rows of a weight [out, width] that are looked at together."""
+    count = max(1, at_once // max(1, width))
+    return (slice(start, start + count) for start in range(0, out, count))
 
 
 def fits_int4(shape: Any, group: int) -> bool:

@@ -104,11 +104,7 @@ def write_all(folder: Path) -> None:
 
 
 def check(file: Path) -> None:
-    """Compare a wheel's library with its checksum.
-
-    Raises:
-        OSError: it has another one, or none.
-    """
+    """Compare a wheel's library with its checksum."""
     checksums = file.parent / CHECKSUMS
     lines = checksums.read_text(encoding="utf-8", errors="replace").splitlines() if checksums.exists() else []
     known = {name: wanted for wanted, _, name in (line.partition("  ") for line in lines)}

@@ -170,13 +170,23 @@ def _cpu_has(question: str) -> bool:
 
 
 @cache
-def _cpu_flags() -> frozenset[str]:
-    """What Linux says of the CPU's instructions."""
+def cpu_lines() -> tuple[str, ...]:
+    """What Linux says of the first processor; nothing elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
+        return ()
+    return tuple(text.split("\n\n")[0].splitlines())
+
+
+def cpu_info(name: str) -> str:
+    """One thing that Linux says of the processor, as ``"flags"``; empty where it does not tell."""
+    fields = (line.partition(":") for line in cpu_lines())
+    return next((value.strip() for key, _, value in fields if key.strip() == name), "")
+
+
+def _cpu_flags() -> frozenset[str]:
+    return frozenset(cpu_info("flags").split())
 
 
 @cache
@@ -193,11 +203,7 @@ def _system_call(*numbers: int) -> int:
 
 
 def _compiled(chosen: str) -> ctypes.CDLL:
-    """The library of the cache folder, which is compiled where it is not there or damaged.
-
-    Raises:
-        OSError, subprocess.SubprocessError: it cannot be compiled.
-    """
+    """The library of the cache folder, which is compiled where it is not there or damaged."""
     kept = cache_folder() / compiling.file_name(chosen)
     try:
         if kept.exists():

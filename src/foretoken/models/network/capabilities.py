@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from foretoken.models.base import Capabilities
+from foretoken.models.network.traits import source_of
 
 
 def detect(model: Any) -> Capabilities:
@@ -50,10 +50,7 @@ def _slot_reader(model: Any, config: Any) -> str:
     if config.model_type == "llama4_text" and not _reaches_tuned_temperature(config):
         return ""
     for kind in dict.fromkeys(type(module) for module in model.modules()):
-        try:
-            source = inspect.getsource(inspect.unwrap(kind.forward))
-        except (OSError, TypeError):
-            continue
+        source = source_of(kind.forward)
         # What a layer calls that takes positions from the cache slot instead of the position ids.
         if any(word in source for word in ("get_seq_length(self.layer_idx", "get_query_offset(", "update_indexer(")):
             return kind.__name__

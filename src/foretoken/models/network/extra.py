@@ -20,12 +20,7 @@ from foretoken.models.network.alone import only_here
 
 
 def check_rows(network: Any, rows: Tensor) -> None:
-    """Refuse rows that the network's token embedding cannot be extended by.
-
-    Raises:
-        CapabilityError: it has no plain token embedding.
-        ValueError: rows of another width.
-    """
+    """Refuse rows that the network's token embedding cannot be extended by."""
     find = getattr(network, "get_input_embeddings", None)
     embedding = find() if find is not None else None
     if not isinstance(embedding, nn.Embedding):

@@ -53,11 +53,7 @@ class LayerPlan:
         return num_layers if self.stop is None else self.stop
 
     def check(self, num_layers: int) -> None:
-        """Refuse a plan that does not fit a model of ``num_layers``.
-
-        Raises:
-            ValueError: a layer that does not exist, or nothing left to run.
-        """
+        """Refuse a plan that does not fit a model of ``num_layers``."""
         if not 0 <= self.start < self.end(num_layers) <= num_layers:
             raise ValueError(f"layers {self.start} to {self.stop} are out of range: the model has {num_layers} layers")
         for what, skipped in (("attention", self.skip_attention), ("mlp", self.skip_mlp)):
@@ -72,9 +68,7 @@ class LayerPlan:
     def count(self, num_layers: int) -> float:
         """How many layers run; a sublayer counts half."""
         window = range(self.start, self.end(num_layers))
-        skipped = sum(layer in self.skip_attention for layer in window) + sum(
-            layer in self.skip_mlp for layer in window
-        )
+        skipped = sum((layer in self.skip_attention) + (layer in self.skip_mlp) for layer in window)
         return len(window) - skipped / 2
 
 
@@ -96,11 +90,7 @@ def sublayer(layer: nn.Module, names: tuple[str, ...], what: str) -> nn.Module:
 
 
 def check_sublayers(model: nn.Module, plan: LayerPlan) -> None:
-    """Find every module that the plan skips.
-
-    Raises:
-        CapabilityError: one of them is no module of its own.
-    """
+    """Find every module that the plan skips."""
     layers = decoder_layers(model)
     for index in plan.skip_attention:
         sublayer(layers[index], ATTENTION_NAMES, "attention")

@@ -11,7 +11,6 @@ and reads everything again, so that all keys have the long factors.  A sequence 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from foretoken.models.base import LanguageModel, SequenceState
 from foretoken.models.network.layers import replace_forward
+from foretoken.models.network.traits import source_of
 
 
 def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
@@ -292,17 +292,8 @@ def _merged(before: Any, new: Any, chosen: Tensor) -> Any:
 def _rereading(model: nn.Module) -> list[Any]:
     """Modules whose preparation of `generate` drops the cache at an original length."""
     original = "original_max_position_embeddings"
-    modules = []
-    for module in model.modules():
-        prepare = getattr(type(module), "prepare_inputs_for_generation", None)
-        if prepare is not None and hasattr(getattr(module, "config", None), original):
-            try:
-                source = inspect.getsource(inspect.unwrap(prepare))
-            except (OSError, TypeError):
-                continue
-            if original in source:
-                modules.append(module)
-    return modules
+    able = (module for module in model.modules() if hasattr(getattr(module, "config", None), original))
+    return [m for m in able if original in source_of(getattr(type(m), "prepare_inputs_for_generation", None))]
 
 
 def _factor(one: _Changing) -> float:

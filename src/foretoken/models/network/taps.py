@@ -40,11 +40,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def check_taps(taps: Sequence[str], num_layers: int) -> None:
-    """Refuse names that are no taps, before anything runs.
-
-    Raises:
-        ValueError: a name that is neither ``"last"`` nor ``"layer:i"`` with i from 0 to ``num_layers``.
-    """
+    """Refuse names that are no taps, before anything runs."""
     for name in taps:
         kind, _, number = name.partition(":")
         if name != "last" and not (kind == "layer" and number.isdecimal() and int(number) <= num_layers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from foretoken.models.base import CapabilityError
@@ -18,11 +19,24 @@ def cache_name(module: Any) -> str | None:
     A forward that hands ``**kwargs`` on (a subclass, a wrapper like PEFT's) calls it as what it hands them to.
     """
     for inner in module.modules():
-        parameters = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
+        parameters = parameters_of(inner)
         taken = next((name for name in CACHE_NAMES if name in parameters), None)
         if taken is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
             return taken
     return None
+
+
+def parameters_of(module: Any) -> Mapping[str, inspect.Parameter]:
+    """What the forward of a module takes."""
+    return inspect.signature(inspect.unwrap(type(module).forward)).parameters
+
+
+def source_of(function: Any) -> str:
+    """The text of a function; empty where there is none."""
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
 
 
 def context_length_of(config: Any) -> int:
@@ -73,23 +87,16 @@ def layer_masks(model: Any) -> dict[str, LayerMask]:
 
 def _takes_mask_dict(model: Any) -> bool:
     """Whether the decoder's forward accepts one mask per layer type."""
-    return any("causal_mask_mapping" in _source(module) for module in _decoders(model))
+    return any("causal_mask_mapping" in source_of(type(module).forward) for module in _decoders(model))
 
 
 def _slides(model: Any) -> bool:
-    return any("create_sliding_window_causal_mask" in _source(module) for module in _decoders(model))
+    return any("create_sliding_window_causal_mask" in source_of(type(m).forward) for m in _decoders(model))
 
 
 def _decoders(model: Any) -> list[Any]:
     """Modules that could build masks: the model's stack of wrappers down to the decoder."""
     return [module for name, module in model.named_modules() if name.count(".") <= 2 and hasattr(module, "config")]
-
-
-def _source(module: Any) -> str:
-    try:
-        return inspect.getsource(inspect.unwrap(type(module).forward))
-    except (OSError, TypeError):
-        return ""
 
 
 def attention_configs(model: Any) -> list[Any]:

@@ -82,7 +82,7 @@ class Watch:
 
     def _counts(self) -> list[int]:
         counts = [tensor.data_ptr() for tensor in self._tensors]
-        counts.extend(_writes(tensor) for tensor in self._tensors if id(tensor) not in self._uncounted)
+        counts.extend(num_writes(tensor) for tensor in self._tensors if id(tensor) not in self._uncounted)
         return counts
 
 
@@ -96,7 +96,7 @@ def _updates_in_forward(module: Any) -> bool:
     return hasattr(module, "get_param") and hasattr(module, "parameter_name")
 
 
-def _writes(tensor: Tensor) -> int:
+def num_writes(tensor: Tensor) -> int:
     """How often it was written to; 0 for tensors of inference mode, which do not count."""
     try:
         return tensor._version

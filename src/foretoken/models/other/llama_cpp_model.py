@@ -12,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from foretoken.models.base import (
     Capabilities,
@@ -59,6 +58,7 @@ class LlamaCppModel(LanguageModel):
     """
 
     forward_name = "llama.cpp"
+    prefill_chunk = PIECE
     path: Path
 
     def __init__(
@@ -128,11 +128,7 @@ class LlamaCppModel(LanguageModel):
             self._free.append(own)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path: ids that run through other nodes leave them.
-
-        Raises:
-            CapabilityError: something would have to be taken back from a recurrent state.
-        """
+        """Keep one scratch path: ids that run through other nodes leave them."""
         if not self.capabilities.rollback and len(path) < len(sequence.scratch_tokens):
             raise CapabilityError(self.capabilities.missing["rollback"])
         self._remove(self._branches[sequence.row].commit(path, len(sequence.tokens)))
@@ -154,13 +150,6 @@ class LlamaCppModel(LanguageModel):
         sequence.clear_scratch()
         self.prefill(sequence, kept[again:])
 
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        for start in range(0, len(tokens), PIECE):
-            piece = tokens[start : start + PIECE]
-            self.forward([Feed(sequence, piece, wanted=0)], taps)
-            self.commit(sequence, range(len(piece)))
-        return {}
-
     def _remove(self, removals: Sequence[Removal]) -> None:
         if self.capabilities.rollback:
             for own, start in removals:
@@ -173,11 +162,6 @@ class LlamaCppModel(LanguageModel):
         """Append nodes and score them, the trees of all feeds in one decode.
 
         When anything fails, the scratch trees of the fed sequences are empty.
-
-        Raises:
-            CapabilityError: hidden states are asked for, a feed hangs from an earlier place of the text or brings
-                states along, or a recurrent model is fed more than one node to score.
-            ValueError: two feeds for one sequence.
         """
         if taps:
             raise CapabilityError(f"this target has no hidden states: {NO_LAYERS}")
@@ -252,7 +236,7 @@ class LlamaCppModel(LanguageModel):
         ids = 0
         for feed in feeds:
             branches, old = self._branches[feed.sequence.row], len(feed.sequence.scratch_tokens)
-            parents = [*feed.sequence.scratch_parents, *(feed.parents or range(old - 1, old - 1 + len(feed.tokens)))]
+            parents = [*feed.sequence.scratch_parents, *feed.parents_behind(old)]
             ids += branches.needed(parents)
         if cells > self._context.cells or ids > len(self._free):
             self._make_room(cells, ids, {feed.sequence.row for feed in feeds})
@@ -260,9 +244,6 @@ class LlamaCppModel(LanguageModel):
     def _make_room(self, cells: int, ids: int, busy: set[int] | frozenset[int] = frozenset()) -> None:
         """Take spare ids back from sequences that are not ``busy``, then move to a larger context where that is not
         enough.
-
-        Raises:
-            CapabilityError: more paths at once than llama.cpp can tell apart.
         """
         for row, branches in self._branches.items():
             while len(self._free) < ids and branches.spare and row not in busy:
@@ -302,11 +283,7 @@ class LlamaCppModel(LanguageModel):
 
 
 def _capabilities_of(weights: Weights) -> Capabilities:
-    """What a file's architecture can do.
-
-    Raises:
-        GgufError: it is no causal language model.
-    """
+    """What a file's architecture can do."""
     c, handle, name = weights.library.c, weights.handle, weights.architecture
     causal = weights.metadata(f"{name}.attention.causal")
     if c.llama_model_has_encoder(handle) or c.llama_model_is_diffusion(handle) or causal == "false":

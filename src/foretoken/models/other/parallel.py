@@ -70,6 +70,8 @@ class ParallelModel(LanguageModel):
         followers: the other processes.
     """
 
+    prefill_chunk = PREFILL_CHUNK
+
     def __init__(self, inner: HuggingFaceModel, followers: Sequence[Follower]) -> None:
         self.inner, self.followers = inner, tuple(followers)
         self.vocab_size, self.context_length = inner.vocab_size, inner.context_length
@@ -111,11 +113,7 @@ class ParallelModel(LanguageModel):
         return PartLost(self._lost)
 
     def _tell(self, name: str, **what: Any) -> None:
-        """Let all others make a call.
-
-        Raises:
-            PartLost: one of them is gone.
-        """
+        """Let all others make a call."""
         if self.trouble is not None:
             raise PartLost(self._lost)
         forgotten = self._forgotten[:]
@@ -185,7 +183,6 @@ class ParallelModel(LanguageModel):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the leader's part of the weights."""
         parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.inner.model.parameters())
         return sum(part.nbytes for part in parts)
 
@@ -207,18 +204,19 @@ class ParallelModel(LanguageModel):
             self._tell("release", text=number)
         self.inner.release(sequence)
 
+    def _everywhere(self, name: str, sequence: SequenceState, given: Any) -> None:
+        """Call a method of every part that takes a sequence and one thing more."""
+        self._tell(name, text=self._number(sequence), given=given)
+        self._together(lambda: getattr(self.inner, name)(sequence, given))
+
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        kept = list(path)
-        self._tell("commit", text=self._number(sequence), path=kept)
-        self._together(lambda: self.inner.commit(sequence, kept))
+        self._everywhere("commit", sequence, list(path))
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        self._tell("rewind", text=self._number(sequence), length=length)
-        self._together(lambda: self.inner.rewind(sequence, length))
+        self._everywhere("rewind", sequence, length)
 
     def expect(self, sequence: SequenceState, length: int) -> None:
-        self._tell("expect", text=self._number(sequence), length=length)
-        self._together(lambda: self.inner.expect(sequence, length))
+        self._everywhere("expect", sequence, length)
 
     def room(self, sequence: SequenceState) -> int:
         return self.inner.room(sequence)
@@ -243,12 +241,7 @@ class ParallelModel(LanguageModel):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes in every process and score them together.
-
-        Raises:
-            ValueError: feeds that the model cannot take; nothing was run.
-            PartLost: one of the processes is gone.
-        """
+        """Append nodes in every process and score them together."""
         self._check(feeds, taps)
         told = [
             (self._number(feed.sequence), list(feed.tokens), _listed(feed.parents), feed.wanted, feed.after)
@@ -268,12 +261,9 @@ class ParallelModel(LanguageModel):
             raise ValueError(f"token {wrong[0]} is outside the vocabulary of {self.vocab_size}")
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Commit ``tokens`` in chunks, without logits."""
         if self.inner.rotary is not None:
             self.expect(sequence, max(sequence.regime, len(sequence.tokens) + len(tokens)))
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            super().prefill(sequence, tokens[start : start + PREFILL_CHUNK], taps)
-        return {}
+        return super().prefill(sequence, tokens, taps)
 
 
 def _listed(parents: Sequence[int] | None) -> list[int] | None:
@@ -309,16 +299,12 @@ def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
         call = told["call"]
         if call == "forward":
             inner.forward([Feed(texts[text], *rest) for text, *rest in told["feeds"]])
-        elif call == "commit":
-            inner.commit(texts[told["text"]], told["path"])
+        elif call in ("commit", "rewind", "expect"):
+            getattr(inner, call)(texts[told["text"]], told["given"])
         elif call == "open":
             texts[told["text"]] = inner.open()
         elif call == "release":
             inner.release(texts.pop(told["text"]))
-        elif call == "rewind":
-            inner.rewind(texts[told["text"]], told["length"])
-        elif call == "expect":
-            inner.expect(texts[told["text"]], told["length"])
         elif call == "snapshot":
             kept[told["key"]] = inner.snapshot(texts[told["text"]], told["length"])
         elif call == "restore":

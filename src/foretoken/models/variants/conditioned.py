@@ -30,7 +30,6 @@ class ConditionedNetwork(Network):
         vars(self).update(vars(network))
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """Logits [n, V] per feed, and taps, of calls that are alike but for their rows."""
         if calls[0].states is None:
             return super().run_all(calls)
         if self.fast is None:
@@ -67,18 +66,12 @@ class ConditionedModel(HuggingFaceModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes and score them.
-
-        Raises:
-            ValueError: an unknown tap, two feeds for one sequence, or states of some tokens only.
-        """
         states = [feed.states for feed in feeds if feed.states is not None]
         if not states:
             return super().forward(feeds, taps)
         if [len(state) for state in states] != [len(feed.tokens) for feed in feeds]:
             raise ValueError("every token of a feed needs a state, or none does")
         self._check(feeds, taps)
-        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
         return self._whole(feeds, taps, inputs=states)
 
 

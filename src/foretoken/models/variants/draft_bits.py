@@ -24,7 +24,8 @@ from foretoken.models.linear.quantised import (
     measured_rows,
     reading_s,
 )
-from foretoken.models.linear.quantised_linear import GROUP, is_ready_made
+from foretoken.models.linear.quantised_linear import is_ready_made
+from foretoken.models.linear.quantised_weights import GROUP
 from foretoken.models.machine import cache_bytes
 from foretoken.models.variants.second_weights import linears
 
@@ -61,7 +62,7 @@ def _fastest(dtype: torch.dtype, out: int, width: int) -> str | None:
     chosen = [product for bits in ("4", "8") if (product := fastest_draft_product(out, width, GROUP, bits))]
     if not chosen:
         return None
-    seconds = measured(tuple(chosen), out, width, GROUP, (1,), num_copies(measured_rows(out, width) * width // 2))
+    seconds = measured(chosen, out, width, GROUP, (1,), num_copies(measured_rows(out, width) * width // 2))
     best = min(chosen, key=seconds.__getitem__)
     return f"int{best.bits}" if FASTER * seconds[best] < _full_s(dtype, out, width) else None
 

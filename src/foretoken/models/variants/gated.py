@@ -20,10 +20,11 @@ from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_layers import RowPlaces
 from foretoken.models.forward.network import Network
 from foretoken.models.linear.packing import PackedLinear
-from foretoken.models.linear.product import Product, QuantisedLayer
+from foretoken.models.linear.product import Product, QuantisedLinear
 from foretoken.models.network.alone import alone, only_here
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.taps import decoder_layers
+from foretoken.models.network.watch import num_writes
 from foretoken.models.variants.own_sequences import OwnSequencesModel
 
 Shape = Sequence[int]
@@ -48,7 +49,7 @@ def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
 
 def _is_linear(name: str, module: Any) -> bool:
     """Plain, laid out for the machine, or quantised by us; experts, and what chooses them, reorder rows."""
-    is_one = isinstance(module, nn.Linear | PackedLinear | QuantisedLayer)
+    is_one = isinstance(module, nn.Linear | PackedLinear | QuantisedLinear)
     return is_one and "expert" not in name and name.rpartition(".")[2] not in ("gate", "router")
 
 
@@ -90,11 +91,7 @@ class LowRankUpdates(nn.Module):
         return holder.lora_A, holder.lora_B
 
     def check(self, network: nn.Module) -> None:
-        """Refuse a network that they are not of.
-
-        Raises:
-            ValueError: another number of layers, or a linear layer that is missing or of another width.
-        """
+        """Refuse a network that they are not of."""
         layers = decoder_layers(network)
         if len(layers) != len(self.layers):
             raise ValueError(f"the updates are of {len(self.layers)} layers, and the target has {len(layers)}")
@@ -217,7 +214,7 @@ class _GatedWeights:
     def _lean_of(self, network: Network) -> LeanForward | None:
         if network.fast is None:
             return None
-        made_of = (network.fast, *(_writes(weight) for weight in self.updates.parameters()))
+        made_of = (network.fast, *((w.data_ptr(), num_writes(w)) for w in self.updates.parameters()))
         if made_of != self._made_of:
             self._lean, self._made_of = self._gated(network, network.fast), made_of
         return self._lean
@@ -263,11 +260,6 @@ def _behind_the_first(call: NetworkCall) -> Tensor | slice:
     return RowPlaces(b, width, call.counts, call.ids.device).taken(columns).nonzero()[:, 0]
 
 
-def _writes(weight: Tensor) -> tuple[int, int]:
-    """Tells a weight from what it was before it was written to."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
-
-
 class GatedModel(OwnSequencesModel):
     """A target's network with updates of the rows that guess, over the target's own sequences.
 
@@ -288,8 +280,7 @@ class GatedModel(OwnSequencesModel):
         name = f"updates {id(updates)}"  # which are held as long as they can be asked for by it
         super().__init__(target, name)
         updates.check(self.target.model)
-        self.weights = _GatedWeights(updates)
-        self.target.forwards.put_weights(name, self.weights)
+        self.weights = self.target.forwards.add_weights(name, lambda _: _GatedWeights(updates))
 
     @property
     def weight_bytes(self) -> int:

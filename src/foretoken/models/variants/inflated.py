@@ -39,7 +39,6 @@ class InflatedNetwork(Network):
         return None if rows is None else self.shape.widened(rows)
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """Logits, and taps [b, width, d] of the small model."""
         places = {name: self._place(name) for name in calls[0].taps}
         outputs = super().run_all([self._inside(call, tuple(dict.fromkeys(places.values()))) for call in calls])
         narrow = self.shape.small

@@ -16,11 +16,13 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from foretoken.models.machine import free_bytes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = ("300m", "1b", "3b", "7b")
@@ -140,13 +142,6 @@ def big_config(config: Any, shape: InflatedShape) -> Any:
     return big
 
 
-def available_bytes() -> int | None:
-    """Memory that can be had without swapping, where Linux tells it."""
-    info = Path("/proc/meminfo")
-    match = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
-    return 1024 * int(match[1]) if match else None
-
-
 def inflate(
     model: Any,
     size: str | int | InflatedShape,
@@ -200,7 +195,7 @@ def _sources(layers: Any, count: int) -> Iterator[Any]:
 
 def _check_memory(big: Any, device: torch.device) -> None:
     needed = sum(p.numel() * p.element_size() for p in big.parameters())
-    free = available_bytes() if device.type == "cpu" else None
+    free = free_bytes() if device.type == "cpu" else None
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     if free is not None and needed > free:
@@ -252,22 +247,20 @@ class _Filler:
 
     def reader(self, linear: Any, source: Any | None) -> None:
         """Reads the stream: what stands behind the first copy is multiplied by zeros."""
-        weight = self.random(linear.out_features, linear.in_features)
-        bias = None if linear.bias is None else self.random(linear.out_features)
-        if source is not None:
-            rows, columns = source.weight.shape
-            weight[:rows, :columns] = source.weight.detach()
-            if bias is not None:
-                bias[:rows] = source.bias.detach()
-        _set(linear, weight=weight, bias=bias)
+        self._linear(linear, source, self.random, 1)
 
     def writer(self, linear: Any, source: Any | None) -> None:
         """Writes to every copy in the stream, from the small model's heads and units alone."""
-        weight = torch.zeros(linear.out_features, linear.in_features, dtype=self.dtype, device=self.device)
-        bias = None if linear.bias is None else torch.zeros(linear.out_features, dtype=self.dtype, device=self.device)
+        self._linear(linear, source, partial(torch.zeros, dtype=self.dtype, device=self.device), self.shape.copies)
+
+    @staticmethod
+    def _linear(linear: Any, source: Any | None, fill: Callable[..., Tensor], copies: int) -> None:
+        """So many copies of the small layer's weights one below the other, and what fills the rest."""
+        weight = fill(linear.out_features, linear.in_features)
+        bias = None if linear.bias is None else fill(linear.out_features)
         if source is not None:
             rows, columns = source.weight.shape
-            for start in range(0, rows * self.shape.copies, rows):
+            for start in range(0, rows * copies, rows):
                 weight[start : start + rows, :columns] = source.weight.detach()
                 if bias is not None:
                     bias[start : start + rows] = source.bias.detach()

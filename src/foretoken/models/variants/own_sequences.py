@@ -42,11 +42,6 @@ class OwnSequencesModel(LanguageModel):
         self.plan = LayerPlan(weights=weights)
 
     def open(self) -> SequenceState:
-        """Refused: drafts grow on a sequence of the target.
-
-        Raises:
-            CapabilityError: always.
-        """
         raise CapabilityError(f"{self.what} grows on the target's own cache: it cannot work inside another drafter")
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
@@ -58,7 +53,6 @@ class OwnSequencesModel(LanguageModel):
         return {}
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append provisional nodes and score them with the second weights."""
         return self.target.forward_part(feeds, self.plan, taps)
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
@@ -67,11 +61,6 @@ class OwnSequencesModel(LanguageModel):
         return tokens[len(sequence.tokens) :]
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Drop the scratch.
-
-        Raises:
-            ValueError: nodes are to be kept, whose keys and values are the draft's.
-        """
         if len(path):
             raise ValueError(f"nodes of {self.what} cannot be kept: run the target on them")
         sequence.clear_scratch()

@@ -16,8 +16,8 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.quantised import make_product
 from foretoken.models.linear.quantised_products import QuantisedProduct
-from foretoken.models.machine import timed
-from foretoken.models.variants.second_weights import Scheme, check_quantisable, free_bytes, linears
+from foretoken.models.machine import free_bytes, timed
+from foretoken.models.variants.second_weights import Scheme, check_quantisable, linears
 
 SMALLEST = 50_000_000
 """Weights below which a step is mostly overhead: not even measured."""
@@ -73,9 +73,7 @@ def _gain(linear: Any, count: int, num_linears: int, scheme: Scheme, dtype: torc
     product = scheme.product(shape)
     if product is None:
         return 0.0
-    quantised = make_product(
-        product, torch.ones(shape), None, scheme.group
-    )  # numbers cost the same, whichever they are
+    quantised = make_product(product, torch.ones(shape), None, scheme.group)  # any numbers cost the same
     rows = (1, *(k + 1 for k in LENGTHS))
     inputs = [torch.ones(n, shape[1], dtype=dtype) for n in rows]
     draft_s, plain_s, *verify_s = _seconds([lambda: quantised(inputs[0]), *((lambda x=x: linear(x)) for x in inputs)])

@@ -7,10 +7,9 @@ another.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.lean import LeanForward
-from foretoken.models.forward.network import Network
+from foretoken.models.forward.network import Network, SecondWeights
 from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
-from foretoken.models.linear.product import Product
+from foretoken.models.linear.product import Product, QuantisedLinear, is_stored
 from foretoken.models.linear.quantised import (
     WITHOUT_BYTES,
     available,
@@ -28,14 +27,14 @@ from foretoken.models.linear.quantised import (
     make_product,
     multiplies_bytes,
 )
-from foretoken.models.linear.quantised_linear import QuantisedLinear, is_ready_made, is_stored
+from foretoken.models.linear.quantised_linear import is_ready_made
 from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.models.linear.quantised_weights import GROUPS, fits_int4
+from foretoken.models.machine import free_bytes
 from foretoken.models.network.alone import alone
 from foretoken.models.network.call import NetworkCall, Outputs
 from foretoken.models.network.layers import replace_forward
 from foretoken.models.network.taps import decoder_layers
-from foretoken.models.variants.inflation import available_bytes
 from foretoken.models.variants.own_sequences import OwnSequencesModel
 
 
@@ -101,7 +100,8 @@ class QuantisedWeights:
         head = owner.model.get_output_embeddings()
         if owner.fast is not None:
             shadow = copy.copy(owner)
-            shadow.packing = _QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
+            base = owner.packing
+            shadow.packing = _QuantisedPacking(base.layout, base.blocks, None, scheme, head, self.all_products)
             self._lean = owner.fast.again(shadow)
         else:
             for linear in linears(owner.model):
@@ -128,34 +128,18 @@ class QuantisedWeights:
 
 
 @dataclass(frozen=True)
-class _QuantisedPacking:
-    """A :class:`~foretoken.models.linear.packing.Packing` whose projections are quantised.
+class _QuantisedPacking(Packing):
+    """Projections are quantised; what cannot be has the layout of the model's own, whose cache both read.
 
     Attributes:
-        base: how the model's own layers became projections.
         scheme: how weights are quantised.
         head: the vocabulary projection.
         products: all that were made so far.
     """
 
-    base: Packing
-    scheme: Scheme
-    head: Any
-    products: list[QuantisedProduct]
-
-    @property
-    def blocks(self) -> bool:
-        """As for the model's own weights."""
-        return self.base.blocks
-
-    @property
-    def layout(self) -> str:
-        """Of what is not quantised."""
-        return self.base.layout
-
-    def activations(self, dtype: torch.dtype) -> torch.dtype:
-        """As for the model's own weights: both read one cache."""
-        return self.base.activations(dtype)
+    scheme: Scheme = Scheme()
+    head: Any = None
+    products: list[QuantisedProduct] = field(default_factory=list)
 
     def projection(self, *linears: Any) -> Product:
         """One product that gives the outputs of all of them side by side; the model's own where none fits."""
@@ -165,16 +149,13 @@ class _QuantisedPacking:
         if product is None:
             own: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
             shared = own.pop() if len(own) == 1 else None
-            return self._copied(linears) if shared is None else shared
+            return super().projection(*linears) if shared is None else shared
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         quantised = make_product(
             product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group
         )
         self.products.append(quantised)
         return quantised
-
-    def _copied(self, linears: Sequence[Any]) -> Product:
-        return replace(self.base, home=None).projection(*linears)
 
 
 def _forward(product: QuantisedProduct) -> Callable[[Tensor], Tensor]:
@@ -195,12 +176,7 @@ def linears(model: Any) -> Iterator[Any]:
 
 
 def check_quantisable(owner: Network, scheme: Scheme) -> None:
-    """Refuse a model that has nothing to quantise, before any weight is made.
-
-    Raises:
-        CapabilityError: its device, its weights or this build of PyTorch do not allow it.
-        ValueError: too little memory.
-    """
+    """Refuse a model that has nothing to quantise, before any weight is made."""
     if owner.device.type != "cpu":
         raise CapabilityError(
             f"quantised weights are multiplied on the cpu only, and the target's are on {owner.device}: "
@@ -246,26 +222,13 @@ def bytes_of(shape: tuple[int, int], scheme: Scheme) -> int:
 
 
 def check_room(needed: int) -> None:
-    """Raises:
-    ValueError: less memory is free than a second set of weights takes.
-    """
+    """Refuse a second set of weights that takes more memory than is free."""
     free = free_bytes()
     if free is not None and needed > free:
         raise ValueError(
             f"a second set of weights takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB of memory are free: "
             "use bits=4, a smaller target or another drafter"
         )
-
-
-def free_bytes() -> int | None:
-    """Memory that can be had; ``None`` where the system does not tell."""
-    free = available_bytes()
-    if free is not None:
-        return free
-    names = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
 
 
 class OwnWeightsModel(OwnSequencesModel):
@@ -284,12 +247,10 @@ class OwnWeightsModel(OwnSequencesModel):
 
     def __init__(self, target: LanguageModel, scheme: Scheme | None) -> None:
         super().__init__(target, "" if scheme is None else scheme.name)
-        self.weights: QuantisedWeights | None = None
+        self.weights: SecondWeights | None = None
         if scheme is not None:
-            added = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
-            self.weights = added if isinstance(added, QuantisedWeights) else None
+            self.weights = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the second set."""
         return self.target.weight_bytes if self.weights is None else self.weights.nbytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState, Snapshot
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState, opened
 from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.attention import watching_queries
@@ -123,12 +123,9 @@ class SparseModel(TreeRunner):
 
     def _check_keys(self) -> None:
         """Look at one token: what the cache keeps must be what queries are compared with."""
-        source = self.target.open()
-        try:
+        with opened(self.target, []) as (source,):
             queries = self.queries(source, 0)
             stored = list(source.cache.keys)
-        finally:
-            self.target.release(source)
         for layer, keys in enumerate(stored):
             if keys is not None and (layer not in queries or queries[layer].shape[-1] != keys.shape[-1]):
                 raise CapabilityError(
@@ -139,11 +136,6 @@ class SparseModel(TreeRunner):
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:
-        """Refused: there must be a text whose cache can be looked at.
-
-        Raises:
-            CapabilityError: always.
-        """
         raise CapabilityError("a sparse cache is a part of the target's: it cannot work inside another drafter")
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
@@ -153,11 +145,7 @@ class SparseModel(TreeRunner):
         return self.pool.open(SparseState(row=0, source=source))
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Nothing is read: the subset is chosen from what the target has, once the next token is known.
-
-        Raises:
-            ValueError: the target has another text, or taps are asked for.
-        """
+        """Nothing is read: the subset is chosen from what the target has, once the next token is known."""
         own = _own(sequence)
         if taps or own.source.tokens != list(tokens):
             raise ValueError("a sparse cache takes its text from the target: prefill that first, with the same tokens")
@@ -176,11 +164,6 @@ class SparseModel(TreeRunner):
         """Nothing to do: the text is as the target has read it, and is chosen anew when that reads it again."""
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` committed tokens.
-
-        Raises:
-            CapabilityError: some of the tokens that would go are in the subset.
-        """
         if length < _own(sequence).chosen_from:
             raise CapabilityError("a sparse cache cannot give back tokens that its subset was chosen from")
         super().rewind(sequence, length)
@@ -194,9 +177,7 @@ class SparseModel(TreeRunner):
         slots, base = self._slots(sequence), len(sequence.tokens)
         return RowPlan(slots, sequence.scratch_parents, sequence.scratch_depths, new, base=base)
 
-    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """None: a subset is no text."""
-        return None
+    snapshot = LanguageModel.snapshot  # none: a subset is no text
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 

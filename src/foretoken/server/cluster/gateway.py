@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foretoken.server.cluster.fleet_metrics import FleetMetrics
 from foretoken.server.cluster.replica import SPENT
 from foretoken.server.cluster.routing import asked_of, choices_of, session_of
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError, api_error, is_anthropic
 from foretoken.server.keys import Caller
 from foretoken.server.limits import WRITERS, Gate
@@ -91,7 +91,7 @@ class Fleet:
 
     end_s = 60.0
 
-    def __init__(self, settings: Settings, replicas: Replicas) -> None:
+    def __init__(self, settings: ServerSettings, replicas: Replicas) -> None:
         self.settings, self.replicas = settings, replicas
         self.failed: Exception | None = None
         self.draining = self.is_loaded = self.is_chat = False

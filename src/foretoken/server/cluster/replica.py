@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
 
 SPENT = "foretoken.spent"
@@ -28,7 +28,9 @@ class Replica:
         make: makes the state; loads the model by default.
     """
 
-    def __init__(self, settings: Settings, name: str, make: Callable[[Settings], Any] | None = None) -> None:
+    def __init__(
+        self, settings: ServerSettings, name: str, make: Callable[[ServerSettings], Any] | None = None
+    ) -> None:
         from foretoken.server import logs
         from foretoken.server.app import create_app
         from foretoken.server.serving import Serving

@@ -22,7 +22,7 @@ from starlette.types import Message
 
 from foretoken.server import logs
 from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
-from foretoken.server.config import Settings
+from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
 
 MANY = 100_000
@@ -32,7 +32,7 @@ METRICS_S = 5.0
 REASON = re.compile(r"(?:ray::|\s*)(?:[\w.]*\.)?(?:\w*Error|\w*Exception): (.+)")
 
 
-def serve_replicas(settings: Settings, replicas: int, address: str, sock: socket.socket) -> int:
+def serve_replicas(settings: ServerSettings, replicas: int, address: str, sock: socket.socket) -> int:
     """Serve with several replicas until a signal comes; returns the exit code.
 
     Args:
@@ -73,7 +73,7 @@ class RayReplicas:
         address: of the cluster, ``auto``, or ``local``.
     """
 
-    def __init__(self, settings: Settings, count: int, address: str) -> None:
+    def __init__(self, settings: ServerSettings, count: int, address: str) -> None:
         self.settings, self.num_wanted, self._address = settings, count, address
         self.num_ready = 0
         self._name = f"foretoken-{settings.port}"
@@ -230,7 +230,7 @@ class RayReplicas:
                 process.kill()
 
 
-def deployment(settings: Settings, replicas: int, threads: int) -> Any:
+def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:
     """The application as a deployment.
 
     Args:
@@ -262,7 +262,7 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
     class Foretoken:
         """One model, one engine."""
 
-        async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
+        async def __init__(self, settings: ServerSettings) -> None:  # type: ignore[misc]
             self.replica = Replica(settings, serve.get_replica_context().replica_id.unique_id)
             await self.replica.start()
 
@@ -322,7 +322,7 @@ def _reach(address: str) -> None:
         raise ValueError(f"no Ray cluster at {address!r}: {error.strerror or error}") from None
 
 
-def _resources(settings: Settings) -> dict[str, float]:
+def _resources(settings: ServerSettings) -> dict[str, float]:
     """A GPU for each process of a replica where the model runs on one."""
     import torch
 

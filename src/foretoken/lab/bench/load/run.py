@@ -21,7 +21,7 @@ from foretoken.lab.bench.load.client import Sample, find_server, headers_of
 from foretoken.lab.bench.load.drive import Pass, Tell, drive
 from foretoken.lab.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Ask, LoadSettings, Server, ServerArm
 from foretoken.lab.prompts import BenchPrompt
-from foretoken.loading.measured.cpu import cpu_info
+from foretoken.models.native.library import cpu_info
 
 MOST_ASKED, TOP = 32, 20
 """Differing answers that a server is asked about, and how many of its likeliest tokens it is asked for."""
@@ -178,7 +178,7 @@ def client_facts() -> dict[str, Any]:
     """The machine that sent the requests; a server on it shares its cores."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
-        "cpu": cpu_info()[1] or platform.processor() or platform.machine(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
         "load": load,
         "python": platform.python_version(),

@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.io.checkpoints import is_builtin
 from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_checksums
 from foretoken.lab.report.cards.card import COUNTS, Card
-from foretoken.loading.checkpoints import is_builtin
 from foretoken.registry import parse_spec
 
 _PATH = re.compile(r"[^\s:=,()|]*/[^\s:=,()|]*")

@@ -9,7 +9,7 @@ from typing import Any
 from foretoken.engine.trace import RoundTrace
 from foretoken.lab.report.show.run import Round, Word, own_meaning
 from foretoken.lab.report.show.texts import printable
-from foretoken.lab.report.show.why import Node, Status
+from foretoken.lab.report.show.why import Status, TraceNode
 
 UNKNOWN = "?"
 """Text of a token that an engine does not tell."""
@@ -79,15 +79,15 @@ def read_round(row: Mapping[str, Any], index: int) -> Round:
     whys = _optional(row, "why", count, str)
     ps, qs = (_optional(row, name, count, (int, float)) for name in ("p", "q"))
     ids = _list(row, "ids", count + 2, int) if "ids" in row else [-1] * (count + 2)
-    root = Node(0, -1, ids[0], text_of(row, "root", UNKNOWN), "root", REASONS["root"], None, None)
+    root = TraceNode(0, -1, ids[0], text_of(row, "root", UNKNOWN), "root", REASONS["root"], None, None)
     nodes = [root] + [
-        Node(i + 1, parents[i], ids[i + 1], texts[i], status[i], whys[i] or REASONS[status[i]], ps[i], qs[i])
+        TraceNode(i + 1, parents[i], ids[i + 1], texts[i], status[i], whys[i] or REASONS[status[i]], ps[i], qs[i])
         for i in range(count)
     ]
     origin = _origin(row, nodes, accepted)
     own = text_of(row, "next", UNKNOWN)
     next_p = number(row, "next_p")
-    next_node = Node(-1, -1, ids[-1], own, "accepted", own_meaning(origin, own, next_p), next_p, None)
+    next_node = TraceNode(-1, -1, ids[-1], own, "accepted", own_meaning(origin, own, next_p), next_p, None)
     probes = [node.index for node in nodes if node.status == "probe"]
     trace = RoundTrace(
         index, ids[:-1], [-1, *parents], [None, *ps], [None, *qs], accepted, ids[-1], origin == "bonus",
@@ -143,7 +143,7 @@ def _status(row: Mapping[str, Any], parents: Sequence[int], accepted: Sequence[i
     return found
 
 
-def _origin(row: Mapping[str, Any], nodes: Sequence[Node], accepted: Sequence[int]) -> str:
+def _origin(row: Mapping[str, Any], nodes: Sequence[TraceNode], accepted: Sequence[int]) -> str:
     last = accepted[-1] if accepted else 0
     if "origin" in row:
         origin = text_of(row, "origin", "")
@@ -155,7 +155,9 @@ def _origin(row: Mapping[str, Any], nodes: Sequence[Node], accepted: Sequence[in
     return "recovered" if any(n.parent == last and n.status != "probe" for n in nodes[1:]) else "bonus"
 
 
-def _words(row: Mapping[str, Any], nodes: Sequence[Node], accepted: Sequence[int], own: str, origin: str) -> list[Word]:
+def _words(
+    row: Mapping[str, Any], nodes: Sequence[TraceNode], accepted: Sequence[int], own: str, origin: str
+) -> list[Word]:
     """What the round wrote; a last round may write less than it was given."""
     pieces = [nodes[node].text for node in accepted] + [own]
     if "text" in row:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foretoken.lab.report.show.texts import printable, quoted, token_text, token_texts
-from foretoken.lab.report.show.why import Node, nodes_of, origin_of
+from foretoken.lab.report.show.why import TraceNode, nodes_of, origin_of
 
 if TYPE_CHECKING:
     from foretoken.engine.trace import RoundTrace
@@ -36,8 +36,8 @@ class Round:
     """
 
     trace: RoundTrace
-    nodes: Sequence[Node]
-    next_token: Node
+    nodes: Sequence[TraceNode]
+    next_token: TraceNode
     words: Sequence[Word]
 
     @property
@@ -59,7 +59,7 @@ class Round:
         return "; ".join([*words, spent] if spent else words)
 
     @property
-    def reasons(self) -> list[Node]:
+    def reasons(self) -> list[TraceNode]:
         """Nodes whose fate needs a reason: those that were accepted or rejected."""
         return [node for node in self.nodes if node.status in ("accepted", "rejected")]
 
@@ -126,10 +126,10 @@ def _round(trace: RoundTrace, tokenizer: Any, words: Sequence[Word]) -> Round:
 
     next_p = None if trace.verifier == "greedy" else trace.next_p
     meaning = own_meaning(origin_of(trace), text(trace.next_token), next_p)
-    own = Node(-1, -1, trace.next_token, text(trace.next_token), "accepted", meaning, next_p, None)
+    own = TraceNode(-1, -1, trace.next_token, text(trace.next_token), "accepted", meaning, next_p, None)
     nodes = nodes_of(trace, text)
     if trace.verifier == "greedy":  # one-hot distributions: 0 or 1 says no more than the colour
-        nodes = [Node(n.index, n.parent, n.token, n.text, n.status, n.why, None, n.q) for n in nodes]
+        nodes = [TraceNode(n.index, n.parent, n.token, n.text, n.status, n.why, None, n.q) for n in nodes]
     return Round(trace, nodes, own, words)
 
 

@@ -14,7 +14,7 @@ from foretoken.lab.report.show.run import Round, Shown, Total, total_of
 from foretoken.lab.report.show.texts import printable
 
 if TYPE_CHECKING:
-    from foretoken.lab.report.show.why import Node
+    from foretoken.lab.report.show.why import TraceNode
 
 MARK, VERSION = "foretoken_trace", 1
 ONLY_REQUEST = "1"
@@ -99,7 +99,7 @@ def _round_fields(one: Round) -> dict[str, Any]:
     }
 
 
-def _ids(nodes: Sequence[Node]) -> list[int]:
+def _ids(nodes: Sequence[TraceNode]) -> list[int]:
     return [node.token for node in nodes]
 
 

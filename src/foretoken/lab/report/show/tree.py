@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from foretoken.lab.report.markup import Markup, join, tag
 from foretoken.lab.report.show.texts import quoted, visible, width
-from foretoken.lab.report.show.why import Node
+from foretoken.lab.report.show.why import TraceNode
 
 LETTER = 7.9
 """Width of a letter of the nodes' font, in pixels."""
@@ -37,7 +37,7 @@ class Drawn:
     height: float
 
 
-def draw_tree(nodes: Sequence[Node], next_token: Node) -> Drawn:
+def draw_tree(nodes: Sequence[TraceNode], next_token: TraceNode) -> Drawn:
     """A round: its nodes, and behind the last accepted one the target's own token.
 
     Args:
@@ -45,7 +45,7 @@ def draw_tree(nodes: Sequence[Node], next_token: Node) -> Drawn:
         next_token: the target's own; its status is not looked at, its ``why`` says where it came from.
     """
     last = max((n.index for n in nodes if n.status == "accepted"), default=0)
-    own = Node(OWN, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
+    own = TraceNode(OWN, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
     everyone = [*nodes, own]
     boxes = _places(everyone)
     edges = [_edge(boxes[n.parent], boxes[n.index], n.status == "accepted") for n in everyone[1:]]
@@ -56,7 +56,7 @@ def draw_tree(nodes: Sequence[Node], next_token: Node) -> Drawn:
     return Drawn(join(*edges, *shapes), right + 4, bottom + 4)
 
 
-def _numbers(node: Node) -> str:
+def _numbers(node: TraceNode) -> str:
     parts = [f"{name} {_share(value)}" for name, value in (("p", node.p), ("q", node.q)) if value is not None]
     return " ".join(parts)
 
@@ -68,11 +68,11 @@ def _share(value: float) -> str:
     return f"{value:.2f}"[1:] if value >= 0.01 else f"{value:.0e}".replace("e-0", "e-")
 
 
-def _breadth(node: Node) -> float:
+def _breadth(node: TraceNode) -> float:
     return max(width(visible(node.text)) * LETTER, len(_numbers(node)) * SMALL) + 14
 
 
-def _places(nodes: Sequence[Node]) -> dict[int, Box]:
+def _places(nodes: Sequence[TraceNode]) -> dict[int, Box]:
     """Depth gives the column; every leaf takes a row, and a parent stands in the row of its first child."""
     children: dict[int, list[int]] = {n.index: [] for n in nodes}
     depth: dict[int, int] = {}
@@ -111,7 +111,7 @@ def _edge(above: Box, below: Box, kept: bool) -> Markup:
     return tag("path", d=path, class_="edge kept" if kept else "edge")
 
 
-def _node(node: Node, box: Box, class_: str, round_corners: bool = False) -> Markup:
+def _node(node: TraceNode, box: Box, class_: str, round_corners: bool = False) -> Markup:
     numbers = _numbers(node)
     text_y = box.y + (16 if numbers else 24)
     parts = [

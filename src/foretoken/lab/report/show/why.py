@@ -22,7 +22,7 @@ TRYING = frozenset({"rejection", "multi_round", "without_replacement", "kseq", "
 
 
 @dataclass(frozen=True)
-class Node:
+class TraceNode:
     """One node of a round.
 
     Attributes:
@@ -52,7 +52,7 @@ def origin_of(trace: RoundTrace) -> str:
     return "bonus" if trace.next_is_bonus else "recovered"
 
 
-def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[Node]:
+def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[TraceNode]:
     """The nodes of a round with what became of them.
 
     Args:
@@ -63,7 +63,7 @@ def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[Node]:
     found = []
     for i, token in enumerate(trace.tokens):
         why = _why(trace, i, status, met, text)
-        found.append(Node(i, trace.parents[i], token, text(token), status[i], why, trace.p[i], trace.q[i]))
+        found.append(TraceNode(i, trace.parents[i], token, text(token), status[i], why, trace.p[i], trace.q[i]))
     return found
 
 

@@ -24,7 +24,7 @@ from foretoken.methods.drafters.learning.lessons import Lesson, Mistake, stored_
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear
-from foretoken.models.linear.quantised_linear import QuantisedLinear
+from foretoken.models.linear.product import QuantisedLinear
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class LearnConfig:
 
 
 @dataclass
-class Report:
+class LearningReport:
     """What was learnt so far.
 
     Attributes:
@@ -97,7 +97,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Learned:
+class WeightUpdate:
     """What came of an update.
 
     Attributes:
@@ -155,11 +155,11 @@ class Learner:
         self.student = copy.deepcopy(model.model).float().requires_grad_(True)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=config.lr, weight_decay=0.0)
         self.lessons: deque[Lesson] = deque(maxlen=config.keep)
-        self._report = Report()
+        self._report = LearningReport()
         self._since = 0  # requests since the last update
         self._last_s = 0.0  # what the last update cost
         self._thread: ThreadPoolExecutor | None = None
-        self._coming: Future[Learned] | None = None  # an update that is being made
+        self._coming: Future[WeightUpdate] | None = None  # an update that is being made
         self._active = 0  # requests that are being served
         self._began = 0.0
 
@@ -183,7 +183,7 @@ class Learner:
         return self._report.serving_s + (self.clock() - self._began if self._active else 0.0)
 
     def report(self) -> dict[str, Any]:
-        """Counts and seconds so far, see :class:`Report`."""
+        """Counts and seconds so far, see :class:`LearningReport`."""
         return {**asdict(self._report), "serving_s": self.serving_s}
 
     # -- collecting --------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Learner:
         self.lessons.clear()
         return lessons
 
-    def _learned(self, lessons: Sequence[Lesson]) -> Learned:
+    def _learned(self, lessons: Sequence[Lesson]) -> WeightUpdate:
         """Make an update ready; beside the serving, where it has a thread."""
         began = self.clock()
         # The engine runs in inference mode, in which nothing can be differentiated.
@@ -279,16 +279,16 @@ class Learner:
                     self._restore()
             self.optimizer.zero_grad(set_to_none=True)
         if not good:
-            return Learned(None, loss, 0, self.clock() - began)
+            return WeightUpdate(None, loss, 0, self.clock() - began)
         with torch.no_grad():
             for spare, new in zip(self._spare.parameters(), self.student.parameters(), strict=True):
                 spare.copy_(new)
         made = self.served.over(self._spare)
         if self.folder:
             self._save(made)
-        return Learned(made, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - began)
+        return WeightUpdate(made, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - began)
 
-    def _serve(self, learned: Learned) -> bool:
+    def _serve(self, learned: WeightUpdate) -> bool:
         """Go on with the weights of an update; true if there are any."""
         if learned.model is None:
             self._report.dropped += 1

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.draft_packing import packed_rows
-from foretoken.models.linear.packing import Projection, pays_packed, weight_bytes
+from foretoken.models.linear.packing import draft_projection, weight_bytes
+from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.linear.quantised import fastest_draft_product, make_product
-from foretoken.models.linear.quantised_linear import GROUP, QuantisedLinear
 from foretoken.models.linear.quantised_products import NativeProduct
+from foretoken.models.linear.quantised_weights import GROUP
 
 
 class DraftHead:
@@ -70,9 +71,7 @@ class DraftHead:
         if self._weight is None and self.ids is None and self.product is None:
             return self._parts.draft_logits
         if self.product is None:
-            weight, bias = self._rows()
-            half = weight.to(torch.bfloat16)
-            self.product = Projection(half if pays_packed(half) else weight, bias)
+            self.product = draft_projection(*self._rows())
         multiplied, behind = self.product, self.behind
         return lambda states: behind(multiplied(states).float())
 

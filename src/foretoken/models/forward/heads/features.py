@@ -7,6 +7,7 @@ feature.  Run this way they have the library's cache, masks, ragged batches and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,11 +68,7 @@ class HeadForward:
         return self.dtype
 
     def check(self, plan: LayerPlan) -> None:
-        """No part of it can be run.
-
-        Raises:
-            CapabilityError: always.
-        """
+        """No part of it can be run."""
         raise CapabilityError("this model cannot run a part of its layers: it is one layer over the target's states")
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
@@ -99,16 +96,19 @@ class HeadForward:
 
     def _keep(self, call: NetworkCall) -> Any:
         """Where the network's own forward keeps keys and values."""
-        return lambda key, value: call.cache.update(key, value, 0)
+        return partial(call.cache.update, layer_idx=0)
 
     def _run_module(self, call: NetworkCall) -> Outputs:
         """The same through the network's own forward, for one whose layer is the target's."""
-        (b, width), first, keep = call.ids.shape, call.first, self._keep(call)
-        output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], keep)
-        kept = self.model.head_state(output[:, first:]).flatten(0, 1)
-        logits = (
-            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
-        )
+        output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], self._keep(call))
+        return self._outputs(call, output, self.model.head_state(output[:, call.first :]))
+
+    def _outputs(self, call: NetworkCall, output: Tensor, kept: Tensor) -> Outputs:
+        """Of a call's output [b, width, D] and what is projected of it [b, k, D]."""
+        if kept.shape[1]:
+            logits = self.project(kept.flatten(0, 1)).view(*kept.shape[:2], -1)
+        else:
+            logits = kept.new_zeros(len(kept), 0, self.vocab_size)
         return call.taken(logits), {"state": output}
 
 
@@ -146,11 +146,7 @@ class FeatureModel(TreeRunner):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
-        """Append places and score them; every feed brings its ``states`` [n, D].
-
-        Raises:
-            ValueError: a feed without states, or two feeds for one sequence.
-        """
+        """Append places and score them; every feed brings its ``states`` [n, D]."""
         if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
             raise ValueError("every token of a feed needs a hidden state")
         self._check(feeds, ())  # its only tap is its own
@@ -206,7 +202,6 @@ class FeatureModel(TreeRunner):
         native: Any = self.native
         rows: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
         self.run_s += now(self.device) - began
-        self.num_layer_runs += 1
         self.run_rows += sum(place.new for place in places)
         self.pool.note_size()
         return rows

@@ -21,6 +21,7 @@ from foretoken.models.linear.packing import Packing, has_bfloat16
 from foretoken.models.linear.product_costs import step_s
 from foretoken.models.native import attention as native
 from foretoken.models.network.call import NetworkCall
+from foretoken.models.network.watch import num_writes
 
 LAYER = Family(attention="", mlp="", activation=None)
 """A decoder layer that is its own attention and its own MLP (:mod:`foretoken.methods.drafters.nets.decoder`)."""
@@ -67,7 +68,7 @@ class LeanHead:
     @property
     def layer(self) -> LeanLayer:
         """Fused weights, made anew when the module's have changed: it may be learning."""
-        state = (self.weights[0].untyped_storage()._cdata, *map(_version, self.weights))
+        state = (self.weights[0].untyped_storage()._cdata, *map(num_writes, self.weights))
         if self._layer is None or state != self._state:
             narrow = self.dtype != self.weights[0].dtype
             module = copy.deepcopy(self.module).to(self.dtype) if narrow else self.module
@@ -82,11 +83,6 @@ class LeanHead:
             )
             self._state = state
         return self._layer
-
-
-def _version(weight: Tensor) -> int:
-    """How often a tensor was written to."""
-    return 0 if weight.is_inference() else weight._version
 
 
 class HeadRun:

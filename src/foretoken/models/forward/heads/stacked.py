@@ -58,7 +58,7 @@ class _StackedForward(HeadForward):
 
     def run(self, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and the outputs [b, width, M D]."""
-        (b, width), first, step = call.ids.shape, call.first, self.step
+        step = self.step
         embeddings = self.parts.embedding(call.ids).float()
         given: Any = call.states
         inputs = given.unflatten(-1, (self.depth, -1))  # [b, width, M, D]
@@ -75,11 +75,7 @@ class _StackedForward(HeadForward):
             keep, mask = partial(call.cache.update, layer_idx=index), self._mask(call, index)
             outputs.append(module(embeddings, features, call.positions, mask, keep))
         output = torch.cat(outputs, -1)
-        kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
-        logits = (
-            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
-        )
-        return call.taken(logits), {"state": output}
+        return self._outputs(call, output, self.model.head_state(output[:, call.first :], step))
 
     def _mask(self, call: NetworkCall, index: int) -> Tensor | None:
         """A module's first place is its number: the ones before have no state for it to read."""
@@ -137,9 +133,6 @@ class StackedModel(FeatureModel):
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
         """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [n, M D]: all
         feeds from nodes of one depth.
-
-        Raises:
-            ValueError: a feed without states, two feeds for one sequence, or nodes of several depths.
         """
         reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
         # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
@@ -162,11 +155,7 @@ class StackedModel(FeatureModel):
 
 
 def _step_of(feeds: Sequence[Feed]) -> int:
-    """The step of a draft that the nodes of feeds stand at: 1 below the text.
-
-    Raises:
-        ValueError: they stand at several.
-    """
+    """The step of a draft that the nodes of feeds stand at: 1 below the text."""
     steps: set[int] = set()
     for feed in feeds:
         depths = feed.sequence.scratch_depths

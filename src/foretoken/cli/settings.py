@@ -1,0 +1,89 @@
+"""Options of a command that are the fields of the dataclasses that it takes: each is written down once."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+from foretoken.core.settings import About, settings_of
+
+
+@dataclass(frozen=True)
+class FromOptions:
+    """How a dataclass comes from the command line, in the ``Annotated`` of a parameter.
+
+    Attributes:
+        prefix: of the options' names.
+        omit: fields without an option.
+        fixed: values of fields without an option that are not the class's defaults.
+    """
+
+    prefix: str = ""
+    omit: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def fields(self, config: type) -> dict[str, tuple[dataclasses.Field[Any], About]]:
+        """The fields that have an option, by the parameter's name."""
+        left_out = {*self.omit, *self.fixed}
+        return {
+            self.prefix + one.name: (one, about)
+            for one, about in settings_of(config).items()
+            if one.name not in left_out
+        }
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option for each field of the dataclasses that it takes.
+
+    A parameter of the kind ``Annotated[Config, FromOptions(...)]`` stands for the fields of ``Config`` that
+    :func:`foretoken.core.settings.setting` has made; the command is given the object.
+    """
+    hints = typing.get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type, FromOptions]] = {}
+    for name, one in inspect.signature(command).parameters.items():
+        config, told = _filled(hints[name])
+        if told is None:
+            parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+        else:
+            groups[name] = config, told
+            parameters += _parameters(config, told)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, (config, told) in groups.items():
+            given = {one.name: values.pop(option) for option, (one, _) in told.fields(config).items()}
+            values[name] = config(**told.fixed, **given)
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
+def option_of(kind: Any, about: About, names: Iterable[str] = (), **more: Any) -> Any:
+    """The annotation of a parameter that is an option of this kind."""
+    return Annotated[kind, typer.Option(*names, help=about.help or None, min=about.low, max=about.high, **more)]
+
+
+def _filled(annotation: Any) -> tuple[Any, FromOptions | None]:
+    """The dataclass that a parameter is filled with, and how; ``None`` for one that is an option itself."""
+    marks = [mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, FromOptions)]
+    return (annotation.__origin__, marks[0]) if marks else (None, None)
+
+
+def _parameters(config: type, told: FromOptions) -> list[inspect.Parameter]:
+    kinds = typing.get_type_hints(config)
+    return [
+        inspect.Parameter(
+            option, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=option_of(kinds[one.name], about)
+        )
+        for option, (one, about) in told.fields(config).items()
+    ]

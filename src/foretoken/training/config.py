@@ -1,0 +1,231 @@
+"""What the training commands can be told: every option of ``foretoken train`` that is not a path or a device.
+
+The commands' options are made from these classes, so that nothing here may load PyTorch before a value is checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.core.settings import setting
+
+OPTIMIZERS = ("muon", "adamw")
+"""Muon for matrices with AdamW for the rest, or AdamW for everything.
+
+Muon orthogonalises in bfloat16, which costs more than the rest of a step on a CPU without bfloat16 products.
+"""
+PRECISIONS = ("bfloat16", "float32")
+"""Of products: bfloat16 by autocast, or those of the float32 weights."""
+BLOCK_TEXTS = ("fixed", "target")
+"""Text of a drafter: the corpus, or what the target writes behind the beginnings of its blocks."""
+TEXTS = ("fixed", "teacher", "policy", "mixed")
+"""Text of an alignment: the corpus, what the target writes, what the student writes, or the last two mixed."""
+
+OPTIMIZER_HELP = "muon (AdamW for what is no matrix) or adamw (faster on most CPUs)."
+PRECISION_HELP = "Of products: bfloat16, or float32 (faster on CPUs without bfloat16)."
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What every run is told; stored in its checkpoints and compared on resume, but for the schedule.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: rows per step.
+        context: tokens per row.
+        lr: peak learning rate.
+        warmup: share of the steps in which it rises.
+        decay: share of the steps in which it falls to zero.
+        seed: of the data order and of everything drawn.
+    """
+
+    steps: int = setting(500, low=1)
+    batch_size: int = setting(4, "Blocks per step.", 1)
+    context: int = setting(512, "Tokens per block.", 16)
+    lr: float = setting(1e-3, "Peak learning rate.", 0.0)
+    warmup: float = 0.05
+    decay: float = 0.4
+    seed: int = setting(0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.batch_size * self.context
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Warm-up, plateau, linear decay to zero; in (0, 1] for ``0 <= step < steps``."""
+        warm, fall = max(1, round(self.warmup * self.steps)), max(1, round(self.decay * self.steps))
+        return min((step + 1) / warm, (self.steps - step) / fall, 1.0)
+
+
+@dataclass(frozen=True)
+class LmConfig(RunConfig):
+    """Architecture and recipe of a language model."""
+
+    steps: int = setting(2000, low=1)
+    batch_size: int = setting(8, "Blocks per step.", 1)
+    context: int = setting(1024, "Tokens per block and the model's context.", 8)
+    lr: float = setting(4e-3, low=0.0)
+    warmup: float = setting(0.02, "Share of the steps in which the rate rises.", 0.0, 1.0)
+    decay: float = setting(0.35, "Share in which it falls to zero.", 0.0, 1.0)
+    hidden: int = setting(384, low=8)
+    layers: int = setting(8, low=1)
+    heads: int = setting(6, low=1)
+    kv_heads: int = setting(2, low=1)
+    ffn: int = setting(1024, low=8)
+    vocab: int = setting(8192, "Size of a newly trained tokenizer.", 300)
+    weight_decay: float = 0.05
+    hybrid: bool = setting(
+        False, "Qwen3.5's layers, every second one recurrent; --init-from a Llama with half of them."
+    )
+    optimizer: str = setting("muon", OPTIMIZER_HELP)
+    precision: str = setting("bfloat16", PRECISION_HELP)
+
+    def __post_init__(self) -> None:
+        check_choices(self.optimizer, self.precision)
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(f"hidden={self.hidden} must be an even multiple of heads={self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+
+
+@dataclass(frozen=True)
+class TrainConfig(RunConfig):
+    """The run of a drafter.
+
+    Attributes:
+        text: ``"fixed"`` (the corpus) or ``"target"`` (what the target writes behind the beginnings of its blocks).
+        written_blocks: how many blocks it writes.
+        written_temperature: at which it writes.
+        optimizer: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
+        precision: of products, ``"bfloat16"`` (by autocast) or ``"float32"``.
+    """
+
+    text: str = setting("fixed", "fixed (the corpus) or target (what the target writes).")
+    written_blocks: int = setting(256, "Blocks that the target writes.", 1)
+    written_temperature: float = setting(1.0, "Temperature at which it writes.", 0.0)
+    optimizer: str = setting("muon", OPTIMIZER_HELP)
+    precision: str = setting("bfloat16", PRECISION_HELP)
+
+    def __post_init__(self) -> None:
+        check_choices(self.optimizer, self.precision)
+        if self.text not in BLOCK_TEXTS:
+            raise ValueError(f"text must be one of {', '.join(BLOCK_TEXTS)}, not {self.text!r}")
+
+
+@dataclass(frozen=True)
+class DistillConfig(RunConfig):
+    """The run of an alignment.
+
+    Attributes:
+        loss: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
+        text: ``fixed``, ``teacher``, ``policy`` or ``mixed``.
+        mix: probability that a row of mixed text is the student's.
+        beta: of ``jsd``.
+        temperature: at which models write; 0 is greedy.
+        prompt: tokens of a row that a writing model is given; a quarter of the row by default (0).
+        written: rows that the target writes, used again and again.
+        refresh: steps that share one writing of the student.
+        places: places that it learns to guess in one pass, masks standing in all but the first (PARD); 1: no masks.
+        taps: hidden states of the target that it reads beside its tokens (PARD-2), as Transformers counts them, joined
+            by ``+``; ``usual`` for those of the published models; empty for none.
+        mask_token: id of the mask; -1: the one of its configuration, else a new one behind its vocabulary.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    batch_size: int = setting(4, "Rows per step.", 1)
+    context: int = setting(256, "Tokens per row.", 8)
+    decay: float = 0.5
+    loss: str = setting("fkl", "fkl, rkl, jsd or tvd.")
+    text: str = setting("fixed", "fixed, teacher, policy or mixed.")
+    mix: float = setting(0.5, "Share of the student's own rows in mixed text.", 0.0, 1.0)
+    beta: float = setting(0.5, "Share of the target in the mean distribution of jsd.")
+    temperature: float = setting(1.0, "At which models write; 0 writes the most likely tokens.", 0.0)
+    prompt: int = setting(0, "Tokens of a row given to a writing model; 0: a quarter.", 0)
+    written: int = setting(1024, "Rows that the target writes, used again and again.", 1)
+    refresh: int = setting(8, "Steps that share one writing of the student.", 1)
+    places: int = setting(1, "Guess so many places in one pass, by masks (PARD: 8).", 1)
+    mask_token: int = setting(-1, "Id of the mask; -1: as configured, else a new token.")
+    taps: str = setting("", "With --places: hidden states of the target read beside the tokens (PARD-2): usual.")
+
+    def __post_init__(self) -> None:
+        from foretoken.methods.drafters.learning.divergences import check_loss
+
+        check_loss(self.loss, self.beta)
+        if self.text not in TEXTS:
+            raise ValueError(f"unknown text {self.text!r}: choose one of {', '.join(TEXTS)}")
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix must be between 0 and 1, not {self.mix}")
+        if self.context < 2 or not 0 <= self.prompt < self.context:
+            raise ValueError(f"prompt={self.prompt} must leave room to write in a context of {self.context}")
+        if self.mask_token < -1 or (self.places == 1 and self.mask_token != -1):
+            raise ValueError("mask_token must be a token's id, and goes with places above 1")
+        if self.layers and self.places == 1:
+            raise ValueError("taps, the target's states beside the tokens, go with places above 1")
+        if self.places >= self.context:
+            raise ValueError(f"places={self.places} must be fewer than the {self.context} tokens of a row")
+        for name in ("steps", "batch_size", "written", "refresh", "places"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a row that a writing model is given."""
+        return self.prompt or max(1, self.context // 4)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The hidden states of :attr:`taps`.
+
+        Raises:
+            ValueError: they are neither ``usual`` nor numbers joined by ``+``.
+        """
+        from foretoken.training.state_rows import layers_of
+
+        return layers_of(self.taps)
+
+
+@dataclass(frozen=True)
+class AnswerConfig:
+    """How the target answers the questions of a data set.
+
+    Attributes:
+        tokens: most of an answer.
+        temperature: 0 is greedy.
+        batch: conversations that are answered at once.
+        seed: the draws of an answer depend on it and on the conversation's number.
+    """
+
+    tokens: int = setting(256, "Most tokens of such an answer.", 1)
+    temperature: float = setting(0.7, "Temperature of such answers; 0 is greedy.", 0.0)
+    batch: int = setting(64, "Chats that are answered at once.", 1)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """How often a run is saved and measured.
+
+    Attributes:
+        save_every: steps between two checkpoints.
+        save_minutes: minutes after which there is one in any case.
+        eval_every: steps between two measurements.
+    """
+
+    save_every: int = setting(100, low=1)
+    save_minutes: float = setting(5.0, "A checkpoint after so many minutes, too; and on SIGTERM and Ctrl-C.", 0.0)
+    eval_every: int = setting(100, low=1)
+
+
+def check_choices(optimizer: str, precision: str) -> None:
+    """Raise ``ValueError`` for an optimizer or a precision that there is not."""
+    for name, value, choices in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
