@@ -88,8 +88,8 @@ def make_command(method: str) -> Callable[..., None]:
         with json_only(as_json), stop_on_signals() as stop:
             report = train(
                 method, data, out, existing_model(model, target), key_values(setting), config, lr,
-                corpus=corpus, features=features, device=device, intervals=intervals, weight_bits=weight_bits, answers=source,
-                stop=stop,
+                corpus=corpus, features=features, device=device, intervals=intervals,
+                weight_bits=weight_bits, answers=source, stop=stop,
             )  # fmt: skip
         if as_json:
             print_json(report)
