@@ -196,6 +196,8 @@ def write_drafter_card(
         names += WRITTEN_OPTIONS
     names += [k for k, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run.get(k, usual) != usual]
     options = {**{name: run[name] for name in names}, **(answers or {})}
+    if report.get("weight_bits", 16) != 16:
+        options["weight_bits"] = report["weight_bits"]
     told = command(method, data, out, options, {"target": target}, report["settings"])
     shape = {key.replace("_", " "): str(value) for key, value in net.items()}
     shape["parameters"] = f"{report['parameters']:,}"
