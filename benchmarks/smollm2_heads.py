@@ -5,8 +5,10 @@ write what plain decoding writes: the count of equal texts is printed beside the
 of drafted rounds whose draft stands up to there.
 
     python benchmarks/smollm2_heads.py [TARGET] [--drafters SPEC ...] [--new-tokens 128] [--temperatures 0 1]
-                                       [--repeat 3] [--batch 1] [--only chat|code] [--controller constant] [--out FILE]
+                                       [--repeat 3] [--batch 1] [--only chat|code] [--controller constant] [--no-seed]
+                                       [--out FILE]
 
+With ``--no-seed`` drafts are drawn freely, a chain or (``draw=without_replacement``) a tree, and no texts are compared.
 TARGET is ``smollm2`` (``foretoken models --fetch smollm2``), a GGUF file or a folder.
 """
 
@@ -51,7 +53,8 @@ MORE_CODE = (
 )
 QUESTIONS = {"chat": (*CHAT[:6], *MORE_CHAT), "code": (*CODE[:6], *MORE_CODE)}
 DRAFTERS = ("suffix,share=false", "quantized,bits=4,k=4")
-"""Without heads of one's own: give `eagle3:FOLDER,width=1,nodes=4,depth=4` for a chain, `eagle3:FOLDER` for a tree."""
+"""Without heads of one's own: give `eagle3:FOLDER,width=1,nodes=4,depth=4` for a chain, `eagle3:FOLDER` for a tree of
+as many nodes as pay, `eagle3:FOLDER,nodes=16` for one of 16."""
 
 
 @dataclass
@@ -89,6 +92,7 @@ def main() -> None:
     parser.add_argument("--only", choices=tuple(QUESTIONS))
     parser.add_argument("--most", type=int, default=99, help="questions of each kind")
     parser.add_argument("--controller", default="constant", help="constant drafts always, auto where it pays")
+    parser.add_argument("--no-seed", action="store_true", help="sampled requests have no seed")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     plain = ft.load(args.target, drafter=None, generation_config=None, prefix_cache=False)
@@ -104,6 +108,7 @@ def main() -> None:
         "repeat": args.repeat,
         "batch": args.batch,
         "controller": args.controller,
+        "seed": None if args.no_seed else SEED,
     }
     for temperature in args.temperatures:
         arms = measured(args, llms, questions, temperature)
@@ -120,7 +125,8 @@ def measured(
 ) -> dict[str, Arm]:
     """Every arm on every question, in turn."""
     arms = {spec: Arm(llm) for spec, llm in llms.items()}
-    options = {"max_new_tokens": args.new_tokens, "temperature": temperature, "seed": SEED}
+    free = args.no_seed and temperature > 0
+    options = {"max_new_tokens": args.new_tokens, "temperature": temperature, "seed": None if free else SEED}
     tokenizer = llms["plain"].tokenizer
     for llm in llms.values():  # not counted
         llm.generate(_ids(tokenizer, CHAT[0]), **{**options, "max_new_tokens": 16})
@@ -132,8 +138,9 @@ def measured(
             for spec, arm in arms.items():
                 if spec != "plain":
                     found = arm.run(kind, group, options, args.repeat)
-                    arm.equal += sum(a == b for a, b in zip(found, wanted, strict=True))
-                    arm.texts += len(group)
+                    if not free:
+                        arm.equal += sum(a == b for a, b in zip(found, wanted, strict=True))
+                        arm.texts += len(group)
     return arms
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from torch import nn
 
 import foretoken as ft
-from foretoken.loading import ZOO, build_drafter, check_folder, load_model
+from foretoken.loading import ZOO, build_drafter, check_folder, load_model, load_tokenizer
 from foretoken.loading.drafters import drafter_folder, has_drafter
+from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.methods.drafters.nets.store import load_weights
+from foretoken.models.base import Feed
 from foretoken.registry import rows
 
 TRAINED = [row.name for row in rows("drafter") if row.needs_training]
@@ -53,15 +58,40 @@ def test_built_in_pair_speculates_and_keeps_the_output() -> None:
         assert out.stats.mean_acceptance_length > 1.2
 
 
-def test_the_head_for_smollm2_comes_with_its_card() -> None:
-    assert has_drafter("eagle3", "smollm2") and not has_drafter("medusa", "smollm2")
-    folder = drafter_folder("eagle3", "smollm2", "smollm2.gguf")
+@pytest.mark.parametrize(
+    ("method", "made_of", "network"), [("eagle3", Eagle3Config, Eagle3Net), ("dflash2", Dflash2Config, Dflash2Net)]
+)
+def test_the_drafters_for_smollm2_come_with_their_cards(
+    method: str, made_of: type[Any], network: type[nn.Module]
+) -> None:
+    assert has_drafter(method, "smollm2") and not has_drafter("medusa", "smollm2")
+    folder = drafter_folder(method, "smollm2", "smollm2.gguf")
     card, made = (folder / "README.md").read_text(), json.loads((folder / "drafter.json").read_text())
-    for word in ("apache-2.0", "foretoken train eagle3", "Held-out acceptance", "## Data", "## Speed"):
+    for word in ("apache-2.0", f"foretoken train {method}", "Held-out acceptance", "## Data", "## Speed"):
         assert word in card, word
     assert (made["target"]["hidden_size"], made["target"]["num_layers"]) == (576, 30)
-    net = Eagle3Net(Eagle3Config(**made["config"]))
-    net.load_state_dict(load_file(folder / "model.safetensors"))
+    load_weights(folder, network(made_of(**made["config"])))
+
+
+def test_the_draft_model_for_smollm2_writes_frequent_words_as_its_target_does() -> None:
+    """A vocabulary of its own, of tokens that SmolLM2 has, too; what is not among them is spelled by smaller ones."""
+    folder = ZOO / "smollm2" / "draft"
+    card = (folder / "README.md").read_text()
+    for word in ("apache-2.0", "foretoken train lm", "shared_vocab", "## Data", "## Acceptance"):
+        assert word in card, word
+    check_folder(folder)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None and len(tokenizer) == 8192
+    for text in ("The capital of France is Paris.", "def add(a, b):\n    return a + b\n", "quixotic zeugmas ⊕"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("The capital of France is")) == 5
+    draft = load_model(folder, role="draft", dtype="float32")
+    turn = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.encode(f"{turn}Hello! How can I help you today?")
+    rows = draft.forward([Feed(draft.open(), ids)])[0]
+    begin = len(tokenizer.encode(turn))
+    surprise = torch.nn.functional.cross_entropy(rows.logits[begin - 1 : -1].float(), torch.tensor(ids[begin:]))
+    assert draft.vocab_size == 8192 and float(surprise) < 4  # 9.0 if it knew nothing
 
 
 @pytest.mark.parametrize("name", TRAINED)

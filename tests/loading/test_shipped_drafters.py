@@ -9,6 +9,8 @@ from tests.named_models import NAME, register, wheel
 
 from foretoken.loading import drafters
 from foretoken.loading.drafters import drafter_folder, has_drafter
+from foretoken.models.base import CapabilityError
+from toys import llamas
 
 
 @pytest.fixture
@@ -39,3 +41,20 @@ def test_a_models_name_stands_for_its_drafter(zoo: Path) -> None:
         drafter_folder("medusa", NAME, "some/where.gguf")
     Path(NAME).mkdir()
     assert drafter_folder("eagle3", NAME, "some/where.gguf") == Path(NAME)
+
+
+@pytest.mark.parametrize("drafter", ["shared_vocab", "retokenize"])
+def test_a_draft_model_with_a_vocabulary_of_its_own(drafter: str, zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found without a path for the named model; a path, or another target, comes before it or has none."""
+    asked: list[str | None] = []
+
+    def built(name: str, path: str | None, *rest: object) -> None:
+        asked.append(path)
+        raise CapabilityError("looked up")
+
+    monkeypatch.setattr(drafters, "build_foreign_draft_model", built)
+    (zoo / NAME / "draft").mkdir()
+    for source, path in ((NAME, None), (NAME, "other"), ("builtin", None), ("other/model", None)):
+        with pytest.raises(CapabilityError, match="looked up"):
+            drafters.LoadingContext(llamas()[0], source).foreign_draft_model(drafter, path)
+    assert asked == [str(zoo / NAME / "draft"), "other", None, None]

@@ -12,7 +12,16 @@ import typer
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import check_inputs, json_only, print_json, screen
 from foretoken.cli.settings import FromOptions, with_settings
-from foretoken.cli.train_options import Answers, Corpus, Data, Report, keep_freed_memory, key_values, load_target
+from foretoken.cli.train_options import (
+    Answers,
+    Corpus,
+    Data,
+    Report,
+    WeightBits,
+    keep_freed_memory,
+    key_values,
+    load_target,
+)
 from foretoken.cli.train_progress import Stop, TrainingBar, stop_on_signals, training_bar
 from foretoken.training.config import AnswerConfig, Intervals, TrainConfig
 
@@ -70,6 +79,7 @@ def make_command(method: str) -> Callable[..., None]:
         answers: Answers = "data",
         answer: Annotated[AnswerConfig, FromOptions("answer_")],
         intervals: Annotated[Intervals, FromOptions()],
+        weight_bits: WeightBits = 16,
         device: str | None = None,
         as_json: Report = False,
     ) -> None:
@@ -78,7 +88,8 @@ def make_command(method: str) -> Callable[..., None]:
         with json_only(as_json), stop_on_signals() as stop:
             report = train(
                 method, data, out, existing_model(model, target), key_values(setting), config, lr,
-                corpus=corpus, features=features, device=device, intervals=intervals, answers=source, stop=stop,
+                corpus=corpus, features=features, device=device, intervals=intervals,
+                weight_bits=weight_bits, answers=source, stop=stop,
             )  # fmt: skip
         if as_json:
             print_json(report)
@@ -100,6 +111,7 @@ def train(
     features: Path | None,
     device: str | None,
     intervals: Intervals,
+    weight_bits: int,
     answers: AnswerSource,
     stop: Stop,
 ) -> dict[str, Any]:
@@ -138,6 +150,7 @@ def train(
                 evaluate=(lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None,
                 on_step=bar.on_step,
                 saving=Saving(intervals.save_minutes, stop.asked),
+                weight_bits=weight_bits,
             )
     write_drafter_card(out, report, data, target, answers=answers.options)
     _tell(report, out, recipe)

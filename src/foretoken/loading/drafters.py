@@ -62,6 +62,8 @@ class LoadingContext(BuildContext):
     def foreign_draft_model(
         self, name: str, path: str | None, *, quantize: str = "auto", window: Window = WHOLE_TEXT
     ) -> tuple[LanguageModel, Any]:
+        shipped = None if path is not None or is_builtin(self.source) else _shipped("draft", self.source)
+        path = path if shipped is None else str(shipped)
         found, own = build_foreign_draft_model(
             name, path, self.target, self.source, self.tokenizer, self.device, quantize
         )

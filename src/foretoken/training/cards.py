@@ -187,7 +187,10 @@ def write_drafter_card(
     run, net, acceptance = report["run"], report["net"], report["acceptance"]
     method = report["method"]
     name = Path(target).name
-    told = command(method, data, out, {**_run_options(run), **(answers or {})}, {"target": target}, report["settings"])
+    options = {**_run_options(run), **(answers or {})}
+    if report.get("weight_bits", 16) != 16:
+        options["weight_bits"] = report["weight_bits"]
+    told = command(method, data, out, options, {"target": target}, report["settings"])
     shape = {key.replace("_", " "): str(value) for key, value in net.items()}
     shape["parameters"] = f"{report['parameters']:,}"
     seen = {"steps": f"{run['steps']:,}", **_seen(report)}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.nets.eight_bits import check_bits
 from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
@@ -165,14 +166,24 @@ class Trainer:
         evaluate: Evaluate | None = None,
         on_step: Callable[[Progress], None] | None = None,
         saving: Saving | None = None,
+        weight_bits: int = 16,
     ) -> dict[str, Any]:
         """Train to the end, resuming from ``out/checkpoints``; write the drafter; return the report.
 
+        Args:
+            save_every: steps between checkpoints.
+            eval_every: steps between evaluations.
+            evaluate: runs the drafter on held-out text.
+            on_step: told after every step.
+            saving: when there are more checkpoints.
+            weight_bits: in which the finished drafter is stored, 16 or 8.
+
         Raises:
-            ValueError: a checkpoint of other settings or of another target in ``out``.
+            ValueError: a checkpoint of other settings or of another target in ``out``, or other ``weight_bits``.
             FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
             Stopped: ``saving.stop`` asked for an end; a checkpoint of the last step is in ``out``.
         """
+        check_bits(weight_bits)
         recipe = self.recipe
         identity = {"method": recipe.method, "net": asdict(recipe.config), "target": self.fingerprint}
         loop = Loop(self.out, self.config, self.trained, self.optimizers, DrafterCurve, identity)
@@ -191,7 +202,8 @@ class Trainer:
         )
         measured, acceptance = self._evaluated(evaluate)
         loop.curve.add(self.config.steps, None, acceptance)
-        return loop.finish(self._report(self._save(measured), acceptance, loop.spent_s))
+        parts = self._save(measured, weight_bits)
+        return loop.finish({**self._report(parts, acceptance, loop.spent_s), "weight_bits": weight_bits})
 
     def _evaluated(self, evaluate: Evaluate | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """What the recipe measures, and the acceptance on held-out text (nothing without ``evaluate``)."""
@@ -208,7 +220,7 @@ class Trainer:
         with autocast(self.recipe.parts.device.type, self.config.precision):
             return self.recipe.loss(self._batch(step), generator)
 
-    def _save(self, measured: Mapping[str, Any]) -> TargetParts:
+    def _save(self, measured: Mapping[str, Any], bits: int) -> TargetParts:
         """Write the drafter, and the target if it was trained too; returns the pieces of the target as it is stored."""
         recipe, parts = self.recipe, self.recipe.parts
         if recipe.trains_target:
@@ -219,7 +231,8 @@ class Trainer:
         if recipe.frequent is not None:
             measured = {**measured, "frequent": recipe.frequent.tolist()}
         if recipe.has_net:
-            save_drafter(self.out, recipe.method, recipe.stored_config(), recipe.net, parts.fingerprint(), measured)
+            shape = recipe.stored_config()
+            save_drafter(self.out, recipe.method, shape, recipe.net, parts.fingerprint(), measured, bits)
         return parts
 
     def _report(self, parts: TargetParts, acceptance: Mapping[str, Any], spent_s: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from foretoken.core.io.drafter_folders import IMPORTED, OURS, is_whole_model
 from foretoken.core.io.files import save_described
+from foretoken.methods.drafters.nets.eight_bits import check_bits, packed, unpacked
 from foretoken.models.checks.finite import check_finite, check_stored
 from foretoken.models.forward.parts import Fingerprint, QuantisedTargetWarning
 
@@ -31,8 +32,9 @@ def save_drafter(
     net: nn.Module,
     target: Fingerprint,
     measured: Mapping[str, Any] | None = None,
+    bits: int = 16,
 ) -> None:
-    """Write a drafter's weights (bfloat16) and what they belong to; every file appears whole or not at all.
+    """Write a drafter's weights and what they belong to; every file appears whole or not at all.
 
     Args:
         folder: created when it is missing.
@@ -41,10 +43,13 @@ def save_drafter(
         net: the network.
         target: what it was trained for.
         measured: what training measured, for the drafter to start from (acceptance tables).
+        bits: of a weight, 16 (bfloat16) or 8 (:mod:`~foretoken.methods.drafters.nets.eight_bits`).
 
     Raises:
+        ValueError: other ``bits``.
         OSError: the folder cannot be written, or the disk is full.
     """
+    check_bits(bits)
     tensors = {
         name: value.detach().to(torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous().cpu()
         for name, value in net.state_dict().items()
@@ -56,7 +61,7 @@ def save_drafter(
         "target": asdict(target),
         "measured": dict(measured or {}),
     }
-    save_described(folder, (WEIGHTS, tensors), (CONFIG, description))
+    save_described(folder, (WEIGHTS, packed(tensors) if bits == 8 else tensors), (CONFIG, description))
 
 
 def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str, Any]:
@@ -149,7 +154,7 @@ def load_weights(folder: Path, net: nn.Module) -> None:
         stored = load_file(file)
     except (SafetensorError, FileNotFoundError):
         raise ValueError(f"{file} is missing, damaged or half-written: copy the folder again") from None
-    wanted = net.state_dict()
+    stored, wanted = unpacked(stored, file), net.state_dict()
     for name in sorted(wanted.keys() | stored.keys()):
         if name not in stored:
             raise ValueError(f"{file} lacks the tensor {name}: the checkpoint is incomplete")
