@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from foretoken.core.budget import PathStop as PathStop
     from foretoken.core.context import Context as Context
     from foretoken.core.context import Rng as Rng
+    from foretoken.core.hidden import HiddenStates as HiddenStates
+    from foretoken.core.hidden import HiddenText as HiddenText
     from foretoken.core.records import RoundTimes as RoundTimes
     from foretoken.core.records import StepRecord as StepRecord
     from foretoken.core.records import Verdict as Verdict
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "budget": ("Budget", "Limits", "PathStop"),
     "context": ("Context", "Rng"),
+    "hidden": ("HiddenStates", "HiddenText"),
     "records": ("RoundTimes", "StepRecord", "Verdict"),
     "scores": (
         *("LARGE", "NON_FINITE", "NonFiniteLogitsError", "NothingAllowedError"),

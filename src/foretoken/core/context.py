@@ -66,7 +66,7 @@ class Context:
     prompt_length: int
     sampler: Any
     rng: Rng
-    hidden: dict[str, Tensor] = field(default_factory=dict)
+    hidden: Mapping[str, Tensor] = field(default_factory=dict)
     hidden_start: int = 0
     prediction: Sequence[int] | None = None
     sequence: Any = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -86,7 +86,7 @@ class Scores:
         tree: the tree that was scored.
         prefix: committed tokens up to and including the root.
         sampler: the sampling pipeline of the request.
-        taps: hidden states that the drafter asked for, by name, each [N, D].
+        taps: hidden states that the drafter asked for, by name, each [N, D]; a row is taken out when it is looked up.
         batched_p: [n, V] target distributions of the first n nodes, where they were made for the whole batch
             (:mod:`foretoken.methods.verifiers.batched`).
         weights: p(x) and q(x) of all drafts of a chain, where they were read for the whole batch.
@@ -100,7 +100,7 @@ class Scores:
     tree: TokenTree
     prefix: Sequence[int]
     sampler: SamplingPipeline
-    taps: dict[str, Tensor] = field(default_factory=dict)
+    taps: Mapping[str, Tensor] = field(default_factory=dict)
     batched_p: Tensor | None = None
     weights: tuple[list[float], list[float]] | None = None
     chosen: list[int] | None = None

@@ -5,13 +5,13 @@ Output is truncated here and nowhere else, by the request's :class:`~foretoken.e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 
 from torch import Tensor
 
-from foretoken.core import RoundTimes, StepRecord
+from foretoken.core import HiddenStates, RoundTimes, StepRecord
 from foretoken.engine.ends import end_where_nothing_follows
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running, Turn
@@ -47,7 +47,8 @@ class Delivery:
             last: Origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
             accepted: Origin = "accepted"
             origins = [*([accepted] * len(verdict.path)), last][:kept]
-            self._extend(run, tokens[:kept], {name: rows[path] for name, rows in scores.taps.items()})
+            hidden = HiddenStates.of(scores.taps).at(path) if scores.taps else {}
+            self._extend(run, tokens[:kept], hidden)
             run.origins.extend(origins)
             run.finish_reason = reason
             told: Sequence[TokenLogprobs] = ()
@@ -75,7 +76,7 @@ class Delivery:
         member = _member_of(turn)
         return self.members[member] if 0 <= member < len(self.members) else self.drafter.name
 
-    def _extend(self, run: Running, tokens: Sequence[int], hidden: dict[str, Tensor]) -> None:
+    def _extend(self, run: Running, tokens: Sequence[int], hidden: Mapping[str, Tensor]) -> None:
         context = run.context
         if len(context.tokens) == context.prompt_length:
             run.stats.first_token_s = monotonic() - run.arrived_s

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from foretoken.core import HiddenText
 from foretoken.engine.prefixes import SHORTEST, Kept, KeptDraft, Prefixes, common
 from foretoken.engine.request import Running
 from foretoken.methods.drafters.texts import DraftText, DraftTexts
@@ -46,7 +46,8 @@ class PrefixCache:
             return
         self.target.restore(run.text, found.snapshot, length)
         run.stats.num_prompt_tokens_computed -= length
-        run.states = {name: [found.hidden[name][:length]] for name in self.taps}
+        run.states = HiddenText()
+        run.add_states({name: found.hidden[name][:length] for name in self.taps})
 
     def _beside(
         self, run: Running, wanted: Sequence[int], others: Sequence[Running], least: int
@@ -112,11 +113,12 @@ class PrefixCache:
         tokens = np.asarray(run.text.tokens[:length], dtype=np.int64)
         return Kept(_salt(run), tokens, snapshot, hidden)
 
-    def _hidden(self, states: Mapping[str, Sequence[Tensor]], length: int) -> dict[str, Tensor] | None:
+    def _hidden(self, states: HiddenText, length: int) -> dict[str, Tensor] | None:
         """[length, D] by tap; ``None`` where some are missing."""
-        found = {name: torch.cat(list(states[name]))[:length] for name in self.taps if states.get(name)}
-        complete = all(name in found and len(found[name]) == length for name in self.taps)
-        return found if complete else None
+        if states.count < length and self.taps:
+            return None
+        found = states.copied()
+        return {name: found[name][:length] for name in self.taps} if all(name in found for name in self.taps) else None
 
 
 def _drafts_of(run: Running) -> dict[Hashable, KeptDraft]:

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from foretoken.core import HiddenText
 from foretoken.core.portions import portions
 from foretoken.engine.logprobs import logprobs_of
 from foretoken.engine.request import Running, Turn
@@ -127,8 +128,9 @@ class Reader:
         """The last prompt token is the first root: there is no special first step, and reading needed no logits."""
         keeps = self.requests.prefix_cache.keeps
         for run in (turn.run for turn in turns):
-            run.context.hidden = {name: torch.cat(rows) for name, rows in run.states.items()}
-            run.states = {name: [rows] for name, rows in run.context.hidden.items()} if keeps else {}
+            run.context.hidden, run.states = run.states.copied(), HiddenText()
+            if keeps:
+                run.add_states(run.context.hidden)
             if self.drafter is not None:
                 try:
                     self.drafter.start(run.context)
@@ -183,7 +185,7 @@ def _begin_anew(target: LanguageModel, run: Running) -> None:
     if run.sequence is not None:
         target.release(run.sequence)
     run.sequence = run.context.sequence = None
-    run.states, run.prompt_logprobs = {}, []
+    run.states, run.prompt_logprobs = HiddenText(), []
     run.stats.num_prompt_tokens_computed = run.stats.num_prompt_tokens
 
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from foretoken.core import Context, Scores, TokenTree, Verdict
+from foretoken.core import Context, HiddenStates, HiddenText, Scores, TokenTree, Verdict
 from foretoken.core.constraints import Constraint, FiniteLanguage
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.logprobs import TokenLogprobs
@@ -107,7 +107,7 @@ class Running:
         sequence: its text in the target; ``None`` while it waits.
         arrived_s: when it arrived, by the monotonic clock.
         started: whether its prompt is read and it takes part in rounds.
-        states: hidden states of the text so far, by tap, where the prefix cache or the drafter wants them.
+        states: hidden states of the text so far, where the prefix cache or the drafter wants them.
         prompt_logprobs: of the prompt's tokens, if they were asked for; the first has none.
         rounds: traces, if they were asked for.
         error: what ended it with finish reason ``error``.
@@ -127,7 +127,7 @@ class Running:
     sequence: SequenceState | None = None
     arrived_s: float = field(default_factory=monotonic)
     started: bool = False
-    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    states: HiddenText = field(default_factory=HiddenText)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     rounds: list[RoundTrace] = field(default_factory=list)
@@ -183,8 +183,8 @@ class Running:
 
     def add_states(self, hidden: Mapping[str, Tensor]) -> None:
         """Hidden states [n, D] by tap of the next n tokens of the text."""
-        for name, rows in hidden.items():
-            self.states.setdefault(name, []).append(rows)
+        if hidden:
+            self.states.add(HiddenStates.of(hidden))
 
     @property
     def is_late(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -162,11 +162,11 @@ class Rows:
 
     Attributes:
         logits: [wanted, V] logits.
-        taps: hidden states by name, each [n, D]: all fed rows.
+        taps: hidden states by name, each [n, D]: all fed rows, which may be taken out when they are looked up.
     """
 
     logits: Tensor
-    taps: dict[str, Tensor] = field(default_factory=dict)
+    taps: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -363,22 +363,22 @@ class LanguageModel(ABC):
     def release(self, sequence: SequenceState) -> None:
         """Free a sequence."""
 
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> Mapping[str, Tensor]:
         """Commit ``tokens`` without making logits; returns the taps of all of them."""
-        pieces: list[dict[str, Tensor]] = []
+        pieces: list[Mapping[str, Tensor]] = []
         for start in range(0, len(tokens), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
             pieces.append(self.forward([Feed(sequence, chunk, wanted=0)], taps)[0].taps)
             self.commit(sequence, range(len(chunk)))
         return self._joined(pieces)
 
-    def _joined(self, pieces: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _joined(self, pieces: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """Taps of a prompt from those of its pieces; none of a model that has none."""
         return pieces[0] if len(pieces) == 1 else {}
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[Mapping[str, Tensor]]:
         """:meth:`prefill` of several sequences; override where one call is cheaper than several."""
         return [self.prefill(sequence, tokens, taps) for sequence, tokens in texts]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class ModuleModel(LanguageModel):
     def unpack(self) -> None:
         unpack_linears(self.model)
 
-    def _joined(self, pieces: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _joined(self, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]} if pieces else {}
 
     def follow(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foretoken.core import HiddenStates
 from foretoken.models.base import Feed, Rows, SequenceState, Snapshot, check_distinct
 from foretoken.models.cache.masks import RowPlan, additive_masks
 from foretoken.models.cache.pool import CachePool, by_cache, take
@@ -142,7 +144,7 @@ class TreeRunner(ModuleModel):
 
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[Mapping[str, Tensor]]:
         """Short texts in one call where little of it is padding, else one by one."""
         lengths = [len(tokens) for _, tokens in texts]
         padded = len(texts) * max(lengths, default=0)
@@ -183,7 +185,7 @@ class TreeRunner(ModuleModel):
         if self.rotary is not None:
             self.rotary.grow(self, texts)
 
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> Mapping[str, Tensor]:
         self._grow([(sequence, tokens)])
         return super().prefill(sequence, tokens, taps)
 
@@ -277,8 +279,10 @@ class TreeRunner(ModuleModel):
             states = [feed.sequence.exit_states for feed in feeds]
             results = self._score(feeds, places, [name for name in taps if name != exit_tap], upper, states)
             if exit_tap in taps:  # what the upper layers went on from
-                for rows, kept in zip(results, states, strict=True):
-                    rows.taps[exit_tap] = torch.stack(kept)
+                results = [
+                    replace(rows, taps={**rows.taps, exit_tap: torch.stack(kept)})
+                    for rows, kept in zip(results, states, strict=True)
+                ]
         except BaseException:
             for feed in feeds:
                 feed.sequence.clear_scratch()
@@ -317,8 +321,9 @@ class TreeRunner(ModuleModel):
         results: dict[int, Rows] = {}
         for group, call, (logits, hidden) in zip(groups, calls, outputs, strict=True):
             self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)
+            width = call.ids.shape[1]
             for index, kept, (i, _, end) in zip(group, logits, call.wanted, strict=True):
-                results[index] = Rows(kept, {name: h[i, :end] for name, h in hidden.items()})
+                results[index] = Rows(kept, HiddenStates(hidden, range(i * width, i * width + end)) if hidden else {})
         return [results[index] for index in range(len(feeds))]
 
     def _call(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
+from foretoken.core import Budget, Context, HiddenStates, Kind, Scores, TokenTree, Verdict
 from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.outside import check_proposal
@@ -146,7 +146,7 @@ def _scores_at(scores: Scores, tree: TokenTree, places: Sequence[int]) -> Scores
     if list(places) == list(range(len(scores.tree))):
         return replace(scores, tree=tree, _distributions={})
     rows = slice(places[0], places[0] + 1) if len(places) == 1 else list(places)  # a slice does not copy
-    taps = {name: tap[rows] for name, tap in scores.taps.items()}
+    taps = HiddenStates.of(scores.taps).at(rows) if scores.taps else {}
     return Scores(scores.logits[rows], tree, scores.prefix, scores.sampler, taps)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from foretoken.core import Context, Scores, TokenTree, Verdict
+from foretoken.core import Context, HiddenStates, HiddenText, Scores, TokenTree, Verdict
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.forward.heads.features import FeatureModel
@@ -21,39 +20,31 @@ class UnreadStates:
 
     Attributes:
         start: position of the first place.
-        parts: by tap the states [n, D] of places one after the other.
-        count: how many places there are.
+        states: of places one after the other; nothing is copied before they are read.
     """
 
     start: int = 0
-    parts: list[dict[str, Tensor]] = field(default_factory=list)
-    count: int = 0
+    states: HiddenText = field(default_factory=HiddenText)
 
     def __len__(self) -> int:
-        return self.count
+        return self.states.count
 
     def add(self, context: Context, taps: Sequence[str]) -> None:
         """Put aside what the last round (or the prompt) has that is new: a round may be shown more than once."""
         if taps[0] in context.hidden:
-            known = self.start + self.count - context.hidden_start
-            fresh = {tap: context.hidden[tap][known:] for tap in taps}
-            if len(fresh[taps[0]]):
-                self.parts.append(fresh)
-                self.count += len(fresh[taps[0]])
+            known = self.start + len(self) - context.hidden_start
+            self.states.add(HiddenStates.of(context.hidden).only(taps).at(slice(known, None)))
 
-    def first(self, count: int) -> dict[str, Tensor]:
+    def first(self, count: int) -> Mapping[str, Tensor]:
         """The states [count, D] of the first places, by tap."""
-        if len(self.parts) > 1:
-            self.parts = [{tap: torch.cat([part[tap] for part in self.parts]) for tap in self.parts[0]}]
-        return {tap: rows[:count] for part in self.parts for tap, rows in part.items()}
+        return self.states.first(count)
 
     def skip_to(self, position: int) -> None:
         """Forget the places before a position."""
-        gone = min(position - self.start, self.count)
+        gone = min(position - self.start, len(self))
         if gone > 0:
-            self.first(0)
-            self.parts = [{tap: rows[gone:] for tap, rows in self.parts[0].items()}] if gone < self.count else []
-            self.start, self.count = self.start + gone, self.count - gone
+            self.states.drop(gone)
+            self.start += gone
 
 
 class FeatureReader:

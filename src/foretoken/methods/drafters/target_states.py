@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.core import Context
+from foretoken.core import Context, HiddenStates
 from foretoken.methods.drafters.masked import MaskedReader
 from foretoken.methods.drafters.narrowed import projected
 from foretoken.methods.drafters.reading import UnreadStates
@@ -161,7 +161,8 @@ class TargetStates(MaskedReader):
     def start(self, context: Context) -> None:
         """Put the prompt's states aside; the first token has none before it, which reads as zero."""
         nothing = self.projection.weight.new_zeros(1, self.projection.width)
-        unread = context.state[self, "pending"] = UnreadStates(-1, [dict.fromkeys(self.taps, nothing)], 1)
+        unread = context.state[self, "pending"] = UnreadStates(-1)
+        unread.states.add(HiddenStates.of(dict.fromkeys(self.taps, nothing)))
         unread.add(context, self.taps)
 
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:

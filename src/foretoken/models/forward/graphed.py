@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core import HiddenStates
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, opened
 from foretoken.models.cache.fixed import FixedCache
 from foretoken.models.cache.masks import RowPlan
@@ -91,7 +92,8 @@ class Graphs:
         owner.run_rows += bucket.batch * bucket.width
         results = []
         for row, feed, place in zip(rows, feeds, places, strict=True):
-            kept = {name: states[row, : place.new] for name, states in hidden.items()}
+            start = row * bucket.width
+            kept = HiddenStates(hidden, range(start, start + place.new)) if hidden else {}
             results.append(Rows(logits[row, place.new - feed.num_wanted : place.new], kept))
         return results
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -260,7 +260,7 @@ class ParallelModel(LanguageModel):
         if wrong:
             raise ValueError(f"token {wrong[0]} is outside the vocabulary of {self.vocab_size}")
 
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> Mapping[str, Tensor]:
         if self.inner.rotary is not None:
             self.expect(sequence, max(sequence.regime, len(sequence.tokens) + len(tokens)))
         return super().prefill(sequence, tokens, taps)

@@ -1,0 +1,127 @@
+"""Hidden states stay where a forward has written them until somebody reads them.
+
+A trained drafter needs the target's states of the whole text, but only when it drafts.  In rounds without a draft there
+is a reference for every request; rows are taken out of the forward's tensors when a draft is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+HELD = 8
+"""For every row that is wanted, this many may be kept in memory: others in the batch, drafts that were refused."""
+RECENT = 64
+"""Parts of a text after which that is looked at."""
+
+
+class HiddenStates(Mapping[str, Tensor]):
+    """Some rows of what a forward has handed out: hidden states [n, D] by tap, which are taken out when looked up.
+
+    Args:
+        states: by tap all rows [..., D] of the forward.
+        places: n of them, counted through all dimensions but the last.
+    """
+
+    __slots__ = ("_states", "places")
+
+    def __init__(self, states: Mapping[str, Tensor], places: Sequence[int]) -> None:
+        self._states, self.places = states, places
+
+    @classmethod
+    def of(cls, hidden: Mapping[str, Tensor]) -> HiddenStates:
+        """All rows of tensors [n, D]."""
+        if isinstance(hidden, HiddenStates):
+            return hidden
+        return cls(hidden, range(len(next(iter(hidden.values()), ()))))
+
+    def __getitem__(self, tap: str) -> Tensor:
+        rows, places = self._states[tap].flatten(0, -2), self.places
+        return rows[places.start : places.stop] if isinstance(places, range) else rows[list(places)]
+
+    def __contains__(self, tap: object) -> bool:
+        return tap in self._states
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def num_rows(self) -> int:
+        """n."""
+        return len(self.places)
+
+    @property
+    def num_held(self) -> int:
+        """Rows that it keeps in memory."""
+        return next((math.prod(states.shape[:-1]) for states in self._states.values()), 0)
+
+    def only(self, taps: Sequence[str]) -> HiddenStates:
+        """The same rows of these taps alone."""
+        if len(taps) == len(self._states):
+            return self
+        return HiddenStates({tap: self._states[tap] for tap in taps}, self.places)
+
+    def at(self, rows: Sequence[int] | slice) -> HiddenStates:
+        """Some of the rows, by their numbers among these."""
+        if not isinstance(rows, slice) and all(after == before + 1 for before, after in pairwise(rows)):
+            rows = slice(rows[0], rows[-1] + 1) if rows else slice(0)
+        places = self.places[rows] if isinstance(rows, slice) else [self.places[row] for row in rows]
+        return HiddenStates(self._states, places)
+
+
+class HiddenText:
+    """Hidden states of places of a text, one after the other as rounds leave them.
+
+    Attributes:
+        parts: of one or more places each.
+        count: places.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[HiddenStates] = []
+        self.count = self._settled = 0
+
+    def add(self, part: HiddenStates) -> None:
+        """The next places; of every 64 parts the rows are copied where they keep too many others in memory."""
+        if not part.num_rows:
+            return
+        self.parts.append(part)
+        self.count += part.num_rows
+        if len(self.parts) - self._settled >= RECENT:
+            recent = self.parts[self._settled :]
+            if sum(part.num_held for part in recent) > HELD * sum(part.num_rows for part in recent):
+                self.parts[self._settled :] = [HiddenStates.of(_joined(recent))]
+            self._settled = len(self.parts)
+
+    def first(self, count: int) -> Mapping[str, Tensor]:
+        """[count, D] of the first places, by the taps of the first part."""
+        if len(self.parts) > 1:
+            self.parts, self._settled = [HiddenStates.of(_joined(self.parts))], 1
+        return self.parts[0].at(slice(count)) if self.parts else {}
+
+    def drop(self, count: int) -> None:
+        """Forget the first places."""
+        left, gone = min(count, self.count), 0
+        self.count -= left
+        while gone < len(self.parts) and self.parts[gone].num_rows <= left:
+            left -= self.parts[gone].num_rows
+            gone += 1
+        del self.parts[:gone]
+        self._settled = max(0, self._settled - gone)
+        if left:
+            self.parts[0] = self.parts[0].at(slice(left, None))
+
+    def copied(self) -> dict[str, Tensor]:
+        """[count, D] by the taps of the first part, which keep nothing else in memory."""
+        return _joined(self.parts) if self.parts else {}
+
+
+def _joined(parts: Sequence[HiddenStates]) -> dict[str, Tensor]:
+    return {tap: torch.cat([part[tap] for part in parts]) for tap in parts[0]}
