@@ -27,9 +27,9 @@ from pathlib import Path
 import httpx
 from transformers import AutoModelForCausalLM
 
+from foretoken.core.io.checkpoints import ZOO
 from foretoken.lab.bench.gguf_export import write_gguf
 from foretoken.loading import load_tokenizer
-from foretoken.core.io.checkpoints import ZOO
 from foretoken.models.variants.inflation import inflate
 
 WAIT_S = 240.0

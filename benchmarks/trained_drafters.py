@@ -20,10 +20,10 @@ from pathlib import Path
 from common import environment
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
+from foretoken.core.io.checkpoints import is_adapter
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
 from foretoken.loading import BUILTIN, ZOO, build_drafter, load_model, load_tokenizer
-from foretoken.core.io.checkpoints import is_adapter
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.models.base import LanguageModel
