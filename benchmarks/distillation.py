@@ -31,7 +31,7 @@ from common import environment
 import foretoken as ft
 from foretoken.cli.train_distill import open_shop
 from foretoken.lab.bench.alignment import Alignment
-from foretoken.methods.drafters.learning.divergences import LOSSES
+from foretoken.methods.drafters.learning.losses import LOSSES
 from foretoken.training.config import TEXTS, DistillConfig
 from foretoken.training.curves import values_of
 from foretoken.training.distill import Distiller

@@ -98,15 +98,13 @@ def compare(model: Any, drafter: Path) -> None:
         ValueError: they differ.
     """
     import torch
-    from safetensors.torch import load_file
 
     from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+    from foretoken.methods.drafters.nets.store import load_weights
 
     shape = Eagle3Config(**json.loads((drafter / "drafter.json").read_text(encoding="utf-8"))["config"])
     net = Eagle3Net(shape).eval()
-    net.load_state_dict(
-        {n: v.float() if v.is_floating_point() else v for n, v in load_file(drafter / "model.safetensors").items()}
-    )
+    load_weights(drafter, net)
     random = torch.Generator().manual_seed(0)
     taps = torch.randn(1, 7, len(shape.taps) * shape.hidden_size, generator=random)
     embeddings = torch.randn(1, 7, shape.hidden_size, generator=random)

@@ -19,7 +19,8 @@ import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.lab.bench.alignment import Alignment
 from foretoken.loading import load_model
-from foretoken.methods.drafters.learning.divergences import LOSSES, divergence, log_distribution
+from foretoken.methods.drafters.learning.divergences import divergence, log_distribution
+from foretoken.methods.drafters.learning.losses import LOSSES
 from foretoken.training.config import TEXTS, DistillConfig, LmConfig
 from foretoken.training.distill import Distiller
 from foretoken.training.lm import train_lm

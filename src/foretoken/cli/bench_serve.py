@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from foretoken.cli.output import json_only, progress_bar, screen, table
+from foretoken.cli.settings import FromOptions, with_settings
+from foretoken.lab.bench.load.settings import Level, LoadSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.lab.bench.load.run import LoadResult
-    from foretoken.lab.bench.load.settings import Level
 
 Number = TypeVar("Number", int, float)
 FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
 
 
+@with_settings
 def serve_command(
+    *,
     urls: Annotated[
         list[str],
         typer.Argument(
@@ -37,12 +41,11 @@ def serve_command(
         list[str] | None, typer.Option(help="Requests per second, arriving by chance; joined or given several times.")
     ] = None,
     burst: Annotated[int, typer.Option(min=1, help="With --rate: requests that arrive together.")] = 1,
-    requests: Annotated[int, typer.Option(min=1, help="Requests per level, arm and pass.")] = 64,
+    load: Annotated[LoadSettings, FromOptions()],
     repeat: Annotated[int | None, typer.Option(min=1, help="Passes of each level [1; 2 where arms compare].")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Plain decoding against speculation on one server, and equal texts.")
     ] = False,
-    warmup: Annotated[int, typer.Option(min=1, help="Requests to each arm before anything is measured.")] = 4,
     chat: Annotated[bool, typer.Option("--chat", help="Chat completions instead of completions.")] = False,
     prompts: Annotated[
         list[Path] | None,
@@ -53,12 +56,6 @@ def serve_command(
         list[str] | None, typer.Option(help="Only these categories; may be given several times.")
     ] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Most prompts per category.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus; 1 is off.")] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the first request, counted up; also of the arrivals.")
-    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ask for answers of full length (vLLM, SGLang, foretoken).")
     ] = False,
@@ -83,12 +80,12 @@ def serve_command(
     passes = 2 if compare or len(urls) > 1 else 1
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
-        result = _measured(
-            urls, compare, api_key or [], model or [], _prompts(prompts, format, category, max_prompts), out,
-            levels=_levels(concurrency, rate, burst), requests=requests, passes=repeat or passes, warmup=warmup,
-            chat=chat, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
-            ignore_eos=ignore_eos, extra=_object(extra_body), timeout_s=timeout,
+        settings = replace(
+            load, levels=_levels(concurrency, rate, burst), passes=repeat or passes, chat=chat, ignore_eos=ignore_eos,
+            extra=_object(extra_body), timeout_s=timeout,
         )  # fmt: skip
+        found = _prompts(prompts, format, category, max_prompts)
+        result = _measured(urls, compare, api_key or [], model or [], found, out, settings)
         if not as_json:
             show(screen(), result, out)
     if lines_out:
@@ -106,8 +103,6 @@ def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst
     Raises:
         ValueError: something that is no number above 0, or bursts without a rate.
     """
-    from foretoken.lab.bench.load.settings import Level
-
     if burst > 1 and not rate:
         raise ValueError("--burst says how many requests of a --rate arrive together: give --rate too")
     if not concurrency and not rate:
@@ -156,7 +151,7 @@ def _measured(
     models: Sequence[str],
     prompts: Mapping[str, Any],
     out: Path | None,
-    **settings: Any,
+    settings: LoadSettings,
 ) -> LoadResult:
     """Run it, and write its file."""
     try:
@@ -165,13 +160,12 @@ def _measured(
         if error.name != "httpx":
             raise
         raise ValueError("a load test needs httpx: pip install 'foretoken[bench]'") from None
-    from foretoken.lab.bench.load.settings import LoadSettings
 
     if out is not None and not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent} for --out")
     addresses = parse_addresses(urls, compare, keys, models)
     with progress_bar() as tell:
-        result = run_load(addresses, prompts, LoadSettings(**settings), compare, tell)
+        result = run_load(addresses, prompts, settings, compare, tell)
     if out is not None and result.cells:
         result.write(out)
     return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foretoken.core.settings import setting
+from foretoken.methods.drafters.learning.losses import check_loss
 
 OPTIMIZERS = ("muon", "adamw")
 """Muon for matrices with AdamW for the rest, or AdamW for everything.
@@ -151,8 +152,6 @@ class DistillConfig(RunConfig):
     taps: str = setting("", "With --places: hidden states of the target read beside the tokens (PARD-2): usual.")
 
     def __post_init__(self) -> None:
-        from foretoken.methods.drafters.learning.divergences import check_loss
-
         check_loss(self.loss, self.beta)
         if self.text not in TEXTS:
             raise ValueError(f"unknown text {self.text!r}: choose one of {', '.join(TEXTS)}")
@@ -162,7 +161,7 @@ class DistillConfig(RunConfig):
             raise ValueError(f"prompt={self.prompt} must leave room to write in a context of {self.context}")
         if self.mask_token < -1 or (self.places == 1 and self.mask_token != -1):
             raise ValueError("mask_token must be a token's id, and goes with places above 1")
-        if self.layers and self.places == 1:
+        if self.taps and self.layers and self.places == 1:  # a run without taps is checked without PyTorch
             raise ValueError("taps, the target's states beside the tokens, go with places above 1")
         if self.places >= self.context:
             raise ValueError(f"places={self.places} must be fewer than the {self.context} tokens of a row")

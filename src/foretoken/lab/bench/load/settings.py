@@ -6,9 +6,12 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from foretoken.lab.prompts import BenchPrompt
+from foretoken.core.settings import setting
+
+if TYPE_CHECKING:
+    from foretoken.lab.prompts import BenchPrompt
 
 Shape = Literal["concurrency", "rate"]
 LARGEST_TIE = 0.3
@@ -101,14 +104,14 @@ class LoadSettings:
         timeout_s: after which a request counts as failed.
     """
 
-    levels: Sequence[Level]
-    requests: int = 64
+    levels: Sequence[Level] = ()
+    requests: int = setting(64, "Requests per level, arm and pass.", 1)
     passes: int = 1
-    warmup: int = 4
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
+    warmup: int = setting(4, "Requests to each arm before anything is measured.", 1)
+    max_tokens: int = setting(128, "Most tokens of an answer.", 1)
+    temperature: float = setting(0.0, "0 is greedy.", 0.0, 2.0)
+    top_p: float = setting(1.0, "Nucleus; 1 is off.", 0.0, 1.0)
+    seed: int | None = setting(None, "Seed of the first request, counted up; also of the arrivals.")
     chat: bool = False
     ignore_eos: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -10,7 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-LOSSES = ("fkl", "rkl", "jsd", "tvd")
+from foretoken.methods.drafters.learning.losses import check_loss
+
 FLOOR = -1e4
 """Log-probability of an impossible token: finite, so that 0 * log 0 is 0; in float32 its exponential is exactly 0."""
 
@@ -42,23 +43,11 @@ def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
-def check_loss(name: str, beta: float) -> None:
-    """Look at the options of :func:`divergence`.
-
-    Raises:
-        ValueError: an unknown name, or ``beta`` outside (0, 1).
-    """
-    if name not in LOSSES:
-        raise ValueError(f"unknown loss {name!r}: choose one of {', '.join(LOSSES)}")
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must be between 0 and 1 (both excluded: use fkl or rkl there), not {beta}")
-
-
 def divergence(name: str, target: Tensor, draft: Tensor, beta: float = 0.5) -> Tensor:
     """The divergence ``name`` per row [n] of two logits [n, V]; gradients flow into both.
 
     Raises:
-        ValueError: as :func:`check_loss`.
+        ValueError: as :func:`~foretoken.methods.drafters.learning.losses.check_loss`.
     """
     check_loss(name, beta)
     log_p, log_q = log_distribution(target), log_distribution(draft)

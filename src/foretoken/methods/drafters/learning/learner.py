@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core.io.files import save_model
-from foretoken.methods.drafters.learning.divergences import check_loss, divergence
+from foretoken.methods.drafters.learning.divergences import divergence
 from foretoken.methods.drafters.learning.lessons import Lesson, Mistake, stored_distribution
+from foretoken.methods.drafters.learning.losses import check_loss
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear
