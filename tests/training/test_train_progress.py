@@ -64,7 +64,7 @@ def test_every_line_of_progress_has_the_acceptance_that_was_measured_last() -> N
     lines = ProgressLines(Console(file=text, width=200), Clock())
     bar = TrainingBar(lines, 2, lambda m: f"length {m['length']}", lambda m: f"acceptance {m['rate']}")
     bar.on_step(Progress(0, 2, float("nan"), 0.0, {"length": 1.1, "rate": 0.1}))
-    bar.on_step(Progress(1, 2, 3.5, 700.0, None, 60.0))
+    bar.on_step(Progress(1, 2, 3.5, 700.0))
     bar.on_step(Progress(2, 2, 3.25, 700.0, {"length": 2.2, "rate": 0.6}))
     assert lines_of(text) == [
         "step 0: length 1.1",

@@ -30,7 +30,7 @@ def parse_spec(text: str) -> Spec:
     Raises:
         ValueError: an option without ``=``, an empty name, or parentheses that do not close.
     """
-    head, *rest = _split(text, ",")
+    head, *rest = split_outside(text, ",")
     name, _, path = (part.strip() for part in head.partition(":"))
     if is_code(name):
         cls, _, path = (part.strip() for part in path.partition(":"))
@@ -52,7 +52,7 @@ def split_specs(text: str) -> list[str]:
     Raises:
         ValueError: nothing before, after or between two ``|``, or parentheses that do not close.
     """
-    specs = [_unwrap(part.strip()) for part in _split(text, "|")]
+    specs = [_unwrap(part.strip()) for part in split_outside(text, "|")]
     if not all(specs):
         raise ValueError(
             f"{text!r} has an empty place in its list: write specs joined by |, for example model,k=4|ngram"
@@ -60,8 +60,12 @@ def split_specs(text: str) -> list[str]:
     return specs
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Split at separators outside parentheses."""
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split at separators outside parentheses.
+
+    Raises:
+        ValueError: parentheses that do not close.
+    """
     parts, depth = [""], 0
     for sign in text:
         depth += (sign == "(") - (sign == ")")

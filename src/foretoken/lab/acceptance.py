@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
@@ -29,6 +29,9 @@ from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.methods.drafters.nets.store import CONFIG, WEIGHTS
 from foretoken.models.base import LanguageModel
 from foretoken.options import encode
+
+if TYPE_CHECKING:
+    from foretoken.training.formats.transfer import Imported
 
 PROMPTS, NEW_TOKENS = 8, 64
 """Prompts that are answered, and how far."""
@@ -74,17 +77,6 @@ class MeasuredAcceptance:
         return cls(stats.mean_acceptance_length, shares, stats.num_drafts)
 
 
-class NewDrafter(Protocol):
-    """A drafter that was read and is not in its place yet (:class:`foretoken.training.formats.transfer.Imported`)."""
-
-    source: Path
-    folder: Path
-    spec: str
-    model: LanguageModel
-    target: str
-    tokenizer: Any
-
-
 class AcceptanceCheck:
     """Drafts with a new drafter on ordinary text, greedily and in chains: call it with one.
 
@@ -100,11 +92,9 @@ class AcceptanceCheck:
             raise ValueError(f"expect is in tokens a round, the target's own included, and above 1, not {expect}")
         self.expect = expect
 
-    def __call__(self, new: NewDrafter) -> dict[str, Any]:
-        """``acceptance`` and ``warnings``.
-
-        ``acceptance`` is a :class:`MeasuredAcceptance` with what was ``expected``, and tokens a round ``by_length`` of
-        the text.
+    def __call__(self, new: Imported) -> dict[str, Any]:
+        """``acceptance`` (as :class:`MeasuredAcceptance`, with what was ``expected``, and tokens a round ``by_length``
+        of the text) and ``warnings``.
 
         Raises:
             ValueError: the target has no tokenizer, less than .8 of what was expected is accepted, or drafts fail in
@@ -144,13 +134,7 @@ def long_text(tokenizer: Any) -> list[int]:
 
 
 def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
-    """Answer prompts greedily with a draft of the drafter's own length in every round.
-
-    Args:
-        target: the model.
-        drafter: what drafts for it.
-        prompts: token ids.
-    """
+    """Answer prompts greedily with a draft of the drafter's own length in every round."""
     engine, total = Engine(target, drafter, None, ConstantController()), SpecStats()
     for ids in prompts:
         room = target.context_length - len(ids)
@@ -177,7 +161,7 @@ def stated(folder: Path) -> float | None:
     return min((figure for figure in figures if figure > 1), default=None)
 
 
-def _measured(new: NewDrafter, folder: Path, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
+def _measured(new: Imported, folder: Path, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
     spec = new.spec.format(folder)
     options = CHAINS.get(new.spec.split(":")[0], "")
     drafter = build_drafter(
@@ -190,7 +174,7 @@ def _measured(new: NewDrafter, folder: Path, prompts: Sequence[Sequence[int]]) -
     return measure_acceptance(new.model, drafter, prompts)
 
 
-def _by_length(new: NewDrafter) -> dict[int, float]:
+def _by_length(new: Imported) -> dict[int, float]:
     """Tokens a round by the length of the text before, all at the same places; nothing where no two lengths fit."""
     text, room = long_text(new.tokenizer), new.model.context_length - NEW_TOKENS
     lengths = [length for length in LENGTHS if length <= min(room, len(text))]
@@ -218,7 +202,7 @@ def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
     )
 
 
-def _better_layers(new: NewDrafter, own: MeasuredAcceptance, prompts: Sequence[Sequence[int]]) -> str:
+def _better_layers(new: Imported, own: MeasuredAcceptance, prompts: Sequence[Sequence[int]]) -> str:
     """Which layers beside the drafter's own give clearly more, in words; empty: none do, or it names none."""
     tried = {by: _shifted(new, by, prompts) for by in (-1, 1)}
     measured = {by: other.tokens_a_round for by, other in tried.items() if other is not None}
@@ -232,7 +216,7 @@ def _better_layers(new: NewDrafter, own: MeasuredAcceptance, prompts: Sequence[S
     )
 
 
-def _shifted(new: NewDrafter, by: int, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance | None:
+def _shifted(new: Imported, by: int, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance | None:
     """What the drafter would give if every layer that it reads were the one ``by`` behind; ``None``: there is none."""
     file = new.folder / CONFIG
     told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -247,7 +231,7 @@ def _shifted(new: NewDrafter, by: int, prompts: Sequence[Sequence[int]]) -> Meas
         return _measured(new, Path(place), prompts)
 
 
-def _too_little(new: NewDrafter, own: MeasuredAcceptance, expected: float, better: str) -> str:
+def _too_little(new: Imported, own: MeasuredAcceptance, expected: float, better: str) -> str:
     method = new.spec.split(":")[0]
     masks = ["a wrong mask_token_id"] if DEPTHS.get(method) == "taps" or method == "peagle" else []
     layers = ["layer ids of another numbering"] if method in DEPTHS else []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foretoken.core.conversation import from_sharegpt, has_template, render, to_answer
 from foretoken.core.names import unknown
@@ -31,10 +31,7 @@ FEW = (
 """A few short texts of our own."""
 TEXT_SUFFIXES = (".txt", ".md")
 Row = Mapping[str, Any]
-
-
-class _Shape(ValueError):
-    """A row that is not of its format; the caller adds file and line."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,14 @@ class BenchPrompt:
 def _text_of(row: Row, key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
-        raise _Shape(f"{key!r} must be a text")
+        raise ValueError(f"{key!r} must be a text")
     return value
 
 
 def _category_of(row: Row, default: str) -> str:
     value = row.get("category", default)
     if not isinstance(value, str) or not value.strip():
-        raise _Shape("'category' must be a text")
+        raise ValueError("'category' must be a text")
     return value
 
 
@@ -89,7 +86,7 @@ def _turns(row: Row) -> BenchPrompt:
     """Spec-Bench and MT-bench: the first turn (later ones need the model's own answers)."""
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
-        raise _Shape("'turns' must be a list of texts")
+        raise ValueError("'turns' must be a list of texts")
     return BenchPrompt(_category_of(row, "default"), turns[0], ({"role": "user", "content": turns[0]},))
 
 
@@ -101,7 +98,7 @@ def _mbpp(row: Row) -> BenchPrompt:
     """The task and its tests as a docstring at the top of a program."""
     tests = row.get("test_list") or []
     if not isinstance(tests, list):
-        raise _Shape("'test_list' must be a list")
+        raise ValueError("'test_list' must be a list")
     lines = "\n".join(str(test) for test in tests)
     return BenchPrompt("mbpp", f'"""\n{_text_of(row, "text")}\n{lines}\n"""\n')
 
@@ -115,7 +112,7 @@ def _chat(row: Row) -> BenchPrompt:
     """A transcript up to the last message that an assistant would answer."""
     found = row.get("messages")
     if not isinstance(found, list):
-        raise _Shape("'messages' must be a list of messages")
+        raise ValueError("'messages' must be a list of messages")
     return _transcript(row, found)
 
 
@@ -164,7 +161,7 @@ def _format_of(row: Row) -> str:
         return "mbpp"
     if "text" in row:
         return "jsonl"
-    raise _Shape(f"no known prompt in the keys {', '.join(map(repr, row)) or '(none)'}: give {KEYS}")
+    raise ValueError(f"no known prompt in the keys {', '.join(map(repr, row)) or '(none)'}: give {KEYS}")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -230,7 +227,7 @@ def _read(file: Path, format: str) -> Iterator[BenchPrompt]:
     for number, row in _rows(file, text):
         try:
             if not isinstance(row, dict):
-                raise _Shape(f"a row must be a JSON object, not {type(row).__name__}")
+                raise ValueError(f"a row must be a JSON object, not {type(row).__name__}")
             yield READERS[_format_of(row) if format == "auto" else format](row)
         except ValueError as error:
             asked = "" if format == "auto" else f" (--format {format})"
@@ -292,10 +289,11 @@ def select(
     for prompt in prompts:
         if prompt.category in found:
             found[prompt.category].append(prompt)
-    return {name: _spread(group, most) for name, group in found.items()}
+    return {name: spread(group, most) for name, group in found.items()}
 
 
-def _spread(group: list[BenchPrompt], most: int | None) -> list[BenchPrompt]:
+def spread(group: list[T], most: int | None) -> list[T]:
+    """At most so many of a list, evenly over it."""
     if most is None or len(group) <= most:
         return group
     return [group[i * len(group) // most] for i in range(most)]

@@ -20,7 +20,6 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
         return now(self.device) - self.began_s
 
 

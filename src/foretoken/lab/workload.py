@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.noise import unseeded_from
 from foretoken.engine.stats import SpecStats
+from foretoken.lab.prompts import BenchPrompt, spread
+from foretoken.lab.timing import median_run, runs_of
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
 from foretoken.models.base import LanguageModel
@@ -17,13 +19,18 @@ from foretoken.models.variants.inflated import InflatedModel
 from foretoken.options import Options
 
 if TYPE_CHECKING:
-    from foretoken.lab.prompts import BenchPrompt
     from foretoken.llm import Llm
     from foretoken.methods.drafters.base import Drafter
-    from foretoken.models.base import LanguageModel
 
+FINAL_RUNS = 5
+"""Interleaved runs of each arm of a tuner's last comparison."""
 REFUSALS = (ValueError, OSError, ArithmeticError, MemoryError)
 """What says that a drafter does not fit; anything else is a bug of ours."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,12 @@ class Speed:
         return cls(median(one.tokens_per_s for one in stats), total.acceptance_rate, total.mean_acceptance_length)
 
 
+def compared_speeds(arms: Mapping[str, Callable[[], Speed]]) -> dict[str, Speed]:
+    """The median speed of every arm, over runs in which they take turns at going first."""
+    runs = runs_of(arms, FINAL_RUNS)
+    return {name: median_run(found, lambda speed: speed.tokens_per_s) for name, found in runs.items()}
+
+
 @dataclass(frozen=True)
 class Workload:
     """Prompts that every arm decodes.
@@ -101,7 +114,6 @@ class Workload:
 
     @property
     def target(self) -> LanguageModel:
-        """The model."""
         return self.subject.target
 
     def speed(self, drafter: Drafter | None) -> Speed:
@@ -125,8 +137,7 @@ def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens
     fitting = [ids for ids in encoded if 0 < len(ids) <= context - new_tokens]
     if not fitting:
         raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {context}")
-    count = min(most, len(fitting))
-    return [fitting[i * len(fitting) // count] for i in range(count)]
+    return spread(fitting, most)
 
 
 def target_name(target: LanguageModel, source: Any) -> str:

@@ -174,26 +174,21 @@ class Answer:
             ApiError: it failed.
         """
         try:
-            result = await while_connected(self.http, work)
+            return await while_connected(self.http, work)
         except ClientGone:
             self.log(499)
             raise ApiError(408, "the client went away") from None
         except Exception as error:
             failure = api_error(error)
-            self.note_failure(failure)
+            self.serving.metrics.failed(failure.code or "error")
+            self.log(failure.status)
             raise failure from error
-        return result
 
     def note(self, index: int, stats: SpecStats, reason: str | None, why: str = "") -> None:
         """A choice has ended."""
         self.stats[index] = stats
         self.reasons.append(finish_reason(reason) or "unknown")
         self.why = why or self.why
-
-    def note_failure(self, failure: ApiError) -> None:
-        """It has ended with an error."""
-        self.serving.metrics.failed(failure.code or "error")
-        self.log(failure.status)
 
     @property
     def all_stats(self) -> list[SpecStats]:

@@ -65,13 +65,13 @@ def format_of(template: str) -> CallFormat:
     return LLAMA if "<|python_tag|>" in template or '"parameters"' in template or "pythonic" in template else HERMES
 
 
-def forced(form: CallFormat, tools: Sequence[Tool], most: int, special: Mapping[str, int]) -> str:
+def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: Mapping[str, int]) -> str:
     """A grammar (Lark's syntax, as llguidance reads it) of one to ``most`` calls of these tools and nothing else.
 
     Args:
         form: how calls are written.
         tools: those that may be called.
-        most: calls.
+        most: calls, :data:`MOST_CALLS` where that is not said.
         special: ids of the tokenizer's added tokens: a grammar names these by their ids.
 
     Raises:
@@ -81,6 +81,7 @@ def forced(form: CallFormat, tools: Sequence[Tool], most: int, special: Mapping[
     def literal(text: str) -> str:
         return _literal(text, special)
 
+    most = most or MOST_CALLS
     again = f" ({literal(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
     parts = [literal(form.opens), f"call{again}", literal(form.closes)]
     lines = ["start: " + " ".join(part for part in parts if part)]
@@ -135,11 +136,6 @@ class ToolChoice:
         """Of the functions that may be called."""
         return frozenset(tool.function.name for tool in self.offered)
 
-    @property
-    def most_forced(self) -> int:
-        """Calls in a forced answer."""
-        return self.most or MOST_CALLS
-
 
 def choice_of(body: ChatRequest) -> ToolChoice:
     """The choice of a request.
@@ -158,13 +154,10 @@ def choice_of(body: ChatRequest) -> ToolChoice:
         found = ToolChoice(tools, _some(tools), most)
     else:
         found = ToolChoice() if chosen == "none" else ToolChoice(tools, (), most)
-    if found.forced and (body.structured_outputs is not None or _is_formed(body)):
+    form = body.response_format
+    if found.forced and (body.structured_outputs is not None or (form is not None and form.type != "text")):
         raise bad("a call of a tool is forced, so the answer has no other form: leave the one or the other out", FIELD)
     return found
-
-
-def _is_formed(body: ChatRequest) -> bool:
-    return body.response_format is not None and body.response_format.type != "text"
 
 
 def _by_object(tools: Sequence[Tool], chosen: dict[str, Any], most: int | None) -> ToolChoice:

@@ -35,7 +35,6 @@ def text_of(parts: Sequence[Part]) -> str:
 
 
 def calls_of(parts: Sequence[Part]) -> list[Call]:
-    """The calls among them."""
     return [part for part in parts if isinstance(part, Call)]
 
 

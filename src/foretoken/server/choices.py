@@ -23,11 +23,6 @@ from foretoken.server.serving import Serving
 class Choices(ABC):
     """One request, and the choices that answer it.
 
-    Args:
-        serving: the server.
-        http: the request.
-        body: what it asks.
-
     Attributes:
         chunk: the kind of the objects of a stream, where that is another than the answer's.
         answer: what is counted and logged of it.

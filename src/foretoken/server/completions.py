@@ -37,7 +37,7 @@ class _Completions(Choices):
     Attributes:
         prompts: token ids, one list per prompt.
         unwritten: whether only the prompt's own values are wanted (``max_tokens: 0``).
-        places: how far the text of each streamed choice is.
+        offsets, sent: of each streamed choice, where tokens begin and how much of its text was sent.
     """
 
     body: CompletionRequest
@@ -49,7 +49,8 @@ class _Completions(Choices):
         self.unwritten = body.max_tokens == 0
         self.written = 0 if self.unwritten else None
         self.answer = Answer(serving, http, body, "text_completion")
-        self.places: list[_Place] = []
+        self.offsets: list[Offsets] = []
+        self.sent: list[int] = []
 
     def _check(self) -> None:
         body = self.body
@@ -139,7 +140,6 @@ class _Completions(Choices):
         return completion_logprobs(found, ids, self.texts, self.body.logprobs, offsets)
 
     def _prompt(self, index: int) -> list[int]:
-        """That of a choice."""
         return self.prompts[index // (self.body.n or 1)]
 
     def _prompt_text(self, ids: Sequence[int]) -> str:
@@ -151,7 +151,8 @@ class _Completions(Choices):
     def beginnings(self, count: int) -> Iterator[dict[str, Any]]:
         for index in range(count):
             text = self._prompt_text(self._prompt(index)) if self.body.echo else ""
-            self.places.append(_Place(self.serving.llm.tokenizer, len(text)))
+            self.offsets.append(Offsets(self.serving.llm.tokenizer, len(text)))
+            self.sent.append(len(text))
             if self.body.echo:
                 yield {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
@@ -161,7 +162,8 @@ class _Completions(Choices):
             return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason(piece.finish_reason)}
         values = None
         if body.logprobs is not None:
-            offsets = self.places[index].after(piece)
+            self.sent[index] += len(piece.text)
+            offsets = self.offsets[index].push(piece.token_ids, self.sent[index])
             values = completion_logprobs(piece.logprobs, piece.token_ids, self.texts, body.logprobs, offsets)
         return {
             "index": index,
@@ -171,20 +173,3 @@ class _Completions(Choices):
             "stop_reason": piece.stop_reason,
             **self.told(piece.token_ids, piece),
         }
-
-
-class _Place:
-    """How far the text of a streamed choice is.
-
-    Args:
-        tokenizer: a Transformers tokenizer, or ``None``.
-        sent: characters that are sent before the first token.
-    """
-
-    def __init__(self, tokenizer: Any | None, sent: int = 0) -> None:
-        self._offsets, self._sent = Offsets(tokenizer, sent), sent
-
-    def after(self, piece: Piece) -> list[int]:
-        """Where the piece's tokens begin."""
-        self._sent += len(piece.text)
-        return self._offsets.push(piece.token_ids, self._sent)

@@ -135,13 +135,22 @@ class ApiError(Exception):
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
     return path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that cannot be served as it is."""
     return ApiError(400, message, param=param, code=code)
+
+
+def shutting_down() -> ApiError:
+    """The server takes nothing any more."""
+    return ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
+
+
+def still_loading() -> ApiError:
+    """The server takes nothing yet."""
+    return ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
 
 
 def api_error(error: Exception) -> ApiError:
@@ -152,7 +161,7 @@ def api_error(error: Exception) -> ApiError:
         wait = {"Retry-After": str(max(1, round(error.retry_after_s)))}
         return ApiError(503, f"the server is busy: {error}; try again", code="queue_full", headers=wait)
     if isinstance(error, Draining | EngineClosed):
-        return ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
+        return shutting_down()
     if isinstance(error, EngineDead):
         return ApiError(503, "the engine has stopped", code="engine_dead", headers={"Retry-After": "30"})
     if isinstance(error, DeadlineExceeded):

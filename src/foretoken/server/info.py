@@ -14,14 +14,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import foretoken
 from foretoken.core.bos import ids_with_one_bos
+from foretoken.core.conversation import has_template
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.drafters.online import OnlineDrafter
-from foretoken.server.errors import RESPONSES, ApiError, bad
+from foretoken.server.errors import RESPONSES, ApiError, bad, shutting_down, still_loading
 from foretoken.server.schemas import DetokenizeRequest, TokenizeRequest
 from foretoken.server.serving import Serving
-from foretoken.server.templates import Conversation, has_template, prompt_of
+from foretoken.server.templates import Conversation, prompt_of
 from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter(responses=RESPONSES)
@@ -48,11 +49,11 @@ async def ready(http: Request) -> dict[str, Any]:
     """Whether requests should be sent here."""
     serving = _serving(http)
     if serving.draining:
-        raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
+        raise shutting_down()
     if serving.trouble is not None:
         raise ApiError(503, serving.trouble, code="unhealthy")
     if not serving.is_loaded:
-        raise ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
+        raise still_loading()
     return {"status": "ready", "model": serving.settings.name}
 
 
@@ -109,7 +110,8 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         raise bad("give either prompt or messages", "prompt")
     text, special = body.prompt, body.add_special_tokens is not False
     if text is None:
-        text = await prompt_of(tokenizer, _conversation(body))
+        how = (body.chat_template_kwargs or {}, body.add_generation_prompt, body.continue_final_message)
+        text = await prompt_of(tokenizer, Conversation(body.messages or (), body.tools or (), *how))
         special = not has_template(tokenizer) if body.add_special_tokens is None else body.add_special_tokens
     with_texts, longest = body.return_token_strs, serving.llm.target.context_length
 
@@ -131,16 +133,6 @@ def _tokens_json(ids: Sequence[int], longest: int, texts: Sequence[str] | None) 
 
     head = f'{{"count":{len(ids)},"max_model_len":{longest},"tokens":{written(ids)}'
     return (head + ("" if texts is None else f',"token_strs":{written(texts)}') + "}").encode()
-
-
-def _conversation(body: TokenizeRequest) -> Conversation:
-    return Conversation(
-        body.messages or (),
-        body.tools or (),
-        body.chat_template_kwargs or {},
-        body.add_generation_prompt,
-        body.continue_final_message,
-    )
 
 
 @router.post("/detokenize")
@@ -167,12 +159,8 @@ async def tokenizer_info(http: Request) -> dict[str, Any]:
         "vocab_size": serving.llm.target.vocab_size,
         "model_max_length": serving.llm.target.context_length,
         "chat_template": getattr(tokenizer, "chat_template", None),
-        **{name: _text(getattr(tokenizer, name, None)) for name in names},
+        **{name: None if (token := getattr(tokenizer, name, None)) is None else str(token) for name in names},
     }
-
-
-def _text(token: Any) -> str | None:
-    return None if token is None else str(token)
 
 
 def _tokenizer(serving: Serving) -> Any:

@@ -16,7 +16,7 @@ from foretoken.options import FIELDS, beside, make_request
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
 from foretoken.server.places import place_of
-from foretoken.server.schemas import REFUSED, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
+from foretoken.server.schemas import REFUSED, Body, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
 from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, in_thread
 
@@ -44,6 +44,17 @@ def check_fields(body: CompletionBody, serving: Serving) -> dict[str, str]:
         if wanted.tree is not None:
             raise bad("the tree belongs to the drafter that the server was started with: leave it out", "speculative")
     return serving.note_ignored(body.ignored)
+
+
+def refuse(body: Body, unserved: Mapping[str, str]) -> None:
+    """Refuse fields that cannot be honoured, by the reason why.
+
+    Raises:
+        ApiError: 400.
+    """
+    for name in body.ignored:
+        if name in unserved and (body.model_extra or {}).get(name):
+            raise bad(f"{name} is not served: {unserved[name]}", name, "unsupported_parameter")
 
 
 def chat_of(found: Mapping[str, Any]) -> ChatRequest:

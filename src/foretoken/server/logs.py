@@ -21,7 +21,6 @@ class JsonLines(logging.Formatter):
     """Control characters are escaped by JSON, so that nobody can write lines of others."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
         if getattr(record, "plain", False):
             return record.getMessage()
         found: dict[str, Any] = {
@@ -54,7 +53,6 @@ class LineWriter(logging.Handler):
         threading.Thread(target=self._write_all, name="foretoken-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a line."""
         try:
             self._lines.put_nowait(self.format(record))
         except Full:

@@ -118,12 +118,7 @@ def _end(
 
 
 class _MessageStream:
-    """The events of one answer: blocks of text and calls, each begun, continued and ended.
-
-    Args:
-        turn: what is answered.
-        body: as it came.
-    """
+    """The events of one answer: blocks of text and calls, each begun, continued and ended."""
 
     def __init__(self, turn: ChatTurn, body: MessagesRequest) -> None:
         self.turn, self.body = turn, body

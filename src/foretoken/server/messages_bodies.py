@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictStr
+from pydantic import Field, StrictBool, StrictStr
 
 from foretoken.server.errors import bad
-from foretoken.server.inputs import chat_of
+from foretoken.server.inputs import chat_of, refuse
 from foretoken.server.schemas import (
     BIG,
     MOST_STOPS,
     MOST_TOOLS,
     Body,
     ChatRequest,
+    FunctionName,
+    ModelName,
     Short,
     Speculative,
     Stop,
     Text,
     count,
-    encodable,
     option,
 )
 
@@ -60,7 +61,7 @@ class AnthropicTool(Body):
     """A tool that the model may use."""
 
     type: Short | None = None
-    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: FunctionName
     description: Text | None = None
     input_schema: dict[str, Any] | None = None
 
@@ -97,7 +98,7 @@ class OutputConfig(Body):
 class CountRequest(Body):
     """``POST /v1/messages/count_tokens``."""
 
-    model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
+    model: ModelName
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: Content | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
@@ -131,9 +132,7 @@ def chat_request(body: CountRequest) -> ChatRequest:
     Raises:
         ApiError: 400 for what cannot be served.
     """
-    for name in body.ignored:
-        if name in UNSERVED and (body.model_extra or {}).get(name):
-            raise bad(f"{name} is not served: {UNSERVED[name]}", name, "unsupported_parameter")
+    refuse(body, UNSERVED)
     if body.thinking is not None and body.thinking.type == "enabled":
         raise bad(
             "this server writes no thinking blocks: leave thinking out (Claude Code: MAX_THINKING_TOKENS=0)", "thinking"

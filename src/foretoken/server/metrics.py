@@ -118,7 +118,8 @@ class Metrics:
         for one in self._sets:
             self._count(one, stats, told)
             if not stats.num_draft_tokens and stats.num_drafts:
-                one["plain"].labels(self._model, self._why_plain(request, stats)).inc()
+                why = "plain_is_faster" if self.has_drafter else "no_drafter"
+                one["plain"].labels(self._model, "asked_for" if request.max_draft_tokens == 0 else why).inc()
             if told in DONE:
                 one["whole"].labels(self._model).observe(whole_s)
                 if stats.num_new_tokens > 1:
@@ -142,23 +143,16 @@ class Metrics:
             one["first"].labels(m).observe(stats.first_token_s)
             one["queue"].labels(m).observe(stats.queue_s)
 
-    def _why_plain(self, request: Request, stats: SpecStats) -> str:
-        if request.max_draft_tokens == 0:
-            return "asked_for"
-        return "plain_is_faster" if self.has_drafter else "no_drafter"
-
     def came(self, seconds: float) -> None:
         """Note the seconds that a token of a block has taken."""
         for between in self._between:
             between.observe(seconds)
 
     def failed(self, reason: str) -> None:
-        """Count a request that ended with an error."""
         for one in self._sets:
             one["failures"].labels(self._model, reason).inc()
 
     def rejected(self, reason: str) -> None:
-        """Count a request that was not taken."""
         for one in self._sets:
             one["rejections"].labels(self._model, reason).inc()
 
@@ -174,7 +168,6 @@ class _Rounds(Collector):
         self._prefixes, self._model, self._status = prefixes, model, status
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Counters as they are now."""
         status = self._status()
         for prefix in self._prefixes:
             what = "Seconds of rounds by what took them, each round counted once."

@@ -86,7 +86,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop it."""
         self._unwatch()
         if self._probing is not None:
             self._probing.cancel()
@@ -128,7 +127,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self.unread.add(self)
 
     def resume_writing(self) -> None:
-        """It has read."""
         super().resume_writing()
         self.unread.discard(self)
 
@@ -157,7 +155,6 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError("the headers are too large")
 
     def on_headers_complete(self) -> None:
-        """Stop the clock."""
         self._in_headers = False
         self._unwatch()
         super().on_headers_complete()

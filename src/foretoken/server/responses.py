@@ -44,12 +44,7 @@ async def responses(body: ResponsesRequest, http: Request) -> Response:
 
 
 class _Response:
-    """One request, and the object that answers it.
-
-    Args:
-        turn: what is asked.
-        body: as it came.
-    """
+    """One request, and the object that answers it."""
 
     def __init__(self, turn: ChatTurn, body: ResponsesRequest) -> None:
         self.turn, self.body = turn, body

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictStr
+from pydantic import Field, StrictBool, StrictStr
 
 from foretoken.server.errors import ApiError, bad
-from foretoken.server.inputs import chat_of
+from foretoken.server.inputs import chat_of, refuse
 from foretoken.server.schemas import (
     BIG,
     MOST_LOGPROBS,
     MOST_TOOLS,
     Body,
     ChatRequest,
+    FunctionName,
+    ModelName,
     Short,
     Speculative,
     Text,
     count,
-    encodable,
     option,
 )
 
@@ -75,7 +76,7 @@ class ResponsesTool(Body):
     """A tool that the model may use."""
 
     type: Short
-    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
+    name: FunctionName | None = None
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
@@ -108,7 +109,7 @@ class Reasoning(Body):
 class ResponsesRequest(Body):
     """``POST /v1/responses``."""
 
-    model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
+    model: ModelName
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=MOST_ITEMS)]
     instructions: Text | None = None
     max_output_tokens: count(1, BIG) | None = None  # type: ignore[valid-type]
@@ -180,9 +181,7 @@ def renamed(error: ApiError) -> ApiError:
 
 
 def _check(body: ResponsesRequest) -> None:
-    for name in body.ignored:
-        if name in UNSERVED and (body.model_extra or {}).get(name):
-            raise bad(f"{name} is not served: {UNSERVED[name]}", name, "unsupported_parameter")
+    refuse(body, UNSERVED)
     for one in body.include or ():
         if one not in INCLUDES:
             raise bad(f"include may name {' or '.join(INCLUDES)}, not {one[:64]!r}", "include", "unsupported_parameter")

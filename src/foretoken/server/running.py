@@ -8,11 +8,12 @@ from contextlib import suppress
 from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
+from starlette.types import Receive
 
 from foretoken.engine.background import AsyncLlm, Ticket
 from foretoken.engine.errors import DeadlineExceeded
 from foretoken.engine.output import Output, Piece, Pieces, output_of
-from foretoken.engine.request import Request
+from foretoken.engine.request import Emission, Request, Running
 
 T = TypeVar("T")
 
@@ -51,12 +52,17 @@ async def outputs_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> l
             engine.cancel(ticket)
 
 
+async def _next(index: int, ticket: Ticket, saw: Saw) -> tuple[Running, Emission]:
+    run, emission = await ticket.next()
+    saw(index, len(emission.token_ids))
+    if emission.finish_reason == "deadline":
+        raise DeadlineExceeded("the time was up")
+    return run, emission
+
+
 async def _output(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Output:
     while True:
-        run, emission = await ticket.next()
-        saw(index, len(emission.token_ids))
-        if emission.finish_reason == "deadline":
-            raise DeadlineExceeded("the time was up")
+        run, emission = await _next(index, ticket, saw)
         if emission.finish_reason is not None:
             return output_of(run, engine.llm.tokenizer)
 
@@ -81,10 +87,7 @@ async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> As
 async def _pieces(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> AsyncGenerator[tuple[int, Piece], None]:
     pieces = Pieces(engine.llm.tokenizer)
     while True:
-        run, emission = await ticket.next()
-        saw(index, len(emission.token_ids))
-        if emission.finish_reason == "deadline":
-            raise DeadlineExceeded("the time was up")
+        run, emission = await _next(index, ticket, saw)
         yield index, pieces.push(run, emission)
         if emission.finish_reason is not None:
             return
@@ -129,7 +132,7 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
         ClientGone: it did.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(http))
+    gone = asyncio.ensure_future(disconnected(http.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -143,6 +146,7 @@ async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
         task.cancel()
 
 
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
         pass

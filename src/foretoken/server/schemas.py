@@ -47,6 +47,8 @@ def _number(value: Any) -> Any:
 Text = Annotated[StrictStr, Field(max_length=LONGEST_TEXT), BeforeValidator(encodable)]
 Short = Annotated[StrictStr, Field(max_length=256), BeforeValidator(encodable)]
 Stop = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_STOP), BeforeValidator(encodable)]
+ModelName = Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
+FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Id = Annotated[StrictInt, Field(ge=0, le=BIG)]
 Ids = Annotated[list[Id], Field(max_length=LONGEST_TEXT)]
 
@@ -212,7 +214,7 @@ def with_options(model: M) -> M:
 class CompletionBody(Body):
     """What completions and chat have in common."""
 
-    model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
+    model: ModelName
     n: count(1, MOST_CHOICES) | None = None  # type: ignore[valid-type]
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
@@ -302,7 +304,7 @@ class Message(Body):
 class Function(Body):
     """A function that the model may call."""
 
-    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
 

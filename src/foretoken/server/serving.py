@@ -19,7 +19,7 @@ from foretoken.loading.measured.busy import settle_threads
 from foretoken.methods.drafters.texts import BESIDE
 from foretoken.models.words import how_it_runs, refused_lines
 from foretoken.server.config import ServerSettings
-from foretoken.server.errors import ApiError, api_error
+from foretoken.server.errors import ApiError, api_error, still_loading
 from foretoken.server.keys import Caller
 from foretoken.server.lengths import Lengths
 from foretoken.server.metrics import Metrics
@@ -190,7 +190,6 @@ class Serving:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the model is there."""
         return self._engine is not None
 
     @property
@@ -218,7 +217,7 @@ class Serving:
         if self.failed is not None:
             raise EngineDead(str(self.failed))
         if self._engine is None:
-            raise ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
+            raise still_loading()
         return self._engine
 
     def admit(self, caller: Caller) -> None:

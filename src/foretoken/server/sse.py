@@ -86,7 +86,6 @@ class EventStream(StreamingResponse):
         super().__init__(self.frames, media_type="text/event-stream", headers=HEADERS | headers)
 
     async def stream_response(self, send: Send) -> None:
-        """Send the head, what comes, and the end."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         now = asyncio.get_running_loop().time
         self._sent_s = now()

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.core.conversation import has_template as has_template
-from foretoken.core.conversation import template_fault
+from foretoken.core.conversation import has_template, template_fault
 from foretoken.server.errors import bad
 from foretoken.server.schemas import Message, Tool, ToolCall
 from foretoken.server.workers import TEMPLATES, in_thread

@@ -8,6 +8,7 @@ from functools import cached_property
 from starlette.requests import Request as HttpRequest
 
 from foretoken.core.constraints import OutputRule
+from foretoken.core.conversation import has_template
 from foretoken.engine.background import Ticket
 from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer
@@ -17,7 +18,7 @@ from foretoken.server.errors import bad
 from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
-from foretoken.server.templates import PLAIN_STOP, Conversation, arguments_of, has_template, prompt_of, takes_effort
+from foretoken.server.templates import PLAIN_STOP, Conversation, arguments_of, prompt_of, takes_effort
 from foretoken.server.workers import TEXTS, in_thread
 
 Part = str | Call
@@ -106,7 +107,7 @@ class ChatTurn:
         calls = ""
         if choice.forced:
             special = special_of(self.serving.llm.tokenizer)
-            calls = forced(self.format, choice.forced, choice.most_forced, special)
+            calls = forced(self.format, choice.forced, choice.most, special)
         constraints = await constraints_of(body, count, self.serving, calls)
         requests = await in_thread(TEXTS, lambda: self._requests(prompt, constraints), cost=self.answer.size)
         return self.answer.submit(requests)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.training.distill import Distiller, Evaluate
-from foretoken.training.loop import Progress, Saving
+from foretoken.training.loop import Progress
 from foretoken.training.text_sources import TeacherText
 from foretoken.training.workshop import Workshop, load_student
 
@@ -106,25 +107,21 @@ class Boost:
         self,
         count: int,
         *,
-        save_every: int = 100,
-        eval_every: int = 100,
-        evaluate: Evaluate | None = None,
         together: Evaluate | None = None,
-        on_step: Callable[[int, Progress], None] | None = None,
-        on_stage: Callable[[Stage], None] | None = None,
-        saving: Saving | None = None,
+        on_step: Callable[[int, Progress], None] = lambda number, progress: None,
+        on_stage: Callable[[Stage], None] = lambda stage: None,
+        **options: Any,
     ) -> list[Stage]:
         """Train ``count`` draft models; those that are whole already are loaded, a broken off one goes on.
 
         Fewer are trained when nothing is left that the earlier ones miss.
 
         Args:
-            evaluate: measures one network.
+            count: how many.
             together: measures a list of networks as one ensemble.
             on_step: told (number, progress) after every step.
             on_stage: told after every model.
-            saving: when there are more checkpoints.
-            count, save_every, eval_every: as in :meth:`foretoken.training.distill.Distiller.run`.
+            options: others of :meth:`foretoken.training.distill.Distiller.run`.
 
         Raises:
             ValueError: a checkpoint of other settings.
@@ -135,31 +132,16 @@ class Boost:
             left = float(self._left.sum() / self.weights.sum())
             if left == 0:
                 break
-
-            def tell(progress: Progress, number: int = number) -> None:
-                if on_step is not None:
-                    on_step(number, progress)
-
-            network, report = self._one(number, left, save_every, eval_every, evaluate, tell, saving)
+            network, report = self._one(number, left, {**options, "on_step": partial(on_step, number)})
             self.networks.append(network)
             if number < count:
                 self._cross_off(network)
             measured = together(self.networks) if together is not None else None
             stages.append(Stage(number, report, left, self._cover(network), measured))
-            if on_stage is not None:
-                on_stage(stages[-1])
+            on_stage(stages[-1])
         return stages
 
-    def _one(
-        self,
-        number: int,
-        left: float,
-        save_every: int,
-        eval_every: int,
-        evaluate: Evaluate | None,
-        tell: Callable[[Progress], None],
-        saving: Saving | None,
-    ) -> tuple[Any, dict[str, Any]]:
+    def _one(self, number: int, left: float, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The network of one stage and its report."""
         config, folder = self.shop.config, self.out / str(number)
         extra = {"stage": number, "length": self.length, "left": left}
@@ -170,10 +152,7 @@ class Boost:
         if done.exists() and worker.is_done():
             report: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
             return load_student(folder, self.shop.target, self.shop.tokenizer, str(self._target.device)), report
-        report = worker.run(
-            save_every=save_every, eval_every=eval_every, evaluate=evaluate, on_step=tell, saving=saving
-        )
-        return student, report
+        return student, worker.run(**options)
 
     def _cross_off(self, network: Any) -> None:
         """Give no weight to the places that this network covers."""
@@ -189,7 +168,7 @@ class Boost:
         return float(self._covered[:, self._start :].float().mean())
 
 
-def ready_spec(folders: Sequence[Path], k: int = 4) -> str:
+def ready_spec(folders: Sequence[Path]) -> str:
     """The drafter spec that uses the models together."""
-    members = "|".join(f"model:{folder},k={k}" for folder in folders)
+    members = "|".join(f"model:{folder},k=4" for folder in folders)
     return f"ensemble,drafters=({members})"

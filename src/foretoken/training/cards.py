@@ -23,16 +23,14 @@ WRITTEN_OPTIONS = ("text", "written_blocks", "written_temperature")
 RUN_OPTIONS = ("steps", "batch_size", "context", "lr", "seed")
 
 
-def front_matter(licence: str = "", model: bool = True) -> str:
+def front_matter(licence: str = "") -> str:
     """The head that the Hugging Face hub reads."""
     lines = [f"license: {licence}"] if licence else []
-    if model:
-        lines += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
+    lines += ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
     return "\n".join(["---", *lines, "---", ""])
 
 
 def table(rows: Mapping[str, str]) -> str:
-    """A table of two columns."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()), ""])
 
 
@@ -180,8 +178,6 @@ def write_drafter_card(
     report: Mapping[str, Any],
     data: Sequence[str | Path],
     target: str,
-    data_note: str = "",
-    licence: str = "",
     answers: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write ``out/README.md`` from a training report (see :class:`foretoken.training.trainer.Trainer`).
@@ -191,28 +187,18 @@ def write_drafter_card(
     run, net, acceptance = report["run"], report["net"], report["acceptance"]
     method = report["method"]
     name = Path(target).name
-    names = ["steps", "batch_size", "context", "lr", "seed"]
-    if run.get("text", "fixed") != "fixed":
-        names += WRITTEN_OPTIONS
-    names += [k for k, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run.get(k, usual) != usual]
-    options = {**{name: run[name] for name in names}, **(answers or {})}
+    options = {**_run_options(run), **(answers or {})}
     if report.get("weight_bits", 16) != 16:
         options["weight_bits"] = report["weight_bits"]
     told = command(method, data, out, options, {"target": target}, report["settings"])
     shape = {key.replace("_", " "): str(value) for key, value in net.items()}
     shape["parameters"] = f"{report['parameters']:,}"
-    seen = {
-        "steps": f"{run['steps']:,}",
-        "tokens seen": f"{report['tokens']:,}",
-        "time": f"{report['hours']:.2f} hours",
-        "text": seen_text(report),
-    }
+    seen = {"steps": f"{run['steps']:,}", **_seen(report)}
     parts = [
-        *([front_matter(licence, model=False)] if licence else []),
         f"# A drafter of the method `{method}` for `{name}`\n",
         _use(report),
         f"## Shape\n\n{table(shape)}",
-        f"## Data\n\n{data_note or f'Trained on {names_of(data)}.'}\n",
+        f"## Data\n\nTrained on {names_of(data)}.\n",
         f"## Training\n\n```\n{told}\n```\n\n{table(seen)}",
     ]
     losses = report.get("target_loss_nats")
@@ -226,6 +212,22 @@ def write_drafter_card(
             f"accepted up to each position.\n\n{_acceptance(acceptance)}"
         )
     return write_text(out / "README.md", "\n".join(parts))
+
+
+def _run_options(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the command that a drafter's or a stop head's run was given, usual choices left out."""
+    names = [*RUN_OPTIONS, *(() if run["text"] == "fixed" else WRITTEN_OPTIONS)]
+    names += [name for name, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run[name] != usual]
+    return {name: run[name] for name in names}
+
+
+def _seen(report: Mapping[str, Any]) -> dict[str, str]:
+    """How much was learned from, and in which time."""
+    return {
+        "tokens seen": f"{report['tokens']:,}",
+        "time": f"{report['hours']:.2f} hours",
+        "text": seen_text(report),
+    }
 
 
 def _use(report: Mapping[str, Any]) -> str:
@@ -307,19 +309,10 @@ def _acceptance_gained(report: Mapping[str, Any]) -> str:
 
 def write_stop_card(out: Path, report: Mapping[str, Any], data: Sequence[str | Path], target: str, draft: str) -> Path:
     """Write ``out/README.md`` from the report of a ``specdec_pp`` run."""
-    run, net = report["run"], report["net"]
-    names = RUN_OPTIONS if run["text"] == "fixed" else (*RUN_OPTIONS, *WRITTEN_OPTIONS)
+    net, folders = report["net"], {"target": target, "draft": draft}
     settings = {key: net[key] for key in ("blocks", "mix", "mismatch")}
-    told = command(
-        "specdec_pp", data, out, {name: run[name] for name in names}, {"target": target, "draft": draft}, settings
-    )
-    seen = {
-        "parameters": f"{report['parameters']:,}",
-        "hidden size": str(net["hidden_size"]),
-        "tokens seen": f"{report['tokens']:,}",
-        "time": f"{report['hours']:.2f} hours",
-        "text": seen_text(report),
-    }
+    told = command("specdec_pp", data, out, _run_options(report["run"]), folders, settings)
+    seen = {"parameters": f"{report['parameters']:,}", "hidden size": str(net["hidden_size"]), **_seen(report)}
     parts = [
         f"# A stop head (SpecDec++) for the draft model `{Path(draft).name}` of `{Path(target).name}`\n",
         'Loads as `controller="specdec_pp:FOLDER"` beside that draft model, and beside no other.\n',

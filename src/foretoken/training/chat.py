@@ -143,15 +143,18 @@ class ChatBlocks:
 
     def chosen(self, step: int) -> list[int]:
         """The rows of one step."""
-        found = []
-        for i in range(step * self.batch, (step + 1) * self.batch):
-            turn, place = divmod(i, self.num_blocks)
-            found.append(int(np.random.default_rng((self.seed, turn)).permutation(self.num_blocks)[place]))
-        return found
+        return rows_of_step(step, self.batch, self.num_blocks, self.seed)
 
     def __call__(self, step: int) -> NDArray[np.int64]:
         """The blocks of one step, int64 [batch, block + 1]."""
         return self.rows[self.chosen(step)]
+
+
+def rows_of_step(step: int, batch: int, count: int, seed: int) -> list[int]:
+    """Which of ``count`` rows a step has, ``batch`` of them: every row once a turn, in an order that is a function of
+    (seed, turn)."""
+    places = [divmod(i, count) for i in range(step * batch, (step + 1) * batch)]
+    return [int(np.random.default_rng((seed, turn)).permutation(count)[place]) for turn, place in places]
 
 
 def _spans(starts: NDArray[Any], end: int, size: int) -> Iterator[range]:

@@ -26,6 +26,8 @@ from foretoken.core.io.files import checksum, replacing, write_json
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"
+HELD = 0.01
+"""Share of the documents that are held out."""
 PARTS = ("tokens", "learned", "starts")
 
 
@@ -74,15 +76,13 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> Non
         fast.save_pretrained(draft)
 
 
-def stored_corpus(
-    paths: Sequence[str | Path], tokenizer: Any, out: Path, held_fraction: float = 0.01
-) -> dict[str, Any] | None:
+def stored_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path) -> dict[str, Any] | None:
     """The description in ``out/corpus.json`` when it is of the same paths and tokenizer, else ``None``."""
     card = out / "corpus.json"
     if not card.exists():
         return None
     found: dict[str, Any] = json.loads(card.read_text())
-    wanted = _identity(paths, tokenizer, held_fraction)
+    wanted = _identity(paths, tokenizer)
     if found.get("chat"):
         wanted["template"] = _template(tokenizer)
     return found if all(found.get(k) == v for k, v in wanted.items()) else None
@@ -92,11 +92,11 @@ def _template(tokenizer: Any) -> str:
     return checksum(json.dumps(getattr(tokenizer, "chat_template", None)))
 
 
-def _identity(paths: Sequence[str | Path], tokenizer: Any, held_fraction: float) -> dict[str, Any]:
+def _identity(paths: Sequence[str | Path], tokenizer: Any) -> dict[str, Any]:
     return {
         "paths": [str(p) for p in paths],
         "files": _listed(paths),
-        "held_fraction": held_fraction,
+        "held_fraction": HELD,
         "vocab": checksum(json.dumps(sorted(tokenizer.get_vocab().items()))),
     }
 
@@ -111,7 +111,6 @@ def build_corpus(
     paths: Sequence[str | Path],
     tokenizer: Any,
     out: Path,
-    held_fraction: float = 0.01,
     on_read: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Encode every document below ``paths`` to ``out/train.bin`` and ``out/held.bin``; reuse them when they match.
@@ -123,11 +122,11 @@ def build_corpus(
     Raises:
         ValueError: a path that does not exist, or a row that is no text and no conversation (names file and line).
     """
-    found = stored_corpus(paths, tokenizer, out, held_fraction)
+    found = stored_corpus(paths, tokenizer, out)
     if found is not None:
         return found
-    card, wanted = out / "corpus.json", _identity(paths, tokenizer, held_fraction)
-    limit, chat = held_below(iter_records(paths), held_fraction)
+    card, wanted = out / "corpus.json", _identity(paths, tokenizer)
+    limit, chat = held_below(iter_records(paths), HELD)
     out.mkdir(parents=True, exist_ok=True)
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     with ExitStack() as stack:
@@ -236,6 +235,12 @@ def read_tokens(file: Path, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
     if file.stat().st_size == 0:
         return np.empty(0, np.dtype(dtype))
     return np.memmap(file, dtype=np.dtype(dtype), mode="r")
+
+
+def spread_blocks(tokens: NDArray[Any], count: int, length: int) -> list[NDArray[np.int64]]:
+    """At most ``count`` pieces of ``length`` tokens, evenly over a text that has as many."""
+    starts = np.unique(np.linspace(0, len(tokens) - length, count).astype(int))
+    return [tokens[start : start + length].astype(np.int64) for start in starts]
 
 
 class BlockSampler:

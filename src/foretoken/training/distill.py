@@ -26,7 +26,7 @@ from foretoken.training.checkpoint import check_same, latest_checkpoint, read_me
 from foretoken.training.config import DistillConfig
 from foretoken.training.curves import AlignmentCurve
 from foretoken.training.loop import Loop, Progress, Saving, identity_of
-from foretoken.training.mask_rows import mask_ids, mask_rows, rows_mask, seeds_of, with_text
+from foretoken.training.mask_rows import additive, mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.optimizers import build_optimizers, vocabulary_of
 from foretoken.training.state_rows import OWN_SHARE, StateRows, stored_apart
 from foretoken.training.text_sources import TextSource
@@ -161,7 +161,7 @@ class Distiller:
             drafted = self.student(
                 **read,
                 position_ids=columns.expand(len(text), -1),
-                attention_mask=torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf)[None, None],
+                attention_mask=additive(seen)[None, None],
                 use_cache=False,
             ).logits
         counts, own = weights.to(device)[:, columns], None
@@ -218,11 +218,6 @@ def teach_mask(student: Any, config: DistillConfig, known: int) -> int:
 
     It is the one of the run; that of its configuration; the last row of an embedding that is wider than the tokenizer;
     or a new row, which begins as the mean of the others.
-
-    Args:
-        student: a causal LM.
-        config: the run.
-        known: tokens of its tokenizer.
 
     Raises:
         ValueError: an id that it does not have.

@@ -17,6 +17,8 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.network.low_rank import add_low_rank, low_rank_factors, merge_low_rank
 
+CHUNK = 1024
+"""Places whose logits are made at once."""
 FOLDER = "target"
 """Below a run's ``out``."""
 
@@ -93,9 +95,7 @@ def save_target(network: nn.Module, dtype: torch.dtype, tokenizer: Any, out: Pat
 
 
 @torch.no_grad()
-def held_loss(
-    parts: TargetParts, blocks: Sequence[Tensor], learned: Sequence[Tensor | None], chunk: int = 1024
-) -> float | None:
+def held_loss(parts: TargetParts, blocks: Sequence[Tensor], learned: Sequence[Tensor | None]) -> float | None:
     """The target's own loss on (learned tokens of) held-out blocks [1, n + 1], in nats per token; ``None`` without
     any."""
     total, count = 0.0, 0
@@ -104,7 +104,7 @@ def held_loss(
         labels = tokens[:, 1:].flatten()
         if guessed is not None:
             hidden, labels = hidden[guessed[0, 1:]], labels[guessed[0, 1:]]
-        for rows, wanted in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+        for rows, wanted in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True):
             total += float(F.cross_entropy(parts.logits(rows).float(), wanted, reduction="sum"))
         count += len(labels)
     return total / count if count else None

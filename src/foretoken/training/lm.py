@@ -26,6 +26,7 @@ from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
     read_tokens,
+    spread_blocks,
     stored_corpus,
     train_tokenizer,
 )
@@ -59,21 +60,21 @@ def build_model(config: LmConfig, eos_token_id: int) -> Any:
     )
 
 
-def next_token_loss(model: Any, blocks: Tensor, chunk: int = 2048) -> Tensor:
+def next_token_loss(model: Any, blocks: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token of ``blocks`` int64 [batch, block + 1].
 
-    Logits are made for ``chunk`` rows at a time: the full [rows, vocab] float32 matrix would dominate memory traffic.
+    Logits are made for some rows at a time: the full [rows, vocab] float32 matrix would dominate memory traffic.
     """
     hidden = model.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
     rows, labels = hidden.flatten(0, 1), blocks[:, 1:].flatten()
     parts = [
         F.cross_entropy(model.lm_head(r).float(), y, reduction="sum")
-        for r, y in zip(rows.split(chunk), labels.split(chunk), strict=True)
+        for r, y in zip(rows.split(2048), labels.split(2048), strict=True)
     ]
     return torch.stack(parts).sum() / labels.numel()
 
 
-def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float, chunk: int = 1024) -> Tensor:
+def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float) -> Tensor:
     """``weight`` x KL(teacher || model) + (1 - weight) x cross-entropy, in nats per token of ``blocks``.
 
     Forward KL on the training text: DistillSpec, arXiv 2310.08461, with fixed data.
@@ -84,7 +85,7 @@ def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float, c
     total = hidden.new_zeros((), dtype=torch.float32)
     labels = blocks[:, 1:].flatten()
     for rows, goal, y in zip(
-        hidden.flatten(0, 1).split(chunk), wanted.flatten(0, 1).split(chunk), labels.split(chunk), strict=True
+        *(tensor.split(1024) for tensor in (hidden.flatten(0, 1), wanted.flatten(0, 1), labels)), strict=True
     ):
         log_q = torch.log_softmax(model.lm_head(rows).float(), -1)
         with torch.no_grad():
@@ -118,8 +119,7 @@ def evaluate(
     if len(tokens) < 2:
         return None
     context = min(context, len(tokens) - 1)
-    starts = np.unique(np.linspace(0, len(tokens) - context - 1, max_blocks).astype(int))
-    rows = torch.from_numpy(np.stack([tokens[s : s + context + 1].astype(np.int64) for s in starts]))
+    rows = torch.from_numpy(np.stack(spread_blocks(tokens, max_blocks, context + 1)))
     losses = []
     for part in rows.split(batch):
         with autocast(model.device.type, precision):

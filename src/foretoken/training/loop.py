@@ -27,18 +27,13 @@ SCHEDULE = ("steps", "warmup", "decay")
 
 @dataclass(frozen=True)
 class Progress:
-    """What a caller is told after every step; ``measured`` when something just was.
-
-    Attributes:
-        left_s: seconds until the last step at the mean pace of this run so far, measurements included.
-    """
+    """What a caller is told after every step; ``measured`` when something just was."""
 
     step: int
     steps: int
     loss: float
     tokens_per_s: float
     measured: Mapping[str, Any] | None = None
-    left_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,7 @@ class Loop:
             Stopped: ``saving.stop`` was true; everything up to then is in a checkpoint.
         """
         config, saving = self.config, saving or Saving()
-        began = saved = time.perf_counter()
+        saved = time.perf_counter()
         for step in range(self.start, config.steps):
             tick = time.perf_counter()
             loss = self._step(step, loss_of)
@@ -153,9 +148,8 @@ class Loop:
                 meta = {"identity": self.identity, "spent_s": self.spent_s, **(keep(done) if keep else {})}
                 save_checkpoint(self.out / "checkpoints", done, self.trained, self.optimizers, meta)
                 saved = time.perf_counter()
-            left_s = (time.perf_counter() - began) / (done - self.start) * (config.steps - done)
             if on_step is not None:
-                on_step(Progress(done, config.steps, loss, rate, measured, left_s))
+                on_step(Progress(done, config.steps, loss, rate, measured))
             if stopped:
                 raise Stopped(done, config.steps)
 

@@ -53,6 +53,11 @@ def rows_mask(anchors: Tensor, depths: Tensor) -> Tensor:
     return text | own
 
 
+def additive(seen: Tensor) -> Tensor:
+    """An attention mask that adds nothing where ``seen`` and minus infinity elsewhere."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
 def with_text(length: int, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
     """Anchors and depths [length + m] of the rows of a text, then of mask rows."""
     return torch.cat([torch.arange(length), anchors]), torch.cat([torch.zeros(length, dtype=torch.long), depths])

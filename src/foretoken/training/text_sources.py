@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import LanguageModel
-from foretoken.training.chat import ChatBlocks
+from foretoken.training.chat import ChatBlocks, rows_of_step
 from foretoken.training.corpus import BlockSampler
 from foretoken.training.written import stored_continuations
 
@@ -64,7 +64,6 @@ class FixedText(TextSource):
         self.blocks = blocks
 
     def __call__(self, step: int) -> Text:
-        """Blocks as they are."""
         tokens = torch.from_numpy(self.blocks(step))
         if isinstance(self.blocks, ChatBlocks):
             learned = torch.from_numpy(self.blocks.learned[self.blocks.chosen(step)])
@@ -93,11 +92,7 @@ class TeacherText(TextSource):
         self.batch, self.seed = batch, seed
 
     def __call__(self, step: int) -> Text:
-        """The rows of one step."""
-        chosen = []
-        for i in range(step * self.batch, (step + 1) * self.batch):
-            turn, place = divmod(i, len(self.rows))
-            chosen.append(int(np.random.default_rng((self.seed, turn)).permutation(len(self.rows))[place]))
+        chosen = rows_of_step(step, self.batch, len(self.rows), self.seed)
         return Text(self.rows[chosen], self.weights[chosen])
 
 
@@ -158,7 +153,6 @@ class PolicyText(TextSource):
         return {"window": self._window, "rows": {str(n): row.tolist() for n, row in self._rows.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on with rows that were written before."""
         self._window = int(state.get("window", -1))
         self._rows = {int(n): torch.tensor(row) for n, row in state.get("rows", {}).items()}
 

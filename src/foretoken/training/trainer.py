@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +19,15 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.training.captured import FeatureStore
 from foretoken.training.chat import ChatBlocks
 from foretoken.training.config import TrainConfig
-from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, part_file, read_chat, read_tokens
+from foretoken.training.corpus import (
+    BlockSampler,
+    build_corpus,
+    corpus_blocks,
+    part_file,
+    read_chat,
+    read_tokens,
+    spread_blocks,
+)
 from foretoken.training.curves import DrafterCurve
 from foretoken.training.joint import as_served, held_loss, save_target, save_update, start_update
 from foretoken.training.loop import Loop, Progress, Saving
@@ -265,8 +272,7 @@ def held_blocks(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context
     length = min(context, max(len(tokens) - 1, 0))
     if length < 2:
         return []
-    starts = np.unique(np.linspace(0, len(tokens) - length - 1, BLOCKS).astype(int))
-    return [(torch.from_numpy(tokens[s : s + length + 1].astype(np.int64))[None], None) for s in starts]
+    return [(torch.from_numpy(block)[None], None) for block in spread_blocks(tokens, BLOCKS, length + 1)]
 
 
 def _chat_rows(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context: int) -> list[Held]:

@@ -88,12 +88,17 @@ def _write(model: LanguageModel, prompts: Tensor, coins: Tensor, sampler: Sample
 
 
 def _draw(logits: Tensor, coins: Tensor, sampler: Sampler) -> Tensor:
-    """One token per row of ``logits`` [n, V] by inversion of its distribution function, int64 [n] on the host."""
+    """One token per row of ``logits`` [n, V], int64 [n] on the host."""
     if sampler.greedy:
         return logits.argmax(-1).cpu()
-    cdf = sampler.distributions(logits, None).cumsum(-1)
+    return drawn(sampler.distributions(logits, None), coins).cpu()
+
+
+def drawn(distributions: Tensor, coins: Tensor) -> Tensor:
+    """One token of each of the ``distributions`` [n, V] by inversion of its distribution function, int64 [n]."""
+    cdf = distributions.cumsum(-1)
     points = coins.to(cdf)[:, None] * cdf[:, -1:]
-    return torch.searchsorted(cdf, points, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0].cpu()
+    return torch.searchsorted(cdf, points, right=True).clamp_(max=distributions.shape[-1] - 1)[:, 0]
 
 
 def stored_continuations(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from foretoken.core.costs import TargetCost
-from foretoken.engine.stats import SpecStats
 from foretoken.lab.bench.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 from foretoken.models.base import Capabilities, Feed, Rows
 from foretoken.models.call_costs import measure_target
@@ -90,46 +89,28 @@ def test_what_cannot_be_measured(text: list[int], more: dict[str, int]) -> None:
         measure_target(Clocked(), text, **more)
 
 
-def stats_of(rounds: int, per_pos: list[int], drafted: int, draft_s: float) -> SpecStats:
-    return SpecStats(
-        num_drafts=rounds,
-        num_draft_tokens=drafted,
-        num_accepted_tokens=sum(per_pos),
-        num_accepted_tokens_per_pos=per_pos,
-        draft_s=draft_s,
-    )
-
-
-def test_a_drafter_from_its_statistics_alone() -> None:
-    cost = drafter_cost(stats_of(10, [8, 4, 1], 40, 0.4), depth=4)
-    assert cost.survival == [0.8, 0.4, 0.1]
-    assert cost.seconds(4) == pytest.approx(0.04)
-    assert cost.nodes_per_depth == pytest.approx(1.0)
-    assert cost.expected_tokens(3) == pytest.approx(2.3)
-
-
 def test_drafts_of_several_lengths_tell_calls_from_steps() -> None:
     # 3 ms a call and 2 ms a level; two of eight rounds found nothing, in 3 ms.
     rounds = [DraftRound(1 + d, d, 0.003 + 0.002 * d) for d in (0, 0, 2, 2, 4, 4, 8, 8)]
-    cost = drafter_cost(stats_of(8, [5], 28, 1.0), depth=8, rounds=rounds)
+    cost = drafter_cost([5 / 8], rounds)
     assert (cost.call_s, cost.step_s) == (pytest.approx(0.003), pytest.approx(0.002))
     assert cost.proposes == 0.75
     assert cost.nodes_per_depth == pytest.approx(1.0)
 
 
 def test_drafts_of_one_length_are_all_steps() -> None:
-    cost = drafter_cost(stats_of(2, [2], 8, 1.0), depth=4, rounds=[DraftRound(9, 4, 0.008)] * 2)
+    cost = drafter_cost([1.0], [DraftRound(9, 4, 0.008)] * 2)
     assert (cost.call_s, cost.step_s) == (0.0, pytest.approx(0.002))
     assert cost.nodes_per_depth == 2.0
 
 
 def test_a_longer_draft_that_was_faster_is_noise_not_a_gain() -> None:
-    cost = drafter_cost(stats_of(2, [2], 8, 1.0), 4, [DraftRound(2, 1, 0.009), DraftRound(5, 4, 0.003)])
+    cost = drafter_cost([1.0], [DraftRound(2, 1, 0.009), DraftRound(5, 4, 0.003)])
     assert cost.step_s == 0.0 and cost.call_s == pytest.approx(0.006)
 
 
 def test_nodes_of_a_batch_are_those_of_all_its_requests() -> None:
-    cost = drafter_cost(stats_of(4, [2], 8, 1.0), 4, [DraftRound(10, 4, 0.01)] * 2, batch=2)
+    cost = drafter_cost([0.5], [DraftRound(10, 4, 0.01)] * 2, batch=2)
     assert cost.nodes_per_depth == 1.0
 
 

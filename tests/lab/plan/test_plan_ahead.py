@@ -12,14 +12,10 @@ import numpy as np
 import pytest
 
 from foretoken.core.costs import TargetCost
-from foretoken.lab.plan.ahead import (
-    ahead_row,
-    ahead_summary,
-    hit_chance,
-)
+from foretoken.lab.plan.ahead import ahead_row, ahead_summary, hit_chance
 from foretoken.lab.plan.assumptions import Assumptions, Measured
 
-SCRIPT = run_path(str(Path(__file__).resolve().parents[3] / "benchmarks" / "ahead.py"))
+SCRIPT = run_path(str(Path(__file__).parents[3] / "benchmarks" / "ahead.py"))
 race_positions, residual_positions = SCRIPT["race_positions"], SCRIPT["residual_positions"]
 POSITIONS = [0.6, 0.15, 0.08, 0.02]
 

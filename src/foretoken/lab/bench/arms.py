@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from foretoken.core.sampling import NO_FILTERS
 from foretoken.lab.bench.results import Setting, UnitResult
@@ -65,7 +65,7 @@ class Unit:
         return cls("", 0, (0,), (ids,), (seed,), new_tokens)
 
 
-class Arm(Protocol):
+class Arm(ABC):
     """One way to decode.
 
     Attributes:
@@ -75,15 +75,17 @@ class Arm(Protocol):
     """
 
     name: str
-    most_nodes: int
-    remembers: bool
+    most_nodes: int = 0
+    remembers: bool = False
 
     def can(self, setting: Setting) -> bool:
         """Whether the arm can run at a temperature and batch size."""
+        return True
 
-    def enter(self, setting: Setting) -> None:
+    def enter(self, setting: Setting) -> None:  # noqa: B027
         """Get ready for a setting, with nothing learned at another one."""
 
+    @abstractmethod
     def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
         """Decode a unit."""
 
@@ -107,15 +109,12 @@ class Generation:
     mean_acceptance_length: float | None = None
 
 
-class ForeignArm(ABC):
+class ForeignArm(Arm):
     """Another engine on the same weights; it serves one request at a time.
 
     Raises:
         ValueError: a benchmark with filters, which are not compared.
     """
-
-    remembers = False
-    most_nodes = 0
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
         if any(shared.filters.get(key, neutral) != neutral for key, neutral in NO_FILTERS.items()):
@@ -127,14 +126,9 @@ class ForeignArm(ABC):
         """Decode one prompt; an end-of-text token does not end it unless the benchmark says so."""
 
     def can(self, setting: Setting) -> bool:
-        """Batches of one."""
         return setting[1] == 1
 
-    def enter(self, setting: Setting) -> None:  # noqa: B027
-        """It keeps nothing, and has nothing to get ready."""
-
     def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
-        """Decode the unit's one prompt."""
         written = self.generate(list(unit.ids[0]), unit.new_tokens, setting[0], unit.seeds[0])
         return UnitResult(
             arm=self.name,

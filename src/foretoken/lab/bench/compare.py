@@ -66,7 +66,6 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether both arms gave the same tokens."""
         return self.difference is None
 
     def public(self) -> dict[str, Any]:

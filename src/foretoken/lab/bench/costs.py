@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.core.costs import DrafterCost, TargetCost, speedup
-from foretoken.engine.stats import SpecStats
 
 
 @dataclass(frozen=True)
@@ -29,25 +28,20 @@ class DraftRound:
     draft_s: float
 
 
-def drafter_cost(stats: SpecStats, depth: int, rounds: Sequence[DraftRound] = (), batch: int = 1) -> DrafterCost:
-    """What a drafter costs and how far it is believed, from runs of one request after another.
+def drafter_cost(survival: Sequence[float], rounds: Sequence[DraftRound], batch: int = 1) -> DrafterCost:
+    """What a drafter costs.
 
     Args:
-        stats: merged statistics of the runs.
-        depth: draft length that was asked for.
-        rounds: what each round drafted; tells the cost of a call from that of a step, where drafts differ in length.
-        batch: requests that were served together in ``rounds``.
+        survival: how often a draft stands at least one, two, ... tokens far.
+        rounds: what each round drafted; in one at least something was.  Where drafts differ in length this tells the
+            cost of a call from that of a step.
+        batch: requests that were served together.
     """
-    survival = [n / max(1, stats.num_drafts) for n in stats.num_accepted_tokens_per_pos]
     drafting = [r for r in rounds if r.depth > 0]
-    if not drafting:
-        asked = max(1, stats.num_drafts)
-        nodes = stats.num_draft_tokens / asked / max(1, depth)
-        return DrafterCost(0.0, stats.draft_s / asked / max(1, depth), survival, 1.0, nodes)
     call_s, step_s = _line(rounds)
     levels = sum(r.depth for r in drafting)
     per_depth = sum(max(0, r.nodes - batch) for r in drafting) / batch / levels
-    return DrafterCost(call_s, step_s, survival, len(drafting) / len(rounds), per_depth)
+    return DrafterCost(call_s, step_s, list(survival), len(drafting) / len(rounds), per_depth)
 
 
 def _line(rounds: Sequence[DraftRound]) -> tuple[float, float]:

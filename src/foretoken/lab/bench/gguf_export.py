@@ -44,6 +44,7 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
         OSError: the file cannot be written.
     """
     import gguf
+    import numpy as np
 
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -62,8 +63,8 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
         _add_tokenizer(writer, tokenizer, *vocabulary)
     for name, shape, dtype in ((name, tensor.shape, tensor.dtype) for name, tensor in tensors(model)):
         kind, item = _kind(dtype, gguf)
-        size = item * shape.numel()
-        writer.add_tensor_info(name, _byte_shape(shape, item), _uint8(), size, raw_dtype=kind)
+        in_bytes = (*shape[:-1], shape[-1] * item)
+        writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), item * shape.numel(), raw_dtype=kind)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -158,16 +159,6 @@ def _file_type(dtype: torch.dtype, gguf: Any) -> Any:
     kinds = gguf.LlamaFileType
     known = {torch.bfloat16: kinds.MOSTLY_BF16, torch.float16: kinds.MOSTLY_F16}
     return known.get(dtype, kinds.ALL_F32)
-
-
-def _uint8() -> Any:
-    import numpy as np
-
-    return np.dtype(np.uint8)
-
-
-def _byte_shape(shape: torch.Size, item: int) -> tuple[int, ...]:
-    return (*shape[:-1], shape[-1] * item)
 
 
 def _bytes(tensor: Tensor) -> Any:

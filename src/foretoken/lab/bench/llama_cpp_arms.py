@@ -67,9 +67,9 @@ class LlamaCppArm(ForeignArm):
         if file is not None:
             count = threads or getattr(shared.target, "threads", 0) or torch.get_num_threads()
             # Most tokens that llama.cpp is given room for: it takes the memory at once
-            self.engine = open_file(file, min(shared.target.context_length, 8192), count, drafter, True)
+            self.engine = open_file(file, min(shared.target.context_length, 8192), count, drafter)
         elif hasattr(network, "generate"):
-            self.engine = open_llama(network, threads, drafter, logits_all=True)
+            self.engine = open_llama(network, threads, drafter)
         else:
             raise ValueError(f"this arm needs a GGUF file or a Transformers target, not {type(shared.target).__name__}")
         self.clock = _Calls(self.engine)
@@ -114,7 +114,6 @@ class LlamaCppPromptLookupArm(LlamaCppArm):
         super().__init__(name, shared, threads)
 
     def drafter(self, shared: ArmSetup) -> Any:
-        """The binding's class."""
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
         return LlamaPromptLookupDecoding(max_ngram_size=self.n, num_pred_tokens=self.k)
@@ -176,19 +175,17 @@ class _Calls:
         engine.eval = counted
 
 
-def open_llama(network: Any, threads: int = 0, drafter: Any | None = None, logits_all: bool = False) -> Any:
+def open_llama(network: Any, threads: int = 0, drafter: Any | None = None) -> Any:
     """The network in llama.cpp; its file is gone as soon as it is mapped."""
     config = network.config.get_text_config()
     count = threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="foretoken-gguf-") as folder:
         file = Path(folder) / "model.gguf"
         write_gguf(network, file)
-        return open_file(file, config.max_position_embeddings, count, drafter, logits_all)
+        return open_file(file, config.max_position_embeddings, count, drafter)
 
 
-def open_file(
-    file: str | Path, context: int, threads: int, drafter: Any | None = None, logits_all: bool = False
-) -> Any:
+def open_file(file: str | Path, context: int, threads: int, drafter: Any | None = None) -> Any:
     """A GGUF file in llama.cpp's Python binding."""
     return llama_package().Llama(
         str(file),
@@ -196,7 +193,7 @@ def open_file(
         n_threads=threads,
         n_threads_batch=threads,
         draft_model=drafter,
-        logits_all=logits_all and drafter is not None,
+        logits_all=drafter is not None,
         verbose=False,
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core.io.finite import finite
-from foretoken.engine.stats import SpecStats
 from foretoken.lab.bench.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 from foretoken.lab.bench.specs import PLAIN
 
@@ -75,12 +75,10 @@ class UnitResult:
 
     @property
     def key(self) -> Key:
-        """What it is a result of."""
         return (self.arm, self.temperature, self.batch, self.category, self.unit)
 
     @property
     def setting(self) -> Setting:
-        """Temperature and batch size."""
         return (self.temperature, self.batch)
 
     @property
@@ -226,10 +224,9 @@ def prediction(
 def arm_cost(results: Sequence[UnitResult]) -> DrafterCost | None:
     """An arm's cost and survival, for the summary; ``None`` for what drafts nothing or is not ours."""
     rounds = [found for r in results for found in r.draft_rounds]
-    depth = max((found.depth for found in rounds), default=0)
-    if depth == 0:
+    if not any(found.depth for found in rounds):
         return None
-    return drafter_cost(_stats(results), depth, rounds, results[0].batch)
+    return drafter_cost(positions(results), rounds, results[0].batch)
 
 
 def round_costs(results: Sequence[UnitResult], arms: Sequence[str], target: TargetCost) -> RoundCosts:
@@ -240,26 +237,12 @@ def round_costs(results: Sequence[UnitResult], arms: Sequence[str], target: Targ
     return RoundCosts(anchored(target, plain), drafters, rest_s(plain))
 
 
-def _stats(results: Sequence[UnitResult]) -> SpecStats:
-    return SpecStats.summed(
-        SpecStats(
-            num_drafts=r.drafts or 0,
-            num_draft_tokens=r.drafted,
-            num_accepted_tokens=r.accepted,
-            num_accepted_tokens_per_pos=list(r.per_pos),
-            num_new_tokens=r.decoded,
-            draft_s=r.draft_s or 0.0,
-            target_s=r.target_s or 0.0,
-            verify_s=r.verify_s or 0.0,
-        )
-        for r in results
-    )
-
-
 def positions(results: Sequence[UnitResult]) -> list[float]:
     """Per depth the share of rounds in which drafts were accepted at least that far."""
-    total = _stats(results)
-    return [count / total.num_drafts for count in total.num_accepted_tokens_per_pos] if total.num_drafts else []
+    rounds = sum(r.drafts or 0 for r in results)
+    return (
+        [sum(counts) / rounds for counts in zip_longest(*(r.per_pos for r in results), fillvalue=0)] if rounds else []
+    )
 
 
 def time_split(results: Sequence[UnitResult]) -> dict[str, float] | None:
@@ -267,13 +250,11 @@ def time_split(results: Sequence[UnitResult]) -> dict[str, float] | None:
     ours = [r for r in results if r.draft_s is not None]
     if not ours:
         return None
-    total = _stats(ours)
+    parts = {name: sum(getattr(r, name) or 0.0 for r in ours) for name in ("draft_s", "target_s", "verify_s")}
     spent = sum(r.seconds for r in ours)
     return {
-        "draft_s": total.draft_s,
-        "target_s": total.target_s,
-        "verify_s": total.verify_s,
-        "overhead_s": max(0.0, spent - total.draft_s - total.target_s - total.verify_s),
+        **parts,
+        "overhead_s": max(0.0, spent - parts["draft_s"] - parts["target_s"] - parts["verify_s"]),
         "prefill_s": sum(r.prefill_s for r in ours),
         "total_s": spent,
         "rounds": sum(len(r.rounds) for r in ours),

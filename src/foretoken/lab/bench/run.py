@@ -174,17 +174,9 @@ class Bench:
         if partial is not None:
             self.results |= partial.done
         self._measure_targets(partial)
-        self.run_units(partial)
-        return Tally(self, where).result()
-
-    def run_units(self, partial: Partial | None = None) -> None:
-        """Run what is not there yet, into ``results``.
-
-        Raises:
-            ValueError: an arm refuses a prompt or setting.
-        """
         for setting in self.settings.settings:
             self._run_setting(setting, partial)
+        return Tally(self, where).result()
 
     def _measure_targets(self, partial: Partial | None) -> None:
         most = max(arm.most_nodes for arm in self.arms)

@@ -20,7 +20,6 @@ from foretoken.loading import default_drafter, read_profile
 from foretoken.registry import convert_options, parse_spec
 
 if TYPE_CHECKING:
-    from foretoken.engine.request import Running
     from foretoken.methods.drafters.base import Drafter
 
 
@@ -37,8 +36,8 @@ class RoundRecorder:
     """
 
     tracing: bool = False
-    _rounds: list[tuple[list[Sequence[int]], float, float, float]] = field(default_factory=list)
-    _trees: list[tuple[Bare, Verdict, float, float]] = field(default_factory=list)
+    _rounds: list[tuple[list[Sequence[int]], RoundTimes]] = field(default_factory=list)
+    _trees: list[tuple[Bare, Verdict, RoundTimes]] = field(default_factory=list)
     _first: int = -1
 
     def start(self, tracing: bool) -> None:
@@ -47,53 +46,31 @@ class RoundRecorder:
         self._rounds, self._trees = [], []
 
     def __call__(
-        self,
-        runs: Sequence[Running],
-        trees: Sequence[TokenTree],
-        verdicts: Sequence[Verdict],
-        times: RoundTimes,
+        self, runs: Sequence[Running], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
     ) -> None:
         """One round."""
         # Parents only: a tree holds its draft distributions, which are big.
-        self._rounds.append(([tree.parents for tree in trees], times.draft_s, times.target_s, times.verify_s))
-        if self.tracing:
-            self._trace(runs, trees, verdicts, times)
-
-    def _trace(
-        self,
-        runs: Sequence[Running],
-        trees: Sequence[TokenTree],
-        verdicts: Sequence[Verdict],
-        times: RoundTimes,
-    ) -> None:
+        self._rounds.append(([tree.parents for tree in trees], times))
+        if not self.tracing:
+            return
         if self._first < 0:
             self._first = runs[0].id
         # Rounds of a trace; a long run's later rounds are left out
         if runs[0].id == self._first and len(self._trees) < 48:
             tree = trees[0]
-            self._trees.append(((tree.tokens, tree.parents, tree.probes), verdicts[0], times.draft_s, times.target_s))
+            self._trees.append(((tree.tokens, tree.parents, tree.probes), verdicts[0], times))
 
-    @property
-    def draft_s(self) -> float:
-        """Seconds in the drafter, each round of the batch counted once."""
-        return sum(draft_s for _, draft_s, _, _ in self._rounds)
-
-    @property
-    def target_s(self) -> float:
-        """Seconds in the target network."""
-        return sum(target_s for _, _, target_s, _ in self._rounds)
-
-    @property
-    def verify_s(self) -> float:
-        """Seconds in the acceptance rule."""
-        return sum(verify_s for _, _, _, verify_s in self._rounds)
+    def spent(self) -> dict[str, float]:
+        """Seconds in the drafter, the target and the acceptance rule, each round of the batch counted once."""
+        names = ("draft_s", "target_s", "verify_s")
+        return {name: sum(getattr(times, name) for _, times in self._rounds) for name in names}
 
     @property
     def rounds(self) -> list[DraftRound]:
         """What every round drafted."""
         return [
-            DraftRound(sum(map(len, parents)), max(map(_depth, parents)), draft_s)
-            for parents, draft_s, _, _ in self._rounds
+            DraftRound(sum(map(len, parents)), max(map(_depth, parents)), times.draft_s)
+            for parents, times in self._rounds
         ]
 
     def trace(self, tokenizer: Any | None) -> list[dict[str, Any]]:
@@ -108,7 +85,7 @@ def _depth(parents: Sequence[int]) -> int:
     return max(depths)
 
 
-def _traced(bare: Bare, verdict: Verdict, draft_s: float, target_s: float, tokenizer: Any | None) -> dict[str, Any]:
+def _traced(bare: Bare, verdict: Verdict, times: RoundTimes, tokenizer: Any | None) -> dict[str, Any]:
     tree = TokenTree(bare[0], bare[1], probes=bare[2])
     status = ["root", *(["rejected"] * (len(tree) - 1))]
     for node, probe in enumerate(tree.probes):
@@ -123,12 +100,12 @@ def _traced(bare: Bare, verdict: Verdict, draft_s: float, target_s: float, token
         "parents": list(tree.parents),
         "status": status,
         "next": {"token": verdict.next_token, "text": token_text(tokenizer, verdict.next_token), "origin": origin},
-        "draft_ms": 1000 * draft_s,
-        "target_ms": 1000 * target_s,
+        "draft_ms": 1000 * times.draft_s,
+        "target_ms": 1000 * times.target_s,
     }
 
 
-class OwnArm:
+class OwnArm(Arm):
     """foretoken with one drafter and one controller.
 
     Raises:
@@ -180,10 +157,6 @@ class OwnArm:
         verifier = self.llm.engine.verifier
         return verifier is None or verifier.races
 
-    def can(self, setting: Setting) -> bool:
-        """Every setting."""
-        return True
-
     def enter(self, setting: Setting) -> None:
         """A new controller, and a new drafter where the old one may remember outputs."""
         if self.remembers:
@@ -211,9 +184,7 @@ class OwnArm:
             drafted=total.num_draft_tokens,
             accepted=total.num_accepted_tokens,
             per_pos=total.num_accepted_tokens_per_pos,
-            draft_s=recorder.draft_s,
-            target_s=recorder.target_s,
-            verify_s=recorder.verify_s,
+            **recorder.spent(),
             rounds=[[r.nodes, r.depth, round(r.draft_s, 9)] for r in recorder.rounds],
             trace=recorder.trace(self.shared.tokenizer) if tracing else None,
             seeds=list(unit.seeds) if setting[0] > 0 and self.coupled else None,

@@ -105,7 +105,6 @@ class TransformersPromptLookupArm(TransformersArm):
         self.k, self.n = k, n
 
     def options(self) -> dict[str, Any]:
-        """Transformers' names of the two."""
         return {"prompt_lookup_num_tokens": self.k, "max_matching_ngram_size": self.n}
 
 

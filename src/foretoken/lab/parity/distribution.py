@@ -24,6 +24,8 @@ Beginning = tuple[int, tuple[int, ...]]
 TABLE_TOKENS = 4
 """Tokens of every sampled output: enough for drafts of several tokens, few enough to sample often."""
 BATCH = 32
+BINS, POWER = 20, 0.9
+"""Of the test that places are uniform, and the chance with which a test must find what it is said to see."""
 LEAST = 10
 """Outputs that must begin alike for what follows them to be counted as a table of its own."""
 
@@ -216,23 +218,23 @@ def uniform_place(distribution: Tensor, token: int, u: float) -> float:
     return float((before + u * own) / distribution.sum())
 
 
-def uniformity(places: Sequence[float], bins: int = 20) -> tuple[float, int]:
+def uniformity(places: Sequence[float]) -> tuple[float, int]:
     """Statistic and degrees of freedom of a chi-square test that ``places`` are uniform in [0, 1)."""
     if not places:
         return 0.0, 0
     if max(places) > 1.5:
         return math.inf, 1
-    cells = torch.tensor(places, dtype=torch.float64).mul(bins).long().clamp_(0, bins - 1)
-    counts = torch.bincount(cells, minlength=bins)
-    return chi_square(counts, torch.full((bins,), len(places) / bins, dtype=torch.float64))
+    cells = torch.tensor(places, dtype=torch.float64).mul(BINS).long().clamp_(0, BINS - 1)
+    counts = torch.bincount(cells, minlength=BINS)
+    return chi_square(counts, torch.full((BINS,), len(places) / BINS, dtype=torch.float64))
 
 
 # -- power -----------------------------------------------------------------------------------------------------------
 
 
-def smallest_seen(draws: int, freedom: int, level: float, power: float = 0.9) -> float:
-    """The total variation from which on a chi-square test of ``draws`` draws finds a wrong distribution with that
-    ``power``.
+def smallest_seen(draws: int, freedom: int, level: float) -> float:
+    """The total variation from which on a chi-square test of ``draws`` draws finds a wrong distribution with a chance
+    of :data:`POWER`.
 
     A distribution q whose cells differ from p's by a total variation d has a noncentrality of draws * sum (q - p)**2 /
     p, which is at least 4 draws d**2 (Cauchy and Schwarz), so the bound holds for every q.  1 when nothing can be
@@ -242,12 +244,11 @@ def smallest_seen(draws: int, freedom: int, level: float, power: float = 0.9) ->
         draws: independent draws.
         freedom: cells minus one (summed over the tables that are tested together).
         level: p-value below which the test fails.
-        power: chance that it does.
     """
     if draws < 1 or freedom < 1:
         return 1.0
     bound = _crossing(lambda x: _upper(freedom / 2, x / 2) <= level)
-    noncentrality = _crossing(lambda x: noncentral_tail(bound, freedom, x) >= power)
+    noncentrality = _crossing(lambda x: noncentral_tail(bound, freedom, x) >= POWER)
     return min(1.0, math.sqrt(noncentrality / (4 * draws)))
 
 

@@ -79,8 +79,7 @@ def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanou
             f"{fanout} guesses besides a rejected token need the chances of {fanout + 1} candidates, not "
             f"{len(positions)}"
         )
-    rate = isinstance(acceptance, float | int)
-    reached = theory.survival(float(acceptance), k) if rate else theory.extended(acceptance, k)  # type: ignore[arg-type]
+    reached = theory.reached(acceptance, k)
     first = min(positions[0], 1.0)
     others = math.fsum(positions[1 : fanout + 1]) / (1.0 - first) if first < 1.0 else 1.0
     whole = reached[-1] if reached else 1.0
@@ -112,9 +111,7 @@ def ahead_row(
     if not (math.isfinite(contention) and contention >= 1.0):
         raise ValueError(f"a contention factor is a number >= 1 (1: nothing is shared), not {contention:g}")
     if positions is None:
-        rate = given.acceptance
-        alpha = float(rate) if isinstance(rate, float | int) else float(theory.extended(rate, 1)[0])
-        positions = trial_acceptance(alpha, fanout + 1)
+        positions = trial_acceptance(theory.reached(given.acceptance, 1)[0], fanout + 1)
     hits = hit_chance(given.acceptance, k, positions, fanout)
     rows, plain = (k + 1) * fanout, given.v(1)
     call = given.v(given.nodes(k)) / plain

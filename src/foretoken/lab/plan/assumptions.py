@@ -23,7 +23,6 @@ class Flat:
     """Scoring any number of tokens costs the same: the assumption of the papers, true while memory is the limit."""
 
     def __call__(self, nodes: int, batch: int = 1) -> float:
-        """1."""
         return 1.0
 
 
@@ -50,7 +49,6 @@ class Measured:
 
     @property
     def known_to(self) -> int:
-        """The largest measured node count."""
         return max(self.target.seconds)
 
 

@@ -14,7 +14,6 @@ from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
 from foretoken.lab.plan.roofline import Roofline
 from foretoken.lab.plan.speedup import (
-    Acceptance,
     branching_parents,
     positional_success,
     tree_expected_tokens,
@@ -114,7 +113,6 @@ class Plan:
     notes: tuple[str, ...]
 
     def row(self, k: int) -> PlanRow:
-        """The row of k."""
         return next(row for row in self.rows if row.k == k)
 
     @property
@@ -204,7 +202,7 @@ def _tree(
     parents = branching_parents(widths)
     table: list[Sequence[float]] = []
     before = 1.0
-    for depth, s in enumerate(theory.extended(_survival(given.acceptance, len(widths)), len(widths))):
+    for depth, s in enumerate(theory.reached(given.acceptance, len(widths))):
         # At depth d the first sibling is accepted as often as a chain's d-th token; the others are scaled alike.
         rate, before = (s / before if before > 0 else 0.0), s
         table.append(trial_acceptance(rate, widths[depth]) if positions is None else positions)
@@ -212,10 +210,6 @@ def _tree(
     depth = len(widths)
     speedups = {batch: speedup(tokens, given.cost(depth, len(parents), batch), 1.0) for batch in batches}
     return TreeRow("x".join(map(str, widths)), len(parents) - 1, depth, tokens, speedups)
-
-
-def _survival(acceptance: Acceptance, k: int) -> Sequence[float]:
-    return theory.survival(float(acceptance), k) if isinstance(acceptance, float | int) else acceptance
 
 
 def _limits(given: Assumptions, k: int, batch: int, search: bool = True) -> BreakEven:

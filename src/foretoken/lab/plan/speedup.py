@@ -51,6 +51,11 @@ def extended(measured: Sequence[float], k: int) -> list[float]:
     return known
 
 
+def reached(acceptance: Acceptance, k: int) -> list[float]:
+    """The survival vector of k entries, of either kind of acceptance."""
+    return survival(acceptance, k) if isinstance(acceptance, float | int) else extended(acceptance, k)
+
+
 # -- tokens per round ------------------------------------------------------------------------------------------------
 
 
@@ -95,9 +100,7 @@ def tokens_of_guesses(acceptance: Acceptance, k: int, guesses: int) -> float:
         raise ValueError(f"the number of guesses must be a whole number >= 1, not {guesses}")
     if guesses == 1:
         return expected_tokens(acceptance, k)
-    rate = isinstance(acceptance, float | int)
-    reached = survival(float(acceptance), k) if rate else extended(acceptance, k)  # type: ignore[arg-type]
-    return 1.0 + math.fsum(1.0 - (1.0 - s) ** guesses for s in reached)
+    return 1.0 + math.fsum(1.0 - (1.0 - s) ** guesses for s in reached(acceptance, k))
 
 
 def alpha_for_tokens(tokens: float, k: int, guesses: int = 1) -> float | None:

@@ -5,22 +5,18 @@ Nothing is imported until it is used: ``show`` is below this package, and draws 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foretoken.lab.report.page import write_report as write_report
     from foretoken.lab.report.plots import write_plots as write_plots
 
+HOMES = {"write_plots": "plots", "write_report": "page"}
 __all__ = ["write_plots", "write_report"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "write_report":
-        from foretoken.lab.report.page import write_report
-
-        return write_report
-    if name == "write_plots":
-        from foretoken.lab.report.plots import write_plots
-
-        return write_plots
-    raise AttributeError(f"module 'foretoken.lab.report' has no attribute {name!r}")
+    if name not in HOMES:
+        raise AttributeError(f"module 'foretoken.lab.report' has no attribute {name!r}")
+    return getattr(import_module(f"foretoken.lab.report.{HOMES[name]}"), name)

@@ -119,9 +119,9 @@ def _widened(low: float, high: float) -> Point:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def ticks(low: float, high: float, about: int = 6) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten) from ``low`` to ``high``."""
-    raw = (high - low) / about
+    raw = (high - low) / 6  # about so many
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * f for f in (1, 2, 5, 10) if power * f >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)

@@ -76,15 +76,12 @@ def _spread(found: Sequence[tuple[float, float | None]]) -> float | None:
 
 def equality(cell: Cell) -> str:
     """Whether the arm said what plain decoding said: identical, ties, differs, or nothing (it was not compared)."""
-    same, prompts = cell.get("identical"), number(cell.get("prompts"))
-    ties, differences = number(cell.get("ties")) or 0.0, number(cell.get("differences"))
+    same = cell.get("identical")
     if same is None or cell.get("arm") in PLAIN:
         return ""
-    if same is True or (same is not False and prompts is not None and same == prompts):
+    if same:
         return "identical"
-    missing = None if same is False or prompts is None else prompts - (number(same) or 0.0)
-    explained = ties > 0 and not differences and (missing is None or ties >= missing)
-    return "ties" if explained else "differs"
+    return "ties" if number(cell.get("ties")) and not number(cell.get("differences")) else "differs"
 
 
 def _worst(cells: Sequence[Cell]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from foretoken.lab.report import load_figures as figures
 from foretoken.lab.report.markup import Markup, tag
 from foretoken.lab.report.read import Run, number
-from foretoken.lab.report.sections import download, head, header_of, number_cell, panels, section
+from foretoken.lab.report.sections import download, head, header_of, number_cell, panels, section, sortable
 from foretoken.lab.report.verdict import Remark
 
 WORDS = {"rate": "Requests that arrive by chance", "concurrency": "Clients that wait for each answer"}
@@ -166,9 +166,8 @@ def categories(run: Run) -> Markup | None:
         return None
     names = ("requests", "TPOT p50 ms", "TPOT p99 ms", "tokens/round", "acceptance")
     heads = [head("arm", "words"), head("category", "words"), *(head(name, None) for name in names)]
-    whole = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows), class_="sortable")
     how = "All levels together. Drafts are accepted more often in some sorts of text than in others."
-    return section("categories", "By category", how, tag("div", whole, class_="scroll", tabindex=0))
+    return section("categories", "By category", how, sortable(heads, rows))
 
 
 def table(run: Run) -> Markup:
@@ -178,11 +177,10 @@ def table(run: Run) -> Markup:
     heads += [head(f"{name} {share}", None) for name in SPREADS.values() for share in SHARES]
     heads += [head("errors", "words"), head("output", "words")]
     body = [_row(cell, used) for cell in run.cells]
-    whole = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *body), class_="sortable")
     how = (
         "Every cell of the run, times in milliseconds; a click on a heading sorts, a second one turns the order round."
     )
-    return section("table", "All numbers", how, tag("div", whole, class_="scroll", tabindex=0), download(run))
+    return section("table", "All numbers", how, sortable(heads, body), download(run))
 
 
 def _row(cell: Mapping[str, Any], used: list[tuple[str, str, int]]) -> Markup:

@@ -39,13 +39,11 @@ class Run:
     @property
     def arms(self) -> list[str]:
         """All arms, plain decoding first (not in a load test), else in the order of the run, which fixes colours."""
-        named = [str(a.get("arm", a.get("name", "?")) if isinstance(a, Mapping) else a) for a in self.listed("arms")]
-        seen = dict.fromkeys([*named, *(cell["arm"] for cell in self.cells)])
+        seen = dict.fromkeys([*map(str, self.listed("arms")), *(cell["arm"] for cell in self.cells)])
         return list(seen) if self.is_load else sorted(seen, key=lambda arm: arm not in PLAIN)
 
     @property
     def is_load(self) -> bool:
-        """Whether it is a load test of a server."""
         return all("load" in cell for cell in self.cells)
 
     @property
@@ -62,7 +60,6 @@ class Run:
 
     @property
     def rivals(self) -> list[str]:
-        """All arms but plain decoding."""
         return [arm for arm in self.arms if arm not in PLAIN]
 
     @property
@@ -72,7 +69,6 @@ class Run:
 
     @property
     def categories(self) -> list[str]:
-        """Categories in the order of the run."""
         return list(dict.fromkeys(cell["category"] for cell in self.cells))
 
     def at(self, setting: Setting, arm: str | None = None) -> list[Mapping[str, Any]]:
@@ -102,7 +98,6 @@ class Run:
 
 
 def setting_of(cell: Mapping[str, Any]) -> Setting:
-    """Temperature and batch size of a cell."""
     return float(cell["temperature"]), int(cell["batch"])
 
 

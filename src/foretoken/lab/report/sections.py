@@ -49,7 +49,6 @@ def section(key: str, title: str, how: str, *content: object) -> Markup:
 
 
 def figure(chart: Chart) -> Markup:
-    """A chart with its title."""
     return tag("figure", tag("figcaption", chart.title), draw(chart))
 
 
@@ -90,18 +89,17 @@ def header_of(title: str, told: Iterable[tuple[str, str]], notes: Iterable[str],
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Names and values of the header."""
-    machine = run.part("machine")
+    machine, settings = run.part("machine"), run.part("settings")
     hardware, versions = _object(machine, "hardware"), _object(machine, "versions")
     gpus = ", ".join(map(str, hardware.get("gpus") or ()))
     cores = hardware.get("cores")
     return [
-        ("target", _target(run)),
-        ("dtype", _anywhere(run, "dtype")),
-        ("device", _anywhere(run, "device")),
+        ("target", str(run.summary.get("target") or "")),
+        ("dtype", str(settings.get("dtype") or "")),
         ("machine", ", ".join(filter(None, [str(hardware.get("cpu") or ""), f"{cores} cores" if cores else "", gpus]))),
-        ("threads", _threads(_object(machine, "threads") or machine)),
+        ("threads", _threads(_object(machine, "threads"))),
         ("versions", ", ".join(f"{name} {value}" for name, value in versions.items())),
-        ("tokens per prompt", _anywhere(run, "max_new_tokens")),
+        ("tokens per prompt", str(settings.get("max_new_tokens") or "")),
         ("run", f"{len(run.cells)} cells, {len(run.rivals)} arms beside plain decoding, {run.name}"),
     ]
 
@@ -109,19 +107,6 @@ def facts(run: Run) -> list[tuple[str, str]]:
 def _object(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = holder.get(name)
     return dict(found) if isinstance(found, Mapping) else {}
-
-
-def _target(run: Run) -> str:
-    found = run.summary.get("target")
-    return str(found.get("source", found) if isinstance(found, Mapping) else found or "")
-
-
-def _anywhere(run: Run, name: str) -> str:
-    """A setting that may be told of the target, the settings or the machine."""
-    for place in (run.part("target"), run.part("settings"), run.part("machine"), run.summary):
-        if place.get(name) not in (None, ""):
-            return str(place[name])
-    return ""
 
 
 def _threads(found: Mapping[str, Any]) -> str:
@@ -132,8 +117,8 @@ def _threads(found: Mapping[str, Any]) -> str:
 
 
 def _inflated(run: Run) -> list[str]:
-    size = _anywhere(run, "inflate") or _anywhere(run, "inflated")
-    if size in ("", "False", "None"):
+    size = run.part("settings").get("inflate")
+    if not size:
         return []
     return [
         f"The target was inflated ({size}): widened and deepened without changing what it says. "
@@ -243,9 +228,14 @@ def table(run: Run) -> Markup:
     heads += [head(name, None) for _, name, _ in used]
     heads.append(head("output", "words"))
     body = [_row(cell, used) for cell in run.cells]
-    whole = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *body), class_="sortable")
     how = "Every cell of the run; a click on a heading sorts, a second one turns the order round."
-    return section("table", "All numbers", how, tag("div", whole, class_="scroll", tabindex=0), download(run))
+    return section("table", "All numbers", how, sortable(heads, body), download(run))
+
+
+def sortable(heads: Iterable[Markup], rows: Iterable[Markup]) -> Markup:
+    """A table that a click on a heading sorts."""
+    whole = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows), class_="sortable")
+    return tag("div", whole, class_="scroll", tabindex=0)
 
 
 def download(run: Run) -> Markup:

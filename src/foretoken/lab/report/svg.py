@@ -24,7 +24,7 @@ from foretoken.lab.report.charts import (
 from foretoken.lab.report.markup import Markup, join, tag
 
 WIDTH = 620
-ROW = 26
+ROW, TOP = 26, 8.0
 LETTER = 7.3
 """Width of a letter of the labels, in pixels."""
 LONGEST = 32
@@ -57,13 +57,12 @@ def parts_of(chart: Chart) -> tuple[Markup, list[tuple[str, Markup]]]:
 
 
 def colour_class(colour: int) -> str:
-    """The class that gives a mark its colour."""
     return "cn" if colour == NEUTRAL else f"c{colour % len(LIGHT)}"
 
 
-def cut(label: str, longest: int = LONGEST) -> str:
+def cut(label: str) -> str:
     """A label that fits."""
-    return label if len(label) <= longest else label[: longest - 1] + "…"
+    return label if len(label) <= LONGEST else label[: LONGEST - 1] + "…"
 
 
 def _at(value: float) -> str:
@@ -105,19 +104,33 @@ def _row_grid(places: Sequence[float], to_x: Callable[[float], float], top: floa
 # -- bars ------------------------------------------------------------------------------------------------------------
 
 
-def _bars(chart: BarChart) -> Markup:
-    left, right, top = _label_width([bar.label for bar in chart.bars]), 108.0, 8.0
-    bottom = top + ROW * len(chart.bars)
-    end = max(chart.x_end, 1e-9) * 1.02
+def _in_rows(
+    chart: BarChart | StackChart,
+    labels: Sequence[str],
+    end: float,
+    right: float,
+    content: Callable[[float, float], list[Markup]],
+) -> Markup:
+    """A chart of rows with room to the ``right``; ``content`` is what lies on its grid, by left edge and scale."""
+    left, bottom, end = _label_width(labels), TOP + ROW * len(labels), max(end, 1e-9) * 1.02
     scale = (WIDTH - left - right) / end
     to_x = lambda value: left + scale * value  # noqa: E731
     places = ticks(0, end)
-    rows = [_bar(bar, top + ROW * i, left, scale) for i, bar in enumerate(chart.bars)]
-    words = [_bar_words(bar, top + ROW * i, left, scale) for i, bar in enumerate(chart.bars)]
-    line = [] if chart.line is None else [_line(to_x(chart.line), top - 4, to_x(chart.line), bottom, "baseline")]
     axis = _x_axis(places, to_x, bottom, chart.x_label, left + scale * end / 2)
-    parts = (_row_grid(places, to_x, top, bottom), *rows, *line, *words, axis)
+    parts = (_row_grid(places, to_x, TOP, bottom), *content(left, scale), axis)
     return _svg(f"{chart.title}: {chart.x_label}", WIDTH, bottom + 42, *parts)
+
+
+def _bars(chart: BarChart) -> Markup:
+    def content(left: float, scale: float) -> list[Markup]:
+        rows = [_bar(bar, TOP + ROW * i, left, scale) for i, bar in enumerate(chart.bars)]
+        words = [_bar_words(bar, TOP + ROW * i, left, scale) for i, bar in enumerate(chart.bars)]
+        if chart.line is not None:
+            x = left + scale * chart.line
+            rows.append(_line(x, TOP - 4, x, TOP + ROW * len(chart.bars), "baseline"))
+        return [*rows, *words]
+
+    return _in_rows(chart, [bar.label for bar in chart.bars], chart.x_end, 108.0, content)
 
 
 def _bar(bar: Bar, y: float, left: float, scale: float) -> Markup:
@@ -152,17 +165,11 @@ BADGES = {"identical": "= same", "ties": "≈ ties", "differs": "≠ differs"}
 
 
 def _stack(chart: StackChart) -> tuple[Markup, list[tuple[str, Markup]]]:
-    left, right, top = _label_width([label for label, _ in chart.rows]), 70.0, 8.0
-    bottom = top + ROW * len(chart.rows)
-    end = max(max(sum(values) for _, values in chart.rows), 1e-9) * 1.02
-    scale = (WIDTH - left - right) / end
-    to_x = lambda value: left + scale * value  # noqa: E731
-    places = ticks(0, end)
-    rows = [_stacked(chart, label, values, top + ROW * i, left, scale) for i, (label, values) in enumerate(chart.rows)]
-    axis = _x_axis(places, to_x, bottom, chart.x_label, left + scale * end / 2)
-    picture = _svg(
-        f"{chart.title}: {chart.x_label}", WIDTH, bottom + 42, _row_grid(places, to_x, top, bottom), *rows, axis
-    )
+    def content(left: float, scale: float) -> list[Markup]:
+        return [_stacked(chart, *row, TOP + ROW * i, left, scale) for i, row in enumerate(chart.rows)]
+
+    end = max(sum(values) for _, values in chart.rows)
+    picture = _in_rows(chart, [label for label, _ in chart.rows], end, 70.0, content)
     return picture, [(part, _swatch(f"p{i}")) for i, part in enumerate(chart.parts)]
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from foretoken.core.specs import split_outside
 from foretoken.lab.workload import Subject
 from foretoken.loading import BUILTIN
 from foretoken.loading.drafters import brought_drafters
@@ -31,7 +32,7 @@ def parse_names(text: str) -> list[str]:
         ValueError: an empty item, an option before any drafter, or an unknown name or option.
     """
     specs: list[str] = []
-    for item in _items(text):
+    for item in split_outside(text, ","):
         if re.match(r"\s*\w+\s*=", item) and specs:
             specs[-1] += f",{item.strip()}"
         else:
@@ -46,18 +47,6 @@ def parse_names(text: str) -> list[str]:
         parsed = parse_spec(spec)
         convert_options("drafter", parsed.name, find("drafter", parsed.name).load(), parsed.options)
     return list(dict.fromkeys(specs))
-
-
-def _items(text: str) -> list[str]:
-    """Split at commas outside parentheses."""
-    items, depth = [""], 0
-    for sign in text:
-        depth += (sign == "(") - (sign == ")")
-        if sign == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += sign
-    return items
 
 
 def default_specs(target_source: Any) -> list[str]:
@@ -76,12 +65,7 @@ def default_specs(target_source: Any) -> list[str]:
 
 
 def likely(subject: Subject, offers: Sequence[str] = ()) -> list[str]:
-    """What is tried first: what pays most often, what the target brings along, and what is offered for it.
-
-    Args:
-        subject: the target.
-        offers: specs of what folders hold and a profile names.
-    """
+    """What is tried first: what pays most often, what the target brings along, and what is offered for it."""
     brought = brought_drafters(subject.target, subject.source, [parse_spec(spec).name for spec in LIKELY])
     return list(dict.fromkeys((*LIKELY, *brought, *offers)))
 

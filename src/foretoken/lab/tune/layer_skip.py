@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.io.files import checksum
-from foretoken.lab.timing import median_run, runs_of
-from foretoken.lab.workload import Speed, Workload
+from foretoken.lab.workload import Speed, Workload, compared_speeds
 from foretoken.methods.drafters.layer_skip import LayerSkipDrafter
 from foretoken.methods.drafters.own_layers import num_layers_of
 from foretoken.methods.drafters.skip_sets import SkipSet, fingerprint, save_skips
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-FINAL_RUNS = 5
-"""Interleaved runs of each arm of the last comparison."""
 SUBLAYERS = ("attention", "mlp")
 
 
@@ -265,6 +262,5 @@ def _finish(search: LayerSkipStudy, sets: dict[str, SkipSet], trials: int) -> Tu
 def compare(work: Workload, k: int, sets: dict[str, SkipSet]) -> tuple[Speed, dict[str, Speed]]:
     """Plain decoding and every set, taking turns at going first."""
     arms: dict[str, SkipSet | None] = {"plain": None, **sets}
-    runs = runs_of({name: partial(measured, work, k, skips) for name, skips in arms.items()}, FINAL_RUNS)
-    speeds = {name: median_run(found, lambda speed: speed.tokens_per_s) for name, found in runs.items()}
+    speeds = compared_speeds({name: partial(measured, work, k, skips) for name, skips in arms.items()})
     return speeds.pop("plain"), speeds

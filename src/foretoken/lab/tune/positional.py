@@ -57,7 +57,6 @@ class PositionalCount(Verifier):
         self._rule = WithoutReplacementVerifier()
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Count, then decide as the rule does."""
         children = tree.children[0]
         if children:
             self.rounds += 1
@@ -200,13 +199,7 @@ def measured_shape(work: Workload, drafter: Drafter) -> dict[str, Any]:
 
 
 def sequoia_spec(spec: str, shape: Mapping[str, Any], target: TargetCost) -> str | None:
-    """The drafter with the tree of most expected tokens per time; ``None`` where that is a chain or no draft at all.
-
-    Args:
-        spec: the drafter.
-        shape: what :func:`measured_shape` found.
-        target: measured v(n).
-    """
+    """The drafter with the tree of most expected tokens per time; ``None`` where that is a chain or no draft at all."""
     trees = solve(shape["acceptance"], NODES, DEPTH)
     nodes, depth, _ = best_shape(trees, lambda n: target.of(n) + shape["node_s"] * (n - 1), shape["level_s"])
     if nodes <= depth:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from foretoken.core import RoundTimes, TokenTree, Verdict
 from foretoken.core.costs import RoundCosts
@@ -52,19 +52,6 @@ class RaceRound(NamedTuple):
     total_s: float
     room: int = 1 << 20
     tokens: tuple[int, ...] = ()
-
-
-class Racer(Protocol):
-    """What can take part: a way of decoding one prompt after another."""
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Take the next prompt."""
-
-    def advance(self) -> RaceRound | None:
-        """Run one round; ``None`` when the answer has ended."""
-
-    def cancel(self) -> None:
-        """Drop what is left of the answer."""
 
 
 class EngineRacer:
@@ -126,7 +113,7 @@ class EngineRacer:
 
 
 def heat(
-    racers: Sequence[Racer], prompt: Sequence[int], clock: Callable[[], float], until: float, most: int = 1 << 20
+    racers: Sequence[EngineRacer], prompt: Sequence[int], clock: Callable[[], float], until: float, most: int = 1 << 20
 ) -> list[list[RaceRound]]:
     """Let all arms decode a prompt in turns; the rounds of each.
 

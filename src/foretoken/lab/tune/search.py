@@ -18,9 +18,9 @@ from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, why_not
 from foretoken.lab.tune.choices import copies_text, further, generous, likely, router_spec, sizes
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
-from foretoken.lab.tune.race import FEWEST, Racer, RaceRound, Standing, heat, steady_s, tokens_per_s
+from foretoken.lab.tune.race import FEWEST, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s
 from foretoken.lab.tune.tuned import Outcome, TunedRow, TuneJob, Way
-from foretoken.lab.workload import REFUSALS
+from foretoken.lab.workload import REFUSALS, reason_of
 from foretoken.loading.measured.profile import measured_target
 from foretoken.methods.drafters.base import Drafter
 from foretoken.registry import parse_spec
@@ -151,7 +151,7 @@ class Search:
         except REFUSALS as error:
             if given:
                 raise
-            self.skipped[name] = " ".join(str(error).split()) or type(error).__name__
+            self.skipped[name] = reason_of(error)
             return
         if not tried.standing.is_known:
             self.skipped[name] = "too slow to be measured in its share of the time: give more --minutes"
@@ -171,8 +171,7 @@ class Search:
         until = min(self.job.clock() + share_s, self._end_s)
         _warmed(arm, prompts[0][1])
         for place, prompt in prompts[: len(self.job.work.prompts)]:
-            own, plain = self._heat([arm], place, prompt, until, SCOUTED)
-            standing.add(own, plain)
+            standing.add(*self._heat([arm], place, prompt, until, SCOUTED))
         if not standing.is_known and not self.scouted:  # there is no answer yet: a few tokens in up to half of the rest
             until = self.job.clock() + max(self._end_s - self.job.clock(), 0.0) / 2
             standing.add(*self._heat([arm], *prompts[0], until, FEWEST))
@@ -183,7 +182,7 @@ class Search:
         return Scouted(spec, depth, drafter.traits.draws_trees, copies_text(drafter), standing)
 
     def _heat(
-        self, arms: Sequence[Racer], place: int, prompt: Sequence[int], until: float, most: int = 1 << 20
+        self, arms: Sequence[EngineRacer], place: int, prompt: Sequence[int], until: float, most: int = 1 << 20
     ) -> list[list[RaceRound]]:
         """The rounds of some arms on a prompt, and last those of plain decoding beside them."""
         *laps, plain = heat([*arms, self._plain], prompt, self.job.clock, until, most)
@@ -216,7 +215,7 @@ class Search:
         prompts = list(enumerate(self.job.work.prompts))
         prompts = prompts[SCOUTS:] + prompts[:SCOUTS]  # first those that nothing was tried on
         racing = self._ways()
-        arms: dict[Way, Racer] = {}
+        arms: dict[Way, EngineRacer] = {}
         for rung in range(RUNGS):
             until = self.job.clock() + (self._end_s - self.job.clock()) / (RUNGS - rung)
             last = len(prompts) if rung == RUNGS - 1 else (len(prompts) + 1) // 2
@@ -235,12 +234,12 @@ class Search:
             known = [way for way in racing if way in self.finals and self.finals[way].is_known]
             racing = sorted(known, key=lambda way: -self.finals[way].speedup)[: (len(known) + 1) // 2]
 
-    def _enter(self, way: Way, arms: dict[Way, Racer]) -> None:
+    def _enter(self, way: Way, arms: dict[Way, EngineRacer]) -> None:
         """Build an arm and warm it up; what cannot be built takes no part."""
         try:
             arms[way] = self.job.racer(self._drafter(way.drafter), way.controller, self.costs)
         except REFUSALS as error:
-            self.skipped[way.drafter] = " ".join(str(error).split()) or type(error).__name__
+            self.skipped[way.drafter] = reason_of(error)
             return
         if way.controller != "auto":  # which would learn from it
             _warmed(arms[way], self.job.work.prompts[0])
@@ -358,7 +357,7 @@ class Search:
         gc.collect()  # a model and its lean forward hold each other
 
 
-def _warmed(arm: Racer, prompt: Sequence[int], count: int = 2) -> list[RaceRound]:
+def _warmed(arm: EngineRacer, prompt: Sequence[int], count: int = 2) -> list[RaceRound]:
     """A few rounds, which are not counted: what is done once is no cost."""
     arm.begin(prompt)
     try:

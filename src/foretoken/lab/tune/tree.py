@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from foretoken.core.io.files import write_json
-from foretoken.lab.timing import median_run, runs_of
-from foretoken.lab.tune.layer_skip import FINAL_RUNS
-from foretoken.lab.workload import Speed, Workload
+from foretoken.lab.workload import Speed, Workload, compared_speeds
 from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.trees.shapes import Choice, choice_parents, expected_length, medusa_choices
@@ -155,5 +153,4 @@ def target_costs(work: Workload, trees: Mapping[int, Sequence[Choice]], text: Se
 def compared(work: Workload, drafter: HeadsDrafter | ModelDrafter, tuned: list[Choice]) -> dict[str, Speed]:
     """Plain decoding, the drafter as it was and with the new tree, interleaved."""
     arms = {"plain": None, "default": drafter, "tuned": drafter.reshaped(tuned)}
-    runs = runs_of({name: partial(work.speed, arm) for name, arm in arms.items()}, FINAL_RUNS)
-    return {name: median_run(found, lambda speed: speed.tokens_per_s) for name, found in runs.items()}
+    return compared_speeds({name: partial(work.speed, arm) for name, arm in arms.items()})

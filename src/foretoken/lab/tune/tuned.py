@@ -35,12 +35,6 @@ class TuneJob:
     clock: Callable[[], float] = perf_counter
     began_s: float | None = None
 
-    @property
-    def source_name(self) -> str:
-        """The source in words."""
-        source = self.work.subject.source
-        return str(source) if isinstance(source, str | Path) else type(source).__name__
-
     def build(self, spec: str) -> Drafter:
         """The drafter of a spec.
 
@@ -127,10 +121,11 @@ class Outcome:
     def profile(self) -> dict[str, Any]:
         """What ``load(profile=...)`` reads."""
         drafter, controller = self.chosen or (None, "auto")
-        work = self.job.work
+        work, source = self.job.work, self.job.work.subject.source
+        name = str(source) if isinstance(source, str | Path) else type(source).__name__
         return {
             "format": FORMAT,
-            "target": {"source": self.job.source_name, "fingerprint": fingerprint_of(work.target)},
+            "target": {"source": name, "fingerprint": fingerprint_of(work.target)},
             "machine": machine_of(work.target),
             "drafter": drafter,
             "verifier": "auto",

@@ -11,10 +11,6 @@ class FleetMetrics:
     Attributes:
         retried: requests that were given to another replica.
         broken: streams that ended with an error because their replica was lost.
-
-    Args:
-        prefixes: what the names begin with.
-        model: the label of all of them.
     """
 
     def __init__(self, prefixes: Sequence[str], model: str) -> None:

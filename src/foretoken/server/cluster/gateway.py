@@ -20,10 +20,11 @@ from foretoken.server.cluster.fleet_metrics import FleetMetrics
 from foretoken.server.cluster.replica import SPENT
 from foretoken.server.cluster.routing import asked_of, choices_of, session_of
 from foretoken.server.config import ServerSettings
-from foretoken.server.errors import ApiError, api_error, is_anthropic
+from foretoken.server.errors import ApiError, api_error, is_anthropic, shutting_down, still_loading
 from foretoken.server.keys import Caller
 from foretoken.server.limits import WRITERS, Gate
 from foretoken.server.places import Place, Places, place_of
+from foretoken.server.running import disconnected
 from foretoken.server.sse import event
 
 PAUSE_S = 0.2
@@ -131,21 +132,17 @@ class Fleet:
             ApiError: 503, with the seconds after which to try again.
         """
         if self.draining:
-            raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
+            raise shutting_down()
         if self.failed is not None:
             raise ApiError(503, "the replicas could not be started", code="engine_dead", headers={"Retry-After": "30"})
         if not self.is_loaded:
-            raise ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
+            raise still_loading()
         if self.num_open >= self.capacity:
             raise ApiError(503, "all replicas are busy; try again", code="queue_full", headers={"Retry-After": "1"})
 
 
 class Gateway:
-    """The ASGI application in front of replicas.
-
-    Args:
-        fleet: their state.
-    """
+    """The ASGI application in front of replicas."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -223,7 +220,7 @@ class Gateway:
         given["headers"] = [*kept, (b"x-request-id", request_id.encode())]
         session = session_of(Headers(scope=scope), asked, place.caller.tenant)
         answering = asyncio.create_task(self._answer(given, body, session, place, send))
-        leaving = asyncio.create_task(_left(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
@@ -318,11 +315,6 @@ async def _body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         if message["type"] != "http.request" or not message.get("more_body", False):
             return b"".join(parts)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def create_gateway(fleet: Fleet) -> ASGIApp:

@@ -74,7 +74,6 @@ class Replica:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the model comes with a chat template."""
         return bool(self.serving.is_chat)
 
     def metrics(self) -> str:
@@ -88,11 +87,6 @@ class Replica:
         last one is ours (:data:`SPENT`).
 
         Who stops listening ends the request.
-
-        Args:
-            scope: of the request.
-            body: of the request.
-            caller: who asks, as the gateway knows.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()

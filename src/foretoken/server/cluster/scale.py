@@ -298,7 +298,6 @@ def _noted() -> str:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -192,7 +192,6 @@ class NetFormat(Format):
         """Theirs to ours."""
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """Read our folder, check it against the target, write theirs."""
         (source,) = self.inputs(spec, target.source)
         fingerprint = target.parts.fingerprint()
         found = read_description(source, self.method, fingerprint)
@@ -205,7 +204,6 @@ class NetFormat(Format):
         write_json(folder / NOTE, {**note, "measured": found["measured"]})
 
     def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        """Read their folder, check it against the target, write ours."""
         found.check_whole()
         fingerprint = target.parts.fingerprint()
         measured = _measured(found, self.method, fingerprint)

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from foretoken.core.io.drafter_folders import our_name
 from foretoken.training.formats.base import Target, check_sizes
-from foretoken.training.formats.llama_layer import layer_shape
+from foretoken.training.formats.llama_layer import layer_shape, refuse_others
 from foretoken.training.formats.values import MOST, class_of, flag, listed, number, positive, whole
 
 QUANTISED = ("weight_packed", "weight_scale", "qweight", "scales")
 """Last parts of names of tensors in quantised checkpoints."""
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "partial_rotary_factor": (None, 1.0),
-    "hidden_act": (None, "silu"),
+REFUSED: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "hidden_act": "silu",
 }
-"""Keys, and the values of them that our layer follows."""
+"""Keys whose other values our layer cannot follow."""
 
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,9 +104,7 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
         ValueError: a key is missing, is for another target, or asks for what our network does not do.
     """
     check_sizes(config, target)
-    for key, followed in REFUSED.items():
-        if config.get(key) not in followed:
-            raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
+    refuse_others(config, REFUSED)
     # More than any published drafter has
     layers = whole(config, "num_hidden_layers", most=256)
     return {

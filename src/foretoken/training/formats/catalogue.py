@@ -83,12 +83,10 @@ DEFAULTS = {
 
 
 def methods() -> list[str]:
-    """Methods that have a layout."""
     return list(dict.fromkeys(layout.method for layout in LAYOUTS))
 
 
 def names() -> list[str]:
-    """All names of layouts."""
     return sorted({layout.name for layout in LAYOUTS})
 
 

@@ -44,7 +44,6 @@ class DflashPlain(NetFormat):
     architecture: ClassVar[str] = "DFlashDraftModel"
 
     def recognises(self, found: Found) -> bool:
-        """By its tensors."""
         return block_kind(found.names) == self.method and KEY not in found.config
 
     def extras(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -76,21 +75,12 @@ class DflashPlain(NetFormat):
         return Trained(shape, {**renamed(tensors, wanted, names), **(maps if reduced else {})})
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
-        """A rename of nothing, and the numbers of the layers as every reader counts them."""
         shape = self.net_config(**trained.config)
         return Checkpoint(self.described(shape, target), dict(trained.tensors))
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
         """``config.json``."""
-        inner = {
-            "mask_token_id": shape.mask_token,
-            "target_layer_ids": [int(part) - 1 for part in shape.taps.split(",")],
-            "block_size": shape.block,
-            **_causality(shape),
-            "input_embedding_scale": shape.input_scale,
-            "sample_from_anchor": shape.from_anchor,
-            **self.inner_keys(shape),
-        }
+        inner = {"target_layer_ids": [int(part) - 1 for part in shape.taps.split(",")], **self.block_keys(shape)}
         return {
             "architectures": [self.architecture],
             **layers_of(shape, target),
@@ -98,6 +88,17 @@ class DflashPlain(NetFormat):
             "num_target_layers": target.parts.num_layers,
             "draft_vocab_size": shape.guessed,
             "dflash_config": inner,
+        }
+
+    def block_keys(self, shape: Any) -> dict[str, Any]:
+        """Keys of the block that both layouts have."""
+        return {
+            "mask_token_id": shape.mask_token,
+            "block_size": shape.block,
+            **_causality(shape),
+            "input_embedding_scale": shape.input_scale,
+            "sample_from_anchor": shape.from_anchor,
+            **self.inner_keys(shape),
         }
 
     def inner_keys(self, shape: Any) -> dict[str, Any]:
@@ -111,11 +112,9 @@ class DflashSpeculators(DflashPlain):
     architecture = "DFlashSpeculator"
 
     def recognises(self, found: Found) -> bool:
-        """By its own key."""
         return found.config.get(KEY) == self.method
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
-        """``config.json``."""
         return {
             "architectures": [self.architecture],
             KEY: self.method,
@@ -126,13 +125,8 @@ class DflashSpeculators(DflashPlain):
             "transformer_layer_config": layers_of(shape, target),
             "draft_vocab_size": shape.guessed,
             "target_hidden_size": shape.hidden_size,
-            "block_size": shape.block,
             "aux_hidden_state_layer_ids": [int(part) for part in shape.taps.split(",")],
-            "mask_token_id": shape.mask_token,
-            **_causality(shape),
-            "input_embedding_scale": shape.input_scale,
-            "sample_from_anchor": shape.from_anchor,
-            **self.inner_keys(shape),
+            **self.block_keys(shape),
             "torch_dtype": "bfloat16",
         }
 
@@ -197,7 +191,6 @@ class Dflash2Plain(DflashPlain):
         }
 
     def inner_keys(self, shape: Any) -> dict[str, Any]:
-        """Further keys of ``dflash_config``."""
         return {
             "conv_kernel_size": shape.conv,
             "conv_group_size": shape.group,
@@ -247,7 +240,6 @@ class DsparkPlain(DflashPlain):
         }
 
     def inner_keys(self, shape: Any) -> dict[str, Any]:
-        """Further keys of ``dflash_config``."""
         return {
             "projector_type": "dspark",
             "markov_rank": shape.rank,

@@ -38,12 +38,10 @@ class EaglePlain(NetFormat):
         )
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
-        """A rename."""
         config = {"architectures": [self.architecture], **layer_keys(EagleConfig(**trained.config), target)}
         return Checkpoint(config, {theirs: trained.tensors[ours] for ours, theirs in NAMES.items()})
 
     def read(self, found: Checkpoint, target: Target) -> Trained:
-        """A rename; a missing bias is zero."""
         check_sizes(found.config, target)
         config, tensors = layer_config(found.config), dict(found.tensors)
         tensors.setdefault("fc.bias", torch.zeros(config["hidden_size"]))
@@ -78,7 +76,6 @@ class EagleVllm(EaglePlain):
         return folded and super().recognises(found)
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
-        """The plain layout, with the bias folded."""
         plain = super().write(trained, target)
         bias = plain.tensors.pop("fc.bias")
         if bool(bias.any()):

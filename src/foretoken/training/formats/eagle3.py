@@ -37,12 +37,10 @@ class Eagle3Plain(NetFormat):
     layer = "midlayer"
 
     def recognises(self, found: Found) -> bool:
-        """``fc`` beside a norm of hidden states."""
         norms = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}
         return "fc.weight" in found.names and bool(norms & found.names)
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
-        """A rename, and the numbers of the layers as every engine counts them."""
         shape = self.net_config(**trained.config)
         return Checkpoint(self.described(shape, target), self.tensors(shape, trained, target))
 
@@ -188,7 +186,6 @@ class Eagle3Speculators(Eagle3Plain):
         return kind == "eagle3"
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
-        """``config.json``."""
         return {
             "architectures": ["Eagle3Speculator"],
             KEY: "eagle3",

@@ -28,7 +28,7 @@ def ready_line(engine: str, method: str, out: Path, written: Path) -> str:
 
 def _vllm(method: str, out: Path, written: Path) -> str:
     """A chain: vLLM verifies no trees.  A block is drafted whole."""
-    told = _config(written) if method != "model" else {}
+    told = {} if method == "model" else json.loads((written / "config.json").read_text(encoding="utf-8"))
     heads = told.get("num_heads") if method == "medusa" else None
     if "block_size" in told:
         inner = {**told, **told.get("dflash_config", {})}
@@ -56,8 +56,3 @@ def _huggingface(method: str, out: Path, written: Path) -> str:
     if method == "early_exit":
         return f'model.generate(**inputs, generation_config=GenerationConfig.from_pretrained("{out}"))'
     return f'model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{out}"))'
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return found

@@ -79,9 +79,6 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 class Found:
     """A folder, or a single JSON file, that is to be imported; read only as far as it is asked.
 
-    Args:
-        path: where it is.
-
     Raises:
         ValueError: there is nothing, or a drafter that needs no import.
     """

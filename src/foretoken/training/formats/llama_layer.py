@@ -93,13 +93,22 @@ def _theta(config: Mapping[str, Any]) -> float:
     return positive({**inner, **config}, "rope_theta", default=10000.0)
 
 
+def refuse_others(config: Mapping[str, Any], followed: Mapping[str, Any]) -> None:
+    """Refuse values of keys that are other than the one that our layer follows.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for key, value in followed.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
+
+
 def _refuse(config: Mapping[str, Any]) -> None:
     if number(config, "num_hidden_layers", default=1) != 1:
         raise ValueError(f"the checkpoint has {config['num_hidden_layers']} layers, and our network has one")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"the checkpoint's hidden_act is {config['hidden_act']!r}, and our layer has 'silu'")
-    for key, usual in REFUSED.items():
-        if config.get(key) not in (None, usual):
-            raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
+    refuse_others(config, REFUSED)
     if "sliding_attention" in (listed(config, "layer_types") or ()):
         raise ValueError("the checkpoint has a sliding window, which our layer does not do")

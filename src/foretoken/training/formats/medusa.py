@@ -32,11 +32,9 @@ class MedusaVllm(NetFormat):
     net_class = MedusaHeads
 
     def recognises(self, found: Found) -> bool:
-        """By the names of the blocks."""
         return any(BLOCK.fullmatch(name) for name in found.names)
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
-        """A rename."""
         shape = MedusaConfig(**trained.config)
         tensors = {their_name(name): value for name, value in trained.tensors.items()}
         if not shape.own_projection:
@@ -56,7 +54,6 @@ class MedusaVllm(NetFormat):
         return Checkpoint(config, tensors)
 
     def read(self, found: Checkpoint, target: Target) -> Trained:
-        """A rename; missing biases are zero."""
         check_sizes(found.config, target)
         tensors = {name.removeprefix("medusa_heads."): value for name, value in found.tensors.items()}
         vocab = target.parts.vocab_size
@@ -123,11 +120,9 @@ class MedusaOriginal(NetFormat):
     weights = "medusa_lm_head.safetensors"
 
     def recognises(self, found: Found) -> bool:
-        """By the names of the blocks."""
         return any(LINEAR.fullmatch(name) for name in found.names)
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
-        """A rename."""
         shape = MedusaConfig(**trained.config)
         tensors = {original_name(name, shape.layers): value for name, value in trained.tensors.items()}
         if not shape.own_projection:
@@ -142,7 +137,6 @@ class MedusaOriginal(NetFormat):
         return Checkpoint(config, tensors)
 
     def read(self, found: Checkpoint, target: Target) -> Trained:
-        """A rename; projections that are all the target's are shared again."""
         check_sizes(found.config, target)
         tensors = {name.removeprefix("medusa_head."): value for name, value in found.tensors.items()}
         places = [(int(match[1]), int(match[2])) for name in tensors if (match := LINEAR.fullmatch(name))]

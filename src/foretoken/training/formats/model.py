@@ -42,14 +42,12 @@ class ModelFolder(Format):
     method = "model"
 
     def recognises(self, found: Found) -> bool:
-        """A causal language model's ``config.json`` with weights."""
         causal = class_of(found.config).endswith(("ForCausalLM", "LMHeadModel"))
         return causal and any(
             name.endswith("lm_head.weight") or "embed" in name or "wte" in name for name in found.names
         )
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
-        """The model's folder."""
         if spec.options:
             raise ValueError(f"options of a draft model are not exported: leave out {', '.join(spec.options)}")
         if spec.path is None and target != "builtin":
@@ -59,12 +57,10 @@ class ModelFolder(Format):
         return [folder]
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """Check the model against the target, and copy it."""
         (source,) = self.inputs(spec, target.source)
         self._copy(source, target, folder)
 
     def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        """The same the other way."""
         check_folder(found.path)
         self._copy(found.path, target, folder)
         return "model:{}"
@@ -93,7 +89,6 @@ class PardFolder(ModelFolder):
     method = "pard"
 
     def recognises(self, found: Found) -> bool:
-        """A model with a mask token."""
         return MASK in found.config and super().recognises(found)
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:

@@ -50,7 +50,6 @@ class MtpSpeculators(Format):
     method = "mtp"
 
     def recognises(self, found: Found) -> bool:
-        """By its own key."""
         return found.config.get(KEY) == "mtp"
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
@@ -183,11 +182,6 @@ class MtpNative(Format):
                 shutil.copyfile(place / name, folder / name)
 
     def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        """There is nothing to read.
-
-        Raises:
-            ValueError: always.
-        """
         raise ValueError(f"{found.path} is a target: use its head with --target {found.path} --drafter mtp")
 
 

@@ -33,13 +33,11 @@ class EarlyExit(Format):
         return content.get("format") == EXIT_FORMAT or KEY in content
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
-        """None: the exit layer is in the spec."""
         if spec.path is not None:
             raise ValueError("early_exit takes no path: export early_exit,layer=E")
         return []
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """The exit layer of a spec ``early_exit[,layer=E]``."""
         options = convert_options("drafter", self.method, EarlyExitDrafter, spec.options)
         layer = EarlyExitDrafter(target.model, **options).layer
         self._write(layer, target, folder)
@@ -48,7 +46,6 @@ class EarlyExit(Format):
         generation.save_pretrained(folder)
 
     def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        """The exit layer of either file."""
         name = FILE if (found.path / FILE).exists() else GENERATION
         content = found.json(name)
         layer = content.get(KEY, content.get("layer"))
@@ -76,23 +73,19 @@ class LayerSkip(Format):
     method = "layer_skip"
 
     def recognises(self, found: Found) -> bool:
-        """By the file's name in a folder, by its content alone."""
         if found.path.is_dir():
             return (found.path / SKIPS).exists()
         return found.json("").get("format") == FORMAT
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
-        """The folder of a file of sets, if one is given."""
         return [] if spec.path is None else [Path(spec.path).expanduser().parent]
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """The set of a spec ``layer_skip[:FILE][,attention=...,mlp=...]``."""
         options = convert_options("drafter", self.method, LayerSkipDrafter, spec.options)
         drafter = LayerSkipDrafter.build(spec.path, LoadingContext(target.model, target.source), **options)
         save_skips(folder / SKIPS, drafter.skips, target.model)
 
     def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        """The same set, checked against the target."""
         file = found.path / SKIPS if found.path.is_dir() else found.path
         skips = load_skips(file, target.model)
         skips.check(target.model)

@@ -33,7 +33,6 @@ class ParallelParts(Eagle3Plain):
     layer = "layers.0"
 
     def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
-        """Theirs by their names."""
         more = {**further_names(_peagle(shape).num_layers), MASK_HIDDEN: MASK_HIDDEN}
         if _peagle(shape).own_embedding:
             more[EMBEDDING] = EMBEDDING
@@ -41,15 +40,44 @@ class ParallelParts(Eagle3Plain):
         return {**super().tensors(shape, trained, target), **rest}
 
     def read(self, found: Checkpoint, target: Target) -> Trained:
-        """EAGLE-3's part, and the rest beside it."""
-        return read_parallel(found, target, super().read, self)
+        """EAGLE-3's part, and the rest beside it.
+
+        Raises:
+            ValueError: no learned state or mask token, or other layers than are said.
+        """
+        tensors = dict(found.tensors)
+        hidden = tensors.pop(MASK_HIDDEN, None)
+        if hidden is None:
+            raise ValueError(f"the checkpoint lacks the tensor {MASK_HIDDEN}: without it this is an eagle3")
+        embedding = tensors.pop(EMBEDDING, None)
+        inner = found.config.get("transformer_layer_config")
+        told = {**inner, **found.config} if isinstance(inner, Mapping) else found.config
+        count = _layers(told, tensors)
+        further = {name: tensors.pop(name) for name in list(tensors) if _number(name) > 0}
+        own = embedding if embedding is not None and not target.is_embedding(embedding) else None
+        given = {**found.config, "num_hidden_layers": 1}
+        if isinstance(inner, Mapping):
+            given["transformer_layer_config"] = {**inner, "num_hidden_layers": 1}
+        base = super().read(Checkpoint(given, tensors), target)
+        more = {
+            "num_layers": count,
+            "places": _places(told),
+            "mask_token": _mask(told),
+            "own_embedding": own is not None,
+        }
+        config = {**base.config, **more}
+        shapes = self.shapes({**config, "share_head": False})
+        further[MASK_HIDDEN] = hidden.reshape(1, 1, -1)
+        names = {**further_names(count), MASK_HIDDEN: MASK_HIDDEN}
+        if own is not None:
+            further[EMBEDDING], names[EMBEDDING] = own, EMBEDDING
+        return Trained(config, {**base.tensors, **renamed(further, shapes, names)})
 
 
 class PeaglePlain(ParallelParts):
     """Bare names."""
 
     def recognises(self, found: Found) -> bool:
-        """EAGLE-3's tensors beside a learned state."""
         return MASK_HIDDEN in found.names and KEY not in found.config and super().recognises(found)
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
@@ -63,11 +91,9 @@ class PeagleSpeculators(ParallelParts, Eagle3Speculators):
     """vllm-project/speculators: the same in its one ``config.json``."""
 
     def recognises(self, found: Found) -> bool:
-        """By its own key."""
         return found.config.get(KEY) == "peagle"
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
-        """``config.json``."""
         told, own = super().described(shape, target), _peagle(shape)
         told["speculators_config"] |= {"algorithm": "peagle"}
         told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = own.places
@@ -84,42 +110,6 @@ def further_names(count: int) -> dict[str, str]:
         norm = {f"{ours}.input_layernorm.weight": f"{theirs}.input_layernorm.weight"}
         found |= {**layer_names(ours, theirs), **norm}
     return found
-
-
-def read_parallel(found: Checkpoint, target: Target, read: Any, layout: Any) -> Trained:
-    """Ours of theirs.
-
-    Args:
-        found: the checkpoint.
-        target: what it is for.
-        read: reads EAGLE-3's part of it.
-        layout: knows the network's shapes.
-
-    Raises:
-        ValueError: no learned state or mask token, or other layers than are said.
-    """
-    tensors = dict(found.tensors)
-    hidden = tensors.pop(MASK_HIDDEN, None)
-    if hidden is None:
-        raise ValueError(f"the checkpoint lacks the tensor {MASK_HIDDEN}: without it this is an eagle3")
-    embedding = tensors.pop(EMBEDDING, None)
-    inner = found.config.get("transformer_layer_config")
-    told = {**inner, **found.config} if isinstance(inner, Mapping) else found.config
-    count = _layers(told, tensors)
-    further = {name: tensors.pop(name) for name in list(tensors) if _number(name) > 0}
-    own = embedding if embedding is not None and not target.is_embedding(embedding) else None
-    given = {**found.config, "num_hidden_layers": 1}
-    if isinstance(inner, Mapping):
-        given["transformer_layer_config"] = {**inner, "num_hidden_layers": 1}
-    base: Trained = read(Checkpoint(given, tensors), target)
-    more = {"num_layers": count, "places": _places(told), "mask_token": _mask(told), "own_embedding": own is not None}
-    config = {**base.config, **more}
-    shapes = layout.shapes({**config, "share_head": False})
-    further[MASK_HIDDEN] = hidden.reshape(1, 1, -1)
-    names = {**further_names(count), MASK_HIDDEN: MASK_HIDDEN}
-    if own is not None:
-        further[EMBEDDING], names[EMBEDDING] = own, EMBEDDING
-    return Trained(config, {**base.tensors, **renamed(further, shapes, names)})
 
 
 def _peagle(shape: Eagle3Config) -> PeagleConfig:

@@ -76,7 +76,8 @@ def export_drafter(
         writer.write_folder(spec, Target.open(str(target)), folder)
         ready = None if engine is None else ready_line(engine, layout.method, place, folder)
         report = _report(layout, place, folder)
-    return {**report, "engine": engine, "ready": ready, "warnings": [*_warnings(layout, engine), *writer.warnings]}
+    said = layout.engines.get(engine or "", "")
+    return {**report, "engine": engine, "ready": ready, "warnings": [said] * bool(said) + writer.warnings}
 
 
 def import_drafter(
@@ -132,7 +133,8 @@ def _recognise(found: Found, method: str) -> tuple[Layout, Format]:
         reader = layout.load()
         if reader.recognises(found):
             return layout, reader
-    inner = next((path for path in _subfolders(found.path) if drafter_kind(path)), None)
+    inside = sorted(found.path.iterdir()) if found.path.is_dir() else []
+    inner = next((path for path in inside if path.is_dir() and drafter_kind(path)), None)
     if inner is not None:
         raise ValueError(f"{found.path} is no drafter, and its subfolder {inner.name} holds a drafter: import {inner}")
     if (found.path / "config.json").exists():
@@ -142,19 +144,10 @@ def _recognise(found: Found, method: str) -> tuple[Layout, Format]:
     raise ValueError(f"{found.path} ({kind}) is in no layout that can be imported as {wanted}: see docs/formats.md")
 
 
-def _subfolders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-
-
 def _folder(source: str | Path) -> list[Path]:
     """A target's folder, when it is one."""
     path = Path(source).expanduser()
     return [path] if str(source) != BUILTIN and path.is_dir() else []
-
-
-def _warnings(layout: Layout, engine: str | None) -> list[str]:
-    said = layout.engines.get(engine or "", "")
-    return [said] if said else []
 
 
 def _report(layout: Layout, out: Path, folder: Path) -> dict[str, Any]:

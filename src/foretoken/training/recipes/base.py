@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from foretoken.core.names import unknown
 from foretoken.methods.drafters.base import Drafter
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.huggingface import HuggingFaceModel
 
 LARGE_VOCABULARY = 16384
 """From so many tokens on, drafters that use the target's projection guess the frequent ones alone."""
@@ -29,6 +30,11 @@ COUNTED = 2**22
 
 class Batch:
     """Texts and what the target says of them.
+
+    A place is a text's row and the column c of a token.  The state and the target's distribution *at* it are those
+    behind token c, so they say what token c + 1 should be: a drafter that reads the state at c and the token at c + 1
+    guesses token c + 2, which the distribution at c + 1 judges.  ``learned`` is of tokens, not of places: what is said
+    at c counts where token c + 1 is to be guessed.
 
     Attributes:
         tokens: int64 [b, n + 1].
@@ -86,6 +92,8 @@ class Recipe(ABC):
     target_lr: ClassVar[float] = 0.1
     fixed: ClassVar[tuple[str, ...]] = ("hidden_size", "vocab_size")
     """Fields that the target decides."""
+    needs: ClassVar[tuple[str, str]] = ("", "")
+    """Of a recipe that runs the target's layers: a capability of the target, if any, and the need in words."""
     frequent: Tensor | None = None
     """[V_d] those tokens, the most frequent one first; ``None``: the drafter guesses all."""
 
@@ -95,6 +103,19 @@ class Recipe(ABC):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.net = self.build()
+
+    @property
+    def model(self) -> HuggingFaceModel:
+        """The target, for recipes that run its layers.
+
+        Raises:
+            CapabilityError: it is no network of layers, or lacks what the recipe needs.
+        """
+        capability, words = self.needs
+        target = self.target
+        if not isinstance(target, HuggingFaceModel) or (capability and not getattr(target.capabilities, capability)):
+            raise CapabilityError(f"{self.method} needs {words.format(type(target).__name__)}")
+        return target
 
     @property
     def taps(self) -> Sequence[str]:
@@ -185,6 +206,24 @@ class Recipe(ABC):
         return found if self.net_config is None else {f.name: found[f.name] for f in fields(self.net_config)}
 
 
+class TargetRecipe(Recipe):
+    """Trains the target itself: there is no network beside it, and the loss reads the text."""
+
+    target_lr = 1.0
+    lr = 1e-3
+
+    @property
+    def trains_target(self) -> bool:
+        return True
+
+    @property
+    def taps(self) -> Sequence[str]:
+        return ()
+
+    def build(self) -> nn.Module:
+        return nn.Module()
+
+
 def _convert(key: str, text: str, kind: type[Any]) -> Any:
     try:
         if kind is bool:
@@ -202,6 +241,29 @@ def check_rank(rank: int, trains_target: bool) -> None:
     """
     if rank < 0 or (rank and not trains_target):
         raise ValueError(f"rank must be 0, or above 0 in a mode that trains the target, not {rank}")
+
+
+def check_labels(labels: str, decay: float = 1.0) -> None:
+    """Settings ``labels`` and ``decay`` of a recipe.
+
+    Raises:
+        ValueError: labels that do not exist, or weights that are not positive.
+    """
+    if labels not in ("target", "text"):
+        raise ValueError(f"labels must be target or text, not {labels!r}")
+    if not decay > 0:
+        raise ValueError(f"decay must be above 0, not {decay}")
+
+
+def check_depths(setting: str, depths: str, layers: int) -> None:
+    """A setting that names depths of a target with so many layers, joined by commas.
+
+    Raises:
+        ValueError: one that it does not have.
+    """
+    deepest = max(map(int, depths.split(",")))
+    if deepest > layers:
+        raise ValueError(f"{setting}={depths} reach to {deepest}, and the target has {layers}")
 
 
 def soft_cross_entropy(logits: Tensor, distribution: Tensor, counted: Tensor | None = None) -> Tensor:

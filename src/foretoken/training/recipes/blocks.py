@@ -18,7 +18,8 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.decoder import LayerConfig
-from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.mask_rows import additive
+from foretoken.training.recipes.base import Batch, Recipe, check_depths
 from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
@@ -69,7 +70,6 @@ class BlockRecipe(Recipe):
 
     @property
     def taps(self) -> Sequence[str]:
-        """The fused depths, and what the teacher's distribution is made of."""
         return tuple(dict.fromkeys((*self.config.tap_names, "last")))
 
     @property
@@ -78,20 +78,12 @@ class BlockRecipe(Recipe):
         return True
 
     def from_target(self) -> dict[str, Any]:
-        """The shape of the target's own layers, and depths all over it."""
         shape = asdict(LayerConfig.of_target(self.parts.config))
         return {**shape, "vocab_size": self.parts.vocab_size, "taps": default_taps(self.parts.num_layers)}
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        """The network's shape from the target and from ``key=value`` settings.
-
-        Raises:
-            ValueError: an unknown key, a value of the wrong type, or a depth that the target does not have.
-        """
         found = super().configure(settings)
-        deepest = max(map(int, found.taps.split(",")))
-        if deepest > self.parts.num_layers:
-            raise ValueError(f"taps={found.taps} reach to {deepest}, and the target has {self.parts.num_layers}")
+        check_depths("taps", found.taps, self.parts.num_layers)
         return found
 
     def build(self) -> nn.Module:
@@ -107,13 +99,7 @@ class BlockRecipe(Recipe):
             net.mask_embedding.data.copy_(known.mean(0) + 0.1 * known.std(0) * torch.randn(known.shape[1]))
         return net
 
-    def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        found = asdict(self.config)
-        return {key: found[key] for key in self.drafter_class.net_config.__dataclass_fields__}
-
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The network as it is."""
         return self.drafter_class.of(self.net, self.parts, self.target, self.frequent)
 
     # -- the loss ----------------------------------------------------------------------------------------------------
@@ -184,4 +170,4 @@ def training_mask(anchors: Tensor, length: int, rows: int, reach: int, causal: b
     if causal:
         own = own & (within[:, None] >= within)[None, :, None]
     seen = torch.cat([text.flatten(1, 2), own.flatten(2).flatten(0, 1).expand(b, -1, -1)], -1)
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
+    return additive(seen)[:, None]

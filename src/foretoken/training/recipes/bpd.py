@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.bpd import BpdDrafter
 from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
-from foretoken.training.recipes.base import Batch, Recipe, check_rank, cross_entropy, soft_cross_entropy
+from foretoken.training.recipes.base import Batch, Recipe, check_labels, check_rank, cross_entropy, soft_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class BpdSettings(BpdConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.labels not in ("target", "text"):
-            raise ValueError(f"labels must be target or text, not {self.labels!r}")
+        check_labels(self.labels)
         if self.mode not in ("frozen", "finetune"):
             raise ValueError(f"mode must be frozen or finetune, not {self.mode!r}")
         check_rank(self.rank, self.mode == "finetune")
@@ -55,11 +54,9 @@ class BpdRecipe(Recipe):
 
     @property
     def trains_target(self) -> bool:
-        """In the mode ``"finetune"``."""
         return self.config.mode == "finetune"
 
     def from_target(self) -> dict[str, Any]:
-        """The size of its states."""
         return {"hidden_size": self.parts.hidden_size}
 
     def build(self) -> nn.Module:
@@ -94,5 +91,4 @@ class BpdRecipe(Recipe):
         return soft_cross_entropy(logits, batch.teacher(blocks, columns), counted)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """Heads as they are."""
         return BpdDrafter(self.net, self.parts)

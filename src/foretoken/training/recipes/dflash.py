@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from foretoken.methods.drafters.dflash import DflashDrafter
 from foretoken.methods.drafters.dflash2 import Dflash2Drafter
 from foretoken.methods.drafters.dspark import DsparkDrafter
+from foretoken.methods.drafters.nets.block import BlockConfig
 from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.training.recipes.base import Batch, mean_of, soft_cross_entropy
@@ -28,6 +29,7 @@ class DflashRecipe(BlockRecipe):
     """The loss of the block, and no more."""
 
     method = "dflash"
+    net_config = BlockConfig
     drafter_class = DflashDrafter
 
 
@@ -41,6 +43,7 @@ class Dflash2Recipe(BlockRecipe):
 
     method = "dflash2"
     config_class: ClassVar[type[Any]] = Dflash2Settings
+    net_config = Dflash2Config
     drafter_class = Dflash2Drafter
     net: Dflash2Net
 
@@ -87,6 +90,7 @@ class DsparkRecipe(BlockRecipe):
 
     method = "dspark"
     config_class: ClassVar[type[Any]] = DsparkSettings
+    net_config = DsparkConfig
     drafter_class = DsparkDrafter
     net: DsparkNet
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.eagle3 import Eagle3Drafter, draft_logits
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
-from foretoken.training.recipes.base import Batch, token_counts
-from foretoken.training.recipes.features import FeatureRecipe, some_rows
+from foretoken.training.recipes.base import Batch, check_depths, token_counts
+from foretoken.training.recipes.features import FeatureRecipe
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,9 @@ class Eagle3Recipe(FeatureRecipe):
 
     @property
     def taps(self) -> Sequence[str]:
-        """The fused depths, and what the teacher's distribution is made of."""
         return tuple(dict.fromkeys((*self.config.taps, "last")))
 
     def from_target(self) -> dict[str, Any]:
-        """The shape of the target's own layers, the fused depths, and the size of the draft vocabulary."""
         return {
             **super().from_target(),
             "vocab_size": self.parts.vocab_size,
@@ -64,15 +62,8 @@ class Eagle3Recipe(FeatureRecipe):
         }
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        """The network's shape from the target and from ``key=value`` settings.
-
-        Raises:
-            ValueError: an unknown key, a value of the wrong type, or a depth that the target does not have.
-        """
         found: Eagle3Settings = super().configure(settings)
-        deepest = max(map(int, found.layers.split(",")))
-        if deepest > self.parts.num_layers:
-            raise ValueError(f"layers={found.layers} reach to {deepest}, and the target has {self.parts.num_layers}")
+        check_depths("layers", found.layers, self.parts.num_layers)
         return found
 
     def build(self) -> nn.Module:
@@ -96,28 +87,17 @@ class Eagle3Recipe(FeatureRecipe):
         self._start_head(self.net)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted mean over steps of the cross-entropy with the target's distribution over the draft vocabulary."""
-        config = self.config
-        features = self.net.fuse([batch.taps[tap].float() for tap in config.taps])
-        rows = some_rows(batch, config.unroll, generator)
-        weights = [config.decay**step for step in range(config.unroll)]
-        total = features.new_zeros(())
-        labels = self.labels(batch, rows, config.unroll)
-        for step, output in enumerate(self.unrolled(batch, features, rows, config.unroll)):
-            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step)
-        return total
+        features = self.net.fuse([batch.taps[tap].float() for tap in self.config.taps])
+        return self.unrolled_loss(batch, features, self.config.unroll, self.config.decay, generator)
 
     @property
     def guessed(self) -> Tensor:
-        """[V_d] the draft vocabulary."""
         return self.net.vocabulary
 
     def draft_logits(self, output: Tensor, step: int = 0) -> Tensor:
-        """[m, V_d] of outputs [m, D]."""
         return draft_logits(self.net, self.parts, self.net.head_state(output))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The network as it is."""
         return Eagle3Drafter.of(self.net, self.parts, self.target)
 
 

@@ -20,7 +20,8 @@ from foretoken.methods.drafters.early_exit import EarlyExitDrafter
 from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import (
     Batch,
-    Recipe,
+    TargetRecipe,
+    check_labels,
     check_rank,
     cross_entropy,
     soft_cross_entropy,
@@ -66,8 +67,7 @@ class EarlyExitSettings:
         if self.exits not in ("all", "layer"):
             raise ValueError(f"exits must be all or layer, not {self.exits!r}")
         check_rank(self.rank, trains_target=True)
-        if self.labels not in ("target", "text"):
-            raise ValueError(f"labels must be target or text, not {self.labels!r}")
+        check_labels(self.labels)
 
     @property
     def exit_layer(self) -> int:
@@ -75,40 +75,22 @@ class EarlyExitSettings:
         return self.layer or max(1, self.num_layers // 4)
 
 
-class EarlyExitRecipe(Recipe):
+class EarlyExitRecipe(TargetRecipe):
     """Trains the target itself; every layer's output goes through the same final norm and head."""
 
     method = "early_exit"
     config_class: ClassVar[type[Any]] = EarlyExitSettings
     fixed = ("num_layers",)
-    target_lr = 1.0
-    lr = 1e-3
     config: EarlyExitSettings
 
     def from_target(self) -> dict[str, Any]:
-        """How deep the target is."""
         return {"num_layers": self.parts.num_layers}
-
-    def build(self) -> nn.Module:
-        """Nothing: all weights are the target's."""
-        return nn.Module()
-
-    @property
-    def trains_target(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The text is read in the loss, with layers dropped; for measuring, the last state is enough."""
-        return ()
 
     def spec(self, folder: object) -> str:
         """Nothing is loaded but the target."""
         return f"early_exit,layer={self.config.exit_layer}"
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The first layers of the target as it is."""
         return EarlyExitDrafter(self.target, self.config.exit_layer)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from foretoken.methods.drafters.features import FeatureDrafter
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.training.mask_rows import additive
 from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.recipes.labels import Labels, places_of
 
@@ -31,15 +32,12 @@ class FeatureRecipe(Recipe):
     lr = 3e-3
 
     def from_target(self) -> dict[str, Any]:
-        """The shape of the target's own layers."""
         return asdict(LayerConfig.of_target(self.parts.config))
 
     def build(self) -> nn.Module:
-        """A new network."""
         return self.net_class(self.net_config(**self.stored_config()))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The network as it is."""
         head = DraftHead(self.parts, self.guessed)
         return self.drafter_class(FeatureModel(self.net, self.parts, self.target, head))
 
@@ -83,6 +81,19 @@ class FeatureRecipe(Recipe):
             output = modules[-1](embeddings, output, rows + step, mask, keep)
             yield output
 
+    def unrolled_loss(
+        self, batch: Batch, features: Tensor, steps: int, decay: float, generator: torch.Generator
+    ) -> Tensor:
+        """Weighted mean over drafted steps of the cross-entropy with the target's distribution over what can be
+        guessed; a step weighs ``decay`` times what the one before it does."""
+        weights = [decay**step for step in range(steps)]
+        rows = some_rows(batch, steps, generator)
+        total = features.new_zeros(())
+        labels = self.labels(batch, rows, steps)
+        for step, output in enumerate(self.unrolled(batch, features, rows, steps)):
+            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step, step)
+        return total
+
     def labels(self, batch: Batch, rows: Tensor, steps: int) -> Labels:
         """What ``steps`` steps from ``rows`` [b, R] are judged by."""
         columns = torch.cat([rows + step for step in range(1, steps + 1)], 1)
@@ -102,6 +113,40 @@ class FeatureRecipe(Recipe):
         """[m, V_d] of outputs [m, D] of a step."""
         module = self.modules[min(step, len(self.modules) - 1)]
         return self.parts.logits(module.head_state(output), self.guessed)  # type: ignore[operator]
+
+
+@torch.no_grad()
+def chain_accuracies(
+    recipe: Recipe,
+    batches: Sequence[Batch],
+    length: int,
+    guess: Callable[[Batch, Tensor, Tensor], Tensor],
+    conditional: bool = False,
+) -> dict[str, Any]:
+    """``accuracies`` [k]: how often the i-th guess of a chain of ``length`` is what the target would say.
+
+    Args:
+        recipe: whose target it is.
+        batches: held-out texts, of each of which the first counts.
+        length: k.
+        guess: the guesses [g, k] behind places [1, g], which stand for the tokens behind the places [g, k].
+        conditional: count a guess only where all before it are right.
+    """
+    hits, seen = torch.zeros(length), torch.zeros(length)
+    for batch in batches:
+        if batch.length <= length:
+            continue
+        columns = torch.arange(0, batch.length - length, length, device=batch.tokens.device)[None]
+        ahead = columns[0][:, None] + 1 + torch.arange(length, device=columns.device)
+        wanted = recipe.parts.logits(batch.taps["last"])[0].argmax(-1)[ahead]
+        counted = torch.ones(wanted.shape) if batch.learned is None else batch.learned[0][ahead + 1].float().cpu()
+        right, before = (guess(batch, columns, ahead) == wanted).float().cpu(), torch.ones(wanted.shape)
+        if conditional:
+            right = right.cumprod(-1)
+            before[:, 1:] = right[:, :-1]
+        hits += (right * counted).sum(0)
+        seen += (before * counted).sum(0)
+    return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
 
 
 def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int = PLACES) -> Tensor:
@@ -132,8 +177,3 @@ def at_rows(states: Tensor, rows: Tensor) -> Tensor:
 def texts_of(rows: Tensor) -> Tensor:
     """[b R] which text every one of ``rows`` [b, R] belongs to."""
     return torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
-
-
-def additive(seen: Tensor) -> Tensor:
-    """An attention mask that adds nothing where ``seen`` and minus infinity elsewhere."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)

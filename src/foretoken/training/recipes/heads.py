@@ -20,18 +20,6 @@ RANKS = 10
 """Ranks per head whose accuracy is measured."""
 
 
-def check_labels(labels: str, decay: float) -> None:
-    """Settings of :class:`HeadsRecipe`.
-
-    Raises:
-        ValueError: labels that do not exist, or weights that are not positive.
-    """
-    if labels not in ("target", "text"):
-        raise ValueError(f"labels must be target or text, not {labels!r}")
-    if not decay > 0:
-        raise ValueError(f"decay must be above 0, not {decay}")
-
-
 class HeadsRecipe(Recipe):
     """Head i learns the token that the target says i + 1 places after its own.
 
@@ -51,7 +39,6 @@ class HeadsRecipe(Recipe):
         return heads
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """Heads as they are."""
         frequent = () if self.frequent is None else self.frequent.tolist()
         options = {"accuracies": measured.get("accuracies"), "frequent": frequent}
         return self.drafter_class.over(self.net, self.parts, self.target, **options)

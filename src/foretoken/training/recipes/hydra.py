@@ -13,8 +13,8 @@ from torch import Tensor
 from foretoken.methods.drafters.hydra import HydraDrafter
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
-from foretoken.training.recipes.base import Batch
-from foretoken.training.recipes.heads import HeadsRecipe, check_labels
+from foretoken.training.recipes.base import Batch, check_labels
+from foretoken.training.recipes.heads import HeadsRecipe
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class HydraRecipe(HeadsRecipe):
     net: HydraHeads
 
     def from_target(self) -> dict[str, Any]:
-        """Sizes, and the shape of the target's own layers for the prefix layer."""
         return super().from_target() | {"layer": asdict(LayerConfig.of_target(self.parts.config))}
 
     def states(

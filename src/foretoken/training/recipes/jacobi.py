@@ -16,10 +16,8 @@ from torch.nn import functional as F
 
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.jacobi import JacobiDrafter
-from foretoken.models.base import CapabilityError
-from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.chains import joint_states
-from foretoken.training.recipes.base import Batch, Recipe, check_rank, mean_of, some_places
+from foretoken.training.recipes.base import Batch, TargetRecipe, check_rank, mean_of, some_places
 from foretoken.training.recipes.features import at_rows, some_rows, texts_of
 
 PLACES = 128
@@ -53,7 +51,7 @@ class JacobiSettings:
         check_rank(self.rank, trains_target=True)
 
 
-class JacobiRecipe(Recipe):
+class JacobiRecipe(TargetRecipe):
     """At a random point of a block's trajectory the target learns what it says at the block's fixed point.
 
     The trajectories are those of the target as it is, behind places of the text: greedy, from the guess that the
@@ -63,46 +61,21 @@ class JacobiRecipe(Recipe):
     method = "jacobi"
     config_class: ClassVar[type[Any]] = JacobiSettings
     fixed = ()
-    target_lr = 1.0
-    lr = 1e-3
+    needs = ("tree_mask", "a target that takes trees, and {} does not")
     config: JacobiSettings
 
-    @property
-    def model(self) -> HuggingFaceModel:
-        """The target.
-
-        Raises:
-            CapabilityError: it cannot read chains below a text.
-        """
-        if not isinstance(self.target, HuggingFaceModel) or not self.target.capabilities.tree_mask:
-            raise CapabilityError(f"jacobi needs a target that takes trees, and {type(self.target).__name__} does not")
-        return self.target
-
     def from_target(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
     def build(self) -> nn.Module:
-        """Nothing: all weights are the target's."""
         self.model  # noqa: B018  (is refused before any text is read)
-        return nn.Module()
-
-    @property
-    def trains_target(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def taps(self) -> tuple[str, ...]:
-        """The text is read in the loss, together with the blocks."""
-        return ()
+        return super().build()
 
     def spec(self, folder: object) -> str:
         """Nothing is loaded but the target."""
         return f"jacobi,m={self.config.m}"
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """Guesses as many tokens as a block has."""
         return JacobiDrafter(self.config.m)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.jump import JumpDrafter
 from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
-from foretoken.models.base import CapabilityError
 from foretoken.models.forward.heads.draft_head import DraftHead
-from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.chains import windows
 from foretoken.models.network.layers import LayerPlan
 from foretoken.training.recipes.base import Batch, Recipe, mean_of
@@ -58,24 +56,13 @@ class JumpRecipe(Recipe):
     config_class: ClassVar[type[Any]] = JumpSettings
     net_config = JumpConfig
     fixed = ("hidden_size",)
+    needs = ("layer_windows", "a target whose layers can be run one by one")
     lr = 1e-2
     net: JumpNet
     config: JumpSettings
 
     @property
-    def model(self) -> HuggingFaceModel:
-        """The target.
-
-        Raises:
-            CapabilityError: its layers cannot be run one by one.
-        """
-        if not isinstance(self.target, HuggingFaceModel) or not self.target.capabilities.layer_windows:
-            raise CapabilityError("jump needs a target whose layers can be run one by one")
-        return self.target
-
-    @property
     def taps(self) -> Sequence[str]:
-        """The state that is read, the one that is predicted, and what the target says."""
         return tuple(dict.fromkeys((f"layer:{self.config.state}", f"layer:{self.config.start}", "last")))
 
     @property
@@ -150,5 +137,4 @@ class JumpRecipe(Recipe):
         return self.parts.logits(norm(wide.to(dtype)), self.frequent)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The predictor as it is."""
         return JumpDrafter(self.target, self.net, head=DraftHead(self.parts, self.frequent))

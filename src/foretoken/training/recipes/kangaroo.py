@@ -32,15 +32,9 @@ class KangarooRecipe(Recipe):
 
     @property
     def taps(self) -> Sequence[str]:
-        """The exit layer's states and those behind the final norm."""
         return (f"layer:{self.config.layer}", "last")
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        """The adapter's shape.
-
-        Raises:
-            ValueError: an unknown setting, or a layer that the target does not have.
-        """
         config: KangarooConfig = super().configure(settings)
         if config.layer >= self.parts.num_layers:
             last = self.parts.num_layers - 1
@@ -72,5 +66,4 @@ class KangarooRecipe(Recipe):
         return soft_cross_entropy(logits, batch.teacher(rows, columns), batch.counted(rows, columns))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The adapter as it is."""
         return KangarooDrafter(self.target, FeatureModel(self.net, self.parts, self.target))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from foretoken.methods.drafters.medusa import MedusaDrafter
 from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.training.recipes.base import Batch, check_rank, text_loss
-from foretoken.training.recipes.heads import PLACES, HeadsRecipe, check_labels
+from foretoken.training.recipes.base import Batch, check_labels, check_rank, text_loss
+from foretoken.training.recipes.heads import PLACES, HeadsRecipe
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ class MedusaRecipe(HeadsRecipe):
 
     @property
     def trains_target(self) -> bool:
-        """In the joint mode."""
         return self.config.mode == "joint"
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
@@ -70,6 +69,5 @@ class MedusaRecipe(HeadsRecipe):
     def states(
         self, batch: Batch, rows: Tensor, columns: Tensor, generator: torch.Generator | None = None
     ) -> Sequence[Tensor]:
-        """[K, m, D]."""
         found: Tensor = self.net(batch.taps["last"][rows, columns].float())
         return found.unbind()

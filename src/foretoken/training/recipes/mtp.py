@@ -18,7 +18,7 @@ from foretoken.models.forward.heads.mtp import NativeModule
 from foretoken.models.forward.heads.stacked import StackedModules
 from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import Batch
-from foretoken.training.recipes.features import FeatureRecipe, some_rows
+from foretoken.training.recipes.features import FeatureRecipe
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ class MtpRecipe(FeatureRecipe):
     config: MtpSettings
 
     def from_target(self) -> dict[str, Any]:
-        """The shape of the target's own layers, and whether they have experts."""
         names = (name for name, _ in decoder_layers(self.parts.network)[-1].named_modules())
         return {**super().from_target(), "experts": any("experts" in name.split(".") for name in names)}
 
@@ -68,21 +67,12 @@ class MtpRecipe(FeatureRecipe):
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """Each of them."""
         return tuple(self.net.steps) if isinstance(self.net, StackedModules) else (self.net,)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The modules as they are."""
         head = DraftHead(self.parts, self.guessed)
         return MtpDrafter(MtpDrafter.model_of(self.net, self.parts, self.target, head))
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted mean over steps of the cross-entropy with the target's distribution."""
         features = batch.taps["last"].float()
-        weights = [self.config.beta**step for step in range(self.config.unroll)]
-        rows = some_rows(batch, self.config.unroll, generator)
-        total = features.new_zeros(())
-        labels = self.labels(batch, rows, self.config.unroll)
-        for step, output in enumerate(self.unrolled(batch, features, rows, self.config.unroll)):
-            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step, step)
-        return total
+        return self.unrolled_loss(batch, features, self.config.unroll, self.config.beta, generator)

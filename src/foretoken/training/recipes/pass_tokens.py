@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.methods.drafters.pass_tokens import PassTokensDrafter
-from foretoken.models.base import CapabilityError
-from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.chains import branch_states
 from foretoken.models.network.extra import check_rows
-from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy
-from foretoken.training.recipes.features import some_rows, texts_of
-from foretoken.training.recipes.heads import check_labels
+from foretoken.training.recipes.base import Batch, Recipe, check_labels, cross_entropy, soft_cross_entropy
+from foretoken.training.recipes.features import chain_accuracies, some_rows, texts_of
 
 SAMPLED = 1024
 """Token embeddings whose mean the rows start from."""
@@ -52,38 +49,24 @@ class PassTokensRecipe(Recipe):
     method = "pass_tokens"
     lr = 1e-2
     config_class: ClassVar[type[Any]] = PassTokensSettings
+    net_config = PassTokensConfig
     fixed = ("hidden_size",)
+    needs = ("", "a target that takes trees, not {}")
     net: PassTokens
     config: PassTokensSettings
 
-    @property
-    def model(self) -> HuggingFaceModel:
-        """The target.
-
-        Raises:
-            CapabilityError: it cannot run a tree of tokens.
-        """
-        if not isinstance(self.target, HuggingFaceModel):
-            raise CapabilityError(f"pass_tokens needs a target that takes trees, not {type(self.target).__name__}")
-        return self.target
-
     def from_target(self) -> dict[str, Any]:
-        """The width of the token embedding."""
         return {"hidden_size": int(self.parts.embed.weight.shape[1])}
 
     def build(self) -> nn.Module:
         """Rows at the mean of the token embeddings, and a little apart."""
         check_rows(self.model.model, torch.empty(self.config.k, self.config.hidden_size))
-        net = PassTokens(PassTokensConfig(self.config.hidden_size, self.config.k))
+        net = PassTokens(PassTokensConfig(**self.stored_config()))
         ids = torch.linspace(0, self.parts.vocab_size - 1, SAMPLED, device=self.parts.device).long()
         known = self.parts.embedding(ids).float().cpu()
         spread = torch.randn(net.rows.shape) * known.std(0) * self.config.noise
         net.learned.data[0] = known.mean(0) + spread
         return net
-
-    def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        return {"hidden_size": self.config.hidden_size, "k": self.config.k}
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over look-ahead tokens of the cross-entropy."""
@@ -114,25 +97,12 @@ class PassTokensRecipe(Recipe):
         return branch_states(self.model, batch.tokens[:, :-1], columns, self.net.rows)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """Rows as they are."""
         return PassTokensDrafter(self.net, self.target)
 
-    @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """``accuracies`` [k]: how often a look-ahead token's guess is what the target would say."""
-        k = self.config.k
-        hits, seen = torch.zeros(k), torch.zeros(k)
-        for batch in batches:
-            if batch.length <= k:
-                continue
-            columns = torch.arange(0, batch.length - k, k, device=batch.tokens.device)[None]
-            guesses = self.parts.logits(self.states(batch, columns))[0].argmax(-1)  # [g, k]
-            choices = self.parts.logits(batch.taps["last"])[0].argmax(-1)  # [n]
-            wanted = torch.stack([choices[columns[0] + 1 + i] for i in range(k)], 1)
-            counted = torch.ones(wanted.shape, device=wanted.device)
-            if batch.learned is not None:
-                ahead = columns[0][:, None] + 2 + torch.arange(k, device=columns.device)
-                counted = batch.learned[0][ahead].float()
-            hits += ((guesses == wanted) * counted).sum(0).cpu()
-            seen += counted.sum(0).cpu()
-        return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
+
+        def guess(batch: Batch, columns: Tensor, ahead: Tensor) -> Tensor:
+            return self.parts.logits(self.states(batch, columns))[0].argmax(-1)
+
+        return chain_accuracies(self, batches, self.config.k, guess)

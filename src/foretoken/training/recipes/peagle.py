@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.nets.peagle import PeagleConfig, PeagleNet
 from foretoken.methods.drafters.peagle import PeagleDrafter
-from foretoken.training.mask_rows import KEEP, LEAST, mask_ids, mask_rows, rows_mask, with_text
+from foretoken.training.mask_rows import KEEP, LEAST, additive, mask_ids, mask_rows, rows_mask, with_text
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.eagle3 import Eagle3Recipe
-from foretoken.training.recipes.features import additive, texts_of
+from foretoken.training.recipes.features import texts_of
 from foretoken.training.recipes.labels import Labels, places_of
 
 ROWS = 512
@@ -110,5 +110,4 @@ class PeagleRecipe(Eagle3Recipe):
         return self.parts.embedding(ids) if own is None else F.embedding(ids, own.weight)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The network as it is."""
         return PeagleDrafter.of(self.net, self.parts, self.target)

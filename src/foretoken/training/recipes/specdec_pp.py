@@ -18,6 +18,7 @@ from foretoken.methods.drafters.nets.specdec_pp import StopHead, StopHeadConfig,
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.written import drawn
 
 CHUNK = 256
 """Places whose distributions are made at once."""
@@ -58,12 +59,10 @@ class SpecdecPpRecipe(Recipe):
         return self.judge
 
     def from_target(self) -> dict[str, Any]:
-        """The draft model's width, and whose acceptance is learnt."""
         judge = self.judge_parts.fingerprint()
         return {"hidden_size": self.parts.hidden_size, "judge": judge.weights, "judge_layers": judge.layers}
 
     def build(self) -> nn.Module:
-        """A new head."""
         return StopHead(self.config)
 
     @torch.no_grad()
@@ -79,12 +78,12 @@ class SpecdecPpRecipe(Recipe):
             chosen &= batch.learned[:, 1:-1].cpu()
         rows, before = chosen.to(tokens.device).nonzero(as_tuple=True)
         uniforms = torch.rand(len(rows), generator=generator).to(tokens.device)
-        drawn = [
-            _draw(torch.softmax(self._logits(self.parts, batch.taps["last"][r, c]), -1), u)
+        guessed = [
+            drawn(torch.softmax(self._logits(self.parts, batch.taps["last"][r, c]), -1), u)
             for r, c, u in zip(rows.split(CHUNK), before.split(CHUNK), uniforms.split(CHUNK), strict=True)
         ]
         mixed = tokens.clone()
-        mixed[rows, before + 1] = torch.cat(drawn)
+        mixed[rows, before + 1] = torch.cat(guessed)
         own = self.parts.features(mixed, ("last",))["last"]
         theirs = self.judge_parts.features(mixed, ("last",))["last"]
         return own[rows, before + 1].float(), self.chances(own, theirs, mixed, rows, before)
@@ -129,13 +128,6 @@ class SpecdecPpRecipe(Recipe):
     def drafter(self, measured: Mapping[str, Any]) -> ModelDrafter:
         """The draft model, with room for drafts that the head may end."""
         return ModelDrafter(self.target, k=DEPTH, target=self.judge)
-
-
-def _draw(distributions: Tensor, uniforms: Tensor) -> Tensor:
-    """A token [m] of every distribution [m, V]."""
-    cdf = distributions.cumsum(-1)
-    found = torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp(max=distributions.shape[-1] - 1)
 
 
 def _calibration(predicted: Tensor, chances: Tensor) -> list[list[float]]:

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.methods.drafters.uno import UnoDrafter
-from foretoken.models.base import CapabilityError
-from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.chains import chain_states
 from foretoken.models.variants.gated import linear_shapes, updated
 from foretoken.training.recipes.base import Batch, Recipe, mean_of
-from foretoken.training.recipes.features import some_rows, texts_of
+from foretoken.training.recipes.features import chain_accuracies, some_rows, texts_of
 
 PARTS = ("all", "attention", "mlp")
 
@@ -57,37 +55,23 @@ class UnoRecipe(Recipe):
     method = "uno"
     lr = 3e-3
     config_class: ClassVar[type[Any]] = UnoSettings
+    net_config = UnoConfig
     fixed = ("vocab_size", "num_layers", "shapes")
+    needs = ("", "a target that is a network of layers, not {}")
     net: UnoNet
     config: UnoSettings
 
-    @property
-    def model(self) -> HuggingFaceModel:
-        """The target.
-
-        Raises:
-            CapabilityError: it is no network of layers.
-        """
-        if not isinstance(self.target, HuggingFaceModel):
-            raise CapabilityError(f"uno needs a target that is a network of layers, not {type(self.target).__name__}")
-        return self.target
-
     def from_target(self) -> dict[str, Any]:
-        """Its linear layers."""
         shapes = linear_shapes(self.model.model)
         return {"vocab_size": self.parts.vocab_size, "num_layers": self.parts.num_layers, "shapes": shapes}
 
     def build(self) -> nn.Module:
-        """Updates that change nothing yet."""
         return UnoNet(UnoConfig(**self.stored_config()))
 
     def stored_config(self) -> dict[str, Any]:
-        """Only what the network needs."""
-        config = self.config
-        found = {key: getattr(config, key) for key in UnoConfig.__dataclass_fields__}
-        if config.parts != "all":
-            is_mlp = config.parts == "mlp"
-            shapes = config.shapes.items()
+        found = super().stored_config()
+        if self.config.parts != "all":
+            is_mlp, shapes = self.config.parts == "mlp", found["shapes"].items()
             found["shapes"] = {name: shape for name, shape in shapes if ("att" in name) != is_mlp}
         return found
 
@@ -127,26 +111,14 @@ class UnoRecipe(Recipe):
         return chain_states(self.model, batch.tokens[:, :-1], columns, ids, within)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
-        """The updates as they are."""
         return UnoDrafter(self.target, self.net)
 
-    @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """``accuracies`` of the rows of noise: how often a guess is what the target would say, where all guesses before
         it are."""
-        behind = self.config.places - 1
-        hits, seen = torch.zeros(behind), torch.zeros(behind)
-        for batch in batches:
-            if batch.length <= behind:
-                continue
-            columns = torch.arange(0, batch.length - behind, behind, device=batch.tokens.device)[None]
-            ahead = columns[0][:, None] + 1 + torch.arange(behind, device=columns.device)  # [g, k - 1]
+
+        def guess(batch: Batch, columns: Tensor, ahead: Tensor) -> Tensor:
             ids = self.config.filler(ahead).expand(len(batch.tokens), -1, -1)
-            guesses = self.parts.logits(self.states(batch, columns, ids))[0].argmax(-1)
-            wanted = self.parts.logits(batch.taps["last"])[0].argmax(-1)[ahead]
-            counted = torch.ones(wanted.shape) if batch.learned is None else batch.learned[0][ahead + 1].float().cpu()
-            right = (guesses == wanted).float().cpu().cumprod(-1)
-            before = torch.cat([torch.ones(len(right), 1), right[:, :-1]], -1)
-            hits += (right * counted).sum(0)
-            seen += (before * counted).sum(0)
-        return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
+            return self.parts.logits(self.states(batch, columns, ids))[0].argmax(-1)
+
+        return chain_accuracies(self, batches, self.config.places - 1, guess, conditional=True)

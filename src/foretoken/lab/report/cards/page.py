@@ -14,6 +14,7 @@ from foretoken.core.io.files import write_text
 from foretoken.lab.report.cards.card import Card, read_cards
 from foretoken.lab.report.markup import Markup, join, safe, tag
 from foretoken.lab.report.page import embedded, palette, resource
+from foretoken.lab.report.sections import sortable
 
 MATRIX = ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2")
 """Instructions from the most to the least telling; the first that a CPU has names its kind."""
@@ -173,8 +174,7 @@ def _table(rows: Sequence[CardRow]) -> Markup:
             for name in COLUMNS
         ]
         lines.append(tag("tr", *cells, class_="shown", **_data(row)))
-    table = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *lines), class_="sortable")
-    return tag("div", table, class_="scroll", tabindex=0)
+    return sortable(heads, lines)
 
 
 def _class(name: str) -> str | None:

@@ -31,10 +31,6 @@ svg { font: 13px system-ui, sans-serif; } .panel { fill: var(--panel); stroke: v
 def render(run: Shown, round_index: int) -> str:
     """The picture.
 
-    Args:
-        run: what is shown.
-        round_index: which round is drawn, from 0.
-
     Raises:
         ValueError: there is no such round.
     """
@@ -94,33 +90,27 @@ def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
         for i, piece in enumerate(word.text.split("\n")):
             if i:
                 x, line = 0.0, line + 1
-            for part in _fitting(piece, room, x):
-                if part.starts_line:
+            for part, starts_line in _fitting(piece, room, x):
+                if starts_line:
                     x, line = 0.0, line + 1
                 if line >= MOST_LINES:
                     parts.append(text(MARGIN + x * LETTER, y + LINE * MOST_LINES + 2, "…", "soft"))
                     return parts, y + LINE * MOST_LINES + 8
-                if part.text:
-                    parts += _word(part.text, word.origin, MARGIN + x * LETTER, y + LINE * line)
-                    x += width(part.text)
+                if part:
+                    parts += _word(part, word.origin, MARGIN + x * LETTER, y + LINE * line)
+                    x += width(part)
     return parts, y + LINE * (line + 1) + 4
 
 
-class _Part:
-    """A part of a word on one line."""
-
-    def __init__(self, text: str, starts_line: bool) -> None:
-        self.text, self.starts_line = text, starts_line
-
-
-def _fitting(text: str, room: int, x: float) -> list[_Part]:
+def _fitting(text: str, room: int, x: float) -> list[tuple[str, bool]]:
+    """The parts of a word on one line each, and whether one begins a new line."""
     found, rest, starts = [], text, False
     left = room - x
     while width(rest) > left:
         count = max(int(left / max(width(rest) / len(rest), 1.0)), 0)
-        found.append(_Part(rest[:count], starts))
+        found.append((rest[:count], starts))
         rest, left, starts = rest[count:], float(room), True
-    return [*found, _Part(rest, starts)]
+    return [*found, (rest, starts)]
 
 
 def _word(text: str, origin: str, x: float, y: float) -> list[Markup]:

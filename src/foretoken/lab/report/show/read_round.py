@@ -58,10 +58,6 @@ def number(row: Mapping[str, Any], name: str) -> float | None:
 def read_round(row: Mapping[str, Any], index: int) -> Round:
     """A round.
 
-    Args:
-        row: the fields of its line.
-        index: which round of its request.
-
     Raises:
         Fault: a field is not as it must be, or does not fit the others.
     """

@@ -62,17 +62,11 @@ class Trace:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def to_lines(run: Shown, engine: str, request: str = ONLY_REQUEST) -> list[str]:
-    """The lines of a trace of one request.
-
-    Args:
-        run: as it is shown.
-        engine: name and version of what ran it.
-        request: its name.
-    """
+def to_lines(run: Shown, engine: str) -> list[str]:
+    """The lines of a trace of one request."""
     head = {MARK: VERSION, "engine": engine, "facts": dict(run.facts)}
-    rows = [head, {"type": "request", "request": request, "prompt": run.prompt}]
-    rows += [{"type": "round", "request": request, **_round_fields(one)} for one in run.rounds]
+    rows = [head, {"type": "request", "request": ONLY_REQUEST, "prompt": run.prompt}]
+    rows += [{"type": "round", "request": ONLY_REQUEST, **_round_fields(one)} for one in run.rounds]
     return [json.dumps(row) for row in rows]
 
 

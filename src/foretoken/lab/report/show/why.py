@@ -53,12 +53,7 @@ def origin_of(trace: RoundTrace) -> str:
 
 
 def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[TraceNode]:
-    """The nodes of a round with what became of them.
-
-    Args:
-        trace: the round.
-        text: gives a token's text.
-    """
+    """The nodes of a round with what became of them."""
     met, status = deciding_tests(trace), statuses(trace)
     found = []
     for i, token in enumerate(trace.tokens):
@@ -136,7 +131,7 @@ def _why(trace: RoundTrace, i: int, status: Sequence[Status], met: dict[int, Tes
         return _tested(trace, met[i])
     if trace.verifier in CHOOSING:
         return _chosen(trace, i, status[i], text)
-    return _together(trace, i, status[i])
+    return _together(trace, status[i])
 
 
 def passed(test: Test) -> bool:
@@ -161,7 +156,7 @@ def _chosen(trace: RoundTrace, i: int, status: Status, text: Callable[[int], str
     return f"rejected: {subject} is {quoted(text(taken))}"
 
 
-def _together(trace: RoundTrace, i: int, status: Status) -> str:
+def _together(trace: RoundTrace, status: Status) -> str:
     """For rules that decide over whole paths."""
     failed = sum(not passed(test) for test in trace.tests)
     if status == "accepted":
