@@ -216,8 +216,10 @@ def write_drafter_card(
 
 def _run_options(run: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the command that a drafter's or a stop head's run was given, usual choices left out."""
+    usual = {"text": "fixed", "optimizer": "muon", "precision": "bfloat16"}  # older reports leave them out
+    run = {**usual, **run}
     names = [*RUN_OPTIONS, *(() if run["text"] == "fixed" else WRITTEN_OPTIONS)]
-    names += [name for name, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run[name] != usual]
+    names += [name for name in ("optimizer", "precision") if run[name] != usual[name]]
     return {name: run[name] for name in names}
 
 
