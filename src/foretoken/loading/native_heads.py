@@ -75,8 +75,10 @@ def _absence(source: str, announced: int) -> str:
 
 
 def _files(source: str) -> dict[Path, list[str]]:
-    """Names of tensors by file; nothing for a network that was made in memory."""
+    """Names of tensors by file; nothing for a network that was made in memory or is a GGUF file, which has no head."""
     folder = Path(source).expanduser()
+    if source and folder.is_file():
+        return {}
     if source and folder.is_dir():
         return {file: _names(file) for file in sorted(folder.glob("*.safetensors"))}
     return _hub_files(source) if source else {}

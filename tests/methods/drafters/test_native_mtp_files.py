@@ -166,3 +166,12 @@ def test_a_network_made_in_memory_has_no_head(glm: Path) -> None:
     network = load_model(glm).model  # type: ignore[attr-defined]
     network.config._name_or_path = ""
     refused(network, "the target has no multi-token prediction head of its own")
+
+
+def test_a_gguf_file_has_no_head(glm: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    network = load_model(glm).model  # type: ignore[attr-defined]
+    network.config._name_or_path = str(file)
+    with pytest.raises(LoadError, match=r"model\.gguf has no multi-token prediction head of its own: give"):
+        read_head(network)
