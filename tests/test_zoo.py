@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import foretoken as ft
@@ -15,6 +16,7 @@ from foretoken.loading import ZOO, build_drafter, check_folder, load_model, load
 from foretoken.loading.drafters import drafter_folder, has_drafter
 from foretoken.methods.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.methods.drafters.nets.eight_bits import SCALES
 from foretoken.methods.drafters.nets.store import load_weights
 from foretoken.models.base import Feed
 from foretoken.registry import rows
@@ -32,6 +34,18 @@ def test_zoo_is_small_and_holds_no_pickles() -> None:
     for name in ("target", "draft", "hybrid"):
         check_folder(ZOO / name)
     assert (ZOO / "hybrid/model.safetensors").stat().st_size < 8_000_000
+
+
+def test_cards_say_what_is_stored_in_8_bits() -> None:
+    small = []
+    for file in ZOO.rglob("model.safetensors"):
+        with safe_open(file, "pt") as stored:
+            names = list(stored.keys())
+        if any(name.endswith(SCALES) for name in names):
+            small.append(file.parent)
+    assert len(small) == 7
+    for folder in small:
+        assert "Weights are stored in 8 bits" in (folder / "README.md").read_text(encoding="utf-8"), folder
 
 
 def test_cards_state_data_tokens_loss_and_command() -> None:

@@ -58,7 +58,7 @@ def unpacked(stored: Mapping[str, Tensor], place: object) -> dict[str, Tensor]:
         place: the file that they are from.
 
     Raises:
-        ValueError: scales of other weights, or that are not finite; names the tensor.
+        ValueError: scales of another number of weights; names the tensor.
     """
     found = {}
     for name, value in stored.items():
