@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 from running_server import Running
 
-from foretoken.server.memory import FreedMemory
+from foretoken.engine.request import Request
+from foretoken.engine.stats import SpecStats
+from foretoken.server.config import ServerSettings
+from foretoken.server.memory import LARGE_TEXT, FreedMemory
+from foretoken.server.serving import Serving
 from foretoken.server.workers import LARGE, FairQueue
 
 
@@ -49,6 +53,16 @@ def test_large_work_says_that_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> N
     while not ended and time.monotonic() < end:
         time.sleep(0.01)
     assert ended == [1]
+
+
+def test_a_long_text_that_has_ended_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("foretoken.server.serving.TEXTS.large_one_ended", lambda: ended.append(1))
+    serving = Serving(ServerSettings())
+    for tokens, reason in ((1_023, "stop"), (1_024, "stop"), (5_000, None)):
+        request = Request(prompt=[1] * tokens)
+        serving._ended(LARGE_TEXT // 1_024, request, time.monotonic(), SpecStats(), reason)  # type: ignore[arg-type]
+    assert ended == [1, 1]
 
 
 ARENAS = """

@@ -1,7 +1,8 @@
 """Memory that large requests have freed goes back to the system.
 
 The C library keeps what is freed, in an arena for each thread, for the next one who asks: six texts of 1.9 MB that
-three threads have tokenised leave 600 MB behind.  glibc gives the pages back when it is told to.
+three threads have tokenised leave 600 MB behind, and 120 prompts of 4,500 tokens on SmolLM2, eight at a time, 1.4 GB.
+glibc gives the pages back when it is told to.
 """
 
 from __future__ import annotations
@@ -66,3 +67,7 @@ class FreedMemory:
 
 FREED = FreedMemory()
 """That of this process."""
+TEXTS = FreedMemory(5.0)
+"""For long texts that have ended: under a steady load of them it is done every five seconds."""
+LARGE_TEXT = 2**24
+"""Bytes of keys and values of a long text."""

@@ -8,12 +8,16 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from foretoken.core.conversation import has_template
 from foretoken.engine.admission import kept_back
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
+from foretoken.engine.request import Request
+from foretoken.engine.stats import SpecStats
+from foretoken.engine.stopping import FinishReason
 from foretoken.llm import Llm, load
 from foretoken.loading.measured.busy import settle_threads
 from foretoken.methods.drafters.texts import BESIDE
@@ -22,6 +26,7 @@ from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError, api_error, still_loading
 from foretoken.server.keys import Caller
 from foretoken.server.lengths import Lengths
+from foretoken.server.memory import LARGE_TEXT, TEXTS
 from foretoken.server.metrics import Metrics
 from foretoken.server.places import Places
 from foretoken.server.workers import GRAMMARS, in_thread
@@ -161,7 +166,7 @@ class Serving:
                 kept_places=kept_back(settings.max_running) if len(settings.keys) > 1 else 0,
                 prefix_cache=settings.prefix_cache,
                 prefix_bytes=settings.prefix_bytes,
-                on_end=self.metrics.ended,
+                on_end=partial(self._ended, llm.target.kv_bytes_per_token),
             )
             await asyncio.to_thread(capture, llm, settings.max_running)
             await engine.start()
@@ -170,6 +175,14 @@ class Serving:
             self._engine, self.started_s = engine, int(time.time())
         except Exception as error:  # told to whoever starts the server
             self.failed = error
+
+    def _ended(
+        self, bytes_per_token: int, request: Request, arrived_s: float, stats: SpecStats, reason: FinishReason | None
+    ) -> None:
+        """Count a choice that has left the engine; the memory of a long one goes back to the system."""
+        self.metrics.ended(request, arrived_s, stats, reason)
+        if len(request.prompt) * bytes_per_token >= LARGE_TEXT:
+            TEXTS.large_one_ended()
 
     async def stop(self, drain_s: float) -> None:
         """Refuse new requests, finish the others, end the engine."""
