@@ -14,6 +14,8 @@ from fake_cuda import fake_cuda
 from fake_graphs import Recordings
 from foretoken.engine.request import Request
 from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.models.cache.fixed import FixedCache
+from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.attention import few_plans
 from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
@@ -102,9 +104,11 @@ def test_a_round_that_fails_gives_the_choice_back() -> None:
 def test_a_model_that_was_changed_says_that_its_graphs_are_gone(caplog: pytest.LogCaptureFixture) -> None:
     model = HuggingFaceModel(copy.deepcopy(llama()))
     with_graphs(model, True, Recordings())
+    assert isinstance(model.cache, FixedCache)
     with torch.no_grad():
         model.model.lm_head.weight.mul_(1.5)
     with caplog.at_level("WARNING", "foretoken"):
         model.follow()
     assert model.graphs is None and model.describe()["graphs_off"] == "the model was changed after it was loaded"
     assert "CUDA graphs" in [one.path for one in model.refused]
+    assert type(model.cache) is TreeCache  # the rectangle was for the graphs
