@@ -15,7 +15,7 @@ import foretoken as ft
 from foretoken.models.base import Refusal
 from foretoken.models.checks import fast_paths as checks_module
 from foretoken.models.checks.fast_paths import Checks, fingerprint
-from foretoken.models.checks.judging import ROWS, Judge, ordinary_ids, probe_logits, widened
+from foretoken.models.checks.judging import CHAIN, NODES, ROWS, TEXTS, Judge, ordinary_ids, probe_logits, widened
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
@@ -23,6 +23,7 @@ from foretoken.models.linear.packing import Projection
 from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.linear.quantised_linear import quantise_linears
 from foretoken.models.native import attention
+from foretoken.models.network.call import NetworkCall, Outputs
 
 OLD_TOLERANCE = 5e-2
 """What the two forwards' logits of special tokens were allowed to differ by, in standard deviations."""
@@ -127,6 +128,25 @@ def test_packed_weights_of_a_public_forward_are_checked(monkeypatch: pytest.Monk
     assert [r.path for r in HuggingFaceModel(deep("llama"), lean=False, in_place=True).refused] == ["packed weights"]
 
 
+@pytest.mark.parametrize(("parts", "passes"), [((0,), True), ((0, 1), False)])
+def test_trees_are_judged_by_all_texts_of_the_probe(parts: tuple[int, ...], passes: bool) -> None:
+    """By rounding the tree of one text was twice as wrong as the public forward's, and a sound path was refused."""
+    owner = HuggingFaceModel(deep("llama"), lean=False).forwards
+    judge = Judge.of(owner, ordinary_ids(owner.vocab_size))
+    assert judge is not None
+    texts = iter(range(TEXTS))
+
+    def run(call: NetworkCall) -> Outputs:
+        text = next(texts)
+        truth = judge.truth[text * NODES : (text + 1) * NODES].clone()
+        noise = torch.linspace(-1.7, 1.7, truth.shape[1], dtype=truth.dtype) * truth.std(-1, keepdim=True)
+        sizes = [judge.public.chain] * CHAIN + [(2.0 if text in parts else 0.5) * judge.public.tree] * (NODES - CHAIN)
+        return [truth + noise * torch.tensor(sizes).unsqueeze(1)], None
+
+    assert judge.public.tree > 0.02  # what may be added for rounding does not decide
+    assert (judge.fault(owner, run, owner.dtype) is None) == passes
+
+
 def test_the_judge_is_the_network_in_float32() -> None:
     """Weights are widened one module at a time, and are the same objects afterwards."""
     model, twin = deep("llama"), deep("llama").float()
@@ -188,7 +208,7 @@ def test_fingerprints_tell_networks_apart() -> None:
 
 def test_the_probe_is_the_text_where_there_is_one() -> None:
     owner = HuggingFaceModel(deep("llama"), lean=False).forwards
-    assert Checks(owner, lambda: list(range(10, 40))).ids == list(range(10, 34))
+    assert Checks(owner, lambda: list(range(10, 90))).ids == list(range(10, 10 + ROWS))
     assert Checks(owner, lambda: [5, 6]).ids == [5, 6, *ordinary_ids(owner.vocab_size)[: ROWS - 2]]
     assert min(ordinary_ids(50_000)) > 1000 and len(set(ordinary_ids(50_000))) == ROWS
 
