@@ -77,7 +77,8 @@ class Recount:
     def __init__(self, llm: Llm) -> None:
         self.engine, self.seen, self.times, self.rounds = llm.engine, {}, [0.0] * 4, 0
         self._step, self._add = llm.engine.step, llm.engine.add
-        llm.engine.step, llm.engine.add = self.step, self.add  # type: ignore[method-assign]
+        self._cancel = llm.engine.cancel
+        llm.engine.step, llm.engine.add, llm.engine.cancel = self.step, self.add, self.cancel  # type: ignore[method-assign]
         llm.engine.on_round = self.round
 
     def add(self, request: Any, arrived_s: float | None = None) -> int:
@@ -94,6 +95,15 @@ class Recount:
             one.drafted.append((len(tree) - 1, len(verdict.path), "known"))
         parts = [times.draft_s, times.target_s, times.verify_s, times.overhead_s]
         self.times = [before + part for before, part in zip(self.times, parts, strict=True)]
+
+    def cancel(self, request_id: int) -> None:
+        """One that leaves before its first round has had as much of its prompt read as its text in the target has."""
+        for run in self.engine.running:
+            if run.id == request_id and not self.seen[run.id].rounds and run.sequence is not None:
+                one, stats = self.seen[run.id], run.stats
+                one.read, one.cached = True, stats.num_prompt_tokens - stats.num_prompt_tokens_computed
+                one.prompt = one.prompt if run.started else len(run.sequence.tokens)
+        self._cancel(request_id)
 
     def step(self) -> Any:
         found = self._step()
@@ -173,7 +183,7 @@ def ask(running: Running, number: int) -> tuple[str, int]:
 
 
 def test_every_counter_against_500_requests() -> None:
-    with served(max_running=6, max_queued=400) as running:
+    with served(max_running=6, max_queued=400, prefill_chunk=2) as running:
         recount = Recount(running.serving.llm)
         with ThreadPoolExecutor(12) as pool:
             results = list(pool.map(lambda number: ask(running, number), range(500)))
