@@ -34,7 +34,7 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     if not available():
         pytest.skip("this build of PyTorch has no products of quantised weights")
     monkeypatch.setattr(quantised_gain, "SMALLEST", 0)
-    monkeypatch.setattr(quantised_gain, "LAYER_S", 0.0)
+    monkeypatch.setattr(quantised_gain, "_step_s", lambda model: 0.0)
 
 
 def taking(seconds: Sequence[float]) -> Callable[[Sequence[Callable[[], Any]]], list[float]]:
@@ -50,8 +50,8 @@ def taking(seconds: Sequence[float]) -> Callable[[Sequence[Callable[[], Any]]], 
 
 
 def test_the_best_length_of_the_cost_model(target: Any, any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A quantised row costs a quarter of a full one, and 2, 4, 6 rows cost 1, 1.1 and 3: three drafts are best.
-    monkeypatch.setattr(quantised_gain, "_seconds", taking([0.25, 1.0, 1.0, 1.1, 3.0]))
+    # A quantised row costs a quarter of a full one, and 2, 4, 6, 9 rows cost 1, 1.1, 3 and 9: three drafts are best.
+    monkeypatch.setattr(quantised_gain, "_seconds", taking([0.25, 1.0, 1.0, 1.1, 3.0, 9.0]))
     tokens = 1 + ACCEPTANCE + ACCEPTANCE**2 + ACCEPTANCE**3
     assert expected_gain(target, SCHEME) == pytest.approx(tokens / (3 * 0.25 + 1.1))
 
@@ -59,14 +59,14 @@ def test_the_best_length_of_the_cost_model(target: Any, any_size: None, monkeypa
 def test_quantised_rows_that_cost_what_full_ones_do_lose(
     target: Any, any_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantised_gain, "_seconds", taking([1.0, 1.0, 1.5, 2.5, 3.5]))
+    monkeypatch.setattr(quantised_gain, "_seconds", taking([1.0, 1.0, 1.5, 2.5, 3.5, 5.0]))
     assert expected_gain(target, SCHEME) < 1
 
 
 def test_what_is_beside_the_products_counts(target: Any, any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised_gain, "_seconds", taking([0.25, 1.0, 1.0, 1.0, 1.0]))
+    monkeypatch.setattr(quantised_gain, "_seconds", taking([0.25, 1.0, 1.0, 1.0, 1.0, 1.0]))
     free = expected_gain(target, SCHEME)
-    monkeypatch.setattr(quantised_gain, "LAYER_S", 10.0)
+    monkeypatch.setattr(quantised_gain, "_step_s", lambda model: 10.0)
     assert 1 < expected_gain(target, SCHEME) < free
 
 
@@ -108,6 +108,6 @@ def test_a_target_in_few_bits_is_not_measured(
         LlamaConfig(**{**small.to_dict(), "hidden_size": 64, "intermediate_size": 64, "head_dim": 16})
     )
     target = load_model(write_model(tmp_path / "target.gguf", network, kind))
-    monkeypatch.setattr(quantised_gain, "_seconds", taking([0.25, 1.0, 1.0, 1.1, 3.0]))
+    monkeypatch.setattr(quantised_gain, "_seconds", taking([0.25, 1.0, 1.0, 1.1, 3.0, 9.0]))
     assert (expected_gain(target, Scheme("4")) > 0) == (measured or kind == "Q8_0")
     assert (expected_gain(target, SCHEME) > 0) == measured

@@ -1,8 +1,8 @@
 """Whether drafting with quantised weights is expected to pay for a model on this machine, by a short measurement.
 
 A round of k drafts writes (1 - a^(k+1)) / (1 - a) tokens for k steps with quantised weights and one call of k + 1 rows.
-The products of the largest layer are timed, quantised with one row and full with several; the rest of the model is
-taken to cost the same for each weight.
+One row of the whole model is timed, and the products of its largest layers, quantised with one row and full with
+several: other layers are taken to cost the same for each weight, and what is beside the products what it does now.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from foretoken.models.base import CapabilityError
+from foretoken.models.base import CapabilityError, Feed, any_text, opened
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.quantised import make_product
 from foretoken.models.linear.quantised_products import QuantisedProduct
@@ -23,10 +23,12 @@ SMALLEST = 50_000_000
 """Weights below which a step is mostly overhead: not even measured."""
 ACCEPTANCE = 0.95
 """How often a draft token is accepted, given that those before it were: .97 to .99 for int8 on prose and code."""
-LAYER_S = 0.0002
-"""Seconds of a layer beside its products."""
-LENGTHS = (1, 3, 5)
+LENGTHS = (1, 3, 5, 8)
 """Draft lengths that are weighed."""
+SAMPLE = 48_000_000
+"""Weights of the layers that are timed, one after the other: one small layer alone would be read from a cache."""
+TEXT = 64
+"""Tokens before the row of the whole model."""
 REPEATS = 5
 
 
@@ -54,8 +56,15 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
     except (CapabilityError, ValueError):
         return 0.0
     head = model.model.get_output_embeddings()
-    largest = max((one for one in layers if one is not head), key=lambda one: one.out_features * one.in_features)
-    return _gain(largest, count, len(layers), scheme, model.dtype)
+    return _gain(model, _largest([linear for linear in layers if linear is not head]), count, scheme)
+
+
+def _largest(layers: Sequence[Any]) -> list[Any]:
+    """Layers of the largest shape, as many as :data:`SAMPLE` allows and one at least."""
+    shapes = [(linear.out_features, linear.in_features) for linear in layers]
+    widest = max(shapes, key=lambda shape: shape[0] * shape[1])
+    alike = [linear for linear, shape in zip(layers, shapes, strict=True) if shape == widest]
+    return alike[: max(1, SAMPLE // (widest[0] * widest[1]))]
 
 
 def _stored_bytes(linear: Any, dtype: torch.dtype) -> int:
@@ -67,23 +76,45 @@ def _stored_bytes(linear: Any, dtype: torch.dtype) -> int:
 
 
 @torch.inference_mode()
-def _gain(linear: Any, count: int, num_linears: int, scheme: Scheme, dtype: torch.dtype) -> float:
-    """The best of some lengths; what is not the largest layer costs what it does for each weight."""
-    shape = (linear.out_features, linear.in_features)
+def _gain(model: HuggingFaceModel, sample: Sequence[Any], count: int, scheme: Scheme) -> float:
+    """The best of some lengths; what is not in the sample costs what it does for each weight."""
+    shape = (sample[0].out_features, sample[0].in_features)
     product = scheme.product(shape)
     if product is None:
         return 0.0
-    quantised = make_product(product, torch.ones(shape), None, scheme.group)  # any numbers cost the same
-    rows = (1, *(k + 1 for k in LENGTHS))
-    inputs = [torch.ones(n, shape[1], dtype=dtype) for n in rows]
-    draft_s, plain_s, *verify_s = _seconds([lambda: quantised(inputs[0]), *((lambda x=x: linear(x)) for x in inputs)])
-    scale, rest_s = count / (shape[0] * shape[1]), LAYER_S * num_linears / 7  # a layer has about seven of them
+    weight = torch.ones(shape)  # any numbers cost the same
+    quantised = [make_product(product, weight, None, scheme.group) for _ in sample]
+    inputs = [torch.ones(n, shape[1], dtype=model.dtype) for n in (1, *(k + 1 for k in LENGTHS))]
+    draft_s, plain_s, *verify_s = _seconds([_run(quantised, inputs[0]), *(_run(sample, x) for x in inputs)])
+    scale = count / (len(sample) * shape[0] * shape[1])
+    rest_s = max(0.0, _step_s(model) - scale * plain_s)
     draft, plain = (rest_s + scale * seconds for seconds in (draft_s, plain_s))
     gains = []
     for k, seconds in zip(LENGTHS, verify_s, strict=True):
         tokens = (1 - ACCEPTANCE ** (k + 1)) / (1 - ACCEPTANCE)
         gains.append(tokens * plain / (k * draft + rest_s + scale * seconds))
     return max(gains)
+
+
+def _run(products: Sequence[Callable[[torch.Tensor], Any]], x: torch.Tensor) -> Callable[[], None]:
+    """All of them, one after the other."""
+
+    def run() -> None:
+        for product in products:
+            product(x)
+
+    return run
+
+
+def _step_s(model: HuggingFaceModel) -> float:
+    """Seconds of one row of the whole model."""
+    with opened(model, any_text(model, TEXT)) as (sequence,):
+
+        def step() -> None:
+            model.forward([Feed(sequence, [0])])
+            sequence.clear_scratch()
+
+        return timed({"step": [step]}, REPEATS)["step"]
 
 
 def _seconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
