@@ -285,8 +285,8 @@ async def constraints_of(
         return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]
 
     try:
-        # Seconds in which a grammar must be compiled
-        return await in_thread(GRAMMARS, compiled, 2.0)
+        # Seconds in which a grammar must be compiled; the strings of a language have one of their own to be listed
+        return await in_thread(GRAMMARS, compiled, 3.0 if as_a_whole else 2.0)
     except TrialBusy:
         raise ApiError(
             503, "other grammars are being compiled: try again", code="grammars_queued", headers={"Retry-After": "2"}
