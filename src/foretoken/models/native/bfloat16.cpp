@@ -5,17 +5,25 @@
 // them in registers.  A tile keeps the sums of up to MOST rows in registers.  Every sum runs over the inputs in the same
 // order, so a row has the same bits whatever stands beside it.
 
+#include <utility>
+
 #include "amx.h"
 #include "linear.h"
+#include "memory.h"
 
 namespace {
 
 constexpr long ONE_THREAD = 1 << 15;  // weights that one thread multiplies before a second has woken up
 constexpr long CHUNK = 8;        // tiles that share a block of weights before the next one is read
 
-#if defined(__AMX_BF16__)
-
-constexpr long STEP = 32;  // inputs that a tile multiplies
+constexpr long FEW = 3;  // rows that wait for memory, whatever they are multiplied with
+// Whether activations are widened first, once for all outputs; else pairs of them are multiplied.
+#if defined(__AVX512BF16__)
+constexpr bool widens(long) { return false; }
+#else
+constexpr bool widens(long rows) { return rows > FEW; }
+#endif
+long distance(long in) { return in + 16; }  // from one widened row to the next
 
 // Rows of sums [WIDTH] to where they belong.
 void finish(const float (*sums)[WIDTH], long rows, const float *bias, const Outputs &y, int width) {
@@ -28,6 +36,10 @@ void finish(const float (*sums)[WIDTH], long rows, const float *bias, const Outp
             store(y.result + place, sum, left);
         }
 }
+
+#if defined(__AMX_BF16__)
+
+constexpr long STEP = 32;  // inputs that a tile multiplies
 
 // One step of a tile: sums += x [rows, STEP] weight [STEP, WIDTH].
 template <bool TWO>
@@ -70,50 +82,91 @@ void tile(const bfloat16 *x, long stride, long rows, long in, const bfloat16 *we
 
 #else
 
-constexpr long EACH = WIDTH / LANES;  // vectors of outputs
-// Rows of a tile: 28 registers of sums, 2 of weights, 1 of activations, or 12, 2 and 2.
+constexpr int EACH = WIDTH / LANES;  // vectors of outputs
+// Rows of a tile, and vectors of outputs of which it has the sums in registers: 28, 2 of weights and 1 of activations, or
+// 10, 2 and 1.  FEWER rows where that many long ones would not stay in the nearest cache.
 #if defined(__AVX512F__)
 constexpr long MOST = 14, FEWER = 8;
+constexpr int VECTORS = EACH;
 #else
-constexpr long MOST = 3, FEWER = 3;
+constexpr long MOST = 5, FEWER = 5;
+constexpr int VECTORS = 2;
 #endif
-// FEWER where that many long rows would not stay in the nearest cache.
-constexpr long LONG = 2048;      // inputs of a long row
+constexpr long LONG = 2048;  // inputs of a long row
+constexpr long DEPTH = 256;  // pairs of inputs that all tiles multiply before the next ones: they stay in the nearest cache
 
-// [ROWS, in] x [WIDTH, in]^T, plus bias [WIDTH] and residual [ROWS, WIDTH] where they are not null; `width` outputs are
-// real, the others fill the last block up.  x is `stride` pairs from row to row, y in its own stride.
-template <int ROWS>
-void tile(const pair *x, long stride, long pairs, const bfloat16 *weight, const float *bias, const Outputs &y, int width) {
-    Floats sums[EACH][ROWS];
-    UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int row = 0; row < ROWS; row++) sums[v][row] = no_floats();
-    for (long k = 0; k < pairs; k++, weight += 2 * WIDTH) {
-        Words w[EACH];
-        fetch_ahead(weight, 4 * WIDTH);
-        UNROLL for (int v = 0; v < EACH; v++) w[v] = load_words(weight + 2 * LANES * v);
-        UNROLL for (int row = 0; row < ROWS; row++) {
-            const Words both = spread_word(x[row * stride + k]);
-            UNROLL for (int v = 0; v < EACH; v++) sums[v][row] = plus_pairs(sums[v][row], w[v], both);
-        }
+// Weights that are asked for while others are multiplied: `bytes` with every pair of inputs.
+struct Ahead {
+    const char *at;
+    long bytes;
+};
+
+// sums [COUNT][ROWS] += products of the k-th pair of inputs.
+template <int ROWS, int COUNT>
+void add_pair(Floats (&sums)[COUNT][ROWS], const pair *x, long stride, long k, const bfloat16 *weight) {
+    Words w[COUNT];
+    UNROLL for (int v = 0; v < COUNT; v++) w[v] = load_words(weight + 2 * LANES * v);
+    UNROLL for (int row = 0; row < ROWS; row++) {
+        const Words both = spread_word(x[row * stride + k]);
+        UNROLL for (int v = 0; v < COUNT; v++) sums[v][row] = plus_pairs(sums[v][row], w[v], both);
     }
-    UNROLL for (int v = 0; v < EACH; v++) {
-        const long column = LANES * v, left = width - column;
-        if (left <= 0) break;
-        const Floats offset = bias ? load(bias + column, left) : no_floats();
+}
+
+template <int ROWS, int COUNT>
+void add_pair(Floats (&sums)[COUNT][ROWS], const float *x, long stride, long k, const bfloat16 *weight) {
+    UNROLL for (int odd = 0; odd < 2; odd++) {  // both kinds of weights at once would not fit the registers
+        Floats w[COUNT];
+        UNROLL for (int v = 0; v < COUNT; v++) {
+            const Words both = load_words(weight + 2 * LANES * v);
+            w[v] = odd ? odds(both) : evens(both);
+        }
         UNROLL for (int row = 0; row < ROWS; row++) {
-            const long place = row * y.stride + column;
-            Floats sum = sums[v][row] + offset;
-            if (y.residual) sum = sum + load(y.residual + place, left);
-            store(y.result + place, sum, left);
+            const Floats one = spread(x[row * stride + 2 * k + odd]);
+            UNROLL for (int v = 0; v < COUNT; v++) sums[v][row] = times_plus(w[v], one, sums[v][row]);
         }
     }
 }
 
-typedef void (*Tile)(const pair *, long, long, const bfloat16 *, const float *, const Outputs &, int);
-const Tile TILES[] = {nullptr, tile<1>, tile<2>, tile<3>,
-#if defined(__AVX512F__)
-                      tile<4>, tile<5>, tile<6>, tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>
+// sums [ROWS, WIDTH] += x [ROWS, in] by the weights of the pairs `from` to `to`.  x is `stride` inputs from row to row.
+template <class Input, int ROWS, int COUNT>
+void tile(const void *inputs, long stride, long from, long to, const bfloat16 *weight, float (*all)[WIDTH], Ahead &ahead) {
+    const Input *x = (const Input *)inputs;
+    for (int first = 0; first < EACH; first += COUNT) {
+        Floats sums[COUNT][ROWS];
+        UNROLL for (int v = 0; v < COUNT; v++)
+            UNROLL for (int row = 0; row < ROWS; row++) sums[v][row] = load_floats(all[row] + LANES * (first + v));
+        for (long k = from; k < to; k++) {
+            const bfloat16 *own = weight + 2 * WIDTH * k + 2 * LANES * first;
+            if (COUNT == EACH) {
+                fetch_ahead(own, 4 * WIDTH);
+            } else {
+                __builtin_prefetch(ahead.at, 0, 2);
+                ahead.at += ahead.bytes;
+            }
+            add_pair(sums, x, stride, k, own);
+        }
+        UNROLL for (int v = 0; v < COUNT; v++)
+            UNROLL for (int row = 0; row < ROWS; row++)
+                std::memcpy(all[row] + LANES * (first + v), &sums[v][row], sizeof(Floats));
+    }
+}
+
+typedef void (*Tile)(const void *, long, long, long, const bfloat16 *, float (*)[WIDTH], Ahead &);
+template <class Input, int COUNT, int... ROWS>
+const Tile *tiles_of(std::integer_sequence<int, ROWS...>) {
+    static constexpr Tile all[] = {tile<Input, ROWS + 1, COUNT>...};
+    return all;
+}
+
+// The tile of so many rows at the place before theirs.
+const Tile *tiles_for(bool wide) {
+#if defined(__AVX512BF16__)
+    return tiles_of<pair, EACH>(std::make_integer_sequence<int, MOST>());
+#else
+    return wide ? tiles_of<float, VECTORS>(std::make_integer_sequence<int, MOST>())
+                : tiles_of<pair, EACH>(std::make_integer_sequence<int, FEW>());
 #endif
-};
+}
 
 #endif
 
@@ -148,21 +201,41 @@ void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, 
 
 void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
     const long in = linear.in, most = in < LONG ? MOST : FEWER, tiles = (x.count + most - 1) / most;
+    const bool wide = widens(x.count);
+    const char *rows = wide ? x.prepared : (const char *)x.rows;
+    const long stride = wide ? distance(in) : x.stride / 2, depth = x.count > FEW ? DEPTH : in;
+    const Tile *by_rows = tiles_for(wide);
+    alignas(64) float sums[CHUNK * MOST][WIDTH];
     for (long chunk = 0; chunk < tiles; chunk += CHUNK)
         for (long block = from; block < to; block++) {
-            const long column = block * WIDTH;
-            const int width = linear.out - column < WIDTH ? int(linear.out - column) : int(WIDTH);
-            for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
-                const long row = x.count * t / tiles, at = row * y.stride + column;
-                TILES[x.count * (t + 1) / tiles - row](
-                    (const pair *)(x.rows + row * x.stride), x.stride / 2, in / 2,
-                    (const bfloat16 *)linear.weight + column * in, linear.bias ? linear.bias + column : nullptr,
-                    {y.result + at, y.residual ? y.residual + at : nullptr, y.stride}, width);
+            const long column = block * WIDTH, end = tiles - chunk < CHUNK ? tiles : chunk + CHUNK;
+            const long low = x.count * chunk / tiles, count = x.count * end / tiles - low, at = low * y.stride + column;
+            std::memset(sums, 0, count * sizeof sums[0]);
+            const bfloat16 *weight = (const bfloat16 *)linear.weight + column * in;
+            for (long k = 0, stop; k < in / 2; k = stop) {
+                stop = in / 2 - k < depth ? in / 2 : k + depth;
+                // What comes next in memory, shared by the passes of all tiles.
+                Ahead ahead = {(const char *)(weight + 2 * WIDTH * stop), 4 * WIDTH / ((end - chunk) * EACH / VECTORS)};
+                for (long t = chunk; t < end; t++) {
+                    const long row = x.count * t / tiles, size = x.count * (t + 1) / tiles - row;
+                    by_rows[size - 1](rows + 4 * row * stride, stride, k, stop, weight, sums + row - low, ahead);
+                }
             }
+            finish(sums, count, linear.bias ? linear.bias + column : nullptr,
+                   {y.result + at, y.residual ? y.residual + at : nullptr, y.stride},
+                   linear.out - column < WIDTH ? int(linear.out - column) : int(WIDTH));
         }
 }
 
 #endif
+
+long prepared_bytes_bfloat16(long rows, long in) { return widens(rows) ? 4 * rows * distance(in) : 0; }
+
+void prepare_bfloat16(const Linear &linear, const Inputs &x, long row) {
+    if (!widens(x.count)) return;
+    float *wide = (float *)x.prepared + row * distance(linear.in);
+    for (long i = 0; i < linear.in; i++) wide[i] = widened(x.rows[row * x.stride + i]);
+}
 
 // result [rows, out] = x [rows, in] weight^T (+ bias [out]) (+ residual [rows, out]).  `in` and `stride`, the numbers
 // from one row of x to the next, are even.
@@ -170,6 +243,13 @@ extern "C" void product(bfloat16 *x, long rows, long in, long stride, const bflo
                         const float *bias, const bfloat16 *residual, bfloat16 *result) {
     const Linear linear = {BFLOAT16, in, out, 0, weight, nullptr, bias};
     const Product alone = {&linear, 1};
+    static thread_local Kept kept;
+    const Inputs inputs = {x, stride, rows, kept.of(prepared_bytes_bfloat16(rows, in)), 0};
 #pragma omp parallel if (in * out > ONE_THREAD)
-    alone.run({x, stride, rows, nullptr, 0}, {result, residual, out}, omp_get_thread_num(), omp_get_num_threads());
+    {
+        const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        for (long row = thread; row < rows; row += threads) alone.prepare_row(inputs, row);
+#pragma omp barrier
+        alone.run(inputs, {result, residual, out}, thread, threads);
+    }
 }

@@ -62,12 +62,14 @@ struct Outputs {
 void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to);
 void multiply_integers(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to);
 void multiply_integers8(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to);
+void prepare_bfloat16(const Linear &linear, const Inputs &x, long row);
 void prepare_integers(const Linear &linear, const Inputs &x, long row);
 void prepare_integers8(const Linear &linear, const Inputs &x, long row);
+long prepared_bytes_bfloat16(long rows, long in);
 long prepared_bytes8(long rows, long in);
 
 inline long prepared_bytes(const Linear &linear, long rows) {
-    if (linear.kind == BFLOAT16) return 0;
+    if (linear.kind == BFLOAT16) return prepared_bytes_bfloat16(rows, linear.in);
     if (linear.kind == BYTES) return prepared_bytes8(rows, linear.in);
     return 2 * rows * linear.in + 4 * rows * (1 + linear.in / linear.group);
 }
@@ -76,7 +78,9 @@ inline long prepared_bytes(const Linear &linear, long rows) {
 inline void prepare(const Linear &linear, const Inputs &x, long row) {
     if (linear.kind == BYTES)
         prepare_integers8(linear, x, row);
-    else if (linear.kind != BFLOAT16)
+    else if (linear.kind == BFLOAT16)
+        prepare_bfloat16(linear, x, row);
+    else
         prepare_integers(linear, x, row);
 }
 
