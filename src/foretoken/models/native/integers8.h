@@ -10,6 +10,7 @@
 
 #include "lanes.h"
 #include "linear.h"
+#include "memory.h"
 
 namespace lanes {
 namespace integers8 {
@@ -95,6 +96,38 @@ struct Activations {
     }
 };
 
+// The rows of a tile, whose numbers of one place lie side by side: all are found from one address.
+struct Rows {
+    long row, count, in, blocks;
+    const four *words;    // [in / 4, rows]
+    const float *scale;   // [blocks, rows]
+    const float *sums;    // [blocks parts, rows], of blocks or of their halves
+    const float *totals;  // [rows]
+
+    static long row_bytes(const Activations &x, long parts) { return x.blocks * (BLOCK + 4 + 4 * parts); }
+
+    Rows() = default;
+    // `work` has `count` row_bytes.
+    Rows(const Activations &x, long row, long count, long parts, char *work)
+        : row(row), count(count), in(x.in), blocks(x.blocks), totals(x.totals + row) {
+        const float *from = (parts == 1 ? x.sums : x.halves) + row * blocks * parts;
+        const four *bytes = (const four *)(x.bytes + row * x.stride);
+        scale = x.scale + row * blocks, sums = from, words = bytes;
+        if (count == 1) return;
+        words = beside(bytes, x.stride / 4, blocks * BLOCK / 4, count, (four *)work);
+        scale = beside(scale, blocks, blocks, count, (float *)(words + blocks * BLOCK / 4 * count));
+        sums = beside(from, blocks * parts, blocks * parts, count, (float *)(scale + blocks * count));
+    }
+
+    // [count, size], a row `stride` behind the one before it, to [size, count].
+    template <class T>
+    static const T *beside(const T *rows, long stride, long size, long count, T *to) {
+        for (long i = 0; i < size; i++)
+            for (long row = 0; row < count; row++) to[i * count + row] = rows[row * stride + i];
+        return to;
+    }
+};
+
 // A weight [out, in] in 8 or 4 bits; a number is (value - middle) * scale + zero.
 struct Weight {
     const std::uint8_t *packed;
@@ -151,22 +184,23 @@ struct Scales {
 
 // Tiles write [ROWS, WIDTH] float sums to `sums`.
 template <int ROWS>
-void tile8(const Activations &x, long row, const Weight &weight, long block, float (*sums)[WIDTH]) {
+void tile8(const Rows &x, const Weight &weight, long block, float (*sums)[WIDTH]) {
     constexpr int COUNT = vectors(ROWS, ADDS_BYTES ? 1 : 2);  // by halves of bytes where bytes are not added
     constexpr long OUTPUTS = COUNT * LANES;
     for (long part = 0; part < WIDTH; part += OUTPUTS) {
         const std::uint8_t *w = weight.block(block) + 4 * part;
+        const four *words = x.words;
         Floats results[COUNT][ROWS];
         UNROLL for (int v = 0; v < COUNT; v++) UNROLL for (int r = 0; r < ROWS; r++) results[v][r] = no_floats();
         for (long b = 0; b < x.blocks; b++) {
             const long from = b * BLOCK, to = from + BLOCK < x.in ? from + BLOCK : x.in;
             ByteSums low[COUNT][ROWS], high[COUNT][ROWS];
-            for (long i = from; i < to; i += 4, w += 4 * WIDTH) {
+            for (long i = from; i < to; i += 4, w += 4 * WIDTH, words += ROWS) {
                 fetch_ahead(w, 4 * OUTPUTS);
                 UNROLL for (int v = 0; v < COUNT; v++) {
                     const Words stored = load_words(w + 4 * LANES * v);
                     UNROLL for (int r = 0; r < ROWS; r++) {
-                        const Words inputs = spread_word(*(const four *)(x.bytes + (row + r) * x.stride + i));
+                        const Words inputs = spread_word(words[r]);
                         low[v][r].add(ADDS_BYTES ? stored : low_halves(stored), inputs);
                         if (!ADDS_BYTES) high[v][r].add(high_halves(stored), inputs);
                     }
@@ -174,14 +208,14 @@ void tile8(const Activations &x, long row, const Weight &weight, long block, flo
             }
             UNROLL for (int v = 0; v < COUNT; v++) UNROLL for (int r = 0; r < ROWS; r++) {
                 const Words both = ADDS_BYTES ? low[v][r].whole() : plus(low[v][r].whole(), times16(high[v][r].whole()));
-                const Floats scale = spread(x.scale[(row + r) * x.blocks + b]);
+                const Floats scale = spread(x.scale[b * ROWS + r]);
                 results[v][r] = times_plus(as_floats(both), scale, results[v][r]);
             }
         }
         UNROLL for (int v = 0; v < COUNT; v++) {
             const Floats scale = load_bfloat16(weight.row_scales(block) + part + LANES * v);
             UNROLL for (int r = 0; r < ROWS; r++) {
-                const Floats sum = minus_times(spread(x.totals[row + r]), spread(MIDDLE8), results[v][r]);
+                const Floats sum = minus_times(spread(x.totals[r]), spread(MIDDLE8), results[v][r]);
                 store_floats(sums[r] + part + LANES * v, times(sum, scale));
             }
         }
@@ -190,19 +224,20 @@ void tile8(const Activations &x, long row, const Weight &weight, long block, flo
 
 // Weights with scales for each group of inputs; PARTS groups share a block of activations.
 template <int ROWS, int BITS, int PARTS>
-void tile_groups(const Activations &x, long row, const Weight &weight, long block, float (*sums)[WIDTH]) {
+void tile_groups(const Rows &x, const Weight &weight, long block, float (*sums)[WIDTH]) {
     constexpr bool SPLIT = BITS == 8 && !ADDS_BYTES;  // by halves of bytes where bytes are not added
     constexpr int COUNT = vectors(ROWS, SPLIT ? 2 : 1);
     constexpr long OUTPUTS = COUNT * LANES, EACH = 32 / BITS, SIZE = BLOCK / PARTS;
     const long shared = PARTS == 1 ? weight.group / BLOCK : 1;  // blocks of activations that share scales of weights
     for (long part = 0; part < WIDTH; part += OUTPUTS) {
         const std::uint8_t *w = weight.block(block) + 4 * part;
+        const four *words = x.words;
         const Scales scales(weight, block, part);
         Floats results[COUNT][ROWS];
         UNROLL for (int v = 0; v < COUNT; v++) UNROLL for (int r = 0; r < ROWS; r++) results[v][r] = no_floats();
         for (long g = 0; g < x.blocks * PARTS; g++) {
             ByteSums low[COUNT][ROWS], high[COUNT][ROWS];
-            for (long i = g * SIZE; i < (g + 1) * SIZE; i += EACH, w += 4 * WIDTH) {
+            for (long i = 0; i < SIZE; i += EACH, w += 4 * WIDTH, words += ROWS * EACH / 4) {
                 fetch_ahead(w, 4 * OUTPUTS);
                 Words first[COUNT], second[COUNT];
                 UNROLL for (int v = 0; v < COUNT; v++) {
@@ -211,12 +246,11 @@ void tile_groups(const Activations &x, long row, const Weight &weight, long bloc
                     if (BITS == 4 || SPLIT) second[v] = high_halves(stored);
                 }
                 UNROLL for (int r = 0; r < ROWS; r++) {
-                    const std::int8_t *place = x.bytes + (row + r) * x.stride + i;
-                    const Words inputs = spread_word(*(const four *)place);
+                    const Words inputs = spread_word(words[r]);
                     UNROLL for (int v = 0; v < COUNT; v++) low[v][r].add(first[v], inputs);
                     if (SPLIT) UNROLL for (int v = 0; v < COUNT; v++) high[v][r].add(second[v], inputs);
                     if (BITS == 8) continue;
-                    const Words next = spread_word(*(const four *)(place + 4));
+                    const Words next = spread_word(words[ROWS + r]);
                     UNROLL for (int v = 0; v < COUNT; v++) low[v][r].add(second[v], next);
                 }
             }
@@ -224,11 +258,9 @@ void tile_groups(const Activations &x, long row, const Weight &weight, long bloc
                 Floats scale, zero;
                 scales.read(g / shared, LANES * v, scale, zero);
                 UNROLL for (int r = 0; r < ROWS; r++) {
-                    const long at = (row + r) * x.blocks + g / PARTS;
-                    const float inputs = PARTS == 1 ? x.sums[at] : x.halves[2 * at + g % PARTS];
                     const Words both = SPLIT ? plus(low[v][r].whole(), times16(high[v][r].whole())) : low[v][r].whole();
-                    const Floats sum = times(as_floats(both), spread(x.scale[at]));
-                    results[v][r] = times_plus(sum, scale, times_plus(spread(inputs), zero, results[v][r]));
+                    const Floats sum = times(as_floats(both), spread(x.scale[g / PARTS * ROWS + r]));
+                    results[v][r] = times_plus(sum, scale, times_plus(spread(x.sums[g * ROWS + r]), zero, results[v][r]));
                 }
             }
         }
@@ -237,7 +269,7 @@ void tile_groups(const Activations &x, long row, const Weight &weight, long bloc
     }
 }
 
-typedef void (*Tile)(const Activations &, long, const Weight &, long, float (*)[WIDTH]);
+typedef void (*Tile)(const Rows &, const Weight &, long, float (*)[WIDTH]);
 
 template <template <int> class T>
 struct Tiles {
@@ -281,18 +313,27 @@ inline void finish(float *sums, const float *bias, const Outputs &y, long row, l
 // Outputs `from` to `to` of x weight^T, in blocks of WIDTH.
 inline void multiply(const Activations &x, long rows, const Weight &weight, const float *bias, const Outputs &y, long from,
                      long to) {
-    const long tiles = (rows + MOST - 1) / MOST;
+    const long tiles = (rows + MOST - 1) / MOST, most = tiles < CHUNK ? rows : CHUNK * MOST;
+    const long parts = weight.form != PER_ROW && weight.group < BLOCK ? 2 : 1, size = Rows::row_bytes(x, parts);
     const Tile *tile = tiles_of(weight);
+    static thread_local Kept kept;
+    char *work = kept.of(most * size);
     alignas(64) float sums[MOST][WIDTH];
-    for (long chunk = 0; chunk < tiles; chunk += CHUNK)
+    for (long chunk = 0; chunk < tiles; chunk += CHUNK) {
+        const long end = chunk + CHUNK < tiles ? chunk + CHUNK : tiles, low = rows * chunk / tiles;
+        Rows all[CHUNK];
+        for (long t = chunk; t < end; t++) {
+            const long row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
+            all[t - chunk] = Rows(x, row, count, parts, work + (row - low) * size);
+        }
         for (long block = from; block < to; block++) {
             const long column = block * WIDTH, width = weight.out - column < WIDTH ? weight.out - column : WIDTH;
-            for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
-                const long row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
-                tile[count](x, row, weight, block, sums);
-                for (long r = 0; r < count; r++) finish(sums[r], bias, y, row + r, column, width);
+            for (long t = 0; t < end - chunk; t++) {
+                tile[all[t].count](all[t], weight, block, sums);
+                for (long r = 0; r < all[t].count; r++) finish(sums[r], bias, y, all[t].row + r, column, width);
             }
         }
+    }
 }
 
 }  // namespace integers8

@@ -66,7 +66,14 @@ constexpr bool ADDS_BYTES = false;
 struct ByteSums {
     Words sums = no_words();  // pairs of numbers of 16 bits
 
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(PORTABLE)
+    void add(Words weight, Words x) {  // by its intrinsics GCC runs out of registers, and one sum waits for memory
+        Words products;
+        asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(weight), "x"(x));
+    }
+#else
     void add(Words weight, Words x) { sums = plus_byte_sums(sums, weight, x); }
+#endif
     Words whole() const { return pair_sums(sums, spread_word(0x00010001)); }
 };
 
