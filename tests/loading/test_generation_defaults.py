@@ -209,6 +209,7 @@ def test_a_second_end_of_text_ends_an_answer(folder: Path) -> None:
     tokens.add_special_tokens({"additional_special_tokens": ["<|endoftext|>"]})
     end = tokens.convert_tokens_to_ids("<|endoftext|>")
     model = LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)  # new rows of the vocabulary are drawn; some would write the other end in the last place
     model.resize_token_embeddings(len(tokens))
     prompt = "return n"
     plain = ft.load(model, drafter=None, tokenizer=tokens).generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
