@@ -95,12 +95,6 @@ constexpr int VECTORS = 2;
 constexpr long LONG = 2048;  // inputs of a long row
 constexpr long DEPTH = 256;  // pairs of inputs that all tiles multiply before the next ones: they stay in the nearest cache
 
-// Weights that are asked for while others are multiplied: `bytes` with every pair of inputs.
-struct Ahead {
-    const char *at;
-    long bytes;
-};
-
 // sums [COUNT][ROWS] += products of the k-th pair of inputs.
 template <int ROWS, int COUNT>
 void add_pair(Floats (&sums)[COUNT][ROWS], const pair *x, long stride, long k, const bfloat16 *weight) {
@@ -140,8 +134,7 @@ void tile(const void *inputs, long stride, long from, long to, const bfloat16 *w
             if (COUNT == EACH) {
                 fetch_ahead(own, 4 * WIDTH);
             } else {
-                __builtin_prefetch(ahead.at, 0, 2);
-                ahead.at += ahead.bytes;
+                ahead.fetch();
             }
             add_pair(sums, x, stride, k, own);
         }

@@ -19,6 +19,7 @@ constexpr long BLOCK = 32;    // inputs that share a scale of activations
 constexpr long HALF = 16;     // inputs of which sums are kept, too: some weights have a scale for as many
 constexpr long SUPER = 256;   // weights that share the float16 numbers of Form::STEPS
 constexpr long CHUNK = 8;     // tiles of rows that share a block of weights before the next one is read
+constexpr long NEAR = 1 << 17;  // bytes of a block of weights of which two stay in the second cache
 constexpr int MIDDLE8 = 128;  // what is added to a weight in 8 bits to make it unsigned
 constexpr float MOST_BYTE = 127;
 constexpr std::int32_t TINY = 0x08000000;  // the bits of 2^-111: inputs below it count as zero
@@ -182,9 +183,18 @@ struct Scales {
     }
 };
 
+// Weights of later steps: a block in one pass reads on, one in several shares what `ahead` has.
+template <int COUNT>
+void fetch(const std::uint8_t *weight, Ahead &ahead) {
+    if (COUNT * LANES == WIDTH || !ahead.bytes)
+        fetch_ahead(weight, 4 * COUNT * LANES);
+    else
+        ahead.fetch();
+}
+
 // Tiles write [ROWS, WIDTH] float sums to `sums`.
 template <int ROWS>
-void tile8(const Rows &x, const Weight &weight, long block, float (*sums)[WIDTH]) {
+void tile8(const Rows &x, const Weight &weight, long block, float (*sums)[WIDTH], Ahead &ahead) {
     constexpr int COUNT = vectors(ROWS, ADDS_BYTES ? 1 : 2);  // by halves of bytes where bytes are not added
     constexpr long OUTPUTS = COUNT * LANES;
     for (long part = 0; part < WIDTH; part += OUTPUTS) {
@@ -196,7 +206,7 @@ void tile8(const Rows &x, const Weight &weight, long block, float (*sums)[WIDTH]
             const long from = b * BLOCK, to = from + BLOCK < x.in ? from + BLOCK : x.in;
             ByteSums low[COUNT][ROWS], high[COUNT][ROWS];
             for (long i = from; i < to; i += 4, w += 4 * WIDTH, words += ROWS) {
-                fetch_ahead(w, 4 * OUTPUTS);
+                fetch<COUNT>(w, ahead);
                 UNROLL for (int v = 0; v < COUNT; v++) {
                     const Words stored = load_words(w + 4 * LANES * v);
                     UNROLL for (int r = 0; r < ROWS; r++) {
@@ -224,7 +234,7 @@ void tile8(const Rows &x, const Weight &weight, long block, float (*sums)[WIDTH]
 
 // Weights with scales for each group of inputs; PARTS groups share a block of activations.
 template <int ROWS, int BITS, int PARTS>
-void tile_groups(const Rows &x, const Weight &weight, long block, float (*sums)[WIDTH]) {
+void tile_groups(const Rows &x, const Weight &weight, long block, float (*sums)[WIDTH], Ahead &ahead) {
     constexpr bool SPLIT = BITS == 8 && !ADDS_BYTES;  // by halves of bytes where bytes are not added
     constexpr int COUNT = vectors(ROWS, SPLIT ? 2 : 1);
     constexpr long OUTPUTS = COUNT * LANES, EACH = 32 / BITS, SIZE = BLOCK / PARTS;
@@ -238,7 +248,7 @@ void tile_groups(const Rows &x, const Weight &weight, long block, float (*sums)[
         for (long g = 0; g < x.blocks * PARTS; g++) {
             ByteSums low[COUNT][ROWS], high[COUNT][ROWS];
             for (long i = 0; i < SIZE; i += EACH, w += 4 * WIDTH, words += ROWS * EACH / 4) {
-                fetch_ahead(w, 4 * OUTPUTS);
+                fetch<COUNT>(w, ahead);
                 Words first[COUNT], second[COUNT];
                 UNROLL for (int v = 0; v < COUNT; v++) {
                     const Words stored = load_words(w + 4 * LANES * v);
@@ -269,7 +279,7 @@ void tile_groups(const Rows &x, const Weight &weight, long block, float (*sums)[
     }
 }
 
-typedef void (*Tile)(const Rows &, const Weight &, long, float (*)[WIDTH]);
+typedef void (*Tile)(const Rows &, const Weight &, long, float (*)[WIDTH], Ahead &);
 
 template <template <int> class T>
 struct Tiles {
@@ -315,6 +325,7 @@ inline void multiply(const Activations &x, long rows, const Weight &weight, cons
                      long to) {
     const long tiles = (rows + MOST - 1) / MOST, most = tiles < CHUNK ? rows : CHUNK * MOST;
     const long parts = weight.form != PER_ROW && weight.group < BLOCK ? 2 : 1, size = Rows::row_bytes(x, parts);
+    const bool halved = !ADDS_BYTES && (weight.form == PER_ROW || weight.bits == 8);
     const Tile *tile = tiles_of(weight);
     static thread_local Kept kept;
     char *work = kept.of(most * size);
@@ -322,14 +333,18 @@ inline void multiply(const Activations &x, long rows, const Weight &weight, cons
     for (long chunk = 0; chunk < tiles; chunk += CHUNK) {
         const long end = chunk + CHUNK < tiles ? chunk + CHUNK : tiles, low = rows * chunk / tiles;
         Rows all[CHUNK];
+        long passes = 0;
         for (long t = chunk; t < end; t++) {
             const long row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
             all[t - chunk] = Rows(x, row, count, parts, work + (row - low) * size);
+            passes += WIDTH / LANES / vectors(count, halved ? 2 : 1);
         }
         for (long block = from; block < to; block++) {
             const long column = block * WIDTH, width = weight.out - column < WIDTH ? weight.out - column : WIDTH;
+            Ahead ahead = {(const char *)weight.block(block + 1), 0};
+            if (block + 1 < to && ahead.at - (const char *)weight.block(block) <= NEAR) ahead.bytes = 4 * WIDTH / passes;
             for (long t = 0; t < end - chunk; t++) {
-                tile[all[t].count](all[t], weight, block, sums);
+                tile[all[t].count](all[t], weight, block, sums, ahead);
                 for (long r = 0; r < all[t].count; r++) finish(sums[r], bias, y, all[t].row + r, column, width);
             }
         }

@@ -14,6 +14,17 @@ inline void fetch_ahead(const void *weight, long bytes, long ahead = AHEAD) {
     UNROLL for (long line = 0; line < bytes; line += 64) __builtin_prefetch((const char *)weight + ahead + line);
 }
 
+// Weights that several passes over others ask for, `bytes` with every step, so that none of them waits for memory.
+struct Ahead {
+    const char *at;
+    long bytes;
+
+    void fetch() {
+        __builtin_prefetch(at, 0, 2);
+        at += bytes;
+    }
+};
+
 // Weights in 8 and 4 bits multiply activations of 15 bits, those of the last kind activations of 8.
 enum Kind : long { BFLOAT16 = 0, EIGHT = 1, FOUR = 2, BYTES = 3 };
 
