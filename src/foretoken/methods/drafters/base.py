@@ -161,6 +161,18 @@ class Drafter(ABC):
         """The request ended: free what was kept for it."""
 
 
+class BatchDrafter(Drafter):
+    """A drafter for which a batch is cheaper than its parts: one request is a batch of one."""
+
+    @abstractmethod
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Guess for several requests."""
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Guess for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+
 def share_of_bytes(own: int, target_bytes: int) -> float:
     """What a step of a network costs, in target calls: its share of the target's bytes, because reading weights is what
     a step takes.

@@ -134,10 +134,6 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
-
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One call for what was committed, one for the blocks of all requests; one without a text waits."""
         trees = [TokenTree.root_only(context.root) for context in contexts]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits, share_of_bytes
 from foretoken.methods.drafters.drawing import best_ahead
 from foretoken.methods.drafters.features import load_net
 from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
@@ -20,7 +20,7 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.packing import weight_bytes
 
 
-class BpdDrafter(Drafter):
+class BpdDrafter(BatchDrafter):
     """Point proposals: below the root, which is what head 1 said, the best tokens of heads 2 to k.
 
     The state that the heads read comes out of the call that verified the block before: prediction and verification
@@ -61,10 +61,6 @@ class BpdDrafter(Drafter):
         """A head of so many, and the target's vocabulary projection."""
         own = weight_bytes(self.heads) // max(1, self.k - 1)
         return share_of_bytes(own + weight_bytes(self.parts.head), target_bytes)
-
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
 
     @torch.inference_mode()
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:

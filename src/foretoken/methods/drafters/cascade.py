@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.core.sampling import Sampler
-from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
+from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits
 from foretoken.methods.drafters.growing import readable, widened
 from foretoken.methods.drafters.nested import Nested, works_nested
 from foretoken.methods.drafters.texts import TextReader, close, level
@@ -77,7 +77,7 @@ class Chain:
         """Make the inner text this chain's, where several of them share it."""
 
 
-class CascadeDrafter(Drafter):
+class CascadeDrafter(BatchDrafter):
     """Drafts a chain with a :class:`LanguageModel` that is itself sped up by another drafter.
 
     Args:
@@ -196,10 +196,6 @@ class CascadeDrafter(Drafter):
             close((self, "text"), context)
 
     # -- drafting ----------------------------------------------------------------------------------------------------
-
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Inner rounds for the whole batch, one forward of the model each, until every chain has its length.

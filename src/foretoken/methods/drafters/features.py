@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
-from foretoken.methods.drafters.base import BuildContext, Drafter, share_of_bytes
+from foretoken.methods.drafters.base import BatchDrafter, BuildContext, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import check_draw, drawn_places, paying_places, traits_of
@@ -33,7 +33,7 @@ from foretoken.models.forward.heads.native import HeadRows
 from foretoken.models.forward.parts import TargetParts
 
 
-class FeatureDrafter(FeatureReader, Drafter):
+class FeatureDrafter(FeatureReader, BatchDrafter):
     """Point proposals, the tree that the draft's own confidence makes; or what is drawn from the draft's distributions.
 
     A point is accepted with chance p(x), a drawn token with sum min(p, q) on average, which is more where p and q are
@@ -135,10 +135,6 @@ class FeatureDrafter(FeatureReader, Drafter):
         context.state.pop((self, "head"), None)
 
     # -- drafting ----------------------------------------------------------------------------------------------------
-
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One call for what was committed, then one per level, for the whole batch."""

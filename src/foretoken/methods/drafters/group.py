@@ -13,7 +13,7 @@ from typing import Any
 
 from foretoken.core import Budget, Context, HiddenStates, Kind, Scores, TokenTree, Verdict
 from foretoken.core.outside import is_outside
-from foretoken.methods.drafters.base import Drafter, Traits
+from foretoken.methods.drafters.base import BatchDrafter, Drafter, Traits
 from foretoken.methods.drafters.outside import check_proposal
 from foretoken.methods.trees.operations import truncate
 
@@ -39,7 +39,7 @@ class Proposal:
     parts: Mapping[int, MemberTree]
 
 
-class GroupDrafter(Drafter):
+class GroupDrafter(BatchDrafter):
     """Several drafters for one request.
 
     It may propose what any member does; its kind is the most demanding one among them.
@@ -78,10 +78,6 @@ class GroupDrafter(Drafter):
         """Start every member."""
         for member in self.drafters:
             member.start(context)
-
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Guess for one request."""
-        return self.propose_batch([context], [budget])[0]
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Show the round to every member that looks."""

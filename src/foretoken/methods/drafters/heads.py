@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
-from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.drawing import distribution_of, largest, raced_ahead
 from foretoken.methods.drafters.drawn_tree import DrawnTree, traits_of
@@ -36,7 +36,7 @@ MOST_NODES = 64
 """Nodes of a tree where the machine scores them for nothing: Medusa's."""
 
 
-class HeadsDrafter(Drafter):
+class HeadsDrafter(BatchDrafter):
     """The candidates of a tree of ranks: points, or siblings that are drawn.
 
     Args:
@@ -181,10 +181,6 @@ class HeadsDrafter(Drafter):
             own -= weight_bytes(self.heads.projections) // len(self.heads.blocks)
         borrowed = 0 if len(self.heads.projections) and not self.reduced else self.head.weight_bytes
         return share_of_bytes(own + borrowed, target_bytes)
-
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
 
     @torch.inference_mode()
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
 from foretoken.core.sampling import fixed_tokens
-from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.methods.drafters.drawing import (
     best,
     distribution_of,
@@ -52,7 +52,7 @@ KINDS = {"iid": Kind.IID, "without_replacement": Kind.WITHOUT_REPLACEMENT, "gree
 """How siblings are drawn when the request samples, by the option ``draw``."""
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(BatchDrafter):
     """Drafts with a :class:`LanguageModel`.
 
     Args:
@@ -191,10 +191,6 @@ class ModelDrafter(Drafter):
     def finish(self, context: Context) -> None:
         """Free the draft model's row."""
         close(self, context)
-
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Grow all trees level by level: one draft forward per level for the whole batch.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
-from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.base import BatchDrafter
 from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
 from foretoken.methods.trees.cost_aware import paying_count
@@ -103,7 +103,7 @@ class Guesses:
         return wide
 
 
-class ParallelDrafter(Drafter):
+class ParallelDrafter(BatchDrafter):
     """Trees of the lattice, or drawn chains and trees.
 
     Attributes:

@@ -200,10 +200,6 @@ class PardDrafter(ParallelDrafter):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
-
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One forward for the whole batch; a text that has not been read yet, or that leaves no room, waits.
 

@@ -112,10 +112,6 @@ class PeagleDrafter(MaskedReader, ParallelDrafter):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
-
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One call for all requests: what was committed since the last draft, and masks behind it."""
         trees = [TokenTree.root_only(context.root) for context in contexts]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
+from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits
 from foretoken.methods.drafters.texts import TextReader, close, level
 from foretoken.methods.drafters.vocabulary import (
     Vocabulary,
@@ -46,7 +46,7 @@ class _Text:
     characters: codecs.IncrementalDecoder = field(default_factory=character_decoder)
 
 
-class RetokenizeDrafter(Drafter):
+class RetokenizeDrafter(BatchDrafter):
     """Drafts with a model of any tokenizer, through text.
 
     The draft model writes its ``k`` most likely tokens, one after another.  What they spell is tokenized for the
@@ -115,10 +115,6 @@ class RetokenizeDrafter(Drafter):
         """Free the draft model's row."""
         context.state.pop(self, None)
         close((self, "text"), context)
-
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Write all drafts together, one draft forward per token, then tokenize each for the target."""

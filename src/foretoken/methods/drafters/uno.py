@@ -187,10 +187,6 @@ class UnoDrafter(ParallelDrafter):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Draft for one request."""
-        return self.propose_batch([context], [budget])[0]
-
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One forward for the whole batch, which leaves the target's sequences as they were."""
         trees = [TokenTree.root_only(context.root) for context in contexts]
