@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Budget, Context
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.dynamic import MOST_NODES
@@ -134,18 +134,16 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+    def _depth(self, context: Context, budget: Budget) -> int:
+        return min(self.max_depth, budget.max_depth, budget.max_nodes)
+
+    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
         """One call for what was committed, one for the blocks of all requests; one without a text waits."""
-        trees = [TokenTree.root_only(context.root) for context in contexts]
         level, _ = self.follow(contexts)
-        depths = [min(self.max_depth, b.max_depth, b.max_nodes) for b in budgets]
         ready = [i for i, c in enumerate(contexts) if level[i] and depths[i] > 0 and c.state[self].tokens]
-        if ready:
-            guesses = self._guess([contexts[i] for i in ready], max(depths[i] for i in ready))
-            for i, guess in zip(ready, guesses, strict=True):
-                sharing = len(ready) if contexts[i].sampler.fixed else 1
-                trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
-        return trees
+        if not ready:
+            return {}
+        return dict(zip(ready, self._guess([contexts[i] for i in ready], max(depths[i] for i in ready)), strict=True))
 
     @torch.inference_mode()
     def _guess(self, contexts: Sequence[Context], depth: int) -> list[Guesses]:

@@ -7,6 +7,7 @@ candidates; one that samples gets a chain or a tree whose tokens are drawn from 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_p
 from foretoken.methods.trees.cost_aware import paying_count
 from foretoken.methods.trees.counts import StaticTree
 from foretoken.methods.trees.lattice import Continuations, lattice
+from foretoken.models.base import LanguageModel
 
 
 class DraftIds(Protocol):
@@ -113,6 +115,7 @@ class ParallelDrafter(BatchDrafter):
             as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
             ``"greedy"`` that of the likeliest tokens.
         places: the shape of what is drawn.
+        model: the network.
         costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
             chances that the draft gives them.
     """
@@ -121,6 +124,7 @@ class ParallelDrafter(BatchDrafter):
     draw: str
     places: StaticTree
     costs: TargetCost | None = None
+    model: LanguageModel
 
     def _shape(self, nodes: int, depth: int, width: int, draw: str, tree: str, rewinds: bool = False) -> None:
         """Take the options that say what is drafted.
@@ -142,6 +146,26 @@ class ParallelDrafter(BatchDrafter):
 
     def _races(self, context: Context) -> bool:
         return context.sampler.noise is not None and self.draw != "greedy"
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """One pass for the whole batch; a text that has not been read yet, or that leaves no room, waits."""
+        depths = [self._depth(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+        guesses = self._all_guesses(contexts, depths)
+        trees = [TokenTree.root_only(context.root) for context in contexts]
+        for i, guess in guesses.items():
+            sharing = len(guesses) if contexts[i].sampler.fixed else 1
+            trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
+        return trees
+
+    def _depth(self, context: Context, budget: Budget) -> int:
+        """Places of a pass, which stand behind the text in the network's context."""
+        room = 1 + self.model.context_length - len(context.tokens)
+        return min(self.max_depth, budget.max_depth, budget.max_nodes, room)
+
+    @abstractmethod
+    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
+        """What the network says, by place in the batch, of as many places as ``depths`` has; requests that cannot be
+        drafted for are left out."""
 
     def drafted(self, guess: Guesses, budget: Budget, depth: int, sharing: int) -> TokenTree:
         """The tree of one request, or its drawn chain or tree.

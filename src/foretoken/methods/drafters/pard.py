@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.core import Context, Scores, TokenTree, Verdict
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
 from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.drafters.growing import check_growth, readable, widened
@@ -200,42 +200,22 @@ class PardDrafter(ParallelDrafter):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """One forward for the whole batch; a text that has not been read yet, or that leaves no room, waits.
-
-        Masks stay in the scratch until the text has grown, and go with what was rejected.
-        """
-        trees = [TokenTree.root_only(context.root) for context in contexts]
+    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
+        """Masks stay in the scratch until the text has grown, and go with what was rejected."""
         texts = [readable(c.tokens, self.model.vocab_size, self.vocab_size) for c in contexts]
-        depths = [self._depth(text, budget) for text, budget in zip(texts, budgets, strict=True)]
-        logits = self._logits(contexts, texts, depths)
-        for i, context in enumerate(contexts):
-            if id(context) in logits:
-                guess = self._guess(context, logits[id(context)])
-                sharing = len(logits) if context.sampler.fixed else 1
-                trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
-        return trees
-
-    def _logits(
-        self, contexts: Sequence[Context], texts: Sequence[Sequence[int]], depths: Sequence[int]
-    ) -> dict[int, Tensor]:
-        """Logits [depth, V'] of the places behind the texts that can be drafted for, by ``id`` of their requests."""
         if self.reader is None:
             is_level = level(self, TextReader(self.model), contexts, texts)
         else:
             is_level = self.reader.read_up_to_end(contexts)
-        ready = [i for i in range(len(contexts)) if is_level[i] and depths[i] > 0 and texts[i]]
+        ready = [i for i in range(len(contexts)) if is_level[i] and depths[i] > 0]
         if not ready:
             return {}
         if self.reader is not None:
-            return self.reader.guesses([contexts[i] for i in ready], [depths[i] for i in ready])
+            logits = self.reader.guesses([contexts[i] for i in ready], [depths[i] for i in ready])
+            return {i: self._guess(contexts[i], logits[id(contexts[i])]) for i in ready if id(contexts[i]) in logits}
         feeds = [self._feed(contexts[i].state[self], texts[i], depths[i]) for i in ready]
         rows = projected(self.head, self.model.forward, feeds)
-        return {id(contexts[i]): row.logits for i, row in zip(ready, rows, strict=True)}
-
-    def _depth(self, text: Sequence[int], budget: Budget) -> int:
-        room = 1 + self.model.context_length - len(text)
-        return min(self.max_depth, budget.max_depth, budget.max_nodes, room)
+        return {i: self._guess(contexts[i], row.logits) for i, row in zip(ready, rows, strict=True)}
 
     def _feed(self, sequence: SequenceState, text: Sequence[int], depth: int) -> Feed:
         unread = self.model.catch_up(sequence, text)

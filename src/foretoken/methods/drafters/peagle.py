@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Context
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.dynamic import MOST_NODES
@@ -112,23 +112,15 @@ class PeagleDrafter(MaskedReader, ParallelDrafter):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """One call for all requests: what was committed since the last draft, and masks behind it."""
-        trees = [TokenTree.root_only(context.root) for context in contexts]
+    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
+        """What was committed since the last draft is read with the masks behind it."""
         level = self.read_up_to_end(contexts)
-        depths = [self._depth(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
         ready = [i for i in range(len(contexts)) if level[i] and depths[i] > 0]
         logits = self.guesses([contexts[i] for i in ready], [depths[i] for i in ready])
-        for i in ready:
-            context, rows = contexts[i], logits.get(id(contexts[i]))
-            if rows is not None:
-                guess = Guesses(context, rows.new_empty(len(rows), 0), rows, self.head, self._races(context))
-                trees[i] = self.drafted(guess, budgets[i], len(rows), len(ready) if context.sampler.fixed else 1)
-        return trees
+        return {i: self._guess(contexts[i], logits[id(contexts[i])]) for i in ready if id(contexts[i]) in logits}
 
-    def _depth(self, context: Context, budget: Budget) -> int:
-        room = 1 + self.model.context_length - len(context.tokens)
-        return min(self.max_depth, budget.max_depth, budget.max_nodes, room)
+    def _guess(self, context: Context, rows: Tensor) -> Guesses:
+        return Guesses(context, rows.new_empty(len(rows), 0), rows, self.head, self._races(context))
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
         """A learned state, the same for all."""

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Budget, Context
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.drawing import best
@@ -187,23 +187,18 @@ class UnoDrafter(ParallelDrafter):
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
-    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """One forward for the whole batch, which leaves the target's sequences as they were."""
-        trees = [TokenTree.root_only(context.root) for context in contexts]
-        depths = [self._depth(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
-        ready = [i for i in range(len(contexts)) if depths[i] > 0]
+    def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
+        """The forward leaves the target's sequences as they were."""
+        ready = [i for i, depth in enumerate(depths) if depth > 0]
         if not ready:
-            return trees
+            return {}
         try:
             feeds = [self._feed(contexts[i], depths[i]) for i in ready]
             rows = projected(self.head, self.model.forward, feeds)
         finally:
             for context in contexts:
                 context.sequence.clear_scratch()
-        for i, row in zip(ready, rows, strict=True):
-            guess = self._guess(contexts[i], row.logits)
-            trees[i] = self.drafted(guess, budgets[i], depths[i], len(ready) if contexts[i].sampler.fixed else 1)
-        return trees
+        return {i: self._guess(contexts[i], row.logits) for i, row in zip(ready, rows, strict=True)}
 
     def _depth(self, context: Context, budget: Budget) -> int:
         """Rows of the pass; none where the target has not read all but the root."""
