@@ -214,12 +214,12 @@ def test_the_adapter_has_read_the_true_state_of_every_token(options: dict[str, A
     propose, kept = drafter.propose_batch, []
 
     def watched(contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        begun = [context for context in contexts if (drafter, "adapter") in context.state]
-        kept.extend(len(context.state[drafter, "unread"]) for context in begun)
+        begun = [context for context in contexts if drafter.reader in context.state]
+        kept.extend(len(context.state[drafter.reader, "pending"]) for context in begun)
         trees = propose(contexts, budgets)
         for context, tree in zip(contexts, trees, strict=True):
-            sequence = context.state[drafter, "adapter"]
-            assert sequence.tokens == context.tokens[:-1] and not len(context.state[drafter, "unread"])
+            sequence = context.state[drafter.reader]
+            assert sequence.tokens == context.tokens[:-1] and not len(context.state[drafter.reader, "pending"])
             # The states of the deepest drafts are not made before the verification.
             fed = [node for node in range(len(tree)) if tree.children[node]] or ([0] if len(tree) > 1 else [])
             assert set(fed) <= set(range(len(sequence.scratch_tokens))) and len(sequence.scratch_tokens) < len(tree)
@@ -233,7 +233,7 @@ def test_the_adapter_has_read_the_true_state_of_every_token(options: dict[str, A
     while speculative.busy:
         speculative.step()
         for run in speculative.running:
-            sequence, unread = run.context.state.get((drafter, "adapter")), run.context.state[drafter, "unread"]
+            sequence, unread = run.context.state.get(drafter.reader), run.context.state[drafter.reader, "pending"]
             text = run.context.tokens[:-1]
             if sequence is None:  # no draft was asked for yet
                 assert controller is not None and len(unread) == len(text)
@@ -266,7 +266,7 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     distributions, calls = [], []
     monkeypatch.setattr("foretoken.methods.drafters.texts.BESIDE", 0)
     for chunk in (512, 3):
-        monkeypatch.setattr("foretoken.methods.drafters.kangaroo.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("foretoken.methods.drafters.reading.PREFILL_CHUNK", chunk)
         drafter = drafter_for(target)
         forward = drafter.adapter.forward
         drafter.adapter.forward = lambda feeds, run=forward: calls.append(len(feeds[0].tokens)) or run(feeds)  # type: ignore
@@ -316,7 +316,7 @@ def test_layers_run_in_a_round(lean: bool, options: dict[str, Any], controller: 
     propose = drafter.propose_batch
 
     def watched(contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        unread = len(contexts[0].state[drafter, "unread"]) > 0
+        unread = len(contexts[0].state[drafter.reader, "pending"]) > 0
         before = layer_runs(drafter.adapter)
         trees = propose(contexts, budgets)
         levels = max(trees[0].depths)

@@ -5,7 +5,7 @@ Kangaroo, Liu et al. 2024 (arXiv 2404.18911).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,12 @@ from foretoken.methods.drafters.features import load_net
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
-from foretoken.methods.drafters.reading import UnreadStates
-from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.network.layers import LayerPlan
-from foretoken.models.runner import PREFILL_CHUNK
 
 ETA = 0.4
 """A chain ends after a token that the draft gives less than this."""
@@ -78,7 +76,8 @@ class KangarooDrafter(OwnLayersDrafter):
         adapter.window = Window(window, sink)
         self.adapter, self.layer = adapter, layer
         self.eta = (0.0 if self.traits.draws_trees else ETA) if eta is None else eta
-        self.taps = (f"layer:{layer}",)
+        self.reader = ExitReader(adapter, layer)
+        self.taps = self.reader.taps
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> KangarooDrafter:
@@ -107,54 +106,23 @@ class KangarooDrafter(OwnLayersDrafter):
     def start(self, context: Context) -> None:
         """Put the exit states of the prompt aside."""
         super().start(context)
-        unread = context.state[self, "unread"] = UnreadStates()
-        unread.add(context, self.taps)
+        self.reader.start(context)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Keep what the adapter has read of the accepted path, and put the other exit states of the round aside."""
-        self._collect(context)
+        self.reader.observe(context, tree, scores, verdict)
 
     def finish(self, context: Context) -> None:
         """Free the adapter's row; the target's sequence belongs to the engine."""
         super().finish(context)
-        context.state.pop((self, "unread"), None)
-        close((self, "adapter"), context)
+        self.reader.finish(context)
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
         """Let the adapter read the states that were put aside, which are those of all tokens but the root."""
         for context in contexts:
-            self._collect(context)
             if context.sequence.scratch_tokens:  # a draft that was never verified may still be there
                 self.model.commit(context.sequence, ())
-        ready = level((self, "adapter"), _ExitReader(self), contexts, texts)
-        ends = [c for c, is_level in zip(contexts, ready, strict=True) if is_level and c.state[self, "unread"]]
-        if ends:
-            self.adapter.forward([self.feed(context, len(context.state[self, "unread"])) for context in ends])
-            for context in ends:
-                self.keep(context)
-        return ready
-
-    def _collect(self, context: Context) -> None:
-        """After this the adapter's text and the unread states are all committed tokens but the last."""
-        unread: UnreadStates = context.state[self, "unread"]
-        unread.add(context, self.taps)
-        sequence: SequenceState | None = context.state.get((self, "adapter"))
-        if sequence is not None:
-            self.adapter.catch_up(sequence, context.tokens)
-            unread.skip_to(len(sequence.tokens))
-
-    def feed(self, context: Context, count: int) -> Feed:
-        """The next places that the adapter has not read."""
-        sequence: SequenceState = context.state[self, "adapter"]
-        states: Tensor = context.state[self, "unread"].first(count)[self.taps[0]]
-        first = len(sequence.tokens)
-        return Feed(sequence, context.tokens[first : first + count], wanted=0, states=states)
-
-    def keep(self, context: Context) -> None:
-        """Keep the places that were fed."""
-        sequence: SequenceState = context.state[self, "adapter"]
-        self.adapter.commit(sequence, range(len(sequence.scratch_tokens)))
-        context.state[self, "unread"].skip_to(len(sequence.tokens))
+        return self.reader.follow(contexts)[0]
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -168,29 +136,42 @@ class KangarooDrafter(OwnLayersDrafter):
         exits = self.model.forward_part([replace(feed, wanted=0) for feed in feeds], self.plan, self.taps)
         return self.adapter.forward(
             [
-                replace(feed, sequence=tree.context.state[self, "adapter"], states=rows.taps[self.taps[0]])
+                replace(feed, sequence=tree.context.state[self.reader], states=rows.taps[self.taps[0]])
                 for feed, tree, rows in zip(feeds, trees, exits, strict=True)
             ]
         )
 
 
-class _ExitReader(TextReader):
-    """Reads a token and its exit state at every place."""
+class ExitReader(FeatureReader):
+    """Reads a token and its own exit state at every place.
 
-    def __init__(self, drafter: KangarooDrafter) -> None:
-        super().__init__(drafter.adapter)
-        self.drafter = drafter
+    Args:
+        adapter: the network.
+        layer: the exit layer.
+    """
 
-    def settle(self, context: Context, sequence: SequenceState, tokens: Sequence[int]) -> int:
-        """Keep what the adapter has read of accepted drafts: their states are the target's own."""
+    skipped = 0
+
+    def __init__(self, adapter: FeatureModel, layer: int) -> None:
+        super().__init__(adapter, wanted=0)
+        self.taps = (f"layer:{layer}",)
+
+    def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
+        """The states as they are."""
+        return hidden[self.taps[0]]
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """After this the adapter's text and the unread states are all committed tokens but the last."""
+        super().observe(context, tree, scores, verdict)
+        if self in context.state:
+            self.settle(context.state[self], context.tokens)
+            self.skip_read(context)
+
+    def settle(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
+        """Keep what was read of accepted drafts: their states are the target's own."""
         self.model.catch_up(sequence, tokens)
-        unread: UnreadStates = context.state[self.drafter, "unread"]
-        unread.skip_to(len(sequence.tokens))
-        return len(unread)
 
-    def read(self, parts: Sequence[tuple[Context, SequenceState, Sequence[int]]]) -> None:
-        """Read pieces one after the other."""
-        for context, _, tokens in parts:
-            for start in range(0, len(tokens), PREFILL_CHUNK):
-                self.model.forward([self.drafter.feed(context, len(tokens[start : start + PREFILL_CHUNK]))])
-                self.drafter.keep(context)
+    def skip_read(self, context: Context) -> None:
+        """Forget the states of places that were kept."""
+        sequence: SequenceState = context.state[self]
+        context.state[self, "pending"].skip_to(len(sequence.tokens))

@@ -120,6 +120,11 @@ class FeatureReader:
         self.model.commit(sequence, range(len(sequence.scratch_tokens)))
         self.skip_read(context)
 
+    def settle(self, sequence: SequenceState, tokens: Sequence[int]) -> None:
+        """Drop what was drafted: its features are not the target's."""
+        if sequence.scratch_tokens:
+            self.model.commit(sequence, ())
+
     def skip_read(self, context: Context) -> None:
         """Forget the features of places that were kept."""
         sequence: SequenceState = context.state[self]
@@ -134,10 +139,8 @@ class _PairReader(TextReader):
         self.reader = reader
 
     def settle(self, context: Context, sequence: SequenceState, tokens: Sequence[int]) -> int:
-        """Drop what was drafted, whose features are not the target's, and the features of places that were taken over
-        from another text."""
-        if sequence.scratch_tokens:
-            self.model.commit(sequence, ())
+        """Drop the features of places that were kept, or taken over from another text."""
+        self.reader.settle(sequence, tokens)
         self.reader.skip_read(context)
         return len(context.state[self.reader, "pending"])
 
