@@ -284,12 +284,10 @@ SLOW: dict[str, Sequence[Key]] = {
     "models/forward/test_eager_devices.py::test_rounds_on_a_device_make_no_cudnn_plans": [once],
     "lab/tune/test_search.py::test_a_search_keeps_to_its_budget": [once],
     "exactness/test_tenants.py::test_heads_read_a_long_text_in_pieces_and_none_without_drafts": [once],
-    "exactness/test_trained_target.py::test_greedy": [once],
     "server/grammar/test_grammar.py::test_the_grammar_wins_over_the_least_length": [once],
     "server/test_tools.py::test_forced_calls_are_valid": [once],
     "server/test_hardening.py::test_who_does_not_read_is_cut_off": [once],
     "loading/test_quantize.py::test_speculation_keeps_the_quantised_targets_text": [once],
-    "exactness/test_gguf_drafters.py::test_texts_are_those_of_plain_decoding": [once],
     "models/gguf/test_gguf_folders.py::test_texts_are_the_folders": [once],
     "training/formats/test_pard_folders.py::test_pard_2_comes_with_its_projection": [once],
     "models/forward/test_checks.py::test_a_planted_fault_is_caught_in_bfloat16": [

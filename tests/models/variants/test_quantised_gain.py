@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foretoken.loading import LoadingContext, default_drafter, load_model
@@ -68,6 +69,16 @@ def test_what_is_beside_the_products_counts(target: Any, any_size: None, monkeyp
     free = expected_gain(target, SCHEME)
     monkeypatch.setattr(quantised_gain, "_step_s", lambda model: 10.0)
     assert 1 < expected_gain(target, SCHEME) < free
+
+
+@pytest.mark.parametrize(("sample", "expected"), [(1, 1), (5 * 64 * 32, 4), (3 * 64 * 32, 3)])
+def test_as_many_layers_of_the_largest_shape_are_timed_as_fit(
+    monkeypatch: pytest.MonkeyPatch, sample: int, expected: int
+) -> None:
+    monkeypatch.setattr(quantised_gain, "SAMPLE", sample)
+    wide, narrow = [nn.Linear(32, 64) for _ in range(4)], [nn.Linear(32, 32) for _ in range(4)]
+    chosen = quantised_gain._largest([one for pair in zip(narrow, wide, strict=True) for one in pair])
+    assert chosen == wide[:expected]
 
 
 def test_really_measured_gains_are_numbers(target: Any, any_size: None) -> None:
