@@ -85,5 +85,5 @@ class DsparkDrafter(PairDrafter):
     def guesses(self, context: Context, states: torch.Tensor, logits: torch.Tensor) -> Guesses:
         """What is said of a request's block; states [k, D], logits [k, V_d]."""
         made = SparkGuesses(context, states, logits, self.head, self._races(context), self.net)
-        made.stop = self.stop
+        made.stop, made.by_path = self.stop, made.by_path or self.stop > 0
         return made

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from foretoken.core import Context
 from foretoken.methods.drafters.blocks import BlockDrafter
+from foretoken.methods.drafters.drawing import log_beliefs
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
-from foretoken.methods.drafters.parallel import Guesses, PlaceScores
+from foretoken.methods.drafters.parallel import BestTable, Guesses, PlaceScores
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 
@@ -28,6 +29,8 @@ class PairGuesses(Guesses):
         self.net = net
         self.values, self.ids = logits.topk(min(net.config.top, logits.shape[-1]), -1)  # [k, K]
         self.targets = head.mapped(self.ids)
+        self.by_path = net.has_memory
+        self._numbers: list[dict[int, int]] = []  # per place which of its candidates a token is
 
     @torch.no_grad()
     def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
@@ -36,6 +39,23 @@ class PairGuesses(Guesses):
         query, state = self.net.query(before, self.states[place], state)
         scores = self.net.corrected(self.values[place], self.ids[place], self.targets[place], query)
         return PlaceScores(scores, self.ids[place]), state
+
+    @torch.no_grad()
+    def _table(self, width: int) -> BestTable:
+        """Of all pairs of a candidate and one of the place before, whose row is ``place * K + candidate``."""
+        (k, count), targets = self.targets.shape, self.targets.tolist()
+        self._numbers = [{token: number for number, token in enumerate(row)} for row in targets]
+        roots = self.targets.new_full((1, count), self.context.root)
+        before = torch.cat([roots, self.targets[:-1]])  # [k, K]
+        query, _ = self.net.query(before, self.states[:, None].expand(k, count, -1), None)
+        places = (each[:, None] for each in (self.values, self.ids, self.targets))
+        beliefs = log_beliefs(self.net.corrected(*places, query).float().flatten(0, 1))  # [k K, K]
+        values, best = beliefs.topk(min(width, count))
+        tokens = self.targets.repeat_interleave(count, 0).gather(1, best)
+        return BestTable(tokens.tolist(), values.tolist(), beliefs)
+
+    def _row_of(self, path: Sequence[int]) -> int:
+        return len(path) * self.ids.shape[1] + (self._numbers[len(path) - 1][path[-1]] if path else 0)
 
     def before(self, path: Sequence[int]) -> Tensor:
         """The token that the place behind a path follows, a scalar."""

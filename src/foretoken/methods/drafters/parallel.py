@@ -53,6 +53,33 @@ class PlaceScores:
     ends: bool = False
 
 
+@dataclass(frozen=True)
+class BestTable:
+    """The best candidates of many rows.
+
+    Attributes:
+        tokens: per row the target's ids, best first.
+        log_probs: theirs.
+        beliefs: [n, C] log-probabilities of all candidates of every row.
+    """
+
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    beliefs: Tensor
+
+    def row(self, row: int, budget: Budget) -> Continuations:
+        """One row's."""
+        log_probs = self.log_probs[row]
+        return Continuations(self.tokens[row], log_probs, _ends(self.beliefs[row], log_probs, budget))
+
+
+def _ends(beliefs: Tensor, log_probs: Sequence[float], budget: Budget) -> list[bool]:
+    """Per candidate whether drafting ends behind it; ``beliefs`` [C] are of all candidates of its place."""
+    if not budget.asks_for_confidence:
+        return [False] * len(log_probs)
+    return [budget.stops_after(beliefs.exp(), math.exp(value)) for value in log_probs]
+
+
 class Guesses:
     """What the network says of the places of one request's block.
 
@@ -64,8 +91,12 @@ class Guesses:
         races: whether candidates are those of a race on the request's noise.
     """
 
+    by_path: bool = False
+    """Whether a place's scores depend on more of the path than :meth:`_row_of` tells."""
+
     def __init__(self, context: Context, states: Tensor, logits: Tensor, ids: DraftIds, races: bool) -> None:
         self.context, self.states, self.logits, self.head, self.races = context, states, logits, ids, races
+        self._tables: dict[int, BestTable] = {}  # by width
 
     def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
         """The place behind a path of drafted tokens, and what the next place is asked with."""
@@ -73,6 +104,10 @@ class Guesses:
 
     def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
         """The ``width`` best candidates behind a path; with noise those of the race."""
+        if not (self.races or self.by_path):
+            if width not in self._tables:
+                self._tables[width] = self._table(width)
+            return self._tables[width].row(self._row_of(path), budget)
         row, after = self.row(path, state)
         if row.ends:
             return Continuations((), (), ())
@@ -81,9 +116,17 @@ class Guesses:
         if not self.races:
             best = self.head.mapped(best if row.ids is None else row.ids[best])
         log_probs = values.tolist()
-        confident = budget.asks_for_confidence
-        ends = [confident and budget.stops_after(sure.exp(), math.exp(value)) for value in log_probs]
-        return Continuations(best.tolist(), log_probs, ends, after)
+        return Continuations(best.tolist(), log_probs, _ends(sure, log_probs, budget), after)
+
+    def _table(self, width: int) -> BestTable:
+        """The best candidates of all places at once."""
+        beliefs = log_beliefs(self.logits.float())
+        values, best = beliefs.topk(min(width, beliefs.shape[-1]))
+        return BestTable(self.head.mapped(best).tolist(), values.tolist(), beliefs)
+
+    def _row_of(self, path: Sequence[int]) -> int:
+        """Where in :meth:`_table` the candidates behind a path are."""
+        return len(path)
 
     def distribution(self, path: Sequence[int], row: PlaceScores) -> Tensor | None:
         """[V] what a token behind a path is drawn from; ``None`` where the request allows nothing of it."""

@@ -100,6 +100,11 @@ class DsparkNet(PairNet):
         return weight
 
     @property
+    def has_memory(self) -> bool:
+        """With the head that sees all tokens before."""
+        return self.config.head == "rnn"
+
+    @property
     def by_draft_id(self) -> bool:
         """With a draft vocabulary."""
         return bool(self.config.draft_vocab)

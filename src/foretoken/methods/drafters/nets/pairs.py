@@ -52,6 +52,11 @@ class PairNet(BlockNet):
         """[V, r] by the target's ids; [V_d, r] by draft ids where :attr:`by_draft_id`."""
 
     @property
+    def has_memory(self) -> bool:
+        """Whether a query depends on more of a path than its last token."""
+        return False
+
+    @property
     def by_draft_id(self) -> bool:
         """Whether rows of :attr:`successors` are those of a draft vocabulary."""
         return False
