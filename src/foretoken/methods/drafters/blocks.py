@@ -25,6 +25,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.native_net import BlockRows
 from foretoken.models.forward.parts import TargetParts
 
 
@@ -75,7 +76,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
             raise ValueError(f"{self.name} needs depth from 1 to {most}, which its block guesses, or 0, not {depth}")
         self._shape(nodes, depth or most, width, draw, tree)
         super().__init__(model, wanted=0)
-        model.window = Window(window, sink)
+        model.window, model.top = Window(window, sink), self._candidates
         self.taps = tuple(dict.fromkeys(self.net.config.tap_names))
 
     @classmethod
@@ -113,6 +114,11 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         return cls(block_model(net, parts, target, ids), **options)
 
     @property
+    def _candidates(self) -> int:
+        """The most tokens of a place that are looked at."""
+        return self.width
+
+    @property
     def head(self) -> DraftHead:
         """The vocabulary projection."""
         found: DraftHead = self.model.project
@@ -130,7 +136,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
         """Places [n, D] of the target's hidden states."""
-        return self.net.context([hidden[tap].float() for tap in self.net.config.tap_names])
+        return self.model.context([hidden[tap] for tap in self.net.config.tap_names])
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -149,15 +155,13 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
     def _guess(self, contexts: Sequence[Context], depth: int) -> list[Guesses]:
         config = self.net.config
         sequences, roots = [c.state[self] for c in contexts], [c.root for c in contexts]
-        states = self.model.blocks(sequences, roots, config.rows_for(depth))
         first = 0 if config.from_anchor else 1
-        states = states[:, first : first + depth]  # [n, k, D]
-        logits = self.head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        return [self.guesses(*each) for each in zip(contexts, states, logits, strict=True)]
+        blocks = self.model.blocks(sequences, roots, config.rows_for(depth), range(first, first + depth))
+        return [self.guesses(*each, range(first, first + depth)) for each in zip(contexts, blocks, strict=True)]
 
-    def guesses(self, context: Context, states: Tensor, logits: Tensor) -> Guesses:
-        """What is said of a request's block; states [k, D], logits [k, V_d]."""
-        return Guesses(context, states, logits, self.head, self._races(context))
+    def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
+        """What is said of a request's block by the rows that guess."""
+        return Guesses(context, block.logits, self.head, self._races(context), block.best)
 
 
 def block_model(net: BlockNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> BlockModel:

@@ -16,6 +16,7 @@ from foretoken.methods.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.methods.drafters.pairs import PairDrafter, PairGuesses
 from foretoken.methods.drafters.parallel import Guesses, PlaceScores
 from foretoken.models.cache.window import USUAL
+from foretoken.models.forward.heads.native_net import BlockRows
 
 
 class SparkGuesses(PairGuesses):
@@ -82,8 +83,7 @@ class DsparkDrafter(PairDrafter):
             raise ValueError("this dspark has no confidence head to stop by: leave stop out")
         self.stop = stop
 
-    def guesses(self, context: Context, states: torch.Tensor, logits: torch.Tensor) -> Guesses:
-        """What is said of a request's block; states [k, D], logits [k, V_d]."""
-        made = SparkGuesses(context, states, logits, self.head, self._races(context), self.net)
+    def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
+        made = SparkGuesses(context, block, guessing, self.head, self._races(context), self.net)
         made.stop, made.by_path = self.stop, made.by_path or self.stop > 0
         return made

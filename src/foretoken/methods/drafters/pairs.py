@@ -14,6 +14,7 @@ from foretoken.methods.drafters.drawing import log_beliefs
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
 from foretoken.methods.drafters.parallel import BestTable, Guesses, PlaceScores
 from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.native_net import BlockRows
 
 
 class PairGuesses(Guesses):
@@ -23,11 +24,12 @@ class PairGuesses(Guesses):
     """
 
     def __init__(
-        self, context: Context, states: Tensor, logits: Tensor, head: DraftHead, races: bool, net: PairNet
+        self, context: Context, block: BlockRows, guessing: range, head: DraftHead, races: bool, net: PairNet
     ) -> None:
-        super().__init__(context, states, logits, head, races)
-        self.net = net
-        self.values, self.ids = logits.topk(min(net.config.top, logits.shape[-1]), -1)  # [k, K]
+        super().__init__(context, block.logits, head, races)
+        self.net, self.states = net, block.taps["state"][guessing.start : guessing.stop].float()  # [k, D]
+        best = self.logits.topk(min(net.config.top, self.logits.shape[-1])) if block.best is None else block.best
+        self.values, self.ids = best  # [k, K]
         self.targets = head.mapped(self.ids)
         self.by_path = net.has_memory
         self._numbers: list[dict[int, int]] = []  # per place which of its candidates a token is
@@ -52,7 +54,7 @@ class PairGuesses(Guesses):
         beliefs = log_beliefs(self.net.corrected(*places, query).float().flatten(0, 1))  # [k K, K]
         values, best = beliefs.topk(min(width, count))
         tokens = self.targets.repeat_interleave(count, 0).gather(1, best)
-        return BestTable(tokens.tolist(), values.tolist(), beliefs)
+        return BestTable(tokens.tolist(), values.tolist(), lambda: beliefs)
 
     def _row_of(self, path: Sequence[int]) -> int:
         return len(path) * self.ids.shape[1] + (self._numbers[len(path) - 1][path[-1]] if path else 0)
@@ -69,6 +71,9 @@ class PairDrafter(BlockDrafter):
     net_class: ClassVar[type[PairNet]]
     net: PairNet
 
-    def guesses(self, context: Context, states: Tensor, logits: Tensor) -> Guesses:
-        """What is said of a request's block; states [k, D], logits [k, V_d]."""
-        return PairGuesses(context, states, logits, self.head, self._races(context), self.net)
+    @property
+    def _candidates(self) -> int:
+        return self.net.config.top
+
+    def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
+        return PairGuesses(context, block, guessing, self.head, self._races(context), self.net)

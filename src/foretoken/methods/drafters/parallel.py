@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -60,24 +61,25 @@ class BestTable:
     Attributes:
         tokens: per row the target's ids, best first.
         log_probs: theirs.
-        beliefs: [n, C] log-probabilities of all candidates of every row.
+        beliefs: gives log-probabilities [n, C] of all candidates of every row.
     """
 
     tokens: list[list[int]]
     log_probs: list[list[float]]
-    beliefs: Tensor
+    beliefs: Callable[[], Tensor]
 
     def row(self, row: int, budget: Budget) -> Continuations:
         """One row's."""
         log_probs = self.log_probs[row]
-        return Continuations(self.tokens[row], log_probs, _ends(self.beliefs[row], log_probs, budget))
+        return Continuations(self.tokens[row], log_probs, _ends(lambda: self.beliefs()[row], log_probs, budget))
 
 
-def _ends(beliefs: Tensor, log_probs: Sequence[float], budget: Budget) -> list[bool]:
+def _ends(beliefs: Callable[[], Tensor], log_probs: Sequence[float], budget: Budget) -> list[bool]:
     """Per candidate whether drafting ends behind it; ``beliefs`` [C] are of all candidates of its place."""
     if not budget.asks_for_confidence:
         return [False] * len(log_probs)
-    return [budget.stops_after(beliefs.exp(), math.exp(value)) for value in log_probs]
+    distribution = beliefs().exp()
+    return [budget.stops_after(distribution, math.exp(value)) for value in log_probs]
 
 
 class Guesses:
@@ -85,17 +87,24 @@ class Guesses:
 
     Args:
         context: the request.
-        states: [k, D] the network's states of the rows that guess.
-        logits: [k, V_d] their logits.
+        logits: [k, V_d] of the rows that guess.
         ids: what the logits are of.
         races: whether candidates are those of a race on the request's noise.
+        best: log-probabilities and draft ids, each [k, C], of the best tokens, best first, where they are known.
     """
 
     by_path: bool = False
     """Whether a place's scores depend on more of the path than :meth:`_row_of` tells."""
 
-    def __init__(self, context: Context, states: Tensor, logits: Tensor, ids: DraftIds, races: bool) -> None:
-        self.context, self.states, self.logits, self.head, self.races = context, states, logits, ids, races
+    def __init__(
+        self,
+        context: Context,
+        logits: Tensor,
+        ids: DraftIds,
+        races: bool,
+        best: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.context, self.logits, self.head, self.races, self._best = context, logits, ids, races, best
         self._tables: dict[int, BestTable] = {}  # by width
 
     def row(self, path: Sequence[int], state: Any) -> tuple[PlaceScores, Any]:
@@ -116,12 +125,15 @@ class Guesses:
         if not self.races:
             best = self.head.mapped(best if row.ids is None else row.ids[best])
         log_probs = values.tolist()
-        return Continuations(best.tolist(), log_probs, _ends(sure, log_probs, budget), after)
+        return Continuations(best.tolist(), log_probs, _ends(lambda: sure, log_probs, budget), after)
 
     def _table(self, width: int) -> BestTable:
         """The best candidates of all places at once."""
-        beliefs = log_beliefs(self.logits.float())
-        values, best = beliefs.topk(min(width, beliefs.shape[-1]))
+        beliefs = cache(lambda: log_beliefs(self.logits.float()))
+        width = min(width, self.logits.shape[-1])
+        if self._best is None or self._best[0].shape[-1] < width:
+            self._best = tuple(beliefs().topk(width))  # type: ignore[assignment]
+        values, best = (each[:, :width] for each in self._best)  # type: ignore[union-attr]
         return BestTable(self.head.mapped(best).tolist(), values.tolist(), beliefs)
 
     def _row_of(self, path: Sequence[int]) -> int:

@@ -223,7 +223,7 @@ class PardDrafter(ParallelDrafter):
 
     def _guess(self, context: Context, logits: Tensor) -> Guesses:
         cut = self.ids.cut(logits)
-        return Guesses(context, cut.new_empty(len(cut), 0), cut, self.ids, self._races(context))
+        return Guesses(context, cut, self.ids, self._races(context))
 
 
 def mask_token(model: LanguageModel) -> int | None:

@@ -120,7 +120,7 @@ class PeagleDrafter(MaskedReader, ParallelDrafter):
         return {i: self._guess(contexts[i], logits[id(contexts[i])]) for i in ready if id(contexts[i]) in logits}
 
     def _guess(self, context: Context, rows: Tensor) -> Guesses:
-        return Guesses(context, rows.new_empty(len(rows), 0), rows, self.head, self._races(context))
+        return Guesses(context, rows, self.head, self._races(context))
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
         """A learned state, the same for all."""

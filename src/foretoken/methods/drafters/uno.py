@@ -212,4 +212,4 @@ class UnoDrafter(ParallelDrafter):
         return Feed(context.sequence, [context.root, *self.net.config.filler(behind).tolist()], wanted=depth)
 
     def _guess(self, context: Context, logits: Tensor) -> Guesses:
-        return UnoGuesses(context, logits.new_empty(len(logits), 0), logits, self.ids, self._races(context))
+        return UnoGuesses(context, logits, self.ids, self._races(context))

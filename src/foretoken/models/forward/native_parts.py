@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from foretoken.models.forward.lean_parts import LeanRmsNorm
 from foretoken.models.linear.layouts import NativeLayout
@@ -96,6 +96,12 @@ class BestTokens:
     def values(self) -> list[list[float]]:
         """Per row their log-probabilities, largest first."""
         return [self._values[i : i + self.count] for i in range(0, len(self._values), self.count)]
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """[rows, count] log-probabilities, largest first, and the places in the logits that they are of."""
+        values = torch.frombuffer(self._values, dtype=torch.float32)
+        places = torch.frombuffer(self._places, dtype=torch.int32).long()
+        return values.view(-1, self.count), places.view(-1, self.count)
 
     def tokens(self, ids: Sequence[int] | None) -> list[list[int]]:
         """Per row the target's ids, of which ``ids`` can be guessed if not all."""

@@ -26,6 +26,7 @@ HEADERS = [
         "lanes_x86",
         "lanes_portable",
         "amx",
+        "convolution",
         "integers8",
         "integers8_amx",
         "linear",

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "best.h"
+#include "convolution.h"
 #include "linear.h"
 #include "memory.h"
 #include "stages.h"
@@ -17,12 +18,13 @@ namespace {
 struct Layer {
     Norm before_attention, after_attention, before_mlp, after_mlp;  // without weights where there is none
     Norm query, key;            // of a head, or of all heads together
-    Product qkv, out, gate_up, down;
+    Product qkv, out, gate_up, down;   // without `out` the layer only keeps keys and values
     double scaling;             // of scores
     double added;               // scale of what a sublayer adds
     long mask, turn;            // which of the call's
     long norms_all;             // whether query and key norms are over all heads
     long activation;
+    Convolution around_attention, around_mlp;
 };
 
 // How a drafter's head begins that reads an embedding beside every state: both are normed and stand side by side, as
@@ -69,6 +71,7 @@ struct Row {
     const Group *group;
     long text, slot;                             // in the cache
     long column;                                 // of the masks: text * width + column
+    long before;                                 // rows of its text in front of it in the call
 };
 
 struct Buffers {
@@ -82,12 +85,15 @@ struct Buffers {
     Inputs inputs;               // of the next product
     long side;                   // numbers of a row of `output`
     bfloat16 *output;            // of a product that is not added at once
+    long moving;                 // numbers of a row of `kernels`
+    bfloat16 *kernels;           // of the convolutions around a sublayer
     char *end;
 
     Buffers(const Model &model, const Call &call, long threads, char *base) {
         Pieces pieces = {base};
         long widest = model.width, slab = 0, slabs = 1, used = 0;
         side = model.width;
+        moving = 0;
         const auto fit = [&](const Product &product) {
             if (!product.count) return;
             if (product.in() > widest) widest = product.in();
@@ -101,6 +107,11 @@ struct Buffers {
         for (long i = call.start; i < call.stop; i++) {
             const Layer &layer = model.layers[i];
             for (const Product *product : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) fit(*product);
+            for (const Convolution *around : {&layer.around_attention, &layer.around_mlp}) {
+                if (!around->kernels.count) continue;
+                fit(around->kernels);
+                if (around->kernels.out() > moving) moving = around->kernels.out();
+            }
         }
         fit(model.head);
         fit(model.entry);
@@ -119,6 +130,8 @@ struct Buffers {
         inputs.prepared = pieces.take<char>(slabs * slab);
         side = apart(side);
         output = pieces.take<bfloat16>(call.rows * side);
+        moving = apart(moving);
+        kernels = pieces.take<bfloat16>(call.rows * moving);
         end = pieces.at;
     }
 };
@@ -146,7 +159,12 @@ struct Worker {
     void paired(const Product &product, const Inputs &inputs) const;
     void heads(const Layer &layer, long index) const;
     void mix(const Layer &layer, long index, const Inputs &inputs) const;
-    void finish(const Product &product, const Inputs &inputs, Norm after, double scale) const;
+    void finish(const Product &product, const Inputs &inputs, Norm after, double scale, const Convolution &around) const;
+    void entered(const Product &product, const Inputs &inputs, Norm norm, const Convolution &around) const;
+    Floats convolved(const Convolution &around, long side, long row, long from, const bfloat16 *x, long stride) const {
+        const bfloat16 *kernels = buffers.kernels + row * buffers.moving;
+        return around.at(side, kernels, buffers.row[row].before, model.width, from, x + row * stride, stride);
+    }
     Inputs inputs_of(const Product &product, long rows) const {
         Inputs inputs = buffers.inputs;
         inputs.stride = apart(product.in());
@@ -172,7 +190,7 @@ void Worker::begin() const {
             for (long text = 0; text < group.texts; text++)
                 for (long column = 0; column < group.widths[text]; column++)
                     buffers.row[place++] = {&group, group.first + text, group.starts[text] + column,
-                                            text * group.width + column};
+                                            text * group.width + column, column};
         }
     }
     wait();
@@ -257,39 +275,70 @@ void Worker::mix(const Layer &layer, long index, const Inputs &inputs) const {
     wait();
 }
 
+// The input of a sublayer: rows of the residual stream, normalised, and convolved where there is a convolution.
+void Worker::entered(const Product &product, const Inputs &inputs, Norm norm, const Convolution &around) const {
+    if (!around.kernels.count) {
+        normed(product, inputs, norm);
+        return;
+    }
+    normed(around.kernels, inputs, norm);
+    around.kernels.run(inputs, {buffers.kernels, nullptr, buffers.moving}, thread, threads);
+    wait();
+    // In place, the last row first: a thread has the same channels of all rows.
+    const long steps = (model.width + LANES - 1) / LANES;
+    for (long row = call.rows - 1; row >= 0; row--)
+        for (long step = from(steps); step < to(steps); step++) {
+            const long channel = step * LANES;
+            const Floats sum = convolved(around, 0, row, channel, inputs.rows, inputs.stride);
+            store(inputs.rows + row * inputs.stride + channel, sum, model.width - channel);
+        }
+    wait();
+    for (long row = from(call.rows); row < to(call.rows); row++) product.prepare_row(inputs, row);
+    wait();
+}
+
 // The last product of a sublayer, added to the residual stream.
-void Worker::finish(const Product &product, const Inputs &inputs, Norm after, double scale) const {
+void Worker::finish(const Product &product, const Inputs &inputs, Norm after, double scale, const Convolution &around) const {
     const long width = model.width;
-    const bool plain = !after.weight && scale == 1;
+    const bool plain = !after.weight && scale == 1 && !around.kernels.count;
     if (plain)
         product.run(inputs, {buffers.x, buffers.x, width}, thread, threads);
     else
         product.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
     wait();
     if (plain) return;
-    for (long row = from(call.rows); row < to(call.rows); row++)
+    for (long row = from(call.rows); row < to(call.rows); row++) {
+        if (around.kernels.count) {
+            bfloat16 *x = buffers.x + row * width;
+            for (long i = 0; i < width; i += LANES)
+                store(x + i, convolved(around, 1, row, i, buffers.output, buffers.side) + load(x + i, width - i), width - i);
+            continue;
+        }
         add(after, float(scale), buffers.output + row * buffers.side, width, buffers.x + row * width);
+    }
     wait();
 }
 
 void Worker::attention(const Layer &layer, long index) const {
-    const Inputs inputs = inputs_of(layer.qkv, call.rows), mixed = inputs_of(layer.out, call.rows);
+    const Inputs inputs = inputs_of(layer.qkv, call.rows);
     if (model.begins == WIDE && index == 0)
         paired(layer.qkv, inputs);
     else
-        normed(layer.qkv, inputs, layer.before_attention);
+        entered(layer.qkv, inputs, layer.before_attention, layer.around_attention);
     layer.qkv.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
     wait();
     heads(layer, index);
+    if (!layer.out.count) return;
+    const Inputs mixed = inputs_of(layer.out, call.rows);
     mix(layer, index, mixed);
     for (long row = from(call.rows); row < to(call.rows); row++) layer.out.prepare_row(mixed, row);
     wait();
-    finish(layer.out, mixed, layer.after_attention, layer.added);
+    finish(layer.out, mixed, layer.after_attention, layer.added, layer.around_attention);
 }
 
 void Worker::mlp(const Layer &layer) const {
     const Inputs inputs = inputs_of(layer.gate_up, call.rows), gated = inputs_of(layer.down, call.rows);
-    normed(layer.gate_up, inputs, layer.before_mlp);
+    entered(layer.gate_up, inputs, layer.before_mlp, layer.around_mlp);
     layer.gate_up.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
     wait();
     const long inner = layer.down.in();
@@ -299,7 +348,7 @@ void Worker::mlp(const Layer &layer) const {
         layer.down.prepare_row(gated, row);
     }
     wait();
-    finish(layer.down, gated, layer.after_mlp, layer.added);
+    finish(layer.down, gated, layer.after_mlp, layer.added, layer.around_mlp);
 }
 
 void Worker::tap(bfloat16 *place) const {

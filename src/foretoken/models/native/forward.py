@@ -27,8 +27,14 @@ class NormStruct(Structure):
     _fields_ = (("weight", c_void_p), ("eps", c_double))
 
 
+class ConvolutionStruct(Structure):
+    """A convolution around a sublayer; kernels without parts for none."""
+
+    _fields_ = (("kernels", ProductStruct), ("base", c_void_p), ("taps", c_long), ("group", c_long))
+
+
 class LayerStruct(Structure):
-    """A decoder layer."""
+    """A decoder layer; without the product ``out`` it only keeps keys and values."""
 
     _fields_ = (
         *(
@@ -38,6 +44,7 @@ class LayerStruct(Structure):
         *((name, ProductStruct) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_double) for name in ("scaling", "added")),
         *((name, c_long) for name in ("mask", "turn", "norms_all", "activation")),
+        *((name, ConvolutionStruct) for name in ("around_attention", "around_mlp")),
     )
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.methods.drafters.nets.decoder import LayerConfig, LayerKeep, RmsNorm, rotary, turned
+from foretoken.models.forward.heads.pieces import BlockNetParts, LayerParts
 
 LARGEST_BLOCK = 256
 """Rows of a block: more than any published network has, fewer than the scratch of a text holds."""
@@ -176,6 +178,10 @@ class BlockLayer(nn.Module):
         for linear in (self.self_attn.o_proj, self.mlp.down_proj):
             nn.init.normal_(linear.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
+    def pieces(self) -> LayerParts:
+        """What it is made of."""
+        return LayerParts(self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm)
+
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keep: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> Tensor:
@@ -208,6 +214,12 @@ class BlockNet(nn.Module):
     def layer(self, config: BlockConfig) -> nn.Module:
         """A new layer."""
         return BlockLayer(config)
+
+    def pieces(self) -> BlockNetParts:
+        """What it is made of."""
+        covered = "its attention has sinks" if self.config.sinks else ""
+        layers: Any = self.layers
+        return BlockNetParts(self.config, [layer.pieces() for layer in layers], self.norm, self.fc, covered)
 
     @property
     def vocabulary(self) -> Tensor | None:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from foretoken.methods.drafters.nets.block import BlockNet, block_mask
 from foretoken.models.base import Feed, Rows, SequenceState
+from foretoken.models.cache.masks import RowPlan
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
+from foretoken.models.forward.heads.native_net import BlockRows, NativeBlockNet
 from foretoken.models.network.call import NetworkCall, Outputs
 
 
@@ -59,6 +61,16 @@ class BlockModel(FeatureModel):
 
     model: BlockNet
     kind = _BlockForward
+    native: NativeBlockNet | None
+
+    def _native(self) -> NativeBlockNet:
+        return NativeBlockNet(self.model, self.parts.embed.weight, self.project)
+
+    @torch.inference_mode()
+    def context(self, taps: Sequence[Tensor]) -> Tensor:
+        """Places [n, D] of the target's hidden states at the tapped depths, each [n, D]."""
+        places: Tensor = self.model.hidden_norm(self.fused(torch.cat(list(taps), -1)))
+        return places
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
@@ -75,15 +87,42 @@ class BlockModel(FeatureModel):
         self._check(feeds, ())
         return self._whole(feeds, taps)
 
+    def _runs_native(self, feeds: Sequence[Feed]) -> bool:
+        """Blocks run with the weights with which the text before them was read."""
+        return super()._runs_native(feeds) if feeds[0].states is not None else self.native is not None
+
+    def _run_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> Sequence[Rows]:
+        native: Any = self.native
+        if feeds[0].states is not None:
+            return native.read(feeds, places)
+        return native.blocks(feeds, places, self.window, self._guessing, self.top)
+
     @torch.inference_mode()
-    def blocks(self, sequences: Sequence[SequenceState], anchors: Sequence[int], rows: int) -> Tensor:
-        """States [n, rows, D] of a block behind every text, which holds one place per token before its anchor."""
+    def blocks(
+        self, sequences: Sequence[SequenceState], anchors: Sequence[int], rows: int, guessing: range = range(0)
+    ) -> list[BlockRows]:
+        """Blocks behind texts that hold one place per token before their anchors.
+
+        Args:
+            sequences: of the texts.
+            anchors: their last tokens.
+            rows: of a block.
+            guessing: which of them guess: logits are of these, states [rows, D] are of all.
+        """
         mask = self.model.config.mask_token
         feeds = [
             Feed(sequence, [anchor, *[mask] * (rows - 1)], wanted=0)
             for sequence, anchor in zip(sequences, anchors, strict=True)
         ]
+        self._guessing = guessing
         outputs = self.forward(feeds)
         for sequence in sequences:
             self.commit(sequence, ())
-        return torch.stack([row.taps["state"] for row in outputs])
+        if isinstance(outputs[0], BlockRows):
+            return outputs
+        states = torch.stack([row.taps["state"] for row in outputs])
+        at = slice(guessing.start, guessing.stop)
+        logits = (
+            self.project(states[:, at].flatten(0, 1)).unflatten(0, (len(states), -1)) if guessing else states[:, :0]
+        )
+        return [BlockRows(*each) for each in zip(logits, [{"state": own} for own in states], strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockLayer
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
+from foretoken.models.forward.heads.pieces import LayerParts
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ class Dflash2Layer(BlockLayer):
     def __init__(self, config: Dflash2Config) -> None:
         super().__init__(config)
         self.attention_conv, self.mlp_conv = DynamicConv(config), DynamicConv(config)
+
+    def pieces(self) -> LayerParts:
+        return replace(super().pieces(), around_attention=self.attention_conv, around_mlp=self.mlp_conv)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keep: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

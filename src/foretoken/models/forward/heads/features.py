@@ -20,7 +20,7 @@ from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.models.clock import now
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.lean import HeadRun, LeanHead
-from foretoken.models.forward.heads.native import native_head
+from foretoken.models.forward.heads.native import NativeHead
 from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.native.library import NotCoveredError
@@ -132,7 +132,20 @@ class FeatureModel(TreeRunner):
         super().__init__(head, TreeCache(head.depth, head.context_length + SCRATCH_ROOM))
         self.parts, self.project = head.parts, head.project
         self.top, self._is_renewed = 0, False
-        self.native, self.native_off = native_head(self.model, parts, self.project)
+        self.native: Any = None
+        self.native_off = ""
+        try:
+            self.native = self._native()
+        except NotCoveredError as error:
+            self.native_off = str(error)
+
+    def _native(self) -> Any:
+        """The network as the library runs it.
+
+        Raises:
+            NotCoveredError: it does not.
+        """
+        return NativeHead(self.model, self.parts, self.project)
 
     @property
     def forward_name(self) -> str:  # type: ignore[override]
@@ -161,7 +174,7 @@ class FeatureModel(TreeRunner):
         plan: LayerPlan = WHOLE,
         inputs: Sequence[Sequence[Tensor] | Tensor] = (),
     ) -> list[Rows]:
-        if inputs and self._runs_native(feeds):
+        if self._runs_native(feeds):
             return self._native_rows(feeds, places)
         return super()._score(feeds, places, taps, plan, inputs)
 
@@ -199,9 +212,12 @@ class FeatureModel(TreeRunner):
         for feed, place in zip(feeds, places, strict=True):
             self.pool.make_room(feed.sequence, place.committed + len(place.parents))
         began = now(self.device)
-        native: Any = self.native
-        rows: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
+        rows = list(self._run_native(feeds, places))
         self.run_s += now(self.device) - began
         self.run_rows += sum(place.new for place in places)
         self.pool.note_size()
+        return rows
+
+    def _run_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> Sequence[Rows]:
+        rows: list[Rows] = self.native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
         return rows

@@ -15,27 +15,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from foretoken.models.base import Feed, Rows
 from foretoken.models.cache.masks import LayerMask, RowPlan, row_allowed
-from foretoken.models.cache.pool import by_cache
-from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.native_rows import NativeRows, stacked_mask
 from foretoken.models.forward.heads.pieces import HeadParts
 from foretoken.models.forward.native_parts import BestTokens, Description
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.draft_packing import packed
-from foretoken.models.native import attention, why_not
 from foretoken.models.native import forward as native
+from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.watch import Watch, has_hooks
 
-TABLE = 8192
-"""Positions whose cosines and sines are kept once they were asked for."""
 NOTHING = NotCoveredError("its network is of another kind")
 
 
@@ -59,7 +55,7 @@ class HeadRows(Rows):
         return self.logits if self.behind is None else self.behind(self.logits.float())
 
 
-class NativeHead:
+class NativeHead(NativeRows):
     """A head's network as the library runs it; it follows the network's weights.
 
     Args:
@@ -80,14 +76,7 @@ class NativeHead:
         if not hasattr(net, "pieces"):
             raise NOTHING
         self.net, self.parts, self.project = net, parts, project
-        config = net.pieces().layer.config
-        self.size = (config.heads, config.kv_heads, config.head_dim)
-        if not attention.fits(torch.bfloat16, config.head_dim):
-            raise NotCoveredError(f"attention with {config.head_dim} numbers a head is not made for")
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self.frequencies = config.rope_theta**-exponents
-        self._table = self._turned(torch.arange(0))
-        self.like = torch.empty(config.kv_heads, 1, config.head_dim, dtype=torch.bfloat16)
+        super().__init__(net.pieces().layer.config)
         self.describe()
 
     # -- the network as data -----------------------------------------------------------------------------------------
@@ -164,7 +153,14 @@ class NativeHead:
             top: how many of the best tokens are told of every row whose logits are wanted; 0: the logits are handed
                 out instead as the family scales them, in float32.
         """
-        order, groups, held = self._grouped([feed.sequence for feed in feeds], places, layer, window)
+
+        def masks(rows: Sequence[int], of: Sequence[RowPlan], used: int) -> list[Tensor | None]:
+            own = window.within(layer) if layer.kind == "full" and window.cut(of) is not None else layer
+            if len(rows) > 1 or not of[0].is_chain or of[0].new > 1 or own != LayerMask():
+                return [stacked_mask(rows, [row_allowed(place, own, used) for place in of])]
+            return [None]
+
+        order, groups, held = self.grouped([feed.sequence for feed in feeds], places, masks)
         counts = [places[i].new for i in order]
         rows = sum(counts)
         states: list[Any] = [feeds[i].states for i in order]
@@ -175,7 +171,7 @@ class NativeHead:
             beside = self.parts.embedding(ids).to(torch.bfloat16).contiguous()
         output = x.new_empty(rows, self.width)
         wanted, want = self._wanted(feeds, order, counts)
-        cos, sin = self._turns([places[i] for i in order])
+        cos, sin = self.turns([places[i] for i in order])
         logits, best, scale = x.new_empty(len(want), self.num_tokens if want else 0), None, self.project.scale
         if top and want and scale is not None:
             best = BestTokens(len(want), min(top, self.num_tokens), scale)
@@ -196,76 +192,6 @@ class NativeHead:
             logits = self.project.behind(logits.float())
         likeliest = None if best is None else (best.tokens(self.ids), best.values())
         return self._handed_out(order, counts, wanted, output, logits, likeliest)
-
-    def _grouped(
-        self, sequences: Sequence[Any], places: Sequence[RowPlan], layer: LayerMask, window: Window
-    ) -> tuple[list[int], Any, list[Any]]:
-        """The feeds in the order of their rows, the groups as the library reads them, and what they point to."""
-        order: list[int] = []
-        groups: list[native.GroupStruct] = []
-        held: list[Any] = []
-        for indices in by_cache(sequences):
-            indices.sort(key=lambda i: sequences[i].row)
-            order += indices
-            rows = [sequences[i].row for i in indices]
-            cache: TreeCache = sequences[indices[0]].cache
-            groups.append(self._group(cache, rows, [places[i] for i in indices], layer, window, held))
-        return order, native.array(native.GroupStruct, groups), held
-
-    def _group(
-        self,
-        cache: TreeCache,
-        rows: Sequence[int],
-        places: Sequence[RowPlan],
-        layer: LayerMask,
-        window: Window,
-        held: list[Any],
-    ) -> native.GroupStruct:
-        low, count = rows[0], rows[-1] + 1 - rows[0]
-        starts, widths = [0] * count, [0] * count  # rows between the fed ones take no part
-        for row, place in zip(rows, places, strict=True):
-            starts[row - low], widths[row - low] = place.committed + len(place.parents) - place.new, place.new
-        used = max(start + width for start, width in zip(starts, widths, strict=True))
-        cache.flush()
-        cache.reserve(rows[-1] + 1, used)
-        keys, values = self._buffers(cache)
-        if layer.kind == "full" and window.cut(places) is not None:
-            layer = window.within(layer)
-        mask = None
-        if len(rows) > 1 or not places[0].is_chain or places[0].new > 1 or layer != LayerMask():
-            mask = _mask(rows, places, layer, max(widths), used)
-        arrays = [native.pointers(keys), native.pointers(values), native.numbers(starts), native.numbers(widths)]
-        masks = (ctypes.c_void_p * 1)(None if mask is None else mask.data_ptr())
-        held += [mask, masks, arrays, keys, values]
-        first, second, *others = map(ctypes.addressof, (*arrays, masks))
-        return native.GroupStruct(first, second, cache.num_slots, used, low, count, max(widths), *others)
-
-    def _buffers(self, cache: TreeCache) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values in bfloat16; what the twin has stored in another dtype is rounded."""
-        keys, values = cache.buffers(self.like)
-        for store, buffers in ((cache.keys, keys), (cache.values, values)):
-            for i, buffer in enumerate(buffers):
-                if buffer.dtype != torch.bfloat16:
-                    store[i] = buffers[i] = buffer.to(torch.bfloat16)
-        return keys, values
-
-    def _turns(self, places: Sequence[RowPlan]) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [n, d] of the rows' positions."""
-        positions = [
-            place.first_position + depth for place in places for depth in place.depths[len(place.depths) - place.new :]
-        ]
-        last = max(positions)
-        if last >= TABLE:
-            return self._turned(torch.tensor(positions))
-        if last >= len(self._table[0]):
-            self._table = self._turned(torch.arange(min(TABLE, 2 * last + 256)))
-        rows = torch.tensor(positions)
-        return self._table[0][rows], self._table[1][rows]
-
-    def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[:, None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
 
     def _wanted(
         self, feeds: Sequence[Feed], order: Sequence[int], counts: Sequence[int]
@@ -302,19 +228,3 @@ class NativeHead:
                 by_feed[i] = HeadRows(rows, state, tokens, values, self.project.behind)
             row, place = row + count, place + number
         return [by_feed[i] for i in range(len(order))]
-
-
-def _mask(rows: Sequence[int], places: Sequence[RowPlan], layer: LayerMask, width: int, used: int) -> Tensor:
-    """[texts, width, used], zero where a node sees a slot."""
-    seen = np.zeros((rows[-1] + 1 - rows[0], width, used), np.bool_)
-    for row, place in zip(rows, places, strict=True):
-        seen[row - rows[0], : place.new] = row_allowed(place, layer, used)
-    return torch.from_numpy(np.where(seen, np.int16(0), np.int16(0x3F80)))  # any bfloat16 number that is not zero
-
-
-def native_head(net: Any, parts: TargetParts, project: Any) -> tuple[NativeHead | None, str]:
-    """The network as the library runs it, or ``None`` and why it does not."""
-    try:
-        return NativeHead(net, parts, project), ""
-    except NotCoveredError as error:
-        return None, str(error)

@@ -51,3 +51,43 @@ class BlockParts:
     first: Sequence[nn.Linear]
     rest: Sequence[Sequence[nn.Linear]]
     residual: bool = False
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A decoder layer of a block network.
+
+    Attributes:
+        attention: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and norms of heads ``q_norm`` and ``k_norm``.
+        mlp: ``gate_proj``, ``up_proj`` and ``down_proj``.
+        before_attention, before_mlp: norms.
+        around_attention, around_mlp: convolutions over rows, with ``kernel_projection``, ``base_kernel`` [2, taps, D],
+            ``taps`` and ``group``, or none.
+    """
+
+    attention: Any
+    mlp: Any
+    before_attention: nn.Module
+    before_mlp: nn.Module
+    around_attention: Any = None
+    around_mlp: Any = None
+
+
+@dataclass(frozen=True)
+class BlockNetParts:
+    """A network over blocks of rows behind a text whose places are keys and values of every layer.
+
+    Attributes:
+        config: heads, ``kv_heads``, ``head_dim``, ``rope_theta``, ``hidden_size``, and by layer ``reaches`` and
+            ``causals``.
+        layers: its layers.
+        last: the norm in front of the vocabulary projection.
+        fuse: what makes a state of the target's hidden states at several depths.
+        not_covered: what keeps others from running it, if anything does.
+    """
+
+    config: Any
+    layers: Sequence[LayerParts]
+    last: nn.Module
+    fuse: nn.Linear
+    not_covered: str = ""

@@ -1,0 +1,241 @@
+"""A block network (DFlash and what is built on it) in two calls of our library a round: one keeps keys and values of the
+new places of a text in all layers, one runs the rows of a block and says the best tokens of every place.
+
+The network itself, run by PyTorch, is its twin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.models.base import Feed, Rows
+from foretoken.models.cache.masks import RowPlan
+from foretoken.models.cache.window import Window
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.native_rows import NativeRows, stacked_mask
+from foretoken.models.forward.heads.pieces import BlockNetParts, LayerParts
+from foretoken.models.forward.native_parts import BestTokens, Description
+from foretoken.models.linear.draft_packing import packed
+from foretoken.models.native import forward as native
+from foretoken.models.native import why_not
+from foretoken.models.native.library import NotCoveredError
+from foretoken.models.network.watch import Watch, has_hooks
+
+LANES = 16
+"""Channels of a group of a convolution come in whole vectors of the widest kind."""
+NO_PRODUCT = native.ProductStruct(None, 0)
+NO_NORM = native.NormStruct(None, 0.0)
+NOTHING_SAID = (0, None, None, None, None, native.BestStruct())
+
+
+@dataclass(frozen=True)
+class BlockRows(Rows):
+    """What is said of the places of a block: their logits in float32 and states, and their candidates.
+
+    Attributes:
+        best: log-probabilities and draft ids, each [k, C], of the best tokens; ``None``: nobody has looked for them.
+    """
+
+    best: tuple[Tensor, Tensor] | None = None
+
+
+class NativeBlockNet(NativeRows):
+    """A block network as the library runs it; it follows the network's weights.
+
+    Args:
+        net: with ``pieces``, its :class:`~foretoken.models.forward.heads.pieces.BlockNetParts`, and ``embedded``.
+        embedding: [V, D] of the target.
+        project: the vocabulary projection.
+
+    Raises:
+        NotCoveredError: something that the library does not have.
+    """
+
+    name = "native"
+    guesses = True
+
+    def __init__(self, net: Any, embedding: Tensor, project: DraftHead) -> None:
+        reason = why_not() or net.pieces().not_covered
+        if reason:
+            raise NotCoveredError(reason)
+        super().__init__(net.pieces().config)
+        self.net, self.embedding, self.project = net, embedding, project
+        self.describe()
+
+    # -- the network as data -----------------------------------------------------------------------------------------
+
+    def describe(self) -> None:
+        """Take the weights as they are now.
+
+        Raises:
+            NotCoveredError: something that the library does not have.
+        """
+        if has_hooks(self.net):
+            raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
+        pieces: BlockNetParts = self.net.pieces()
+        self._watch, self._description = Watch(self.net), Description()
+        norm, product = self._description.norm, self._description.product
+        self.kinds = list(dict.fromkeys(zip(pieces.config.reaches, pieces.config.causals, strict=True)))
+        kinds = [self.kinds.index(kind) for kind in zip(pieces.config.reaches, pieces.config.causals, strict=True)]
+        self.width, self.num_layers = int(pieces.config.hidden_size), len(pieces.layers)
+        self.fuse = packed(pieces.fuse)
+        self.num_tokens = self.project.native().shape[0]
+        heads, kv_heads, dim = self.size
+        beside = native.ALONE, NO_NORM, NO_NORM, NO_PRODUCT
+        readers = self._kept([self._reader(layer) for layer in pieces.layers])
+        self._reader_model = native.ModelStruct(
+            *(readers, self.num_layers, self.width, 0, kv_heads, dim, NO_NORM, NO_PRODUCT, *beside)
+        )
+        layers = self._kept([self._layer(*each) for each in zip(pieces.layers, kinds, strict=True)])
+        self._model = native.ModelStruct(
+            *(layers, self.num_layers, self.width, heads, kv_heads, dim),
+            *(norm(pieces.last), product(self.project.native()), *beside),
+        )
+
+    def _kept(self, layers: Sequence[native.LayerStruct]) -> int:
+        return ctypes.addressof(self._description.keep(native.array(native.LayerStruct, layers)))
+
+    def _reader(self, layer: LayerParts) -> native.LayerStruct:
+        """Of a text's places a layer only keeps keys and values."""
+        key = self._description.norm(layer.attention.k_norm)
+        keys = self._description.product(packed(layer.attention.k_proj, layer.attention.v_proj))
+        return native.LayerStruct(*[NO_NORM] * 5, key, keys)
+
+    def _layer(self, layer: LayerParts, kind: int) -> native.LayerStruct:
+        norm, product, attention, mlp = self._description.norm, self._description.product, layer.attention, layer.mlp
+        return native.LayerStruct(
+            *(norm(layer.before_attention), NO_NORM, norm(layer.before_mlp), NO_NORM),
+            *(norm(attention.q_norm), norm(attention.k_norm)),
+            *(product(packed(attention.q_proj, attention.k_proj, attention.v_proj)), product(packed(attention.o_proj))),
+            *(product(packed(mlp.gate_proj, mlp.up_proj)), product(packed(mlp.down_proj))),
+            *(self.size[2] ** -0.5, 1.0, kind, 0, 0, native.SILU),
+            *(self._around(layer.around_attention), self._around(layer.around_mlp)),
+        )
+
+    def _around(self, convolution: Any) -> native.ConvolutionStruct:
+        if convolution is None:
+            return native.ConvolutionStruct(NO_PRODUCT, None, 0, 1)
+        if convolution.group % LANES:
+            raise NotCoveredError(f"groups of {convolution.group} channels share a kernel, not of {LANES} or its like")
+        base = self._description.keep(convolution.base_kernel.detach().float().contiguous())
+        kernels = self._description.product(packed(convolution.kernel_projection))
+        return native.ConvolutionStruct(kernels, base.data_ptr(), convolution.taps, convolution.group)
+
+    def renew(self) -> None:
+        """Take the network as it is now, if it has changed.
+
+        Raises:
+            NotCoveredError: it is one that the library does not run.
+        """
+        if self._watch.has_changed():
+            self.describe()
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def read(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
+        """Keep keys and values of places, whose ``states`` are the network's inputs; nothing is said of them.
+
+        Args:
+            feeds: of sequences whose scratch has the places already, and whose room is there.
+            places: where they are.
+        """
+        order, groups, held = self.grouped([feed.sequence for feed in feeds], places, lambda *_: ())
+        x = torch.cat([feeds[i].states for i in order]).to(torch.bfloat16).contiguous()  # type: ignore[misc]
+        self._run(self._reader_model, x, groups, [places[i] for i in order], kinds=0)
+        del held
+        nothing = x.new_empty(0, self.num_tokens)
+        return [Rows(nothing, {}) for _ in feeds]
+
+    def blocks(
+        self, feeds: Sequence[Feed], places: Sequence[RowPlan], window: Window, guessing: range, top: int
+    ) -> list[BlockRows]:
+        """Run blocks of equally many rows, whose keys and values are kept behind the texts.
+
+        Args:
+            feeds: of sequences whose scratch has a block's rows, and whose room is there.
+            places: where they are.
+            window: what layers without a reach of their own read of long texts.
+            guessing: the rows of a block that guess.
+            top: how many of the best tokens are told of every place; 0: none.
+        """
+
+        def masks(rows: Sequence[int], of: Sequence[RowPlan], used: int) -> list[Tensor | None]:
+            if len(rows) == 1 and self.kinds == [(0, False)] and window.cut(of) is None:
+                return [None]
+            return [stacked_mask(rows, [seen(place, used, *kind, window) for place in of]) for kind in self.kinds]
+
+        order, groups, held = self.grouped([feed.sequence for feed in feeds], places, masks)
+        rows, count = len(feeds[0].tokens), len(feeds)
+        ids = torch.tensor([feeds[i].tokens for i in order])
+        x = self.net.embedded(ids, self.embedding).to(torch.bfloat16).flatten(0, 1).contiguous()
+        states = torch.empty_like(x)
+        want = native.numbers([block * rows + row for block in range(count) for row in guessing])
+        logits, scale = x.new_empty(len(want), self.num_tokens), self.project.scale
+        best = (
+            BestTokens(len(want), min(top, self.num_tokens), scale) if top and len(want) and scale is not None else None
+        )
+        said = (len(want), ctypes.addressof(want), None, logits.data_ptr(), None)
+        best_asked = native.BestStruct() if best is None else best.asked
+        self._run(self._model, x, groups, [places[i] for i in order], len(self.kinds), states, (*said, best_asked))
+        del held
+        whole = self.project.behind(logits.float()).unflatten(0, (count, -1))
+        found = None if best is None else [each.unflatten(0, (count, -1)) for each in best.tensors()]
+        states = states.unflatten(0, (count, -1))
+        by_feed = {
+            i: BlockRows(whole[n], {"state": states[n]}, None if found is None else (found[0][n], found[1][n]))
+            for n, i in enumerate(order)
+        }
+        return [by_feed[i] for i in range(count)]
+
+    def _run(
+        self,
+        model: native.ModelStruct,
+        x: Tensor,
+        groups: Any,
+        places: Sequence[RowPlan],
+        kinds: int,
+        last: Tensor | None = None,
+        said: Any = NOTHING_SAID,
+    ) -> None:
+        """All layers over rows x [n, D], whose normed outputs go to ``last``; ``said`` is about their logits."""
+        cos, sin = self.turns(places)
+        turns = (ctypes.c_void_p * 1)(cos.data_ptr()), (ctypes.c_void_p * 1)(sin.data_ptr())
+        skipped = b"\1" if last is None else b"\0"
+        taps = native.pointers([None] * (self.num_layers + 1))
+        native.run(
+            model,
+            native.CallStruct(
+                *(len(x), len(groups), ctypes.addressof(groups), x.data_ptr(), 0, self.num_layers),
+                *(b"\0" * self.num_layers, skipped * self.num_layers, kinds, cos.shape[1]),
+                *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(taps)),
+                *(None if last is None else last.data_ptr(), *said),
+            ),
+            torch.get_num_threads(),
+        )
+
+
+def seen(place: RowPlan, used: int, reach: int, causal: bool, window: Window) -> NDArray[np.bool_]:
+    """[rows, used] whether a block's rows see the slots of their text: those before it, and each other.
+
+    Args:
+        place: where they are; slot s holds position s.
+        used: slots.
+        reach: how far a row sees, to both sides; 0: the whole block, and of the text what ``window`` leaves.
+        causal: whether a row sees only earlier rows of its block.
+        window: what is read of long texts.
+    """
+    slots, rows = np.arange(used), place.committed + np.arange(place.new)[:, None]
+    allowed = slots <= (rows if causal else rows[-1])
+    if reach:
+        allowed = allowed & (abs(rows - slots) <= reach)
+    elif window.size:
+        allowed = allowed & ((slots >= place.committed - window.size) | (slots < window.sink))
+    return np.broadcast_to(allowed, (place.new, used))

@@ -1,0 +1,123 @@
+"""What a call of our library needs for any network of a drafter: where its rows are in the cache, and their turns."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.models.cache.masks import RowPlan
+from foretoken.models.cache.pool import by_cache
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.native import attention
+from foretoken.models.native import forward as native
+from foretoken.models.native.library import NotCoveredError
+
+TABLE = 8192
+"""Positions whose cosines and sines are kept once they were asked for."""
+Masks = Callable[[Sequence[int], Sequence[RowPlan], int], Sequence[Tensor | None]]
+"""What the new nodes of texts in rows of one cache see of its used slots, by kind of layer, as :func:`stacked_mask`;
+``None`` where they see all of them."""
+
+
+class NativeRows:
+    """Caches and rotary embeddings of a network's layers.
+
+    Args:
+        config: with ``heads``, ``kv_heads``, ``head_dim`` and ``rope_theta``.
+
+    Raises:
+        NotCoveredError: heads of a size that the library does not have.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.size = (config.heads, config.kv_heads, config.head_dim)
+        if not attention.fits(torch.bfloat16, config.head_dim):
+            raise NotCoveredError(f"attention with {config.head_dim} numbers a head is not made for")
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.frequencies = config.rope_theta**-exponents
+        self._table = self._turned(torch.arange(0))
+        self.like = torch.empty(config.kv_heads, 1, config.head_dim, dtype=torch.bfloat16)
+
+    def grouped(
+        self, sequences: Sequence[Any], places: Sequence[RowPlan], masks: Masks
+    ) -> tuple[list[int], Any, list[Any]]:
+        """The texts in the order of their rows, the groups as the library reads them, and what they point to."""
+        order: list[int] = []
+        groups: list[native.GroupStruct] = []
+        held: list[Any] = []
+        for indices in by_cache(sequences):
+            indices.sort(key=lambda i: sequences[i].row)
+            order += indices
+            rows = [sequences[i].row for i in indices]
+            cache: TreeCache = sequences[indices[0]].cache
+            groups.append(self._group(cache, rows, [places[i] for i in indices], masks, held))
+        return order, native.array(native.GroupStruct, groups), held
+
+    def _group(
+        self,
+        cache: TreeCache,
+        rows: Sequence[int],
+        places: Sequence[RowPlan],
+        masks: Masks,
+        held: list[Any],
+    ) -> native.GroupStruct:
+        low, count = rows[0], rows[-1] + 1 - rows[0]
+        starts, widths = [0] * count, [0] * count  # rows between the fed ones take no part
+        for row, place in zip(rows, places, strict=True):
+            starts[row - low], widths[row - low] = place.committed + len(place.parents) - place.new, place.new
+        used = max(start + width for start, width in zip(starts, widths, strict=True))
+        cache.flush()
+        cache.reserve(rows[-1] + 1, used)
+        keys, values = self._buffers(cache)
+        seen = masks(rows, places, used)
+        arrays = [native.pointers(keys), native.pointers(values), native.numbers(starts), native.numbers(widths)]
+        arrays.append(native.pointers(seen))
+        held += [seen, arrays, keys, values]
+        first, second, *others = map(ctypes.addressof, arrays)
+        return native.GroupStruct(first, second, cache.num_slots, used, low, count, max(widths), *others)
+
+    def _buffers(self, cache: TreeCache) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values in bfloat16; what the twin has stored in another dtype is rounded."""
+        keys, values = cache.buffers(self.like)
+        for store, buffers in ((cache.keys, keys), (cache.values, values)):
+            for i, buffer in enumerate(buffers):
+                if buffer.dtype != torch.bfloat16:
+                    store[i] = buffers[i] = buffer.to(torch.bfloat16)
+        return keys, values
+
+    def turns(self, places: Sequence[RowPlan]) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [n, d] of the rows' positions."""
+        positions = [
+            place.first_position + depth for place in places for depth in place.depths[len(place.depths) - place.new :]
+        ]
+        last = max(positions)
+        if last >= TABLE:
+            return self._turned(torch.tensor(positions))
+        if last >= len(self._table[0]):
+            self._table = self._turned(torch.arange(min(TABLE, 2 * last + 256)))
+        rows = torch.tensor(positions)
+        return self._table[0][rows], self._table[1][rows]
+
+    def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None].float() * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
+
+
+def stacked_mask(rows: Sequence[int], seen: Sequence[NDArray[np.bool_]]) -> Tensor:
+    """[texts, width, used], zero where a node sees a slot.
+
+    Args:
+        rows: of the cache, in order; those between them take no part.
+        seen: [nodes, used] of each.
+    """
+    wide = np.zeros((rows[-1] + 1 - rows[0], max(map(len, seen)), seen[0].shape[1]), np.bool_)
+    for row, own in zip(rows, seen, strict=True):
+        wide[row - rows[0], : len(own)] = own
+    return torch.from_numpy(np.where(wide, np.int16(0), np.int16(0x3F80)))  # any bfloat16 number that is not zero
