@@ -21,7 +21,7 @@ from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import BatchDrafter
 from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
-from foretoken.methods.trees.cost_aware import paying_count
+from foretoken.methods.trees.cost_aware import PayingNodes
 from foretoken.methods.trees.counts import StaticTree
 from foretoken.methods.trees.lattice import Continuations, lattice
 from foretoken.models.base import LanguageModel
@@ -198,6 +198,7 @@ class ParallelDrafter(BatchDrafter):
     def fit(self, costs: TargetCost) -> None:
         """Keep as many nodes of every tree as pay by what the target's calls cost."""
         self.costs, self.places = costs, paying_places(self.places, costs)
+        self._paying_of = dict[int, PayingNodes]()  # by the requests that share a call
 
     def _races(self, context: Context) -> bool:
         return context.sampler.noise is not None and self.draw != "greedy"
@@ -237,11 +238,17 @@ class ParallelDrafter(BatchDrafter):
         def place(path: Sequence[int], state: Any) -> Continuations:
             return guess.place(path, state, self.width, budget)
 
-        seen = lattice(guess.context.root, place, depth, min(self.max_nodes, budget.max_nodes))
-        kept = range(1, len(seen))
-        if self.costs is not None and kept:
-            kept = kept[: paying_count(seen.values(kept), self.costs, sharing)]
-        return seen.tree(kept)
+        paying = self._paying(sharing)
+        most = min(self.max_nodes, budget.max_nodes)
+        seen = lattice(guess.context.root, place, depth, most, None if paying is None else paying.add)
+        return seen.tree(range(1, len(seen))[: None if paying is None else paying.count])
+
+    def _paying(self, sharing: int) -> PayingNodes | None:
+        if self.costs is None:
+            return None
+        if sharing not in self._paying_of:
+            self._paying_of[sharing] = PayingNodes(self.costs, sharing, self.max_nodes)
+        return self._paying_of[sharing].start()
 
     def _drawn(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
         """Tokens that are drawn behind each other, each from its recorded distribution."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from foretoken.core.costs import TargetCost
 from foretoken.methods.trees.base import Candidates, Growth
 
@@ -50,6 +52,43 @@ def paying_count(values: Sequence[float], costs: TargetCost, batch: int) -> int:
     """
     plain = costs.of(batch)
     return max(1, best_count(values, lambda nodes: costs.of(nodes * batch) / plain)[0])
+
+
+class PayingNodes:
+    """How many of the most valuable nodes pay, told while they are found one after the other, best first.
+
+    Args:
+        costs: of the target's calls.
+        batch: requests that share a call, as for :func:`paying_count`.
+        most: of nodes.
+
+    Attributes:
+        count: :func:`paying_count` of the nodes that were told.
+    """
+
+    def __init__(self, costs: TargetCost, batch: int, most: int) -> None:
+        self._costs = np.array([costs.of((1 + nodes) * batch) for nodes in range(most + 1)]) / costs.of(batch)
+        self._ahead = np.arange(1, most + 1)
+        self.start()
+
+    def start(self) -> PayingNodes:
+        """Nothing was found."""
+        self.count, self._found, self._tokens, self._best = 1, 0, 1.0, 1.0 / float(self._costs[0])
+        return self
+
+    def add(self, chance: float) -> bool:
+        """Whether the next node, and those behind it, which are no likelier, may still be worth their cost."""
+        if self._found == len(self._ahead):
+            return False
+        ahead = self._ahead[: len(self._ahead) - self._found]
+        if self._found and ((self._tokens + chance * ahead) / self._costs[self._found + 1 :]).max() <= self._best:
+            return False
+        self._found += 1
+        self._tokens += chance
+        rate = self._tokens / float(self._costs[self._found])
+        if rate > self._best:
+            self.count, self._best = self._found, rate
+        return True
 
 
 class CostAware(Growth):

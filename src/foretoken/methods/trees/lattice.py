@@ -31,7 +31,13 @@ class Continuations:
     state: Any = None
 
 
-def lattice(root: int, place: Callable[[Sequence[int], Any], Continuations], depth: int, nodes: int) -> Candidates:
+def lattice(
+    root: int,
+    place: Callable[[Sequence[int], Any], Continuations],
+    depth: int,
+    nodes: int,
+    goes_on: Callable[[float], bool] | None = None,
+) -> Candidates:
     """The ``nodes`` likeliest prefixes of at most ``depth`` tokens, the likeliest first.
 
     No prefix is likelier than one that it goes on from, so that they form a tree.  Ties fall to the lower depth, then
@@ -42,28 +48,31 @@ def lattice(root: int, place: Callable[[Sequence[int], Any], Continuations], dep
         place: what may follow a path of drafted tokens, asked with the state of the place before (``None`` at first).
         depth: most tokens of a path.
         nodes: most nodes.
+        goes_on: told the chance of the next node, whether it is looked at, and any behind it.
     """
     seen = Candidates([root])
     waiting: list[tuple[float, int, int, int, int]] = []  # -score, depth, rank, token, parent
-    open_ends: list[tuple[Any, bool]] = [(None, depth < 1)]  # per node: state, whether it ends its path
-    ranks_end: dict[tuple[int, int], bool] = {}
+    following: list[Continuations | None] = []  # of every node
 
-    def expand(node: int) -> None:
-        state, ended = open_ends[node]
-        if ended or seen.depths[node] >= depth:
-            return
-        following = place(seen.path_tokens(node), state)
-        open_ends[node] = following.state, False
-        for rank, (token, value) in enumerate(zip(following.tokens, following.log_probs, strict=True)):
-            if value > -math.inf:
-                heapq.heappush(waiting, (-(seen.scores[node] + value), seen.depths[node] + 1, rank, token, node))
-                ranks_end[node, rank] = following.ends[rank]
+    def wait(node: int, rank: int) -> None:
+        """The candidate of a rank behind a node; those behind it wait until it was taken."""
+        behind = following[node]
+        if behind is not None and rank < len(behind.tokens) and behind.log_probs[rank] > -math.inf:
+            score = seen.scores[node] + behind.log_probs[rank]
+            heapq.heappush(waiting, (-score, seen.depths[node] + 1, rank, behind.tokens[rank], node))
 
-    expand(0)
-    while waiting and len(seen) <= nodes:
+    def expand(node: int, state: Any) -> None:
+        following.append(None if seen.depths[node] >= depth else place(seen.path_tokens(node), state))
+        wait(node, 0)
+
+    expand(0, None)
+    while waiting and len(seen) <= nodes and (goes_on is None or goes_on(math.exp(-waiting[0][0]))):
         score, _, rank, token, parent = heapq.heappop(waiting)
+        behind: Any = following[parent]
         seen.add(parent, [token], [-score])
-        open_ends.append((open_ends[parent][0], ranks_end.pop((parent, rank))))
-        if len(seen) <= nodes:
-            expand(len(seen) - 1)
+        if behind.ends[rank]:
+            following.append(None)
+        else:
+            expand(len(seen) - 1, behind.state)
+        wait(parent, rank + 1)
     return seen
