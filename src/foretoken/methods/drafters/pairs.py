@@ -10,7 +10,6 @@ from torch import Tensor
 
 from foretoken.core import Context
 from foretoken.methods.drafters.blocks import BlockDrafter
-from foretoken.methods.drafters.drawing import log_beliefs
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
 from foretoken.methods.drafters.parallel import BestTable, Guesses, PlaceScores
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -39,7 +38,7 @@ class PairGuesses(Guesses):
         """The place's candidates, scored behind the last token of the path."""
         place, before = len(path), self.before(path)
         query, state = self.net.query(before, self.states[place], state)
-        scores = self.net.corrected(self.values[place], self.ids[place], self.targets[place], query)
+        scores = self.net.corrected(self.values[place], self.ids[place], self.targets[place], query[None])[0]
         return PlaceScores(scores, self.ids[place]), state
 
     @torch.no_grad()
@@ -49,9 +48,9 @@ class PairGuesses(Guesses):
         self._numbers = [{token: number for number, token in enumerate(row)} for row in targets]
         roots = self.targets.new_full((1, count), self.context.root)
         before = torch.cat([roots, self.targets[:-1]])  # [k, K]
-        query, _ = self.net.query(before, self.states[:, None].expand(k, count, -1), None)
-        places = (each[:, None] for each in (self.values, self.ids, self.targets))
-        beliefs = log_beliefs(self.net.corrected(*places, query).float().flatten(0, 1))  # [k K, K]
+        queries, _ = self.net.query(before, self.states[:, None], None)  # [k, K, r]
+        scores = self.net.corrected(self.values, self.ids, self.targets, queries)  # [k, K, K]
+        beliefs = scores.float().flatten(0, 1).log_softmax(-1)
         values, best = beliefs.topk(min(width, count))
         tokens = self.targets.repeat_interleave(count, 0).gather(1, best)
         return BestTable(tokens.tolist(), values.tolist(), lambda: beliefs)

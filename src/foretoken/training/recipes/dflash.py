@@ -61,7 +61,7 @@ class Dflash2Recipe(BlockRecipe):
         ids[:, -1:] = torch.where((ids == best).any(-1, keepdim=True), ids[:, -1:], best)
         query, _ = self.net.query(batch.tokens.gather(1, columns).flatten(), states.flatten(0, 1), None)
         targets = ids if self.frequent is None else self.frequent[ids]
-        scores = self.net.corrected(logits.gather(-1, ids), ids, targets, query)
+        scores = self.net.corrected(logits.gather(-1, ids), ids, targets, query[:, None])[:, 0]
         chances = wanted.gather(-1, ids)
         chances = chances / chances.sum(-1, keepdim=True).clamp_min(1e-9)
         return soft_cross_entropy(logits, wanted, counted) + soft_cross_entropy(scores, chances, counted), None

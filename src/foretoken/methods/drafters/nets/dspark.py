@@ -60,6 +60,7 @@ class MarkovHead(nn.Module):
     def forward(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What W2 reads, [..., r], and the memory of the next place."""
         known: Tensor = self.markov_w1(before)
+        states = states.expand(*known.shape[:-1], -1)
         if self.gate_proj is not None:
             return torch.sigmoid(self.gate_proj(torch.cat([states, known], -1))) * known, None
         if self.joint_proj is None:

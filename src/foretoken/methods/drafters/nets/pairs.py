@@ -42,7 +42,7 @@ class PairNet(BlockNet):
 
         Args:
             before: [...] target ids of the tokens before.
-            states: [..., D] of the network at the places.
+            states: [..., D] of the network at the places, one for each token or for several.
             memory: what was handed on by the place before; ``None`` at the first one.
         """
 
@@ -61,14 +61,14 @@ class PairNet(BlockNet):
         """Whether rows of :attr:`successors` are those of a draft vocabulary."""
         return False
 
-    def corrected(self, logits: Tensor, ids: Tensor, targets: Tensor, query: Tensor) -> Tensor:
-        """Scores [..., K] of candidates.
+    def corrected(self, logits: Tensor, ids: Tensor, targets: Tensor, queries: Tensor) -> Tensor:
+        """Scores [..., Q, K] of candidates behind each of Q tokens.
 
         Args:
             logits: [..., K] of the candidates.
             ids: [..., K] their draft ids.
             targets: [..., K] the target's ids of them.
-            query: [..., r].
+            queries: [..., Q, r].
         """
-        rows = self.successors[ids if self.by_draft_id else targets].to(query.dtype)
-        return logits + (rows @ query[..., None])[..., 0].to(logits.dtype)
+        rows = self.successors[ids if self.by_draft_id else targets].to(queries.dtype)
+        return logits[..., None, :] + (queries @ rows.mT).to(logits.dtype)
