@@ -50,7 +50,8 @@ class PairGuesses(Guesses):
         before = torch.cat([roots, self.targets[:-1]])  # [k, K]
         queries, _ = self.net.query(before, self.states[:, None], None)  # [k, K, r]
         scores = self.net.corrected(self.values, self.ids, self.targets, queries)  # [k, K, K]
-        beliefs = scores.float().flatten(0, 1).log_softmax(-1)
+        scores = self._raced(scores, self.targets) if self.races else scores.float()
+        beliefs = scores.flatten(0, 1).log_softmax(-1)
         values, best = beliefs.topk(min(width, count))
         tokens = self.targets.repeat_interleave(count, 0).gather(1, best)
         return BestTable(tokens.tolist(), values.tolist(), lambda: beliefs)

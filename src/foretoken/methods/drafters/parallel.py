@@ -113,7 +113,7 @@ class Guesses:
 
     def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Continuations:
         """The ``width`` best candidates behind a path; with noise those of the race."""
-        if not (self.races or self.by_path):
+        if not self.by_path and (not self.races or self.context.sampler.context_free):
             if width not in self._tables:
                 self._tables[width] = self._table(width)
             return self._tables[width].row(self._row_of(path), budget)
@@ -129,12 +129,28 @@ class Guesses:
 
     def _table(self, width: int) -> BestTable:
         """The best candidates of all places at once."""
-        beliefs = cache(lambda: log_beliefs(self.logits.float()))
-        width = min(width, self.logits.shape[-1])
-        if self._best is None or self._best[0].shape[-1] < width:
-            self._best = tuple(beliefs().topk(width))  # type: ignore[assignment]
-        values, best = (each[:, :width] for each in self._best)  # type: ignore[union-attr]
-        return BestTable(self.head.mapped(best).tolist(), values.tolist(), beliefs)
+
+        @cache
+        def beliefs() -> Tensor:
+            scores = self.logits.float()
+            every = self.head.mapped(torch.arange(scores.shape[-1], device=scores.device))
+            return log_beliefs(self._raced(scores, every.expand(scores.shape)) if self.races else scores)
+
+        width, best = min(width, self.logits.shape[-1]), self._best
+        if best is None or best[0].shape[-1] < width or self.races:
+            best = beliefs().topk(width)
+        values, ids = (each[:, :width] for each in best)
+        return BestTable(self.head.mapped(ids).tolist(), values.tolist(), beliefs)
+
+    def _raced(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """As a request whose pipeline is context-free ranks candidates by its noise, [k, ..., C] like their scores;
+        ``tokens`` [k, C] are the target's ids of them."""
+        sampler, length = self.context.sampler, len(self.context.tokens)
+        log_probs = sampler.log_probs(scores.flatten(0, -2)).view(scores.shape)
+        whole = scores.new_empty(1).expand(self.head.vocab_size)
+        rows = sampler.noise_rows(range(length, length + len(scores)), whole)
+        noise = torch.stack([row[ids] for row, ids in zip(rows, tokens, strict=True)])
+        return log_probs + noise.view(len(noise), *[1] * (scores.ndim - 2), -1)
 
     def _row_of(self, path: Sequence[int]) -> int:
         """Where in :meth:`_table` the candidates behind a path are."""
