@@ -56,7 +56,7 @@ def test_a_block_of_training_is_a_block_of_drafting(method: str, settings: dict[
         for index, anchor in enumerate(anchors[text].tolist()):
             model.forward([Feed(sequence, [0], wanted=0, states=places[anchor - 1 : anchor])])
             model.commit(sequence, [0])
-            got = model.blocks([sequence], [int(batch.tokens[text, anchor])], 4)[0]
+            got = model.blocks([sequence], [int(batch.tokens[text, anchor])], 4)[0].taps["state"]
             assert torch.allclose(got[first:], states[text, index], atol=1e-4)
 
 

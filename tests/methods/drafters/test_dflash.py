@@ -76,7 +76,7 @@ def test_the_network_is_transformers_own(layers: list[str]) -> None:
         anchor = new + 10
         mine.forward([Feed(sequence, [0] * new, wanted=0, states=net.context(taps))])
         mine.commit(sequence, range(new))
-        got = mine.blocks([sequence], [anchor], 4)[0]
+        got = mine.blocks([sequence], [anchor], 4)[0].taps["state"]
         cache.set_previous_accepted_tokens(new)
         ids = torch.tensor([[anchor, 7, 7, 7]])
         wanted = stock(
@@ -109,7 +109,7 @@ def test_rounds_through_the_cache_equal_a_fresh_pass(changes: dict[str, Any]) ->
         got = mine.blocks(texts, [9, 11], 4)
         for index, anchor in enumerate((9, 11)):
             wanted = whole_pass(net, parts, places[: at[index]], anchor, 4)
-            assert torch.allclose(got[index], wanted, atol=1e-5)
+            assert torch.allclose(got[index].taps["state"], wanted, atol=1e-5)
     assert [len(text.tokens) for text in texts] == [11, 7] and not texts[0].scratch_tokens
 
 
@@ -146,7 +146,7 @@ def test_the_hidden_state_of_the_last_token_is_not_asked_for() -> None:
             if len(context.tokens) > 1:
                 taps = taps_of(model, context.tokens[:-1], drafter.taps)
                 rows = whole_pass(drafter.net, drafter.model.parts, drafter.features(taps), context.root, 4)
-                got = drafter.model.blocks([context.state[drafter]], [context.root], 4)[0]
+                got = drafter.model.blocks([context.state[drafter]], [context.root], 4)[0].taps["state"]
                 assert torch.allclose(got, rows, atol=1e-4)
                 checked += 1
         return trees

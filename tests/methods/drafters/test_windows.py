@@ -96,7 +96,7 @@ def logits_behind(drafter: Any, target: Any, slots: slice | None, value: float =
         for stored in (*sequence.cache.keys, *sequence.cache.values):
             stored[sequence.row, :, slots] = value
     if isinstance(drafter, DflashDrafter | DsparkDrafter):
-        return model.blocks([sequence], [context.root], drafter.net.config.block)
+        return model.blocks([sequence], [context.root], drafter.net.config.block)[0].taps["state"]
     state = torch.ones(1, TargetParts(target).hidden_size)
     found: Tensor = model.forward([Feed(sequence, [5], states=state)])[0].logits
     return found

@@ -119,7 +119,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path) -> None:
         context_hidden_states=taps[None],
         attention_mask=windowed(9, 4, 3),
     ).last_hidden_state[0]
-    assert torch.allclose(mine.blocks([sequence], [5], 4)[0], wanted, atol=1e-4)
+    assert torch.allclose(mine.blocks([sequence], [5], 4)[0].taps["state"], wanted, atol=1e-4)
 
 
 def windowed(places: int, rows: int, window: int) -> dict[str, Tensor]:
