@@ -15,6 +15,7 @@ from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
 from foretoken.loading.tokenizers import load_tokenizer
 from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.features import FeatureDrafter
 from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.models.base import LanguageModel
@@ -24,6 +25,7 @@ from toys import engine, serve
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no kernels: {library.why_not()}")
 
 SPECS = ["eagle,nodes=8", "eagle3,nodes=8,depth=3", "mtp", "mtp,width=2,nodes=6", "medusa,nodes=8", "hydra,nodes=8"]
+SPECS += ["dflash,nodes=8", "dflash2,nodes=8", "dspark,nodes=8"]
 TEXTS = ["def area(width, height):\n    return", "import os\nfor name in", "The city of", "class Queue:\n    def"]
 TOKENS = 20
 SHARED = 0.8
@@ -47,7 +49,7 @@ def drafter_of(spec: str, native: bool = True) -> Drafter:
     assert told["forward"] == "native" and told["native_off"] == "", told
     if native:
         return found  # type: ignore[no-any-return]
-    if isinstance(found, FeatureDrafter):
+    if isinstance(found, FeatureDrafter | BlockDrafter):
         found.model.native = None
     elif isinstance(found, HeadsDrafter):
         found._native = []

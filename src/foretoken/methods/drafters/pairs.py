@@ -44,7 +44,7 @@ class PairGuesses(Guesses):
     @torch.no_grad()
     def _table(self, width: int) -> BestTable:
         """Of all pairs of a candidate and one of the place before, whose row is ``place * K + candidate``."""
-        (k, count), targets = self.targets.shape, self.targets.tolist()
+        count, targets = self.targets.shape[1], self.targets.tolist()
         self._numbers = [{token: number for number, token in enumerate(row)} for row in targets]
         roots = self.targets.new_full((1, count), self.context.root)
         before = torch.cat([roots, self.targets[:-1]])  # [k, K]

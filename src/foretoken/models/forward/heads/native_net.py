@@ -1,5 +1,5 @@
-"""A block network (DFlash and what is built on it) in two calls of our library a round: one keeps keys and values of the
-new places of a text in all layers, one runs the rows of a block and says the best tokens of every place.
+"""A block network (DFlash and what is built on it) in two calls of our library a round: one keeps keys and values of
+the new places of a text in all layers, one runs the rows of a block and says the best tokens of every place.
 
 The network itself, run by PyTorch, is its twin.
 """
@@ -87,6 +87,8 @@ class NativeBlockNet(NativeRows):
         kinds = [self.kinds.index(kind) for kind in zip(pieces.config.reaches, pieces.config.causals, strict=True)]
         self.width, self.num_layers = int(pieces.config.hidden_size), len(pieces.layers)
         self.fuse = packed(pieces.fuse)
+        if not isinstance(self.project, DraftHead):
+            raise NotCoveredError("its vocabulary projection is of its own kind")
         self.num_tokens = self.project.native().shape[0]
         heads, kv_heads, dim = self.size
         beside = native.ALONE, NO_NORM, NO_NORM, NO_PRODUCT
