@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from foretoken.core.costs import TargetCost
 from foretoken.methods.trees.base import Candidates, Growth
-from foretoken.methods.trees.cost_aware import CostAware, best_count
+from foretoken.methods.trees.cost_aware import CostAware, PayingNodes, best_count, paying_count
 from foretoken.methods.trees.eagle2 import Eagle2
 from foretoken.methods.trees.opt_tree import OptTree
 from foretoken.registry import make
@@ -207,3 +208,22 @@ def test_a_level_is_drafted_while_the_last_one_raised_the_rate() -> None:
 def test_bad_specs(spec: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make("tree", spec)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_nodes_are_looked_at_as_long_as_they_may_pay(batch: int) -> None:
+    """As many are kept as if all were looked at, for costs with steps and slopes of all kinds."""
+    draws, looked_at = random.Random(batch), 0
+    for _ in range(300):
+        seconds, total = {1: 1.0}, 1.0
+        for nodes in sorted(draws.sample(range(2, 90), 6)):
+            total += draws.choice([0.0, 0.02, 0.5, 2.0]) * draws.random()
+            seconds[nodes] = total
+        costs, most = TargetCost(seconds), 40
+        values = sorted((draws.random() ** draws.choice([1, 4, 12]) for _ in range(most)), reverse=True)
+        paying = PayingNodes(costs, batch, most)
+        told = list(itertools.takewhile(paying.add, values))
+        assert paying.count == paying_count(values, costs, batch) <= max(len(told), 1)
+        assert paying.start().count == 1
+        looked_at += len(told)
+    assert looked_at < 0.8 * 300 * most, "it stops early"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from foretoken.core.costs import TargetCost
 from foretoken.methods.trees.base import Candidates, Growth
 
@@ -67,25 +65,23 @@ class PayingNodes:
     """
 
     def __init__(self, costs: TargetCost, batch: int, most: int) -> None:
-        self._costs = np.array([costs.of((1 + nodes) * batch) for nodes in range(most + 1)]) / costs.of(batch)
-        self._ahead = np.arange(1, most + 1)
+        plain = costs.of(batch)
+        self._costs = [costs.of((1 + nodes) * batch) / plain for nodes in range(most + 1)]
         self.start()
 
     def start(self) -> PayingNodes:
         """Nothing was found."""
-        self.count, self._found, self._tokens, self._best = 1, 0, 1.0, 1.0 / float(self._costs[0])
+        self.count, self._found, self._tokens, self._best = 1, 0, 1.0, 1.0 / self._costs[0]
         return self
 
     def add(self, chance: float) -> bool:
         """Whether the next node, and those behind it, which are no likelier, may still be worth their cost."""
-        if self._found == len(self._ahead):
-            return False
-        ahead = self._ahead[: len(self._ahead) - self._found]
-        if self._found and ((self._tokens + chance * ahead) / self._costs[self._found + 1 :]).max() <= self._best:
+        further = enumerate(self._costs[self._found + 1 :], 1)
+        if self._found and all(self._tokens + chance * more <= self._best * cost for more, cost in further):
             return False
         self._found += 1
         self._tokens += chance
-        rate = self._tokens / float(self._costs[self._found])
+        rate = self._tokens / self._costs[self._found]
         if rate > self._best:
             self.count, self._best = self._found, rate
         return True

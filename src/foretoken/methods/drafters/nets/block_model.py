@@ -115,7 +115,7 @@ class BlockModel(FeatureModel):
             for sequence, anchor in zip(sequences, anchors, strict=True)
         ]
         self._guessing = guessing
-        outputs = self.forward(feeds)
+        outputs: list[Any] = self.forward(feeds)
         for sequence in sequences:
             self.commit(sequence, ())
         if isinstance(outputs[0], BlockRows):
