@@ -8,7 +8,7 @@ a rejection costs rows, not a forward (Wu et al., "Snakes and Ladders").  See ``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from foretoken.models.base import CapabilityError, Feed, Rows, SequenceState, check_distinct
 from foretoken.models.cache.delta_rule import recorded, rule_files
+from foretoken.models.cache.joined import JoinedCache, join_key
 from foretoken.models.cache.state import StateCache
-from foretoken.models.checks.self_test import state_fault
+from foretoken.models.checks.self_test import joined_fault, state_fault
 from foretoken.models.clock import now
 from foretoken.models.module import OneByOneModel
 from foretoken.models.network.alone import alone, lock_of
@@ -28,18 +29,21 @@ from foretoken.models.network.placement import decoding
 from foretoken.models.network.taps import check_taps, recording
 from foretoken.models.network.traits import parameters_of
 from foretoken.models.network.watch import Watch
+from foretoken.models.refusals import refusal
 
 REPLAYS = ("auto", "lazy", "capture")
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
 """Results of self-tests: ``custom_generate`` wraps the same model anew in every call."""
+_JOINED: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
+"""The same of texts that share a forward."""
 
 
 class StatefulModel(OneByOneModel):
     """Runs a ``PreTrainedModel`` with recurrent layers over committed prefixes plus a scratch chain.
 
-    Every sequence has a Transformers cache of its own and is run alone: recurrent layers know no padding in the middle
-    of a text.  The cache may lag behind the committed tokens; those are fed in front of the next nodes.
+    Every sequence has a Transformers cache of its own.  Those that are fed equally many rows share a forward
+    (:mod:`foretoken.models.cache.joined`); recurrent layers know no padding in the middle of a text.  The cache may lag behind the committed tokens; those are fed in front of the next nodes.
 
     Args:
         model: any causal LM that hands out a Transformers cache.
@@ -67,11 +71,13 @@ class StatefulModel(OneByOneModel):
         self.num_forwards = 0
         self._states: dict[int, StateCache] = {}
         self._parameters = frozenset(parameters_of(model))
+        self.joined_off = ""
         fault = self._choose(replay)
         if fault is not None:
             raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")
         missing = {name: reason for name, reason in self.capabilities.missing.items() if name != "rollback"}
         self.capabilities = replace(self.capabilities, rollback=True, missing=missing)
+        self._try_joined()
         with lock_of(model):
             self._watch = Watch(model)
 
@@ -99,6 +105,16 @@ class StatefulModel(OneByOneModel):
         if key not in known:
             known[key] = state_fault(self)
         return known[key]
+
+    def _try_joined(self) -> None:
+        """Learn whether texts can share a forward; what keeps them from it is told as a refusal."""
+        known = _JOINED.setdefault(self.model, {})
+        key = (self.dtype, self.device, self.replay)
+        if key not in known:
+            known[key] = joined_fault(self)
+        self.joined_off = known[key] or ""
+        if self.joined_off:
+            self.refused = (refusal("one forward for the texts of a batch", self.joined_off, "they run one by one"),)
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -148,12 +164,27 @@ class StatefulModel(OneByOneModel):
         check_distinct(feeds)
         for feed in feeds:
             self._check(feed)
-        return [self._one(feed, taps) for feed in feeds]
+        for feed in feeds:
+            self._guard(feed)
+        results: dict[int, Rows] = {}
+        for group in self._groups(feeds):
+            results.update(zip(group, self._together([feeds[i] for i in group], taps), strict=True))
+        return [results[i] for i in range(len(feeds))]
 
-    def _one(self, feed: Feed, taps: Sequence[str]) -> Rows:
-        sequence, count = feed.sequence, len(feed.tokens)
+    def _groups(self, feeds: Sequence[Feed]) -> list[list[int]]:
+        """Which feeds run in one forward: those of equally many rows, whose layers keep alike shapes."""
+        groups: dict[Hashable, list[int]] = {}
+        for i, feed in enumerate(feeds):
+            state = self._states[feed.sequence.row]
+            alike = None if self.joined_off else join_key(state.cache)
+            rows = len(_behind(feed.sequence, state.length)) + len(feed.tokens)
+            groups.setdefault(i if alike is None else (rows, state.on_tape, alike), []).append(i)
+        return list(groups.values())
+
+    def _guard(self, feed: Feed) -> None:
+        """Bring a text's state near its end, and make a checkpoint before rows that may be rejected."""
+        sequence, count, wanted = feed.sequence, len(feed.tokens), feed.num_wanted
         state, scratch = self._states[sequence.row], sequence.scratch_tokens
-        wanted = feed.num_wanted
         # Rows whose logits nobody wants are text that is being read, and a lone root was accepted already: such rows
         # are not rejected in practice (if they are, the text is read again), so that plain decoding copies nothing.
         at_risk = bool(scratch) or (count > 1 and wanted > 1) or state.careful
@@ -167,18 +198,37 @@ class StatefulModel(OneByOneModel):
                 if self._files:
                     state.start_tape()
                 state.guarded = True
-            began = now(self.device)
-            files = self._files if state.on_tape else []
-            with alone(self.model), recording(self.model, taps) as hidden, recorded(files) as windows:
-                logits = self.read(state, [*_behind(sequence, state.length), *feed.tokens], wanted)
-            self.run_s += now(self.device) - began
-            if files:
-                state.record(windows)
         except BaseException:
             state.reset()  # a forward that broke off has changed a part of the layers
             raise
-        sequence.append(feed.tokens, feed.parents_behind(len(scratch)))
-        return Rows(logits, {name: h[0, -count:] for name, h in hidden.items()})
+
+    def _together(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
+        """One forward for feeds whose states have been guarded."""
+        sequences = [feed.sequence for feed in feeds]
+        states = [self._states[sequence.row] for sequence in sequences]
+        files, began = self._files if states[0].on_tape else [], now(self.device)
+        try:
+            with alone(self.model), recording(self.model, taps) as hidden, recorded(files) as windows:
+                texts = [
+                    [*_behind(feed.sequence, state.length), *feed.tokens]
+                    for feed, state in zip(feeds, states, strict=True)
+                ]
+                logits = self._read(states, texts, max(feed.num_wanted for feed in feeds))
+            self.run_s += now(self.device) - began
+            if files:
+                for row, state in enumerate(states):
+                    state.record([window.of(row) for window in windows])
+        except BaseException:
+            for state in states:
+                state.reset()
+            raise
+        found = []
+        for row, (feed, sequence) in enumerate(zip(feeds, sequences, strict=True)):
+            count = len(feed.tokens)
+            sequence.append(feed.tokens, feed.parents_behind(len(sequence.scratch_tokens)))
+            own = logits[row, logits.shape[1] - feed.num_wanted :]
+            found.append(Rows(own, {name: h[row, -count:] for name, h in hidden.items()}))
+        return found
 
     def settle(self, sequence: SequenceState) -> None:
         """Read the committed tokens that the state still lacks, in forwards of their own."""
@@ -190,21 +240,34 @@ class StatefulModel(OneByOneModel):
     @torch.inference_mode()
     def read(self, state: StateCache, tokens: Sequence[int], wanted: int) -> Tensor:
         """Logits [wanted, V] of the last tokens, all of which the state reads."""
-        name = self._cache_name or ""
-        given: dict[str, Any] = {} if state.cache is None else {name: state.cache}
+        return self._read([state], [tokens], wanted)[0]
+
+    def _read(self, states: Sequence[StateCache], texts: Sequence[Sequence[int]], wanted: int) -> Tensor:
+        """Logits [texts, wanted, V] of the last of equally many tokens, which the states read."""
+        name, rows = self._cache_name or "", len(texts[0])
+        cache = JoinedCache([state.cache for state in states]) if len(states) > 1 else states[0].cache
+        given: dict[str, Any] = {} if cache is None else {name: cache}
         if "logits_to_keep" in self._parameters:
             given["logits_to_keep"] = max(wanted, 1)
         if "position_ids" in self._parameters:  # not every family asks its cache for them
-            positions = range(state.length, state.length + len(tokens))
-            given["position_ids"] = torch.tensor([positions], device=self.device)
-        ids = torch.tensor([list(tokens)], device=self.device)
+            positions = [range(state.length, state.length + rows) for state in states]
+            given["position_ids"] = torch.tensor(positions, device=self.device)
+        if isinstance(cache, JoinedCache):
+            mask = cache.mask(rows)
+            if mask is not None:
+                given["attention_mask"] = mask.to(self.device)
+        ids = torch.tensor([list(tokens) for tokens in texts], device=self.device)
         with alone(self.model):
             decoding(self.model)
             out = self.model(input_ids=ids, use_cache=True, **given)
-        state.advance(out.get(name), len(tokens))
+        if isinstance(cache, JoinedCache):
+            cache.hand_back()
+        for state in states:
+            state.advance(state.cache if len(states) > 1 else out.get(name), rows)
         self.num_forwards += 1
-        self.run_rows += len(tokens)
-        return out.logits[0, out.logits.shape[1] - wanted :]
+        self.run_rows += rows * len(texts)
+        logits: Tensor = out.logits[:, out.logits.shape[1] - wanted :]
+        return logits
 
 
 def _behind(sequence: SequenceState, length: int) -> list[int]:

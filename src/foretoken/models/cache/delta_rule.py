@@ -35,13 +35,13 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class RecurrenceInputs:
-    """What one layer's recurrence was fed in one forward of n tokens.
+    """What one layer's recurrence was fed in one forward of n tokens of b texts.
 
     Attributes:
-        key: [1, n, Hk, Dk].
-        value: [1, n, Hv, Dv].
-        decay: [1, n, Hv] logarithms.
-        strength: [1, n, Hv].
+        key: [b, n, Hk, Dk].
+        value: [b, n, Hv, Dv].
+        decay: [b, n, Hv] logarithms.
+        strength: [b, n, Hv].
         normed: whether keys are still to be brought to length one.
     """
 
@@ -50,6 +50,11 @@ class RecurrenceInputs:
     decay: Tensor
     strength: Tensor
     normed: bool
+
+    def of(self, row: int) -> RecurrenceInputs:
+        """Those of one text."""
+        parts = (each[row : row + 1] for each in (self.key, self.value, self.decay, self.strength))
+        return RecurrenceInputs(*parts, self.normed)
 
 
 def rule_files(model: nn.Module) -> list[ModuleType]:

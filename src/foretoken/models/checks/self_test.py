@@ -8,6 +8,7 @@ judged as every fast path is (:mod:`foretoken.models.checks.judging`).
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,29 +49,68 @@ def state_fault(model: StatefulModel) -> str | None:
 
     Transformers says once per function that faster kernels could be installed; it says so to itself here.
     """
+    return _tried(_difference, model)
+
+
+@torch.inference_mode()
+def joined_fault(model: StatefulModel) -> str | None:
+    """What goes wrong when texts of two lengths share a forward, in words; ``None`` when nothing does."""
+    return _tried(_joined_difference, model)
+
+
+def _tried(test: Callable[[StatefulModel], str | None], model: StatefulModel) -> str | None:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        return _difference(model)
+        return test(model)
     except Exception as error:  # a forward that knows no cache fails in its own way
         return cause_of(error)
     finally:
         logging.set_verbosity(before)
 
 
-def _difference(model: StatefulModel) -> str | None:
+def _probe(model: StatefulModel) -> tuple[list[int], list[int]]:
+    """A text, and tokens that are wrong in their places."""
     text = [token % model.vocab_size for token in ordinary_ids(model.vocab_size, 20)]
-    wrong = [(token + 1) % model.vocab_size for token in text]
+    return text, [(token + 1) % model.vocab_size for token in text]
+
+
+def _joined_difference(model: StatefulModel) -> str | None:
+    """A chain of which one token is kept and one token alone, for two texts at once, against fresh readings."""
+    text, wrong = _probe(model)
+    texts, starts = (text[:CHAIN], text[2 : CHAIN + 1]), (READ, READ - 4)
+    with opened(model, *(own[:start] for own, start in zip(texts, starts, strict=True))) as sequences:
+        each = list(zip(sequences, texts, starts, strict=True))
+        forwards = model.num_forwards
+        model.forward([Feed(sequence, [own[start], *wrong[:3]]) for sequence, own, start in each])
+        for sequence in sequences:
+            model.commit(sequence, [0])
+        model.forward([Feed(sequence, own[start + 1 : start + 2]) for sequence, own, start in each])
+        for sequence in sequences:
+            model.commit(sequence, [0])
+        last = model.forward([Feed(sequence, own[start + 2 : start + 5]) for sequence, own, start in each])
+        if model.num_forwards != forwards + 3:
+            return "they did not share one"
+        for sequence, (own, start), rows in zip(sequences, zip(texts, starts, strict=True), last, strict=True):
+            model.commit(sequence, [0, 1, 2])
+            joined = _ProbeReading(rows.logits, model.state(sequence))
+            fault = _fault(model, joined, own[: start + 5], "in a forward with another text")
+            if fault is not None:
+                return fault
+    return None
+
+
+def _difference(model: StatefulModel) -> str | None:
+    text, wrong = _probe(model)
     with opened(model, text[:READ]) as (sequence,):
         single = model.forward([Feed(sequence, text[READ:STEP])])[0].logits
         model.commit(sequence, [0])
-        model.forward([Feed(sequence, [text[STEP], *wrong[STEP + 1 : CHAIN]])])
+        kept = model.forward([Feed(sequence, [text[STEP], *wrong[STEP + 1 : CHAIN]])])[0].logits[:1]
         model.commit(sequence, [0])
         chain = model.forward([Feed(sequence, text[STEP + 1 : CHAIN])])[0].logits
         model.commit(sequence, list(range(CHAIN - STEP - 1)))
-        rolled = _ProbeReading(torch.cat([single, chain]), model.state(sequence))
-        fresh = _fresh(model, text[:CHAIN])
-        return _worst(model, rolled, fresh, _truth(model, text[:CHAIN]) or fresh)
+        rolled = _ProbeReading(torch.cat([single, kept, chain]), model.state(sequence))
+        return _fault(model, rolled, text[:CHAIN], "after a rejected draft")
 
 
 class _ProbeReading(NamedTuple):
@@ -80,20 +120,26 @@ class _ProbeReading(NamedTuple):
     state: StateCache
 
 
-def _fresh(model: StatefulModel, text: list[int]) -> _ProbeReading:
+def _fault(model: StatefulModel, tried: _ProbeReading, text: list[int], when: str) -> str | None:
+    """What is wrong with a reading of a text, by a fresh one of as many logits."""
+    fresh = _fresh(model, text, len(tried.logits))
+    fault = _worst(model, tried, fresh, _truth(model, text, len(tried.logits)) or fresh)
+    return None if fault is None else f"{when} {fault}"
+
+
+def _fresh(model: StatefulModel, text: list[int], wanted: int) -> _ProbeReading:
     state = StateCache()
-    logits = model.read(state, text, len(text) - READ)
-    return _ProbeReading(torch.cat([logits[:1], logits[2:]]), state)
+    return _ProbeReading(model.read(state, text, wanted), state)
 
 
-def _truth(model: StatefulModel, text: list[int]) -> _ProbeReading | None:
+def _truth(model: StatefulModel, text: list[int], wanted: int) -> _ProbeReading | None:
     """The same in the next wider precision; ``None`` where the network has none (float64, or a kernel of one dtype)."""
     wide = wider(model.dtype, model.device)
     if wide is None:
         return None
     try:
         with widened(model.model, wide):
-            return _fresh(model, text)
+            return _fresh(model, text, wanted)
     except RuntimeError:
         return None
 
@@ -117,7 +163,7 @@ def _worst(model: StatefulModel, rolled: _ProbeReading, fresh: _ProbeReading, tr
 def _said(kind: str, path: float, plain: float) -> str:
     name = kind.replace("_", " ")
     return (
-        f"after a rejected draft its {name} differ from a fresh reading: they are off by {path:.2g} of their size, and "
+        f"its {name} differ from a fresh reading: they are off by {path:.2g} of their size, and "
         f"those of a fresh reading by {plain:.2g}"
     )
 

@@ -1,0 +1,147 @@
+"""Caches of several texts as one, for a forward of equally many rows of each.
+
+Recurrent states and the windows of convolutions are put side by side and handed back afterwards.  Keys and values stay
+where they are: an attention layer gets those of all texts aligned at their ends, with zeros in front of shorter ones,
+which a mask hides.  So no text ever holds padding, and a recurrent layer reads none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from foretoken.models.base import CapabilityError
+
+
+def join_key(cache: Any) -> Hashable:
+    """Caches of one key can be joined; ``None``: this one cannot be joined with others, as it has read nothing."""
+    if cache is None:
+        return None
+    linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    return tuple(
+        (layer.record_past, *((i, state.shape) for i, state in layer.conv_states.items() if state is not None))
+        for layer in linear
+    )
+
+
+class JoinedCache(Cache):
+    """What a forward of several texts is given; :meth:`hand_back` ends it.
+
+    Args:
+        caches: of the texts, of one :func:`join_key`.
+
+    Attributes:
+        lengths: tokens that the attention layers hold of each text; empty without such layers.
+
+    Raises:
+        CapabilityError: a layer of a kind that cannot be joined.
+    """
+
+    def __init__(self, caches: Sequence[Cache]) -> None:
+        columns = zip(*(cache.layers for cache in caches), strict=True)
+        super().__init__(layers=[_joined(column) for column in columns])
+        keys = [layer for layer in self.layers if isinstance(layer, _JoinedKeys)]
+        self.lengths = [own.get_seq_length() for own in keys[0].own] if keys else []
+
+    def mask(self, rows: int) -> Tensor | None:
+        """[texts, slots + rows] ones where a slot holds a token; ``None`` where all do."""
+        longest = max(self.lengths, default=0)
+        if all(length == longest for length in self.lengths):
+            return None
+        mask = torch.ones(len(self.lengths), longest + rows, dtype=torch.long)
+        for row, length in zip(mask, self.lengths, strict=True):
+            row[: longest - length] = 0
+        return mask
+
+    @torch.inference_mode()
+    def hand_back(self) -> None:
+        """Give every text its states."""
+        for layer in self.layers:
+            if isinstance(layer, _JoinedStates):
+                layer.hand_back()
+
+
+def _joined(column: tuple[Any, ...]) -> Any:
+    kind = type(column[0])
+    if kind is DummyLayer:  # keeps nothing
+        return column[0]
+    if kind not in JOINED:
+        raise CapabilityError(f"cache layers of type {kind.__name__} of several texts cannot be put side by side")
+    return JOINED[kind](column)
+
+
+class _JoinedKeys(DynamicLayer):
+    """Keys and values, which every text's own layer keeps."""
+
+    def __init__(self, own: Sequence[DynamicLayer]) -> None:
+        super().__init__()
+        self.own = own
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[texts, H, slots, D] of all that is there now."""
+        both = [own.update(key_states[i : i + 1], value_states[i : i + 1]) for i, own in enumerate(self.own)]
+        longest = max(key.shape[-2] for key, _ in both)
+        keys, values = (
+            torch.cat([F.pad(each, (0, 0, longest - each.shape[-2], 0)) for each in side])
+            for side in zip(*both, strict=True)
+        )
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Of the longest text."""
+        return max(own.get_seq_length() for own in self.own)
+
+
+class _JoinedStates(LinearAttentionLayer):
+    """Convolution windows and recurrent states, side by side."""
+
+    def __init__(self, own: Sequence[LinearAttentionLayer]) -> None:
+        first = own[0]
+        super().__init__(number_of_states=first.number_of_states)
+        self.own, self.device, self.dtype, self.record_past = own, first.device, first.dtype, first.record_past
+        for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
+            setattr(self, name, dict(getattr(first, name)))
+        self.conv_kernel_size = dict(first.conv_kernel_size)
+        for name in ("conv_states", "recurrent_states"):
+            for i, state in getattr(first, name).items():
+                if state is not None:
+                    getattr(self, name)[i] = torch.cat([getattr(layer, name)[i] for layer in own])
+
+    def hand_back(self) -> None:
+        for name in ("conv_states", "recurrent_states"):
+            for i, states in getattr(self, name).items():
+                if states is None:
+                    continue
+                for layer, state in zip(self.own, states.split(1), strict=True):
+                    held = getattr(layer, name)[i]
+                    if held.shape == state.shape:
+                        held.copy_(state)
+                    else:  # a window that keeps past inputs has grown
+                        getattr(layer, name)[i] = state.clone()
+
+
+class _JoinedBoth(_JoinedKeys, _JoinedStates):
+    """A layer with both."""
+
+    def __init__(self, own: Sequence[Any]) -> None:
+        DynamicLayer.__init__(self)
+        _JoinedStates.__init__(self, own)
+
+
+JOINED: dict[type, Callable[[Sequence[Any]], Any]] = {
+    DynamicLayer: _JoinedKeys,
+    LinearAttentionLayer: _JoinedStates,
+    LinearAttentionAndFullAttentionLayer: _JoinedBoth,
+}
+"""By the kind of the texts' own layers."""
