@@ -60,6 +60,6 @@ def _wrapped(
     if capabilities.rollback:
         return SequentialModel(model)
     try:
-        return StatefulModel(model)
+        return StatefulModel(model, joined=exact != "bitwise")
     except CapabilityError as error:
         return SequentialModel(model, str(error))

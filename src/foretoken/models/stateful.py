@@ -43,7 +43,8 @@ class StatefulModel(OneByOneModel):
     """Runs a ``PreTrainedModel`` with recurrent layers over committed prefixes plus a scratch chain.
 
     Every sequence has a Transformers cache of its own.  Those that are fed equally many rows share a forward
-    (:mod:`foretoken.models.cache.joined`); recurrent layers know no padding in the middle of a text.  The cache may lag behind the committed tokens; those are fed in front of the next nodes.
+    (:mod:`foretoken.models.cache.joined`); recurrent layers know no padding in the middle of a text.  The cache may lag
+    behind the committed tokens; those are fed in front of the next nodes.
 
     Args:
         model: any causal LM that hands out a Transformers cache.
@@ -51,6 +52,11 @@ class StatefulModel(OneByOneModel):
             only), ``"lazy"`` feeds those tokens again; ``"auto"`` captures where the model can.
         flush: lazily, from how many such tokens on they are fed in a forward of their own, before nodes that may be
             rejected (0 or 1: always).  In float32 on a CPU, where rows cost most, 4 was slower than 8.
+        joined: whether texts share forwards.  Alone, a text does not depend on what runs beside it, not even in
+            near-ties.
+
+    Attributes:
+        joined_off: why texts share no forwards; empty where they do.
 
     Raises:
         ValueError: a negative ``flush``, or a form of ``replay`` that is unknown or that the model cannot.
@@ -60,7 +66,7 @@ class StatefulModel(OneByOneModel):
 
     prefill_chunk = 512
 
-    def __init__(self, model: Any, *, flush: int = 8, replay: str = "auto") -> None:
+    def __init__(self, model: Any, *, flush: int = 8, replay: str = "auto", joined: bool = True) -> None:
         if replay not in REPLAYS:
             raise ValueError(f"replay must be one of {', '.join(REPLAYS)}, not {replay!r}")
         if flush < 0:
@@ -71,13 +77,14 @@ class StatefulModel(OneByOneModel):
         self.num_forwards = 0
         self._states: dict[int, StateCache] = {}
         self._parameters = frozenset(parameters_of(model))
-        self.joined_off = ""
+        self.joined_off = "" if joined else "every text was to run alone"
         fault = self._choose(replay)
         if fault is not None:
             raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")
         missing = {name: reason for name, reason in self.capabilities.missing.items() if name != "rollback"}
         self.capabilities = replace(self.capabilities, rollback=True, missing=missing)
-        self._try_joined()
+        if joined:
+            self._try_joined()
         with lock_of(model):
             self._watch = Watch(model)
 

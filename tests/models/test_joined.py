@@ -1,0 +1,221 @@
+"""Texts of a hybrid that share a forward: logits and states are those of texts that run alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB, plain_logits, prompt_of
+from hybrids import hybrid, unclamped, whole_float64
+from test_stateful import ABLE, TOLERANCE, worst
+from transformers.cache_utils import LinearAttentionLayer
+
+import foretoken as ft
+from foretoken.models import wrap
+from foretoken.models.base import Feed
+from foretoken.models.cache.joined import JoinedCache
+from foretoken.models.stateful import StatefulModel
+
+LENGTHS = (13, 5, 9)
+ROUNDS = [
+    *[((4, 4, 4), (1, 1, 1)), ((4, 4, 4), (4, 4, 4)), ((1, 1, 1), (1, 1, 1))],
+    *[((3, 3, 3), (1, 3, 2)), ((3, 1, 3), (2, 1, 1))],
+]
+"""Rows of each text, and how many are kept."""
+
+
+@pytest.fixture(scope="module", params=ABLE)
+def network(request: pytest.FixtureRequest) -> Iterator[Any]:
+    model = unclamped(hybrid(request.param))
+    with whole_float64(model):
+        yield model
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Iterator[Any]:
+    model = hybrid("qwen3_5_text")
+    with whole_float64(model):
+        yield model
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What self-tests have found is not remembered."""
+    monkeypatch.setattr("foretoken.models.stateful._JOINED", {})
+
+
+def texts_of(model: StatefulModel) -> list[Any]:
+    sequences = [model.open() for _ in LENGTHS]
+    for seed, (sequence, length) in enumerate(zip(sequences, LENGTHS, strict=True)):
+        model.prefill(sequence, prompt_of(length, seed=seed))
+    return sequences
+
+
+def round_of(model: StatefulModel, sequences: Any, counts: Any, kept: Any, step: int) -> tuple[float, int]:
+    """Chains of some lengths of which some tokens are kept; the largest difference of logits, and the forwards."""
+    chains = [prompt_of(count, seed=10 * step + i) for i, count in enumerate(counts)]
+    before = model.num_forwards
+    rows = model.forward([Feed(s, chain) for s, chain in zip(sequences, chains, strict=True)])
+    forwards, off = model.num_forwards - before, 0.0
+    for sequence, chain, found, count in zip(sequences, chains, rows, kept, strict=True):
+        wanted = plain_logits(model.model, [*sequence.tokens, *chain])[-len(chain) :]
+        off = max(off, float((found.logits - wanted).abs().max()))
+        model.commit(sequence, range(count))
+    return off, forwards
+
+
+def test_rounds_of_several_texts(network: Any) -> None:
+    """All, some and none of the drafts are kept; then one token each, and chains of two lengths."""
+    model = StatefulModel(network)
+    assert model.joined_off == ""
+    sequences = texts_of(model)
+    for step, (counts, kept) in enumerate(ROUNDS):
+        off, forwards = round_of(model, sequences, counts, kept, step)
+        assert off < TOLERANCE
+        assert forwards <= (1 if step < 4 else 3), "lazily replayed texts lag behind by different tokens"
+        for sequence in sequences:
+            assert worst(model, sequence) < TOLERANCE
+    for sequence in sequences:
+        model.settle(sequence)
+        assert worst(model, sequence) < TOLERANCE
+        model.release(sequence)
+
+
+def test_only_texts_with_equally_many_rows_share(qwen: Any) -> None:
+    model = StatefulModel(qwen)
+    sequences = texts_of(model)
+    assert round_of(model, sequences, (3, 1, 3), (1, 1, 2), 0)[1] == 2
+    fresh = model.open()  # has read nothing
+    assert round_of(model, [*sequences, fresh], (2, 2, 2, 2), (2, 1, 2, 1), 1)[1] == 2
+
+
+def test_a_text_that_grows_token_by_token_as_drafts_do(qwen: Any) -> None:
+    """Their windows keep the inputs of several forwards."""
+    model = StatefulModel(qwen)
+    sequences = texts_of(model)
+    chains = [prompt_of(4, seed=i) for i in range(3)]
+    before = model.num_forwards
+    for step in range(4):
+        parents = [step - 1] if step else None
+        rows = model.forward([Feed(s, [chain[step]], parents) for s, chain in zip(sequences, chains, strict=True)])
+        for sequence, chain, found in zip(sequences, chains, rows, strict=True):
+            wanted = plain_logits(model.model, [*sequence.tokens, *chain[: step + 1]])[-1:]
+            assert float((found.logits - wanted).abs().max()) < TOLERANCE
+    assert model.num_forwards == before + 4
+    for kept, sequence in enumerate(sequences):
+        model.commit(sequence, range(kept + 1))
+        model.settle(sequence)
+        assert worst(model, sequence) < TOLERANCE
+
+
+def test_hidden_states_are_those_of_each_text(qwen: Any) -> None:
+    together, alone = StatefulModel(qwen), StatefulModel(qwen, joined=False)
+    rows = [
+        model.forward([Feed(s, prompt_of(2, seed=i)) for i, s in enumerate(texts_of(model))], ("last", "layer:2"))
+        for model in (together, alone)
+    ]
+    for one, other in zip(*rows, strict=True):
+        for name in ("last", "layer:2"):
+            assert one.taps[name].shape == other.taps[name].shape == (2, 48)
+            assert float((one.taps[name] - other.taps[name]).abs().max()) < TOLERANCE
+
+
+def test_logits_that_nobody_wants(qwen: Any) -> None:
+    model = StatefulModel(qwen)
+    sequences = texts_of(model)
+    feeds = [Feed(s, prompt_of(3), wanted=count) for s, count in zip(sequences, (0, 1, 3), strict=True)]
+    before = model.num_forwards
+    assert [len(rows.logits) for rows in model.forward(feeds)] == [0, 1, 3]
+    assert model.num_forwards == before + 2, "only the last text is one whose rows may be rejected"
+
+
+def test_a_forward_that_breaks_off_leaves_texts_that_can_be_read_again(qwen: Any) -> None:
+    model = StatefulModel(qwen)
+    sequences = texts_of(model)
+    layer = qwen.model.layers[-1]
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no more memory")
+
+    handle = layer.register_forward_pre_hook(fails)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        model.forward([Feed(s, [1, 2]) for s in sequences])
+    handle.remove()
+    for step in range(2):
+        assert round_of(model, sequences, (3, 3, 3), (1, 3, 2), step)[0] < TOLERANCE
+
+
+def test_a_text_whose_neighbour_has_left(qwen: Any) -> None:
+    model = StatefulModel(qwen)
+    sequences = texts_of(model)
+    round_of(model, sequences, (3, 3, 3), (1, 2, 3), 0)
+    model.release(sequences.pop(1))
+    assert round_of(model, sequences, (3, 3), (2, 1), 1)[0] < TOLERANCE
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram,k=3", "suffix,k=4"])
+def test_texts_of_a_batch_are_those_of_texts_alone(qwen: Any, drafter: Any) -> None:
+    """Greedy and seeded, of different lengths, so that they end and are joined in changing company."""
+    llm = ft.load(StatefulModel(qwen), drafter=drafter, prefix_cache=False)
+    prompts = [prompt_of(length, seed=i) * 2 for i, length in enumerate((6, 3, 9, 4))]
+    for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
+        before = llm.target.num_forwards  # type: ignore[attr-defined]
+        together = llm.generate(prompts, max_new_tokens=16, **options)  # type: ignore[arg-type]
+        shared = llm.target.num_forwards - before  # type: ignore[attr-defined]
+        alone = [llm.generate(prompt, max_new_tokens=16, **options) for prompt in prompts]  # type: ignore[arg-type]
+        assert [out.token_ids for out in together] == [out.token_ids for out in alone]
+        assert shared < 0.7 * (llm.target.num_forwards - before - shared)  # type: ignore[attr-defined]
+
+
+# -- the self-test -----------------------------------------------------------------------------------------------------
+
+
+def wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JoinedCache, "mask", lambda self, rows: None)
+
+
+def old_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_back = JoinedCache.hand_back
+
+    def windows_alone(self: JoinedCache) -> None:
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                layer.recurrent_states = {}
+        hand_back(self)
+
+    monkeypatch.setattr(JoinedCache, "hand_back", windows_alone)
+
+
+def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = JoinedCache.__init__
+    monkeypatch.setattr(JoinedCache, "__init__", lambda self, caches: init(self, caches[::-1]))
+
+
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.models.cache.joined.JOINED", {})
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [(wrong_mask, "differ"), (old_states, "differ"), (swapped, "differ"), (unknown, "cannot be put side by side")],
+)
+def test_what_goes_wrong_is_found_at_load(
+    qwen: Any, untried: None, fault: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    model = StatefulModel(qwen)
+    assert said in model.joined_off and model.refused[0].why == model.joined_off
+    monkeypatch.undo()
+    sequences, before = texts_of(model), model.num_forwards
+    model.forward([Feed(s, [1]) for s in sequences])
+    assert model.num_forwards == before + len(sequences), "one by one"
+
+
+def test_texts_run_alone_where_they_must_not_depend_on_others(qwen: Any) -> None:
+    model: Any = wrap(qwen, exact="bitwise")
+    assert isinstance(model, StatefulModel) and "alone" in model.joined_off and not model.refused
+    assert wrap(qwen).joined_off == ""  # type: ignore[attr-defined]
+    assert model.vocab_size == VOCAB
+    assert torch.float64 == model.dtype
