@@ -53,8 +53,8 @@ class RecurrenceInputs:
 
     def of(self, row: int) -> RecurrenceInputs:
         """Those of one text."""
-        parts = (each[row : row + 1] for each in (self.key, self.value, self.decay, self.strength))
-        return RecurrenceInputs(*parts, self.normed)
+        at = slice(row, row + 1)
+        return RecurrenceInputs(self.key[at], self.value[at], self.decay[at], self.strength[at], self.normed)
 
 
 def rule_files(model: nn.Module) -> list[ModuleType]:

@@ -84,7 +84,7 @@ def _joined(column: tuple[Any, ...]) -> Any:
 class _JoinedKeys(DynamicLayer):
     """Keys and values, which every text's own layer keeps."""
 
-    def __init__(self, own: Sequence[DynamicLayer]) -> None:
+    def __init__(self, own: Sequence[Any]) -> None:
         super().__init__()
         self.own = own
 
@@ -106,7 +106,7 @@ class _JoinedKeys(DynamicLayer):
 class _JoinedStates(LinearAttentionLayer):
     """Convolution windows and recurrent states, side by side."""
 
-    def __init__(self, own: Sequence[LinearAttentionLayer]) -> None:
+    def __init__(self, own: Sequence[Any]) -> None:
         first = own[0]
         super().__init__(number_of_states=first.number_of_states)
         self.own, self.device, self.dtype, self.record_past = own, first.device, first.dtype, first.record_past
@@ -131,7 +131,7 @@ class _JoinedStates(LinearAttentionLayer):
                         getattr(layer, name)[i] = state.clone()
 
 
-class _JoinedBoth(_JoinedKeys, _JoinedStates):
+class _JoinedBoth(_JoinedKeys, _JoinedStates):  # type: ignore[misc]  # as Transformers' own
     """A layer with both."""
 
     def __init__(self, own: Sequence[Any]) -> None:
