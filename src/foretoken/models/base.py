@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -191,6 +191,20 @@ class Snapshot:
         return sum(part.numel() * part.element_size() for pair in self.layers if pair for part in pair)
 
 
+@dataclass(frozen=True)
+class Pick:
+    """How the tokens of chains are chosen (:meth:`LanguageModel.chains`).
+
+    Attributes:
+        choose: given the numbers of feeds, how many tokens were chosen behind each before, and a row for each, says one
+            token for each.
+        states: whether rows are states [n, D] behind the final norm; else logits [n, V].
+    """
+
+    choose: Callable[[Sequence[int], int, Tensor], Sequence[int]]
+    states: bool = False
+
+
 class LanguageModel(ABC):
     """How a causal language model is run.
 
@@ -262,6 +276,17 @@ class LanguageModel(ABC):
     def follow(self) -> None:  # noqa: B027
         """Notice whether the network was changed from outside (its weights, its layers, hooks), and run it as it is
         now.  :meth:`open` does so; open sequences then hold what another network has computed."""
+
+    def chains(self, feeds: Sequence[Feed], counts: Sequence[int], pick: Pick | None = None) -> list[list[int]] | None:
+        """Tokens behind feeds, one after the other, each of which becomes a scratch node but the last; ``None`` where
+        there is no way faster than :meth:`forward` for each, and nothing has happened then.
+
+        Args:
+            feeds: chains; logits are wanted of their last nodes.
+            counts: how many tokens follow each.
+            pick: chooses them; by default the likeliest.
+        """
+        return None
 
     @property
     def kv_bytes(self) -> int:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foretoken.models.base import Feed, Pick, SequenceState
 from foretoken.models.cache.rectangle import HostCache, TreeCache
 from foretoken.models.cache.window import Window
 from foretoken.models.checks.fast_paths import Probe
+from foretoken.models.clock import now
+from foretoken.models.forward.native import NativeForward
+from foretoken.models.forward.native_chain import ChainEnd, NativeChains
 from foretoken.models.forward.network import Network
 from foretoken.models.network.alone import alone
+from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.watch import Watch
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
@@ -115,6 +121,77 @@ class HuggingFaceModel(TreeRunner):
         if graphs is not None:
             graphs.stop(self.graphs_off)
         self.cache = HostCache(self.cache.num_layers, self.cache.max_slots)
+
+    # -- chains ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def chains(
+        self, feeds: Sequence[Feed], counts: Sequence[int], pick: Pick | None = None, plan: LayerPlan = WHOLE
+    ) -> list[list[int]] | None:
+        """Tokens behind feeds on the native forward, where every layer sees all of the texts.
+
+        Args:
+            feeds, counts, pick: as for every language model.
+            plan: what runs, as for :meth:`forward_part`.
+        """
+        native = self.forwards.native(plan)
+        if native is None or self.rotary is not None or not all(map(self._is_seen_whole, feeds, counts)):
+            return None
+        states = pick is not None and pick.states
+        for feed, count in zip(feeds, counts, strict=True):
+            self.pool.make_room(feed.sequence, feed.sequence.num_slots + len(feed.tokens) + count)
+        first = [replace(feed, wanted=0 if states else 1) for feed in feeds]
+        taps = ("last",) if states else ()
+        rows = self.forward(first, taps) if plan == WHOLE else self.forward_part(first, plan, taps)
+        x = torch.cat([row.taps["last"][-1:] if states else row.logits for row in rows])
+        every, sequences = range(len(feeds)), [feed.sequence for feed in feeds]
+        last = list(x.argmax(-1).tolist() if pick is None else pick.choose(every, 0, x))
+        found, sizes = [[token] for token in last], [len(sequence.scratch_tokens) for sequence in sequences]
+        try:
+            self._extend(native, sequences, counts, found, pick)
+        except BaseException:
+            for sequence, size in zip(sequences, sizes, strict=True):
+                sequence.drop_last(len(sequence.scratch_tokens) - size)
+            raise
+        return found
+
+    def _is_seen_whole(self, feed: Feed, count: int) -> bool:
+        """Whether a feed and a chain behind it are one chain of which every layer sees every node, and the text."""
+        scratch, last = feed.sequence.scratch_parents, feed.sequence.num_slots + len(feed.tokens) + count
+        if not feed.is_chain or list(scratch) != list(range(-1, len(scratch) - 1)):
+            return False
+        if self.window.size and last - self.window.size > self.window.sink:
+            return False
+        return all(kind.kind == "full" or last <= kind.size for kind in self.forwards.layer_masks.values())
+
+    def _extend(
+        self,
+        native: NativeForward,
+        sequences: Sequence[SequenceState],
+        counts: Sequence[int],
+        found: Sequence[list[int]],
+        pick: Pick | None,
+    ) -> None:
+        """Further tokens behind the first ones, which are in ``found``."""
+        if max(counts) < 2:
+            return
+        ends = [
+            ChainEnd(each.cache, each.row, each.num_slots, each.num_slots, count - 1)
+            for each, count in zip(sequences, counts, strict=True)
+        ]
+        began, steps = now(self.device), NativeChains(native, ends)
+        for number in range(max(counts) - 1):
+            active, x, best = steps.step(number, [tokens[-1] for tokens in found], pick is not None and pick.states)
+            for i in active:
+                sequences[i].append(found[i][-1:], [len(sequences[i].scratch_tokens) - 1])
+            if pick is None and best is not None:
+                chosen: Sequence[int] = [tokens[0] for tokens in best.tokens(None)]
+            else:
+                chosen = pick.choose(active, number + 1, x if pick.states else native.behind(x))  # type: ignore[union-attr]
+            for i, token in zip(active, chosen, strict=True):
+                found[i].append(token)
+            self.run_rows += len(active)
+        self.run_s += now(self.device) - began
 
     @property
     def num_ids(self) -> int:

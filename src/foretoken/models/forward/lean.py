@@ -215,9 +215,9 @@ class LeanForward:
 
     def _logits(self, x: Tensor) -> Tensor:
         """[n, V] of states [n, D] behind the final norm."""
-        return self._behind(self.head(x.to(self.head_dtype)).to(self.dtype))
+        return self.behind(self.head(x.to(self.head_dtype)).to(self.dtype))
 
-    def _behind(self, logits: Tensor) -> Tensor:
+    def behind(self, logits: Tensor) -> Tensor:
         """What the family does to its logits behind the projection."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale

@@ -65,13 +65,18 @@ class NativeForward(LeanForward):
         self.rotary = {kind: rotary.to(torch.float32) for kind, rotary in twin.rotary.items()}
         if self.owner.rotary is not None:
             self.turns = LeanTurns(self.owner.rotary, tuple(self.rotary), torch.float32)
-        self._like = torch.empty(self.size.kv_heads, 1, self.size.dim, dtype=self.dtype)
+        self.like = torch.empty(self.size.kv_heads, 1, self.size.dim, dtype=self.dtype)
         self._parts = Description()
         self._kinds = tuple(dict.fromkeys(layer.mask for layer in self.layers))
-        self._ropes = tuple(dict.fromkeys(layer.rope for layer in self.layers))
-        self._model = self._described()
+        self.ropes = tuple(dict.fromkeys(layer.rope for layer in self.layers))
+        self.model = self._described()
         self._nothing = bytes(len(self.layers))
         self.spared = 1  # it runs no padding
+
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of masks that its layers read."""
+        return len(self._kinds)
 
     @property
     def twin(self) -> LeanForward:
@@ -104,7 +109,7 @@ class NativeForward(LeanForward):
         except NotCoveredError:  # the one product that is made behind the call
             head = native.ProductStruct(None, 0)
         parts = [Linear.from_address(head.parts + i * ctypes.sizeof(Linear)) for i in range(head.count)]
-        self._outputs = sum(part.out for part in parts) or width
+        self.num_outputs = sum(part.out for part in parts) or width
         return native.ModelStruct(ctypes.addressof(layers), *sizes, self._parts.norm(self.final_norm), head)
 
     def _layer(self, layer: LeanLayer) -> native.LayerStruct:
@@ -122,7 +127,7 @@ class NativeForward(LeanForward):
             *map(self._parts.norm, norms),
             *map(self._parts.product, products),
             *(layer.scaling, out.joined.scale),
-            *(self._kinds.index(layer.mask), self._ropes.index(layer.rope)),
+            *(self._kinds.index(layer.mask), self.ropes.index(layer.rope)),
             *(int(not layer.norms_heads), _activation(mlp.activation)),
         )
 
@@ -141,10 +146,10 @@ class NativeForward(LeanForward):
             for row, start, stop in call.wanted
             for column in range(start, stop)
         ]
-        whole = bool(self._model.head.count)
-        output = x.new_empty(len(want), self._outputs)
+        whole = bool(self.model.head.count)
+        output = x.new_empty(len(want), self.num_outputs)
         groups, held = self._groups(run, calls)
-        turns = [run.turns[rope] for rope in self._ropes]
+        turns = [run.turns[rope] for rope in self.ropes]
         cos, sin = (native.pointers(each) for each in zip(*turns, strict=True))
         rows = native.numbers(want)
         x = x.contiguous()
@@ -154,16 +159,16 @@ class NativeForward(LeanForward):
             *(
                 self._skipped(plan.skip_attention),
                 self._skipped(plan.skip_mlp),
-                len(self._kinds),
+                self.num_kinds,
                 turns[0][0].shape[-1],
             ),
             *(ctypes.addressof(each) for each in (cos, sin, tapped)),
             *(None if last is None else last.data_ptr(), len(want), ctypes.addressof(rows)),
             *((None, output.data_ptr()) if whole else (output.data_ptr(), None)),
         )
-        native.run(self._model, call, torch.get_num_threads())
+        native.run(self.model, call, torch.get_num_threads())
         del held
-        logits = self._behind(output) if whole else self._logits(output)
+        logits = self.behind(output) if whole else self._logits(output)
         return self._handed_out(run, calls, logits, states)
 
     def _skipped(self, layers: frozenset[int]) -> bytes:
@@ -177,7 +182,7 @@ class NativeForward(LeanForward):
 
     def _group(self, group: CacheRows, call: NetworkCall, held: list[Any]) -> native.GroupStruct:
         cache, places = group.cache, group.places
-        keys, values = cache.buffers(self._like)
+        keys, values = cache.buffers(self.like)
         masks = [None if (mask := group.masks[kind]) is None else mask.contiguous() for kind in self._kinds]
         widths = [places.width] * places.b if call.counts is None else list(call.counts)
         arrays = [native.pointers(keys), native.pointers(values)]

@@ -14,7 +14,7 @@ from foretoken.models.cache.masks import LayerMask
 from foretoken.models.checks.fast_paths import Checks, Probe
 from foretoken.models.forward.attention import attention_for
 from foretoken.models.forward.lean import LeanForward, build_lean
-from foretoken.models.forward.native import fastest_of
+from foretoken.models.forward.native import NativeForward, fastest_of
 from foretoken.models.forward.public import lay_out, run_public
 from foretoken.models.linear.packing import Packing, unpack_linears
 from foretoken.models.network.call import NetworkCall, Outputs
@@ -37,6 +37,10 @@ class SecondWeights(Protocol):
     @property
     def nbytes(self) -> int:
         """Memory that they take."""
+
+    @property
+    def fast(self) -> LeanForward | None:
+        """The lean or native forward over them; ``None``: the public one."""
 
     def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
@@ -213,6 +217,12 @@ class Network:
         if weights:
             return [self.second[weights].run(self, call) for call in calls]
         return [self.run_public(call) for call in calls] if self.fast is None else self.fast.run_all(calls)
+
+    def native(self, plan: LayerPlan) -> NativeForward | None:
+        """What runs a whole forward in one call of the library, logits included; ``None``: nothing does."""
+        fast = self.second[plan.weights].fast if plan.weights else self.fast
+        is_native = isinstance(fast, NativeForward) and fast.model.head.count and plan.is_whole
+        return fast if is_native else None  # type: ignore[return-value]
 
     def run_public(self, call: NetworkCall) -> Outputs:
         """The same of one call through the model's own forward."""

@@ -46,7 +46,8 @@ struct Group {
     bfloat16 *const *keys, *const *values;       // of each layer, [texts of the cache, kv_heads, slots, dim]
     long slots, used, first, texts, width;       // rows of the cache from `first` on; columns of the masks
     const long *starts, *widths;
-    const bfloat16 *const *masks;                // of each kind [texts, width, used]; null: everything is seen
+    const bfloat16 *const *masks;                // of each kind [texts, width, used]; null: everything is seen,
+    long upto;                                   // or, if this is set, the slots up to a row's own
 };
 
 struct Call {
@@ -200,7 +201,8 @@ void Worker::begin() const {
             const bfloat16 *mask = at.group->masks[kind];
             const long place = kind * call.rows + row, used = at.group->used;
             std::int32_t *seen = buffers.seen + place * buffers.room;
-            buffers.count[place] = listed(mask ? mask + at.column * used : nullptr, used, seen);
+            const long all = at.group->upto && !mask ? at.slot + 1 : used;
+            buffers.count[place] = listed(mask ? mask + at.column * used : nullptr, all, seen);
         }
         if (model.begins != JOINED)
             std::memcpy(buffers.x + row * model.width, call.x + row * model.width, 2 * model.width);

@@ -74,6 +74,7 @@ class GroupStruct(Structure):
         *((name, c_void_p) for name in ("keys", "values")),
         *((name, c_long) for name in ("slots", "used", "first", "texts", "width")),
         *((name, c_void_p) for name in ("starts", "widths", "masks")),
+        ("upto", c_long),
     )
 
 

@@ -195,6 +195,7 @@ class _GatedWeights:
         self.updates = updates
         self._gate = _Gate()
         self._lean: LeanForward | None = None
+        self.fast = None  # some rows alone run it
         self._made_of: tuple[Any, ...] = ()
 
     @property

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Pick, Rows, SequenceState
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.layers import LayerPlan
 
@@ -54,6 +54,9 @@ class OwnSequencesModel(LanguageModel):
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         return self.target.forward_part(feeds, self.plan, taps)
+
+    def chains(self, feeds: Sequence[Feed], counts: Sequence[int], pick: Pick | None = None) -> list[list[int]] | None:
+        return self.target.chains(feeds, counts, pick, self.plan)
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
         """Drop what was drafted; the target has committed all but the last token."""

@@ -96,13 +96,13 @@ class QuantisedWeights:
         check_quantisable(owner, scheme)
         self.products: dict[nn.Module, QuantisedProduct] = {}
         self.all_products: list[QuantisedProduct] = []
-        self._lean: LeanForward | None = None
+        self.fast: LeanForward | None = None
         head = owner.model.get_output_embeddings()
         if owner.fast is not None:
             shadow = copy.copy(owner)
             base = owner.packing
             shadow.packing = _QuantisedPacking(base.layout, base.blocks, None, scheme, head, self.all_products)
-            self._lean = owner.fast.again(shadow)
+            self.fast = owner.fast.again(shadow)
         else:
             for linear in linears(owner.model):
                 choose = scheme.head_product if linear is head else scheme.product
@@ -119,8 +119,8 @@ class QuantisedWeights:
 
     def run(self, network: Network, call: NetworkCall) -> Outputs:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
-        if self._lean is not None:
-            return self._lean.run(call)
+        if self.fast is not None:
+            return self.fast.run(call)
         with alone(network.model), ExitStack() as swapped:
             for linear, product in self.products.items():
                 swapped.callback(replace_forward(linear, _forward(product)))

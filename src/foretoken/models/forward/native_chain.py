@@ -1,0 +1,121 @@
+"""A token behind each of several texts, again and again, on the native forward.
+
+A draft model's step is short, and what surrounds it in Python (masks, plans, addresses of every layer's keys) takes a
+quarter of its time.  A chain sees every slot up to its own, so that all of it but a few numbers is the same at every
+step, and is made once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.forward.native import NativeForward
+from foretoken.models.forward.native_parts import BestTokens
+from foretoken.models.native import forward as native
+
+
+@dataclass(frozen=True)
+class ChainEnd:
+    """Where the next node of a text goes.
+
+    Attributes:
+        cache: where its keys and values are; there is room for the whole chain.
+        row: of the cache.
+        slot: of that node; those before it are the text's and the chain's, and all of them are seen.
+        position: of that node.
+        steps: how many nodes follow.
+    """
+
+    cache: TreeCache
+    row: int
+    slot: int
+    position: int
+    steps: int
+
+
+class NativeChains:
+    """The steps of chains behind several texts.
+
+    Args:
+        forward: what computes.
+        ends: of the texts.
+    """
+
+    def __init__(self, forward: NativeForward, ends: Sequence[ChainEnd]) -> None:
+        self.forward, self.ends = forward, ends
+        by_cache: dict[int, list[int]] = {}
+        for i, end in enumerate(ends):
+            by_cache.setdefault(id(end.cache), []).append(i)
+        self.groups = [_Group(forward, ends, sorted(texts, key=lambda i: ends[i].row)) for texts in by_cache.values()]
+        self.order = [i for group in self.groups for i in group.texts]
+        count, layers = max(end.steps for end in ends), len(forward.layers)
+        first = torch.tensor([ends[i].position for i in self.order])
+        positions = (torch.arange(count)[:, None] + first).flatten()
+        self.turns = [
+            [side.view(count, len(ends), -1) for side in forward.rotary[rope](positions)] for rope in forward.ropes
+        ]
+        self.taps, self.nothing = native.pointers([None] * (layers + 1)), bytes(layers)
+
+    def step(self, number: int, tokens: Sequence[int], states: bool) -> tuple[list[int], Tensor, BestTokens | None]:
+        """Run the ``number``-th node of every text that has so many.
+
+        Args:
+            number: from 0 on.
+            tokens: of the nodes, by text; those of other texts are not looked at.
+            states: whether the states behind the final norm [n, D] are asked for instead of logits.
+
+        Returns:
+            the texts in the order of their rows, the logits [n, V] or states, and the likeliest token of each.
+        """
+        active = [i for i in self.order if self.ends[i].steps > number]
+        groups = native.array(native.GroupStruct, [group.at(number) for group in self.groups])
+        x = self.forward.embedded(torch.tensor([tokens[i] for i in active])).contiguous()
+        rows: Any = number if len(active) == len(self.order) else (number, [self.order.index(i) for i in active])
+        turns = [[side[rows].contiguous() for side in sides] for sides in self.turns]
+        cos, sin = (native.pointers(each) for each in zip(*turns, strict=True))
+        want = native.numbers([] if states else range(len(active)))
+        found = x.new_empty(len(active), x.shape[-1] if states else self.forward.num_outputs)
+        best = None if states else BestTokens(len(active), 1, 1.0)
+        call = native.CallStruct(
+            *(len(active), len(self.groups), ctypes.addressof(groups), x.data_ptr(), 0, len(self.nothing)),
+            *(self.nothing, self.nothing, self.forward.num_kinds, turns[0][0].shape[-1]),
+            *(ctypes.addressof(each) for each in (cos, sin, self.taps)),
+            *(found.data_ptr() if states else None, len(want), ctypes.addressof(want), None),
+            *(None if states else found.data_ptr(), None),
+            native.BestStruct() if best is None else best.asked,
+        )
+        native.run(self.forward.model, call, torch.get_num_threads())
+        return active, found, best
+
+
+class _Group:
+    """The texts of one cache, as the library reads them."""
+
+    def __init__(self, forward: NativeForward, ends: Sequence[ChainEnd], texts: list[int]) -> None:
+        self.texts, self.ends = texts, [ends[i] for i in texts]
+        self.low, high = self.ends[0].row, self.ends[-1].row + 1
+        cache = self.ends[0].cache
+        cache.flush()
+        self.used = max(end.slot + end.steps for end in self.ends)
+        cache.reserve(high, self.used)
+        self.slots = cache.num_slots
+        self._held = cache.buffers(forward.like)
+        self._pointers = [native.pointers(each) for each in self._held]
+        self._starts, self._widths = native.numbers([0] * (high - self.low)), native.numbers([0] * (high - self.low))
+        self._masks = native.pointers([None] * forward.num_kinds)
+
+    def at(self, number: int) -> native.GroupStruct:
+        """Before a step."""
+        for end in self.ends:
+            self._starts[end.row - self.low] = end.slot + number
+            self._widths[end.row - self.low] = int(end.steps > number)
+        first, second, *others = map(ctypes.addressof, (*self._pointers, self._starts, self._widths, self._masks))
+        sizes = self.slots, self.used, self.low, len(self._starts), 1
+        return native.GroupStruct(first, second, *sizes, *others, 1)
