@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from foretoken.models.refusals import Refusal as Refusal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from foretoken.models.forward.native_chain import Pick
     from foretoken.models.network.layers import LayerPlan
 
 
@@ -191,20 +192,6 @@ class Snapshot:
         return sum(part.numel() * part.element_size() for pair in self.layers if pair for part in pair)
 
 
-@dataclass(frozen=True)
-class Pick:
-    """How the tokens of chains are chosen (:meth:`LanguageModel.chains`).
-
-    Attributes:
-        choose: given the numbers of feeds, how many tokens were chosen behind each before, and a row for each, says one
-            token for each.
-        states: whether rows are states [n, D] behind the final norm; else logits [n, V].
-    """
-
-    choose: Callable[[Sequence[int], int, Tensor], Sequence[int]]
-    states: bool = False
-
-
 class LanguageModel(ABC):
     """How a causal language model is run.
 
@@ -278,14 +265,8 @@ class LanguageModel(ABC):
         now.  :meth:`open` does so; open sequences then hold what another network has computed."""
 
     def chains(self, feeds: Sequence[Feed], counts: Sequence[int], pick: Pick | None = None) -> list[list[int]] | None:
-        """Tokens behind feeds, one after the other, each of which becomes a scratch node but the last; ``None`` where
-        there is no way faster than :meth:`forward` for each, and nothing has happened then.
-
-        Args:
-            feeds: chains; logits are wanted of their last nodes.
-            counts: how many tokens follow each.
-            pick: chooses them; by default the likeliest.
-        """
+        """``counts`` tokens behind the last node of each feed, by default the likeliest, all but the last of which become
+        scratch nodes; ``None``, and nothing was done, where no way is faster than a :meth:`forward` for each."""
         return None
 
     @property
@@ -332,11 +313,8 @@ class LanguageModel(ABC):
         return self.open()
 
     def expect(self, sequence: SequenceState, length: int) -> None:  # noqa: B027
-        """The text of a sequence has ``length`` tokens, or will have them before anything is drawn.
-
-        Some models read a long text in another way from its first token on.  Tokens that were committed already are
-        read again where that is so.
-        """
+        """The text of a sequence has ``length`` tokens, or will have them before anything is drawn: models that read a
+        long text in another way from its first token on read it again."""
 
     def room(self, sequence: SequenceState) -> int:
         """Most tokens that a path of the scratch may hold: a longer one would be read otherwise than one by one."""

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Feed, Pick, SequenceState
+from foretoken.models.base import Feed, SequenceState
+from foretoken.models.cache.masks import LayerMask
 from foretoken.models.cache.rectangle import HostCache, TreeCache
 from foretoken.models.cache.window import Window
 from foretoken.models.checks.fast_paths import Probe
 from foretoken.models.clock import now
 from foretoken.models.forward.native import NativeForward
-from foretoken.models.forward.native_chain import ChainEnd, NativeChains
+from foretoken.models.forward.native_chain import ChainEnd, NativeChains, Pick
 from foretoken.models.forward.network import Network
 from foretoken.models.network.alone import alone
 from foretoken.models.network.layers import WHOLE, LayerPlan
@@ -162,7 +163,7 @@ class HuggingFaceModel(TreeRunner):
             return False
         if self.window.size and last - self.window.size > self.window.sink:
             return False
-        return all(kind.kind == "full" or last <= kind.size for kind in self.forwards.layer_masks.values())
+        return all(kind == LayerMask() or last <= kind.size for kind in self.forwards.layer_masks.values())
 
     def _extend(
         self,

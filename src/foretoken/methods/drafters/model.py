@@ -18,6 +18,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
 from foretoken.core.sampling import fixed_tokens
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.methods.drafters.chains import grow_chains
 from foretoken.methods.drafters.drawing import (
     best,
     distribution_of,
@@ -43,7 +44,7 @@ from foretoken.methods.trees.base import Candidates
 from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
 from foretoken.methods.trees.shapes import Choice
 from foretoken.methods.trees.specs import places_of
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, Pick, Rows, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import Fingerprint, TargetParts
@@ -218,7 +219,7 @@ class ModelDrafter(BatchDrafter):
     def _grow(self, trees: Sequence[Growing]) -> None:
         growing = [t for t in trees if self._width(t, 0)]  # children of the root
         feeds = [Feed(t.sequence, self._unread(t), wanted=1) for t in growing]
-        if growing and all(map(self._is_plain_chain, growing)) and self._grow_chains(growing, feeds):
+        if growing and grow_chains(self.model, self.head, self.max_depth, growing, feeds, self.vocab_size):
             return
         for _ in range(self.max_depth):
             if not feeds:
@@ -234,44 +235,6 @@ class ModelDrafter(BatchDrafter):
                     following.append(tree)
                     feeds.append(feed)
             growing = following
-
-    def _is_plain_chain(self, tree: Growing) -> bool:
-        """Whether every token of a tree is the one that follows the last, whatever the chances."""
-        budget = tree.budget
-        stops = budget.asks_for_confidence or budget.path_stop is not None
-        fits = self.head is not None or self.model.vocab_size == self.vocab_size
-        follows = tree.seen is None and not (tree.draws or tree.branches or stops)
-        return (
-            follows
-            and fits
-            and (tree.sampler.fixed if tree.races else tree.sampler.greedy)
-            and tree.sampler.context_free
-        )
-
-    def _grow_chains(self, trees: Sequence[Growing], feeds: Sequence[Feed]) -> bool:
-        """All of their tokens by one call of the model; whether it has such a call."""
-        room = [1 + self.model.context_length - len(tree.text) for tree in trees]
-        counts = [min(self.max_depth, t.budget.max_depth, t.most, r) for t, r in zip(trees, room, strict=True)]
-        pick = None
-        if self.head is not None or any(tree.races for tree in trees):
-            pick = Pick(lambda active, at, x: self._picked([trees[i] for i in active], at, x), self.head is not None)
-        chains = self.model.chains(feeds, counts, pick)
-        for tree, chain in zip(trees, chains or (), strict=bool(chains)):
-            for parent, token in enumerate(chain):
-                if self._width(tree, parent):
-                    tree.add(parent, [token])
-        return chains is not None
-
-    def _picked(self, trees: Sequence[Growing], depth: int, rows: Tensor) -> list[int]:
-        """The tokens behind ``depth`` drafts of each, from logits or states [n, ...]."""
-        logits = rows if self.head is None else self.head(rows)
-        best: Tensor = logits.argmax(-1) if self.head is None else self.head.mapped(logits.argmax(-1))
-        tokens: list[int] = best.tolist()
-        for i, tree in enumerate(trees):
-            if tree.races:
-                length = len(tree.context.tokens) + depth
-                tokens[i] = int(ranked(tree.sampler, self._widened(logits[i : i + 1]), [length], None).argmax())
-        return tokens
 
     def _draw_together(self, trees: Sequence[Growing], logits: Sequence[Tensor]) -> None:
         """Draw the next token of all chains whose requests sample alike by one call; logits [1, V] for each.

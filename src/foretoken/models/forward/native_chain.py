@@ -8,7 +8,7 @@ step, and is made once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,20 @@ from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.native import NativeForward
 from foretoken.models.forward.native_parts import BestTokens
 from foretoken.models.native import forward as native
+
+
+@dataclass(frozen=True)
+class Pick:
+    """How the tokens of chains are chosen (``LanguageModel.chains``).
+
+    Attributes:
+        choose: given the numbers of feeds, how many tokens were chosen behind each before, and a row for each, says one
+            token for each.
+        states: whether rows are states [n, D] behind the final norm; else logits [n, V].
+    """
+
+    choose: Callable[[Sequence[int], int, Tensor], Sequence[int]]
+    states: bool = False
 
 
 @dataclass(frozen=True)

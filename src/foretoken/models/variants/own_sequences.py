@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, Pick, Rows, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.forward.native_chain import Pick
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.layers import LayerPlan
 
