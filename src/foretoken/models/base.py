@@ -265,8 +265,8 @@ class LanguageModel(ABC):
         now.  :meth:`open` does so; open sequences then hold what another network has computed."""
 
     def chains(self, feeds: Sequence[Feed], counts: Sequence[int], pick: Pick | None = None) -> list[list[int]] | None:
-        """``counts`` tokens behind the last node of each feed, by default the likeliest, all but the last of which become
-        scratch nodes; ``None``, and nothing was done, where no way is faster than a :meth:`forward` for each."""
+        """``counts`` tokens behind the last node of each feed, by default the likeliest, which become scratch nodes but
+        for the last; ``None``, and nothing was done, where no way is faster than a :meth:`forward` for each."""
         return None
 
     @property
