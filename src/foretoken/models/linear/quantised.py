@@ -65,6 +65,9 @@ def fastest_draft_product(
 ) -> type[QuantisedProduct] | None:
     """The product for draft steps with weights [out, width], by a short measurement with one row of input.
 
+    Weights of this width are timed that no cache holds: copies of a small layer alone would be read from one, and in a
+    draft step the whole network's weights come between.
+
     Args:
         out, width: shape of the weight.
         group: of int4.
@@ -77,7 +80,14 @@ def fastest_draft_product(
     fitting = _fitting(out, width, group, bits, activations)
     if activations == "auto":  # timed alone level with 15 bits, in a whole draft of 135M parameters 18 ms, not 49
         fitting = [product for product in fitting if product.activations == 8] or fitting
-    return _fastest(fitting, out, width, group, (1,), 1.25)
+    return _fastest(fitting, lambda: _draft_times(tuple(fitting), width, group), 1.25)
+
+
+@cache
+def _draft_times(
+    fitting: tuple[type[QuantisedProduct], ...], width: int, group: int
+) -> dict[type[QuantisedProduct], float]:
+    return measured(fitting, MEASURED // width, width, group, (1,))
 
 
 @cache
@@ -91,16 +101,18 @@ def fastest_target_product(
     """
     fitting = _fitting(out, width, group, bits, activations)
     fitting = [product for product in fitting if issubclass(product, NativeProduct)] or fitting
-    return _fastest(fitting, out, width, group, (1, 8))
+    return _fastest(fitting, lambda: measured(fitting, out, width, group, (1, 8)))
 
 
 def _fastest(
-    fitting: Sequence[type[QuantisedProduct]], out: int, width: int, group: int, rows: Sequence[int], margin4: float = 1
+    fitting: Sequence[type[QuantisedProduct]],
+    measure: Callable[[], dict[type[QuantisedProduct], float]],
+    margin4: float = 1,
 ) -> type[QuantisedProduct] | None:
-    """The one that takes the least time for calls of so many rows; 4 bits count ``margin4`` times theirs."""
+    """The one that takes the least time, if there are several; 4 bits count ``margin4`` times theirs."""
     if len(fitting) < 2:
         return next(iter(fitting), None)
-    times = measured(fitting, out, width, group, rows)
+    times = measure()
     return min(fitting, key=lambda product: times[product] * (margin4 if product.bits == 4 else 1))
 
 
