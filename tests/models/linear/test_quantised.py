@@ -183,6 +183,12 @@ def test_shapes_that_do_not_fit_int4_are_left_alone() -> None:
         Int4Weight.of(weight(24), 32)
 
 
+@pytest.fixture(autouse=True)
+def measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that a test makes up are nobody else's."""
+    monkeypatch.setattr(quantised, "_draft_times", quantised._draft_times.__wrapped__)
+
+
 def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9} | dict.fromkeys([*OURS, *BYTES], 3.0)
     monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
@@ -293,3 +299,18 @@ def test_widths_that_are_no_whole_vectors(width: int, rows: int) -> None:
     wanted = x.to(torch.bfloat16).float() @ made.dense().t()
     for _ in range(20):
         torch.testing.assert_close(made(x), wanted, rtol=1.6e-2, atol=2e-2 * float(wanted.std()))
+
+
+def test_a_small_layer_of_a_draft_is_timed_by_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the layer itself would be read from one, where 4 bits save nothing."""
+    asked: list[tuple[int, int]] = []
+
+    def times(products: Any, out: int, width: int, *_: Any) -> dict[Any, float]:
+        asked.append((out, width))
+        return dict.fromkeys(products, 1.0)
+
+    monkeypatch.setattr(quantised, "measured", times)
+    fastest_draft_product.__wrapped__(64, 64, 32, "auto", "15")
+    fastest_target_product.__wrapped__(64, 64, 32, "8")
+    ((out, width), *others) = asked
+    assert width == 64 and out * width >= 8_000_000 and all(shape == (64, 64) for shape in others)
