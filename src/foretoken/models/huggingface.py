@@ -159,7 +159,7 @@ class HuggingFaceModel(TreeRunner):
     def _is_seen_whole(self, feed: Feed, count: int) -> bool:
         """Whether a feed and a chain behind it are one chain of which every layer sees every node, and the text."""
         scratch, last = feed.sequence.scratch_parents, feed.sequence.num_slots + len(feed.tokens) + count
-        if not feed.is_chain or list(scratch) != list(range(-1, len(scratch) - 1)):
+        if feed.states is not None or not feed.is_chain or list(scratch) != list(range(-1, len(scratch) - 1)):
             return False
         if self.window.size and last - self.window.size > self.window.sink:
             return False

@@ -222,3 +222,10 @@ def test_drafts_are_those_of_steps(kind: str, modes: Sequence[str], monkeypatch:
     chains = drafts(True)
     assert chains == drafts(False)
     assert [len(tokens) for tokens in chains] == [7, 3, 4]
+
+
+def test_whoever_has_states_beside_its_tokens_or_is_cut_has_no_such_way() -> None:
+    model = model_of("llama")
+    text = texts_of(model)[0]
+    assert model.chains([Feed(text, [3], wanted=1, states=torch.zeros(1, 96))], (2,)) is None
+    assert not text.scratch_tokens

@@ -156,8 +156,9 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         config = self.net.config
         sequences, roots = [c.state[self] for c in contexts], [c.root for c in contexts]
         first = 0 if config.from_anchor else 1
-        blocks = self.model.blocks(sequences, roots, config.rows_for(depth), range(first, first + depth))
-        return [self.guesses(*each, range(first, first + depth)) for each in zip(contexts, blocks, strict=True)]
+        guessing = range(first, first + depth)
+        blocks = self.model.blocks(sequences, roots, config.rows_for(depth), guessing)
+        return [self.guesses(*each, guessing) for each in zip(contexts, blocks, strict=True)]
 
     def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
         """What is said of a request's block by the rows that guess."""

@@ -18,6 +18,18 @@ from foretoken.models.native import forward as native
 from foretoken.models.native import linear
 from foretoken.models.native.library import NotCoveredError, address
 from foretoken.models.native.linear import Linear
+from foretoken.models.network.watch import Watch, has_hooks
+
+
+def watched(network: nn.Module) -> Watch:
+    """What tells whether a drafter's network, whose weights the library is handed, is still what it is now.
+
+    Raises:
+        NotCoveredError: somebody looks at what its modules read or give.
+    """
+    if has_hooks(network):
+        raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
+    return Watch(network)
 
 
 class Description:

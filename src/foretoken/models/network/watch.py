@@ -55,7 +55,6 @@ class Watch:
         modules = list(network.modules())
         self._parts: list[dict[str, Any]] = [part for m in modules for part in (m._modules, m._parameters)]
         self._hooks = [*GLOBAL_HOOKS, *(getattr(module, name) for module in modules for name in HOOKS)]
-        self._has_meta = any(tensor.is_meta for tensor in network.parameters())
         self._before = self._members()
         tensors = [*network.parameters(), *_saved_buffers(modules)]
         self._tensors = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta]
@@ -76,11 +75,9 @@ class Watch:
         return any(not torch.equal(torch.cat(views), before) for views, before in self._samples)
 
     def _members(self) -> list[int]:
-        members = [*map(len, self._parts)]
-        identity = _identity if self._has_meta else id
-        for part in filter(None, self._parts):
-            members.extend(map(identity, part.values()))
-        members.extend(map(id, _hooks(filter(None, self._hooks))))
+        members = [len(part) for part in self._parts]
+        members.extend(_identity(member) for part in self._parts for member in part.values())
+        members.extend(id(hook) for hook in _hooks(self._hooks))
         return members
 
     def _counts(self) -> list[int]:

@@ -38,6 +38,9 @@ class InflatedNetwork(Network):
         rows = super().extra_rows
         return None if rows is None else self.shape.widened(rows)
 
+    def native(self, plan: LayerPlan) -> None:
+        """Nothing: whoever runs the big network itself gets hidden states of its own width."""
+
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
         places = {name: self._place(name) for name in calls[0].taps}
         outputs = super().run_all([self._inside(call, tuple(dict.fromkeys(places.values()))) for call in calls])

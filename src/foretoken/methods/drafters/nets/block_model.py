@@ -62,6 +62,8 @@ class BlockModel(FeatureModel):
     model: BlockNet
     kind = _BlockForward
     native: NativeBlockNet | None
+    _guessing = range(0)
+    """Rows of the blocks of a call whose logits are asked for."""
 
     def _native(self) -> NativeBlockNet:
         return NativeBlockNet(self.model, self.parts.embed.weight, self.project)

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.pieces import BlockParts
-from foretoken.models.forward.native_parts import BestTokens, Description
+from foretoken.models.forward.native_parts import BestTokens, Description, watched
 from foretoken.models.linear.draft_packing import packed
 from foretoken.models.native import forward as native
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
-from foretoken.models.network.watch import Watch, has_hooks
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,8 @@ class NativeBlocks:
         Raises:
             NotCoveredError: something that the library does not have.
         """
-        if has_hooks(self.net):
-            raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
         pieces = self.pieces()
-        self._watch, self._description = Watch(self.net), Description()
+        self._watch, self._description = watched(self.net), Description()
         first = packed(*pieces.first)
         self.heads, self.inner = len(pieces.rest), first.shape[1]
         self.width = first.shape[0] // len(pieces.first)

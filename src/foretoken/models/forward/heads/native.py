@@ -24,13 +24,12 @@ from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.native_rows import NativeRows, stacked_mask
 from foretoken.models.forward.heads.pieces import HeadParts
-from foretoken.models.forward.native_parts import BestTokens, Description
+from foretoken.models.forward.native_parts import BestTokens, Description, watched
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.draft_packing import packed
 from foretoken.models.native import forward as native
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
-from foretoken.models.network.watch import Watch, has_hooks
 
 NOTHING = NotCoveredError("its network is of another kind")
 
@@ -82,15 +81,8 @@ class NativeHead(NativeRows):
     # -- the network as data -----------------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Take the weights as they are now.
-
-        Raises:
-            NotCoveredError: something that the library does not have.
-        """
-        if has_hooks(self.net):
-            raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
         pieces: HeadParts = self.net.pieces()
-        self._watch, self._description = Watch(self.net), Description()
+        self._watch, self._description = watched(self.net), Description()
         norm, product = self._description.norm, self._description.product
         layer = self._layer(pieces)
         layers = self._description.keep(native.array(native.LayerStruct, [layer]))
@@ -128,15 +120,6 @@ class NativeHead(NativeRows):
             *(product(packed(layer.q_proj, layer.k_proj, layer.v_proj)), product(packed(layer.o_proj)), *mlp),
             *(self.size[2] ** -0.5, 1.0, 0, 0, 0, native.SILU),
         )
-
-    def renew(self) -> None:
-        """Take the network as it is now, if it has changed.
-
-        Raises:
-            NotCoveredError: it is one that the library does not run.
-        """
-        if self._watch.has_changed():
-            self.describe()
 
     # -- a call ------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""A block network (DFlash and what is built on it) in two calls of our library a round: one keeps keys and values of
-the new places of a text in all layers, one runs the rows of a block and says the best tokens of every place.
+"""A block network (DFlash and what is built on it) in our library: a product makes places of the target's states, one
+call keeps their keys and values in all layers, and one runs the rows of a block and says the best tokens of each place.
 
 The network itself, run by PyTorch, is its twin.
 """
@@ -22,12 +22,11 @@ from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.native_rows import NativeRows, stacked_mask
 from foretoken.models.forward.heads.pieces import BlockNetParts, LayerParts
-from foretoken.models.forward.native_parts import BestTokens, Description
+from foretoken.models.forward.native_parts import BestTokens, Description, watched
 from foretoken.models.linear.draft_packing import packed
 from foretoken.models.native import forward as native
 from foretoken.models.native import why_not
 from foretoken.models.native.library import NotCoveredError
-from foretoken.models.network.watch import Watch, has_hooks
 
 LANES = 16
 """Channels of a group of a convolution come in whole vectors of the widest kind."""
@@ -73,15 +72,8 @@ class NativeBlockNet(NativeRows):
     # -- the network as data -----------------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Take the weights as they are now.
-
-        Raises:
-            NotCoveredError: something that the library does not have.
-        """
-        if has_hooks(self.net):
-            raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
         pieces: BlockNetParts = self.net.pieces()
-        self._watch, self._description = Watch(self.net), Description()
+        self._watch, self._description = watched(self.net), Description()
         norm, product = self._description.norm, self._description.product
         self.kinds = list(dict.fromkeys(zip(pieces.config.reaches, pieces.config.causals, strict=True)))
         kinds = [self.kinds.index(kind) for kind in zip(pieces.config.reaches, pieces.config.causals, strict=True)]
@@ -130,15 +122,6 @@ class NativeBlockNet(NativeRows):
         base = self._description.keep(convolution.base_kernel.detach().float().contiguous())
         kernels = self._description.product(packed(convolution.kernel_projection))
         return native.ConvolutionStruct(kernels, base.data_ptr(), convolution.taps, convolution.group)
-
-    def renew(self) -> None:
-        """Take the network as it is now, if it has changed.
-
-        Raises:
-            NotCoveredError: it is one that the library does not run.
-        """
-        if self._watch.has_changed():
-            self.describe()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.native import attention
 from foretoken.models.native import forward as native
 from foretoken.models.native.library import NotCoveredError
+from foretoken.models.network.watch import Watch
 
 TABLE = 8192
 """Positions whose cosines and sines are kept once they were asked for."""
@@ -25,8 +27,8 @@ Masks = Callable[[Sequence[int], Sequence[RowPlan], int], Sequence[Tensor | None
 ``None`` where they see all of them."""
 
 
-class NativeRows:
-    """Caches and rotary embeddings of a network's layers.
+class NativeRows(ABC):
+    """A network that the library runs: it follows its weights, and knows its caches and rotary embeddings.
 
     Args:
         config: with ``heads``, ``kv_heads``, ``head_dim`` and ``rope_theta``.
@@ -34,6 +36,8 @@ class NativeRows:
     Raises:
         NotCoveredError: heads of a size that the library does not have.
     """
+
+    _watch: Watch
 
     def __init__(self, config: Any) -> None:
         self.size = (config.heads, config.kv_heads, config.head_dim)
@@ -43,6 +47,23 @@ class NativeRows:
         self.frequencies = config.rope_theta**-exponents
         self._table = self._turned(torch.arange(0))
         self.like = torch.empty(config.kv_heads, 1, config.head_dim, dtype=torch.bfloat16)
+
+    @abstractmethod
+    def describe(self) -> None:
+        """Take the weights as they are now.
+
+        Raises:
+            NotCoveredError: something that the library does not have.
+        """
+
+    def renew(self) -> None:
+        """Take the network as it is now, if it has changed.
+
+        Raises:
+            NotCoveredError: it is one that the library does not run.
+        """
+        if self._watch.has_changed():
+            self.describe()
 
     def grouped(
         self, sequences: Sequence[Any], places: Sequence[RowPlan], masks: Masks
