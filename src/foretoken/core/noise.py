@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,19 +71,57 @@ def unseeded_from(seed: int) -> Iterator[None]:
         yield
 
 
+class Source(Protocol):
+    """What makes the numbers of noise."""
+
+    def exponentials(self, seed: int, position: int, size: int) -> Tensor:
+        """[size] float64, independent Exp(1) numbers: finite, positive, a function of their place and the arguments."""
+
+    def exponentials_of(self, seed: int, position: int, tokens: Tensor) -> Tensor:
+        """[n] those of tokens [n] (int64, in order) alone."""
+
+    def negative_logs(self, numbers: Tensor) -> Tensor:
+        """``-log`` of positive float64 numbers [n], in their place."""
+
+
+class NumPySource:
+    """The numbers by NumPy; :mod:`foretoken.models.native.noise` has them several times as fast."""
+
+    def exponentials(self, seed: int, position: int, size: int) -> Tensor:
+        # The position goes into the generator's counter, far above the words that count the numbers drawn.
+        source = np.random.Philox(key=seed, counter=[0, 0, position, 0])
+        bits = source.random_raw(size)
+        # 52 random bits k as the fraction of a double give 1 + k / 2**52, so u = (k + 1/2) / 2**52 lies inside (0, 1).
+        bits >>= np.uint64(12)
+        bits |= np.uint64(0x3FF0000000000000)
+        u = bits.view(np.float64)
+        u -= 1.0 - 2.0**-53
+        return self.negative_logs(torch.from_numpy(u))
+
+    def exponentials_of(self, seed: int, position: int, tokens: Tensor) -> Tensor:
+        return self.exponentials(seed, position, int(tokens[-1]) + 1 if len(tokens) else 0)[tokens]
+
+    def negative_logs(self, numbers: Tensor) -> Tensor:
+        values = numbers.numpy()  # NumPy's logarithm is faster than torch's on one thread
+        np.log(values, out=values)
+        np.negative(values, out=values)
+        return numbers
+
+
 class Noise:
     """The noise of one request.
 
     Args:
         seed: from 0 to 2**64 - 1.
+        source: what makes the numbers.
 
     Raises:
         ValueError: no such seed.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, source: Source | None = None) -> None:
         check_seed(seed)
-        self.seed = seed
+        self.seed, self.source = seed, source or NumPySource()
         self._kept: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def exponentials(self, position: int, size: int) -> Tensor:
@@ -91,16 +129,7 @@ class Noise:
 
         Finite and positive.  A function of the seed, the position and the token alone.
         """
-        # The position goes into the generator's counter, far above the words that count the numbers drawn.
-        source = np.random.Philox(key=self.seed, counter=[0, 0, position, 0])
-        bits = source.random_raw(size)
-        # 52 random bits k as the fraction of a double give 1 + k / 2**52, so u = (k + 1/2) / 2**52 lies inside (0, 1).
-        bits >>= np.uint64(12)
-        bits |= np.uint64(0x3FF0000000000000)
-        u = bits.view(np.float64)
-        u -= 1.0 - 2.0**-53
-        np.log(u, out=u)
-        return torch.from_numpy(np.negative(u, out=u))
+        return self.source.exponentials(self.seed, position, size)
 
     def gumbels(self, position: int, size: int, device: torch.device) -> Tensor:
         """[size] ``-log E``, what is added to log-probabilities before the largest is taken; float64 (float32 on mps).
@@ -116,10 +145,12 @@ class Noise:
             self._keep(position, noise)
         return noise
 
+    def gumbels_of(self, position: int, tokens: Tensor) -> Tensor:
+        """[n] those of tokens [n] (int64, in order) alone, on a CPU; not kept."""
+        return self.source.negative_logs(self.source.exponentials_of(self.seed, position, tokens))
+
     def _made(self, position: int, size: int) -> Tensor:
-        numbers = self.exponentials(position, size).numpy()
-        np.log(numbers, out=numbers)  # NumPy's is faster than torch's on one thread
-        return torch.from_numpy(np.negative(numbers, out=numbers))
+        return self.source.negative_logs(self.exponentials(position, size))
 
     def _keep(self, position: int, numbers: Tensor) -> None:
         while len(self._kept) >= max(KEPT_POSITIONS, KEPT_NUMBERS // len(numbers)):

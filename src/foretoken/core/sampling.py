@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from foretoken.core import (
     SamplingPipeline,
     argmaxes,
 )
+from foretoken.core.filters import filtered
 from foretoken.core.noise import Noise
 from foretoken.core.values import check_ids, check_real, check_whole
 
@@ -115,6 +117,7 @@ class Sampler:
         skipped: tokens at the beginning that the repetition penalty does not see (an encoder's input).
 
     Attributes:
+        cuts: whether a filter cuts tokens off.
         fixed: whether every prefix has one token that follows it, the largest of :meth:`ranking`.
     """
 
@@ -133,7 +136,7 @@ class Sampler:
             and not params.processors
         )
         self._plain = self._context_free and not params.logit_bias
-        self._filters = not self.greedy and any(getattr(params, name) != off for name, off in NO_FILTERS.items())
+        self.cuts = not self.greedy and any(getattr(params, name) != off for name, off in NO_FILTERS.items())
 
     @property
     def context_free(self) -> bool:
@@ -190,9 +193,19 @@ class Sampler:
         """``log_probs`` [N, V] plus the noise of the positions behind ``lengths``; as they are without noise."""
         if self.noise is None:
             return log_probs
+        if self.cuts and log_probs.device.type == "cpu":
+            return self._with_noise_of_kept(self.noise, log_probs, lengths)
         level = len(set(lengths)) == 1  # one position: one vector serves all rows
         rows = self.noise_rows(lengths[:1] if level else lengths, log_probs)
         return (rows[0][None] if level else torch.stack(rows)) + log_probs
+
+    def _with_noise_of_kept(self, noise: Noise, log_probs: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The same where few tokens are possible: making the noise of all takes longer than a small model's draft."""
+        rows = log_probs.double()
+        for row, length in zip(rows, lengths, strict=True):
+            kept = torch.from_numpy(np.flatnonzero(row.numpy() > -np.inf))
+            row[kept] += noise.gumbels_of(length - self.prompt_length, kept)
+        return rows
 
     def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
         """The noise [V] of the positions behind ``lengths``, for the vocabulary and the device of ``like`` [.., V]."""
@@ -237,11 +250,13 @@ class Sampler:
             best_of(scores)
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         distributions = torch.softmax(self._tempered(scores), -1)
-        return self._filtered(distributions) if self._filters else distributions
+        if not self.cuts:
+            return distributions
+        return filtered(distributions, self.params.top_k, self.params.top_p, self.params.min_p)
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         """Processed scores [N, V] -> log-probabilities [N, V], up to a constant per row; -inf for the impossible."""
-        return self._finish(scores).log_() if self._filters else self._tempered(scores)
+        return self._finish(scores).log_() if self.cuts else self._tempered(scores)
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """The same from logits [N, V], for a pipeline that is context-free."""
@@ -253,24 +268,6 @@ class Sampler:
             return scores
         # Shifted first, and never divided by what rounds to 0: a tiny temperature must not give inf - inf or 0 / 0.
         return (scores - best) / max(self.params.temperature, torch.finfo(scores.dtype).tiny)
-
-    def _filtered(self, distributions: Tensor) -> Tensor:
-        """Apply top-k, top-p, min-p to distributions [N, V] in Transformers' order, renormalising after each."""
-        params = self.params
-        if 0 < params.top_k < distributions.shape[-1]:
-            threshold = distributions.topk(params.top_k, -1).values[..., -1:]
-            distributions = _normalised(distributions.where(distributions >= threshold, 0.0))
-        if params.top_p < 1:
-            ordered, order = distributions.sort(dim=-1, descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered
-            keep = before < params.top_p
-            keep[..., 0] = True
-            distributions = _normalised(distributions.where(torch.zeros_like(keep).scatter(-1, order, keep), 0.0))
-        if params.min_p > 0:
-            distributions = _normalised(
-                distributions.where(distributions >= params.min_p * distributions.max(-1, keepdim=True).values, 0.0)
-            )
-        return distributions
 
 
 def fixed_tokens(
@@ -290,6 +287,10 @@ def fixed_tokens(
 def race(samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
     """[N, V] what their tokens are the largest of, all rows of all requests; arguments as for :func:`fixed_tokens`."""
     log_probs = samplers[0].log_probs(torch.cat(list(logits)))
+    if log_probs.device.type == "cpu":
+        parts = log_probs.split([*map(len, lengths)])
+        each = zip(samplers, parts, lengths, strict=True)
+        return torch.cat([sampler.with_noise(part, own) for sampler, part, own in each])
     noise = [
         row for sampler, each in zip(samplers, lengths, strict=True) for row in sampler.noise_rows(each, log_probs)
     ]
@@ -348,7 +349,3 @@ def _check_processed(given: Tensor, scores: Tensor) -> None:
     if float(best) == -torch.inf:
         raise NothingAllowedError("the request's rules leave no token that may follow")
     raise OptionError("logits_processor", "logits_processor gave NaN or inf: only finite scores and -inf can be used")
-
-
-def _normalised(weights: Tensor) -> Tensor:
-    return weights / weights.sum(-1, keepdim=True)

@@ -53,6 +53,9 @@ class SamplingPipeline(Protocol):
     def log_probs(self, logits: Tensor) -> Tensor:
         """[N, V] log-probabilities, up to a constant per row, where they depend on the logits alone."""
 
+    def with_noise(self, log_probs: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[N, V] the same plus the noise of the positions behind ``lengths``."""
+
     def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
         """The noise [V] of the tokens that follow texts of such lengths."""
 

@@ -16,6 +16,7 @@ from foretoken.engine.processors import AllowedTokens, BadWords, MinTokens, OfAn
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stopping import Stopper
 from foretoken.models.base import LanguageModel
+from foretoken.models.native.noise import noise_source
 
 
 def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Stopper:
@@ -51,7 +52,7 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     tokens = list(request.prompt)
     seed = _seed(request)
     # A string of a language is drawn as a whole, with one uniform: noise belongs to tokens.
-    noise = Noise(seed) if seed is not None and races and request.language is None else None
+    noise = Noise(seed, noise_source()) if seed is not None and races and request.language is None else None
     params = request.params if request.language is None else whole_params(request.params)
     # What an encoder reads is no part of the text whose tokens are penalised or processed.
     skipped = len(tokens) - len(target.answer_start) if target.answer_start else 0

@@ -220,7 +220,7 @@ class AheadDrafter(ModelDrafter):
         sampler = copy.copy(context.sampler)
         draws, races = not (sampler.fixed or self.draw == "greedy"), False
         if sampler.noise is not None:
-            sampler.noise, races = Noise(sampler.noise.seed), self.draw != "greedy"
+            sampler.noise, races = Noise(sampler.noise.seed, sampler.noise.source), self.draw != "greedy"
         uniforms = context.rng.uniforms(depth) if draws else []
         return Ahead(sampler, self._sequence(context, len(text)), text, tree.tokens[1:], depth, uniforms, races)
 

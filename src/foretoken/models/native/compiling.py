@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCES = [
     Path(__file__).with_name(f"{name}.cpp")
-    for name in ("attention", "bfloat16", "integers", "integers8", "forward", "blocks")
+    for name in ("attention", "bfloat16", "integers", "integers8", "forward", "blocks", "noise")
 ]
 HEADERS = [
     Path(__file__).with_name(f"{name}.h")
