@@ -6,66 +6,98 @@ all of it takes 6 to 20 ms there, as long as the forward of a small model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+LIKELY = 1e-4
+"""Tokens of at least this probability are looked at first: most often they are enough, and few."""
+ROUNDING = 1e-5
+"""More than sums of float32 probabilities are off by."""
+Row = np.ndarray[Any, np.dtype[Any]]
 
-def filtered(distributions: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Apply top-k, top-p and min-p to distributions [N, V] in Transformers' order, renormalising after each.
 
-    Args:
-        distributions: as the temperature leaves them.
+@dataclass(frozen=True)
+class Filters:
+    """What cuts tokens off, in Transformers' order; what is left is normalised after each.
+
+    Attributes:
         top_k: keep the k most likely tokens, and those that are as likely as the last of them; 0 keeps all.
         top_p: keep the most likely tokens up to this mass, of equally likely ones those of lower ids; 1 keeps all.
         min_p: drop tokens less likely than so many times the most likely one; 0 keeps all.
     """
 
-    def cut(rows: Tensor) -> Tensor:
-        return _cut(rows, top_k, top_p, min_p)
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
-    if distributions.device.type != "cpu":
-        return cut(distributions)
-    filtered = torch.zeros_like(distributions)
-    for row, result in zip(distributions.numpy(), filtered, strict=True):
-        _cut_candidates(row, result, _least(row, top_k, top_p, min_p), cut)
-    return filtered
+    def filtered(self, distributions: Tensor) -> Tensor:
+        """[N, V] what is left of distributions [N, V]."""
+        if distributions.device.type != "cpu":
+            return self._filtered(distributions)
+        left = torch.zeros_like(distributions)
+        for row, result in zip(distributions.numpy(), left.numpy(), strict=True):
+            ids, weights = self.kept(row)
+            result[ids] = weights
+        return left
 
+    def logs(self, distributions: Tensor) -> Tensor:
+        """[N, V] logarithms of what is left of distributions [N, V].  (That of 0 is slow: 4 ms for 150,000 zeros.)"""
+        if distributions.device.type != "cpu":
+            return self._filtered(distributions).log_()
+        left = torch.full_like(distributions, -torch.inf)
+        for row, result in zip(distributions.numpy(), left.numpy(), strict=True):
+            ids, weights = self.kept(row)
+            result[ids] = np.log(weights)
+        return left
 
-def _least(row: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
-    """A positive weight that all tokens which stay of a distribution [V] have: a bound that takes one pass."""
-    least = min_p * float(row.max()) / 2
-    if 0 < top_k < len(row):
-        least = float(np.partition(row, -top_k)[-top_k])
-    elif top_p < 1:  # all tokens below have less than half of the mass that may be left out
-        least = (1 - top_p) / (2 * len(row))
-    return max(least, float(np.finfo(row.dtype).smallest_subnormal))
+    def kept(self, row: Row) -> tuple[Row, Row]:
+        """The tokens that stay of a distribution [V], by their ids, and their probabilities."""
+        ids = np.flatnonzero(row >= self._least(row))
+        weights = row[ids]
+        if self.top_k > 0:
+            weights = weights / weights.sum()
+        if self.top_p < 1:
+            order = np.argsort(-weights, kind="stable")
+            ordered = weights[order]
+            before = ordered.cumsum(dtype=np.float64) - ordered
+            order = np.sort(order[: max(1, int(np.searchsorted(before, self.top_p)))])
+            ids, weights = ids[order], weights[order]
+            weights = weights / weights.sum()
+        if self.min_p > 0:
+            likely = weights >= self.min_p * weights.max()
+            ids, weights = ids[likely], weights[likely]
+            weights = weights / weights.sum()
+        return ids, weights
 
+    def _least(self, row: Row) -> float:
+        """A positive weight that every token which stays of a distribution [V] has at least; with top-k, no other."""
+        likely = row[row >= LIKELY]
+        least = self.min_p * float(row.max()) / 2
+        if 0 < self.top_k < len(row):
+            least = float(np.partition(likely if len(likely) >= self.top_k else row, -self.top_k)[-self.top_k])
+        elif self.top_p < 1:  # else all tokens below have less than half of the mass that may be left out
+            enough = float(likely.sum(dtype=np.float64)) > self.top_p + ROUNDING
+            least = LIKELY if enough else (1 - self.top_p) / (2 * len(row))
+        return max(least, float(np.finfo(row.dtype).smallest_subnormal))
 
-def _cut_candidates(row: np.ndarray, result: Tensor, least: float, cut: Callable[[Tensor], Tensor]) -> None:
-    """Cut the tokens of at least a weight, which are in the order of their ids, and put them into ``result`` [V]."""
-    ids = np.flatnonzero(row >= least)
-    result.numpy()[ids] = cut(torch.from_numpy(row[ids])[None])[0].numpy()
-
-
-def _cut(distributions: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The plain form, on distributions [N, V] or on what is left of them."""
-    if top_k > 0:
-        threshold = distributions.topk(min(top_k, distributions.shape[-1]), -1).values[..., -1:]
-        distributions = _normalised(distributions.where(distributions >= threshold, 0.0))
-    if top_p < 1:
-        ordered, order = distributions.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered
-        keep = before < top_p
-        keep[..., 0] = True
-        distributions = _normalised(distributions.where(torch.zeros_like(keep).scatter(-1, order, keep), 0.0))
-    if min_p > 0:
-        distributions = _normalised(
-            distributions.where(distributions >= min_p * distributions.max(-1, keepdim=True).values, 0.0)
-        )
-    return distributions
+    def _filtered(self, distributions: Tensor) -> Tensor:
+        """The plain form, for a device."""
+        if self.top_k > 0:
+            threshold = distributions.topk(min(self.top_k, distributions.shape[-1]), -1).values[..., -1:]
+            distributions = _normalised(distributions.where(distributions >= threshold, 0.0))
+        if self.top_p < 1:
+            ordered, order = distributions.sort(dim=-1, descending=True, stable=True)
+            keep = ordered.cumsum(-1) - ordered < self.top_p
+            keep[..., 0] = True
+            distributions = _normalised(distributions.where(torch.zeros_like(keep).scatter(-1, order, keep), 0.0))
+        if self.min_p > 0:
+            least = self.min_p * distributions.max(-1, keepdim=True).values
+            distributions = _normalised(distributions.where(distributions >= least, 0.0))
+        return distributions
 
 
 def _normalised(weights: Tensor) -> Tensor:

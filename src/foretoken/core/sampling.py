@@ -11,7 +11,8 @@ of largest logit: in both, the token after a prefix is fixed, whoever asks for i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from foretoken.core import (
     SamplingPipeline,
     argmaxes,
 )
-from foretoken.core.filters import filtered
+from foretoken.core.filters import Filters
 from foretoken.core.noise import Noise
 from foretoken.core.values import check_ids, check_real, check_whole
 
@@ -136,6 +137,7 @@ class Sampler:
             and not params.processors
         )
         self._plain = self._context_free and not params.logit_bias
+        self._filters = Filters(params.top_k, params.top_p, params.min_p)
         self.cuts = not self.greedy and any(getattr(params, name) != off for name, off in NO_FILTERS.items())
 
     @property
@@ -228,15 +230,16 @@ class Sampler:
             scores[ids] += torch.tensor(list(params.logit_bias.values()), dtype=scores.dtype, device=scores.device)
         written = prefix[self.skipped :]
         if params.repetition_penalty != 1.0 and written:
-            seen = torch.tensor(sorted(set(written)), device=scores.device)
+            seen = _ids(set(written), scores.device)
             value = scores[seen]
             scores[seen] = torch.where(value < 0, value * params.repetition_penalty, value / params.repetition_penalty)
         generated = prefix[self.prompt_length :]
         if generated and (params.presence_penalty or params.frequency_penalty):
-            counts = torch.bincount(torch.tensor(generated), minlength=len(scores)).to(scores)[: len(scores)]
-            scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+            counted = Counter(generated)
+            counts = _ids(counted.values(), scores.device).to(scores.dtype)
+            scores[_ids(counted, scores.device)] -= params.frequency_penalty * counts + params.presence_penalty
         if params.processors:
-            ids = torch.tensor([list(prefix)], dtype=torch.long, device=scores.device)
+            ids = _ids(prefix, scores.device)[None]
             batch = scores[None]
             for processor in params.processors:
                 batch = processor(ids, batch)
@@ -250,13 +253,12 @@ class Sampler:
             best_of(scores)
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         distributions = torch.softmax(self._tempered(scores), -1)
-        if not self.cuts:
-            return distributions
-        return filtered(distributions, self.params.top_k, self.params.top_p, self.params.min_p)
+        return self._filters.filtered(distributions) if self.cuts else distributions
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         """Processed scores [N, V] -> log-probabilities [N, V], up to a constant per row; -inf for the impossible."""
-        return self._finish(scores).log_() if self.cuts else self._tempered(scores)
+        tempered = self._tempered(scores)
+        return self._filters.logs(torch.softmax(tempered, -1)) if self.cuts else tempered
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """The same from logits [N, V], for a pipeline that is context-free."""
@@ -267,7 +269,12 @@ class Sampler:
         if self.params.temperature == 1.0:
             return scores
         # Shifted first, and never divided by what rounds to 0: a tiny temperature must not give inf - inf or 0 / 0.
-        return (scores - best) / max(self.params.temperature, torch.finfo(scores.dtype).tiny)
+        return (scores - best).div_(max(self.params.temperature, torch.finfo(scores.dtype).tiny))
+
+
+def _ids(numbers: Collection[int], device: torch.device) -> Tensor:
+    """[n] int64.  (Of 300 Python integers torch makes a tensor in 260 us, NumPy an array in 15.)"""
+    return torch.from_numpy(np.fromiter(numbers, np.int64, len(numbers))).to(device)
 
 
 def fixed_tokens(

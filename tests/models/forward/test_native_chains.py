@@ -11,7 +11,7 @@ from checkpoints import prompt_of
 from test_native_forward import _always_native, both, network
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Rng
+from foretoken.core import Budget, Context, Rng, TokenTree
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.methods.drafters.model import ModelDrafter
@@ -191,7 +191,7 @@ def contexts_of(modes: Sequence[str], sequences: Sequence[Any], drafter: Any) ->
     for i, (mode, sequence) in enumerate(zip(modes, sequences, strict=True)):
         params = SamplingParams(temperature=0.0 if mode == "greedy" else 0.9, top_p=0.8 if mode == "top_p" else 1.0)
         tokens = [*sequence.tokens, 3 + i]
-        sampler = Sampler(params, len(tokens) - 2, None if mode == "greedy" else Noise(i))
+        sampler = Sampler(params, len(tokens) - 2, None if mode in ("greedy", "drawn") else Noise(i))
         context = Context(i, tokens, len(tokens) - 2, sampler, Rng(i))
         context.sequence = sequence
         drafter.start(context)
@@ -199,13 +199,17 @@ def contexts_of(modes: Sequence[str], sequences: Sequence[Any], drafter: Any) ->
     return found
 
 
-@pytest.mark.parametrize("modes", [("greedy",) * 3, ("seeded",) * 3, ("greedy", "top_p", "seeded")], ids="-".join)
+@pytest.mark.parametrize(
+    "modes",
+    [("greedy",) * 3, ("seeded",) * 3, ("greedy", "top_p", "seeded"), ("drawn",) * 3, ("greedy", "drawn", "drawn")],
+    ids="-".join,
+)
 @pytest.mark.parametrize("kind", ["quantized", "quantized,vocab", "model"])
 def test_drafts_are_those_of_steps(kind: str, modes: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     target = model_of("llama")
     budgets = [Budget(6, 64), Budget(2, 64), Budget(64, 3)]
 
-    def drafts(use: bool) -> list[tuple[int, ...]]:
+    def drafts(use: bool) -> list[TokenTree]:
         with monkeypatch.context() as patched:
             if not use:
                 patched.setattr(HuggingFaceModel, "chains", lambda *_: None)
@@ -216,12 +220,13 @@ def test_drafts_are_those_of_steps(kind: str, modes: Sequence[str], monkeypatch:
                 if "vocab" in kind:
                     head = DraftHead(TargetParts(target), torch.arange(3, 80, 2))
                 drafter = QuantizedDrafter(target, bits="8", k=6, head=head)
-            trees = drafter.propose_batch(contexts_of(modes, texts_of(target), drafter), budgets)
-            return [tuple(tree.tokens) for tree in trees]
+            return drafter.propose_batch(contexts_of(modes, texts_of(target), drafter), budgets)  # type: ignore[no-any-return]
 
-    chains = drafts(True)
-    assert chains == drafts(False)
-    assert [len(tokens) for tokens in chains] == [7, 3, 4]
+    chains, steps = drafts(True), drafts(False)
+    assert [len(tree) for tree in chains] == [7, 3, 4]
+    for chain, step, mode in zip(chains, steps, modes, strict=True):
+        assert (chain.tokens, chain.q_rows) == (step.tokens, step.q_rows)
+        assert (chain.q is not None) == (mode == "drawn") and (chain.q is None or torch.equal(chain.q, step.q))
 
 
 def test_whoever_has_states_beside_its_tokens_or_is_cut_has_no_such_way() -> None:

@@ -7,7 +7,7 @@ Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318); trees b
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
-from foretoken.core.sampling import fixed_tokens
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, share_of_bytes
-from foretoken.methods.drafters.chains import grow_chains
+from foretoken.methods.drafters.chains import following, grow_chains
 from foretoken.methods.drafters.drawing import (
     best,
     distribution_of,
-    draw_each,
     draw_iid,
     draw_without_replacement,
     ranked,
@@ -239,33 +237,25 @@ class ModelDrafter(BatchDrafter):
     def _draw_together(self, trees: Sequence[Growing], logits: Sequence[Tensor]) -> None:
         """Draw the next token of all chains whose requests sample alike by one call; logits [1, V] for each.
 
-        One by one that takes longer to call than to run, and a draft model's round is short.  (An argmax is one call:
-        several at once were no faster.)  On a device all children of a level are chosen together.
+        (An argmax is one call: several at once were no faster.)  On a device all children of a level are chosen
+        together.
         """
         if not self.draws_together or (logits and is_large(logits[0])):
             return
         if logits and logits[0].device.type != "cpu":
             choose_together(trees, logits, self._width, self.draw == "iid")
             return
-        alike: dict[tuple[Hashable, bool], list[int]] = {}
+        chosen: list[int] = []
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
             plain = tree.draws or (tree.races and not tree.budget.asks_for_confidence)
-            recipe = tree.sampler.recipe if plain else None
-            if recipe is not None and tree.seen is None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1:
-                alike.setdefault((recipe, tree.races), []).append(index)
-        for (_, races), group in alike.items():
-            if len(group) > 1:
-                rows, chosen = [logits[index] for index in group], [trees[index] for index in group]
-                samplers = [tree.sampler for tree in chosen]
-                if races:
-                    drawn = fixed_tokens(samplers, rows, [[tree.length(tree.frontier[0])] for tree in chosen])
-                    for tree, tokens in zip(chosen, drawn, strict=True):
-                        tree.ready[tree.frontier[0]] = (None, tokens)
-                    continue
-                distributions = samplers[0].distributions(torch.cat(rows), None)
-                each = draw_each(distributions, [tree.context for tree in chosen])
-                for tree, distribution, token in zip(chosen, distributions, each, strict=True):
-                    tree.ready[tree.frontier[0]] = (distribution, [token])
+            is_chain = tree.seen is None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1
+            if plain and tree.sampler.context_free and is_chain:
+                chosen.append(index)
+        if len(chosen) > 1:
+            alike, rows = [trees[index] for index in chosen], [logits[index] for index in chosen]
+            lengths = [tree.length(tree.frontier[0]) for tree in alike]
+            for tree, (token, distribution) in zip(alike, following(alike, rows, lengths), strict=True):
+                tree.ready[tree.frontier[0]] = (distribution, [token])
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         """One draft forward for the trees that grow, a feed for each."""
