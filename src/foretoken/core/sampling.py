@@ -252,13 +252,16 @@ class Sampler:
         if self.greedy:
             best_of(scores)
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        if self.cuts and scores.device.type == "cpu":
+            return self._filters.filtered(scores, self.params.temperature)
         distributions = torch.softmax(self._tempered(scores), -1)
-        return self._filters.filtered(distributions) if self.cuts else distributions
+        return self._filters.cut(distributions) if self.cuts else distributions
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         """Processed scores [N, V] -> log-probabilities [N, V], up to a constant per row; -inf for the impossible."""
-        tempered = self._tempered(scores)
-        return self._filters.logs(torch.softmax(tempered, -1)) if self.cuts else tempered
+        if self.cuts and scores.device.type == "cpu":
+            return self._filters.logs(scores, self.params.temperature)
+        return self._finish(scores).log_() if self.cuts else self._tempered(scores)
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """The same from logits [N, V], for a pipeline that is context-free."""
@@ -302,6 +305,31 @@ def race(samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths
         row for sampler, each in zip(samplers, lengths, strict=True) for row in sampler.noise_rows(each, log_probs)
     ]
     return torch.stack(noise).add_(log_probs)
+
+
+DRAW_BLOCK = 256
+
+
+def draw_by_blocks(distribution: Tensor, u: float) -> int:
+    """Inverse-CDF draw from weights [V] on a CPU with a uniform ``u`` in [0, 1), never a token of zero weight.
+
+    First a block of tokens and then a token of it: a running sum of all is serial, .4 ms for 150,000 tokens.
+    """
+    weights = distribution.numpy()
+    whole = len(weights) // DRAW_BLOCK * DRAW_BLOCK
+    sums = np.append(weights[:whole].reshape(-1, DRAW_BLOCK).sum(1), weights[whole:].sum())
+    cdf = sums.cumsum(dtype=np.float64)
+    goal = cdf[-1] * u
+    block = _first_above(cdf, goal, sums)
+    start = block * DRAW_BLOCK
+    part = weights[start : start + DRAW_BLOCK]
+    return start + _first_above(part.cumsum(dtype=np.float64), goal - cdf[block - 1] if block else goal, part)
+
+
+def _first_above(cdf: np.ndarray[Any, Any], goal: float, weights: np.ndarray[Any, Any]) -> int:
+    """The first index whose running sum exceeds ``goal``; the last of positive weight where rounding leaves none."""
+    index = int(cdf.searchsorted(goal, side="right"))
+    return index if index < len(weights) and weights[index] > 0 else int(weights.nonzero()[0][-1])
 
 
 _LATER: ContextVar[list[Tensor] | None] = ContextVar("largest entries that are checked later", default=None)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.core import Context, NonFiniteLogitsError, SamplingPipeline
+from foretoken.core import Context, NonFiniteLogitsError, SamplingPipeline, is_large
+from foretoken.core.sampling import draw_by_blocks
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 
@@ -112,6 +113,8 @@ def draw_iid(distribution: Tensor, count: int, context: Context) -> list[int]:
 
 def drawn_at(distribution: Tensor, uniforms: Sequence[float]) -> list[int]:
     """What given uniforms draw from ``distribution`` [V]."""
+    if is_large(distribution):
+        return [draw_by_blocks(distribution, uniform) for uniform in uniforms]
     cdf = distribution.cumsum(0)
     points = torch.tensor(uniforms, dtype=distribution.dtype, device=distribution.device) * cdf[-1]
     drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(distribution) - 1)
@@ -122,6 +125,9 @@ def drawn_at(distribution: Tensor, uniforms: Sequence[float]) -> list[int]:
 def draw_each(distributions: Tensor, contexts: Sequence[Context]) -> list[int]:
     """A draw from each of the distributions [n, V], by the requests' own randomness: what :func:`draw_iid` draws, n at
     once."""
+    if is_large(distributions):
+        each = zip(distributions, contexts, strict=True)
+        return [draw_by_blocks(distribution, context.rng.uniform()) for distribution, context in each]
     cdf = distributions.cumsum(-1)
     points = torch.tensor(
         [context.rng.uniform() for context in contexts], dtype=distributions.dtype, device=distributions.device

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Kind, Rng, Scores, TokenTree, Verdict, is_large
+from foretoken.core.sampling import draw_by_blocks
 
 
 class Coins:
@@ -100,17 +101,12 @@ class Verifier(ABC):
         return False
 
 
-DRAW_BLOCK = 256
-
-
 def draw(distribution: Tensor, u: float) -> int:
     """Inverse-CDF draw from a distribution or unnormalised weights [V] with one uniform ``u`` in [0, 1).
 
     Never returns a token of zero weight.
     """
-    if (
-        distribution.device.type == "cpu" and len(distribution) > 65536
-    ):  # a running sum is serial: 0.4 ms for 150k tokens
+    if is_large(distribution):  # a running sum is serial: .4 ms for 150,000 tokens
         return draw_by_blocks(distribution, u)
     cdf = _cdf(distribution)
     return _pick(distribution, cdf, cdf[-1:] * u)
@@ -127,18 +123,6 @@ def draw_all(wanted: Sequence[tuple[Tensor, float]]) -> list[int]:
     tokens, weights = torch.cat((indices, distributions.gather(-1, indices)), -1).T.tolist()
     rounded = (not weight > 0.0 for weight in weights)  # up to the last step of the CDF
     return [draw(*one) if bad else int(token) for one, token, bad in zip(wanted, tokens, rounded, strict=True)]
-
-
-def draw_by_blocks(distribution: Tensor, u: float) -> int:
-    """:func:`draw` in two steps, a block of tokens and then a token of it: sums of blocks run in parallel."""
-    whole = len(distribution) // DRAW_BLOCK * DRAW_BLOCK
-    sums = torch.cat((distribution[:whole].view(-1, DRAW_BLOCK).sum(-1), distribution[whole:].sum(0, keepdim=True)))
-    cdf = _cdf(sums)
-    goal = cdf[-1:] * u
-    block = _pick(sums, cdf, goal)
-    start = block * DRAW_BLOCK
-    part = distribution[start : start + DRAW_BLOCK]
-    return start + _pick(part, _cdf(part), goal - cdf[block - 1] if block else goal)
 
 
 def _cdf(weights: Tensor) -> Tensor:
