@@ -13,11 +13,23 @@ from scipy.stats import chi2_contingency, chisquare, expon, kstest, norm
 from torch import Tensor
 
 from foretoken.core import noise as noise_module
-from foretoken.core.noise import SEEDS, Noise, check_seed, random_seed, samples_of, seeds_of
+from foretoken.core.noise import SEEDS, Noise, NumPySource, check_seed, random_seed, samples_of, seeds_of
+from foretoken.models.native import library
+from foretoken.models.native.noise import NativeSource, noise_source
 
 CPU = torch.device("cpu")
 FALSE_ALARM = 1e-4
 COUNT = 40_000
+
+
+@pytest.fixture(autouse=True, params=["NumPy", "native"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both sources of numbers."""
+    if request.param == "native":
+        if library.why_not() is not None:
+            pytest.skip(f"no kernels: {library.why_not()}")
+        monkeypatch.setattr(noise_module, "NumPySource", NativeSource)
+    return str(request.param)
 
 
 def gumbels(noise: Noise, position: int, size: int) -> Tensor:
@@ -48,6 +60,22 @@ def test_another_size_begins_with_the_same_numbers(position: int) -> None:
     for size in (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 64, 1000, 4096, 5002):
         assert torch.equal(Noise(3).exponentials(position, size), whole[:size])
         assert torch.equal(gumbels(Noise(3), position, size), raced[:size])
+
+
+def test_those_of_some_tokens(source: str) -> None:
+    tokens = torch.tensor([0, 1, 5, 6, 7, 4000, 40_001, 151_935])
+    for seed, position in product((0, SEEDS - 1), (0, 2**40)):
+        noise = Noise(seed)
+        wanted = noise.exponentials(position, 151_936)[tokens]
+        assert torch.equal(noise.source.exponentials_of(seed, position, tokens), wanted)
+        assert torch.equal(noise.gumbels_of(position, tokens), gumbels(noise, position, 151_936)[tokens])
+        assert len(noise.gumbels_of(position, tokens[:0])) == 0
+
+
+def test_sources_differ_in_the_last_bit_at_most() -> None:
+    for seed, position, size in ((3, 0, 7), (SEEDS - 1, 2**40, 200_001)):
+        one, other = (gumbels(Noise(seed, source), position, size) for source in (NumPySource(), noise_source()))
+        torch.testing.assert_close(one, other, rtol=5e-16, atol=5e-16)
 
 
 def test_torchs_generator_is_left_alone() -> None:
@@ -133,11 +161,22 @@ class Extreme:
         return np.array((self.bits * size)[:size], dtype=np.uint64)
 
 
-def test_the_extremes_are_finite_and_positive(monkeypatch: pytest.MonkeyPatch) -> None:
+EXTREMES = [53 * np.log(2), 2.0**-53, 53 * np.log(2), np.log(2), 53 * np.log(2)]
+
+
+def test_bits_become_numbers_inside_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np.random, "Philox", Extreme)
-    numbers, raced = Noise(0).exponentials(0, 5), gumbels(Noise(0), 0, 5)
-    assert bool((numbers > 0).all()) and bool(torch.isfinite(numbers).all()) and bool(torch.isfinite(raced).all())
-    assert numbers.tolist() == pytest.approx([53 * np.log(2), 2.0**-53, 53 * np.log(2), np.log(2), 53 * np.log(2)])
+    numbers = NumPySource().exponentials(0, 0, 5)
+    assert bool((numbers > 0).all()) and numbers.tolist() == pytest.approx(EXTREMES)
+
+
+def test_the_extremes_are_finite() -> None:
+    logs = Noise(0).source.negative_logs
+    numbers = logs(torch.tensor([2.0**-53, 1 - 2.0**-53, 0.5, 5e-17], dtype=torch.float64))
+    wanted = [53 * np.log(2), 2.0**-53, np.log(2), -np.log(5e-17)]
+    np.testing.assert_allclose(numbers.numpy(), wanted, rtol=4e-16)
+    raced = logs(numbers.clone())
+    np.testing.assert_allclose(raced.numpy(), -np.log(wanted), rtol=4e-16)
 
 
 # -- independence ----------------------------------------------------------------------------------------------------

@@ -222,7 +222,17 @@ def test_drafts_are_those_of_steps(kind: str, modes: Sequence[str], monkeypatch:
                 drafter = QuantizedDrafter(target, bits="8", k=6, head=head)
             return drafter.propose_batch(contexts_of(modes, texts_of(target), drafter), budgets)  # type: ignore[no-any-return]
 
+    calls: list[bool] = []
+
+    def counted(*arguments: Any) -> list[list[int]] | None:
+        chains = by_calls(*arguments)
+        calls.append(chains is not None)
+        return chains
+
+    by_calls = HuggingFaceModel.chains
+    monkeypatch.setattr(HuggingFaceModel, "chains", counted)
     chains, steps = drafts(True), drafts(False)
+    assert calls == [True]
     assert [len(tree) for tree in chains] == [7, 3, 4]
     for chain, step, mode in zip(chains, steps, modes, strict=True):
         assert (chain.tokens, chain.q_rows) == (step.tokens, step.q_rows)
