@@ -226,8 +226,8 @@ class Sampler:
         params = self.params
         given, scores = scores, scores.clone()
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=scores.device)
-            scores[ids] += torch.tensor(list(params.logit_bias.values()), dtype=scores.dtype, device=scores.device)
+            added = np.fromiter(params.logit_bias.values(), float, len(params.logit_bias))
+            scores[_ids(params.logit_bias, scores.device)] += torch.from_numpy(added).to(scores)
         written = prefix[self.skipped :]
         if params.repetition_penalty != 1.0 and written:
             seen = _ids(set(written), scores.device)

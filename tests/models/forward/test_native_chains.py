@@ -189,9 +189,11 @@ def contexts_of(modes: Sequence[str], sequences: Sequence[Any], drafter: Any) ->
     """Requests whose prompts the target has read."""
     found = []
     for i, (mode, sequence) in enumerate(zip(modes, sequences, strict=True)):
-        params = SamplingParams(temperature=0.0 if mode == "greedy" else 0.9, top_p=0.8 if mode == "top_p" else 1.0)
+        kind, _, penalty = mode.partition("+")
+        temperature, top_p = 0.0 if kind == "greedy" else 0.9, 0.8 if kind == "top_p" else 1.0
+        params = SamplingParams(temperature, top_p=top_p, repetition_penalty=1.7 if penalty else 1.0)
         tokens = [*sequence.tokens, 3 + i]
-        sampler = Sampler(params, len(tokens) - 2, None if mode in ("greedy", "drawn") else Noise(i))
+        sampler = Sampler(params, len(tokens) - 2, None if kind in ("greedy", "drawn") else Noise(i))
         context = Context(i, tokens, len(tokens) - 2, sampler, Rng(i))
         context.sequence = sequence
         drafter.start(context)
@@ -236,7 +238,7 @@ def test_drafts_are_those_of_steps(kind: str, modes: Sequence[str], monkeypatch:
     assert [len(tree) for tree in chains] == [7, 3, 4]
     for chain, step, mode in zip(chains, steps, modes, strict=True):
         assert (chain.tokens, chain.q_rows) == (step.tokens, step.q_rows)
-        assert (chain.q is not None) == (mode == "drawn") and (chain.q is None or torch.equal(chain.q, step.q))
+        assert (chain.q is not None) == mode.startswith("drawn") and (chain.q is None or torch.equal(chain.q, step.q))
 
 
 def test_whoever_has_states_beside_its_tokens_or_is_cut_has_no_such_way() -> None:

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from foretoken.core import argmaxes, is_large
 from foretoken.core.sampling import fixed_tokens
-from foretoken.methods.drafters.drawing import draw_each
+from foretoken.methods.drafters.drawing import distribution_of, draw_each, draw_iid, ranked
 from foretoken.methods.drafters.growing import Growing, widened
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.native_chain import Pick
 
-Next = tuple[int, Tensor | None]
-"""A token, and the distribution [V] that it was drawn from if it was drawn."""
+Next = tuple[int | None, Tensor | None]
+"""A token, ``None`` where the request lets nothing follow; and the distribution [V] that it was drawn from, if it was
+drawn."""
 
 
 def grow_chains(
@@ -42,50 +43,71 @@ def grow_chains(
         return False
     room = [1 + model.context_length - len(tree.text) for tree in trees]
     counts = [min(depth, tree.budget.max_depth, tree.most, most) for tree, most in zip(trees, room, strict=True)]
-    pick = None
-    drawn_from: list[list[Tensor | None]] = [[] for _ in trees]
-    if head is not None or any(tree.races or tree.draws for tree in trees):
+    drafts: list[list[Next]] = [[] for _ in trees]
 
-        def choose(active: Sequence[int], at: int, rows: Tensor) -> list[int]:
-            chosen = _chosen([trees[i] for i in active], at, rows, head, vocab_size)
-            for i, (_, distribution) in zip(active, chosen, strict=True):
-                drawn_from[i].append(distribution)
-            return [token for token, _ in chosen]
+    def choose(active: Sequence[int], at: int, rows: Tensor) -> list[int]:
+        logits = rows if head is None else head(rows)
+        chosen = _chosen([trees[i] for i in active], [drafts[i] for i in active], logits, head, vocab_size)
+        for i, each in zip(active, chosen, strict=True):
+            drafts[i].append(each)
+        return [token or 0 for token, _ in chosen]
 
-        pick = Pick(choose, states=head is not None)
-    chains = model.chains(feeds, counts, pick)
+    plain = head is None and not any(map(_asks_sampler, trees))
+    chains = model.chains(feeds, counts, None if plain else Pick(choose, states=head is not None))
     if chains is None:
         return False
-    for tree, chain, distributions in zip(trees, chains, drawn_from, strict=True):
-        for parent, token in enumerate(chain):
-            if tree.width(parent):
-                tree.add(parent, [token], distributions[parent] if tree.draws else None)
+    if plain:
+        drafts = [[(token, None) for token in chain] for chain in chains]
+    for tree, draft in zip(trees, drafts, strict=True):
+        for parent, (token, distribution) in enumerate(draft):
+            if token is None or not tree.width(parent):
+                break
+            tree.add(parent, [token], distribution)
     return True
 
 
 def _follows(tree: Growing) -> bool:
     """Whether every token is the one that follows the last: no choice of nodes, no stop."""
-    budget, sampler = tree.budget, tree.sampler
-    stops = budget.asks_for_confidence or budget.path_stop is not None
+    stops = tree.budget.asks_for_confidence or tree.budget.path_stop is not None
     chooses = tree.branches or tree.seen is not None
-    return sampler.context_free and (tree.draws or tree.races or sampler.greedy) and not (stops or chooses)
+    return (tree.draws or tree.races or tree.sampler.greedy) and not (stops or chooses)
 
 
-def _chosen(trees: Sequence[Growing], depth: int, rows: Tensor, head: DraftHead | None, vocab_size: int) -> list[Next]:
-    """The tokens behind ``depth`` drafts of each, from logits [n, V], or states [n, D] where there is a head."""
-    logits = rows if head is None else head(rows)
+def _asks_sampler(tree: Growing) -> bool:
+    """Whether the token that follows is not just the likeliest."""
+    return tree.races or tree.draws or not tree.sampler.context_free
+
+
+def _chosen(
+    trees: Sequence[Growing], drafts: Sequence[Sequence[Next]], logits: Tensor, head: DraftHead | None, vocab_size: int
+) -> list[Next]:
+    """The tokens behind the drafts of each, from logits [n, V'] of what can be guessed."""
+    asking = [i for i, tree in enumerate(trees) if _asks_sampler(tree)]
+    likeliest = [i for i, tree in enumerate(trees) if not _asks_sampler(tree)]
     chosen: dict[int, Next] = {}
-    freely = [i for i, tree in enumerate(trees) if tree.races or tree.draws]
-    likeliest = [i for i, tree in enumerate(trees) if not (tree.races or tree.draws)]
     if likeliest:
         best, _ = argmaxes(logits[likeliest])
         tokens = best if head is None else head.mapped(torch.tensor(best)).tolist()
         chosen |= {i: (token, None) for i, token in zip(likeliest, tokens, strict=True)}
-    if freely:
-        wide = widened(logits[freely] if head is None else head.widened(logits[freely]), vocab_size)
-        lengths = [len(trees[i].context.tokens) + depth for i in freely]
-        chosen |= zip(freely, following([trees[i] for i in freely], wide.split(1), lengths), strict=True)
+    if asking:
+        wide = widened(logits[asking] if head is None else head.widened(logits[asking]), vocab_size).split(1)
+        rows = dict(zip(asking, wide, strict=True))
+        alike = [i for i in asking if trees[i].sampler.context_free]
+        lengths = [len(trees[i].context.tokens) + len(drafts[i]) for i in alike]
+        chosen |= zip(alike, following([trees[i] for i in alike], [rows[i] for i in alike], lengths), strict=True)
+        chosen |= {i: _behind(trees[i], drafts[i], rows[i]) for i in asking if i not in chosen}
     return [chosen[i] for i in range(len(trees))]
+
+
+def _behind(tree: Growing, draft: Sequence[Next], row: Tensor) -> Next:
+    """The token behind a draft of a request whose pipeline reads the text before, from logits [1, V]."""
+    prefix = [*tree.context.tokens, *(token or 0 for token, _ in draft)]
+    if tree.draws:
+        distribution = distribution_of(tree.sampler, row[0], prefix)
+        return (None, None) if distribution is None else (*draw_iid(distribution, 1, tree.context), distribution)
+    ranking = ranked(tree.sampler, row, [len(prefix)], [prefix])
+    (token,), _ = argmaxes(ranking)
+    return (token if float(ranking[0, token]) > -torch.inf else None), None
 
 
 def following(trees: Sequence[Growing], logits: Sequence[Tensor], lengths: Sequence[int]) -> list[Next]:

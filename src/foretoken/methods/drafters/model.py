@@ -255,7 +255,7 @@ class ModelDrafter(BatchDrafter):
             alike, rows = [trees[index] for index in chosen], [logits[index] for index in chosen]
             lengths = [tree.length(tree.frontier[0]) for tree in alike]
             for tree, (token, distribution) in zip(alike, following(alike, rows, lengths), strict=True):
-                tree.ready[tree.frontier[0]] = (distribution, [token])
+                tree.ready[tree.frontier[0]] = (distribution, [] if token is None else [token])
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         """One draft forward for the trees that grow, a feed for each."""
