@@ -84,8 +84,12 @@ def write_library(level: str, file: Path) -> None:
         raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)")
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
-        for source, compiled in zip(SOURCES, objects, strict=True):
+
+        def compile_one(source: Path, compiled: str) -> None:
             run(program, *FLAGS, *LEVELS[level], "-fopenmp", "-c", str(source), "-o", compiled)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, SOURCES, objects))
         # Linked without OpenMP's library: its symbols are those that PyTorch has loaded.
         run(program, "-shared", "-s", *objects, "-o", str(file))
 
@@ -98,8 +102,8 @@ def write_all(folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = {level: folder / file_name(level) for level in LEVELS}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(write_library, files.keys(), files.values()))
+    for level, file in files.items():
+        write_library(level, file)
     lines = [f"{checksum(file)}  {file.name}\n" for file in files.values()]
     (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
