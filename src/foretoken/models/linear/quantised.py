@@ -27,6 +27,8 @@ from foretoken.models.native import integers
 
 MEASURED = 2048 * 4096
 """Most weights that a product is timed on: more than a cache holds, little enough for some milliseconds."""
+MOST_ROWS = 2**16
+"""Of such a weight: a layer that is ten wide would have a million."""
 NEVER = 2**62
 """So many rows no call has."""
 COPIES = 10
@@ -87,7 +89,7 @@ def fastest_draft_product(
 def _draft_times(
     fitting: tuple[type[QuantisedProduct], ...], width: int, group: int
 ) -> dict[type[QuantisedProduct], float]:
-    return measured(fitting, MEASURED // width, width, group, (1,))
+    return measured(fitting, min(MEASURED // width, MOST_ROWS), width, group, (1,))
 
 
 @cache
