@@ -227,7 +227,7 @@ class Sampler:
         given, scores = scores, scores.clone()
         if params.logit_bias:
             added = np.fromiter(params.logit_bias.values(), float, len(params.logit_bias))
-            scores[_ids(params.logit_bias, scores.device)] += torch.from_numpy(added).to(scores)
+            scores[_ids(params.logit_bias, scores.device)] += torch.from_numpy(added).to(scores.dtype).to(scores.device)
         written = prefix[self.skipped :]
         if params.repetition_penalty != 1.0 and written:
             seen = _ids(set(written), scores.device)

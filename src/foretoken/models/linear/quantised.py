@@ -27,7 +27,7 @@ from foretoken.models.native import integers
 
 MEASURED = 2048 * 4096
 """Most weights that a product is timed on: more than a cache holds, little enough for some milliseconds."""
-MOST_ROWS = 2**16
+MOST_ROWS = 2**17
 """Of such a weight: a layer that is ten wide would have a million."""
 NEVER = 2**62
 """So many rows no call has."""
