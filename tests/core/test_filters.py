@@ -18,6 +18,8 @@ FILTERS = {
     "top_k of one": Filters(top_k=1),
     "top_k of all": Filters(top_k=SIZE),
     "top_k beyond": Filters(top_k=10 * SIZE),
+    "top_k of all and top_p": Filters(top_k=SIZE, top_p=0.9),
+    "top_k beyond and top_p": Filters(top_k=10 * SIZE, top_p=0.5),
     "top_p": Filters(top_p=0.9),
     "little top_p": Filters(top_p=0.05),
     "much top_p": Filters(top_p=0.9999),
@@ -71,6 +73,12 @@ def test_float32_is_float64_but_for_rounding(name: str) -> None:
     left = FILTERS[name].filtered(scores_of("likely", torch.float32), 0.8)
     assert left.dtype == torch.float32
     assert float((left - wide).abs().sum(-1).max()) < 2e-5
+
+
+def test_scores_at_the_ends_of_float32_do_no_harm(recwarn: pytest.WarningsRecorder) -> None:
+    scores = torch.tensor([[3e38, -3e38, 3e38, -torch.inf]])
+    assert Filters(top_p=0.9).filtered(scores, 0.1).tolist() == [[0.5, 0.0, 0.5, 0.0]]
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -61,15 +61,15 @@ class Filters:
         best = scores.max()
         if not np.isfinite(best):
             raise NonFiniteLogitsError(NON_FINITE)
-        weights = scores - best
-        if temperature != 1:
-            with np.errstate(over="ignore"):  # to -inf
+        with np.errstate(over="ignore"):  # to -inf
+            weights = scores - best
+            if temperature != 1:
                 weights /= max(temperature, np.finfo(weights.dtype).tiny)
         np.exp(weights, out=weights)
         total = float(weights.sum())
         ids = np.flatnonzero(weights >= self._least(weights, total))
         weights = weights[ids] / total
-        if self.top_k > 0:
+        if 0 < self.top_k < len(scores):  # else ids may already lack tokens that count for top-p
             weights /= weights.sum()
         if self.top_p < 1:
             order = np.argsort(-weights, kind="stable")

@@ -296,6 +296,8 @@ def fixed_tokens(
 
 def race(samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
     """[N, V] what their tokens are the largest of, all rows of all requests; arguments as for :func:`fixed_tokens`."""
+    if len(samplers) == 1:
+        return samplers[0].with_noise(samplers[0].log_probs(logits[0]), lengths[0])
     log_probs = samplers[0].log_probs(torch.cat(list(logits)))
     if log_probs.device.type == "cpu":
         parts = log_probs.split([*map(len, lengths)])

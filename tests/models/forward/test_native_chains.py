@@ -241,6 +241,27 @@ def test_drafts_are_those_of_steps(kind: str, modes: Sequence[str], monkeypatch:
         assert (chain.q is not None) == mode.startswith("drawn") and (chain.q is None or torch.equal(chain.q, step.q))
 
 
+@pytest.mark.parametrize("mode", ["greedy", "drawn", "seeded"])
+def test_a_draft_ends_where_the_request_lets_nothing_follow(mode: str) -> None:
+    """And its rules are not asked about what they have ruled out."""
+    target = model_of("llama")
+    (text, *_) = texts_of(target)
+    asked: list[int] = []
+
+    def two_more(ids: Tensor, scores: Tensor) -> Tensor:
+        asked.append(ids.shape[1])
+        assert ids.shape[1] <= length + 2
+        return torch.full_like(scores, -torch.inf) if ids.shape[1] == length + 2 else scores
+
+    drafter = QuantizedDrafter(target, bits="8", k=6)
+    (context,) = contexts_of([mode], [text], drafter)
+    length = len(context.tokens)
+    params = SamplingParams(context.sampler.params.temperature, processors=(two_more,))
+    context.sampler = Sampler(params, length - 2, context.sampler.noise)
+    (tree,) = drafter.propose_batch([context], [Budget(6, 64)])
+    assert len(tree) == 3 and asked == [length, length + 1, length + 2]
+
+
 def test_whoever_has_states_beside_its_tokens_or_is_cut_has_no_such_way() -> None:
     model = model_of("llama")
     text = texts_of(model)[0]

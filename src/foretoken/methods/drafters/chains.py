@@ -101,7 +101,11 @@ def _chosen(
 
 def _behind(tree: Growing, draft: Sequence[Next], row: Tensor) -> Next:
     """The token behind a draft of a request whose pipeline reads the text before, from logits [1, V]."""
-    prefix = [*tree.context.tokens, *(token or 0 for token, _ in draft)]
+    prefix = [*tree.context.tokens]
+    for token, _ in draft:
+        if token is None:  # nothing follows, and the request's rules are not asked what comes behind it
+            return None, None
+        prefix.append(token)
     if tree.draws:
         distribution = distribution_of(tree.sampler, row[0], prefix)
         return (None, None) if distribution is None else (draw_iid(distribution, 1, tree.context)[0], distribution)
