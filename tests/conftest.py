@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import ssl
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -13,6 +16,9 @@ import torch
 import selection
 
 torch.set_num_threads(1)
+
+# Each of a thousand clients would read all certificates anew, and no test speaks TLS.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elsewhere = selection.in_other_parts(items, config.getoption("slow_part"))
     config.hook.pytest_deselected(items=[item for item in items if item in elsewhere])
     items[:] = [item for item in items if item not in elsewhere]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage needs to look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Annotated, Any
 
 import typer
 
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            code = app(args=None if argv is None else list(argv), prog_name="foretoken", standalone_mode=False)
+            code = _command()(args=None if argv is None else list(argv), prog_name="foretoken", standalone_mode=False)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:
@@ -100,6 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         print("interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+@cache
+def _command() -> Callable[..., Any]:
+    """What Typer makes of the functions, which it would make anew at every call."""
+    return typer.main.get_command(app)
 
 
 def _warn(message: Warning | str, *place: object, **more: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from foretoken.models.base import CapabilityError
@@ -31,8 +32,9 @@ def parameters_of(module: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(inspect.unwrap(type(module).forward)).parameters
 
 
+@lru_cache(maxsize=1024)
 def source_of(function: Any) -> str:
-    """The text of a function; empty where there is none."""
+    """The text of a function; empty where there is none.  Kept: finding it takes Python's tokenizer milliseconds."""
     try:
         return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
