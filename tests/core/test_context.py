@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from foretoken.core import Context, Rng
@@ -12,3 +13,16 @@ def test_the_samplers_old_name_works_and_says_so() -> None:
     context = Context(0, [1, 2], 2, Sampler(SamplingParams(), 0), Rng(0))
     with pytest.warns(DeprecationWarning, match=r"context\.sampler"):
         assert context.maker is context.sampler
+
+
+def test_all_bits_of_a_seed_count() -> None:
+    seeds = [7, 8, 7 + 2**32, 7 + 2**63, 2**64 - 1]
+    assert len({tuple(Rng(seed).uniforms(3)) for seed in seeds}) == len(seeds)
+    assert Rng(2**63).uniforms(300) == Rng(2**63).uniforms(300)
+
+
+def test_coins_are_no_noise() -> None:
+    """They come from the same kind of generator: with the same numbers a draft's coins would depend on its tokens."""
+    coins = set(Rng(7).uniforms(Rng.BLOCK))
+    raw = np.random.Philox(key=7, counter=[0, 0, 0, 0]).random_raw(4 * Rng.BLOCK)
+    assert not coins & {float(bits >> np.uint64(11)) * 2.0**-53 for bits in raw}

@@ -115,17 +115,14 @@ class Spelling:
     """The output is these tokens, and then an end, if there is one."""
 
     def __init__(self, tokens: Sequence[int], ends: Sequence[int] = ()) -> None:
-        self.tokens, self.ends, self.begin = list(tokens), frozenset(ends), 0
+        self.tokens, self.ends = list(tokens), frozenset(ends)
 
     @property
     def processor(self) -> Spelling:
         return self
 
-    def starts_at(self, prompt_length: int) -> None:
-        self.begin = prompt_length
-
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        output = input_ids[0, self.begin :].tolist()
+        output = input_ids[0].tolist()
         kept = torch.full_like(scores, -torch.inf)
         if output == self.tokens[: len(output)]:
             follow = [self.tokens[len(output)]] if len(output) < len(self.tokens) else sorted(self.ends)

@@ -48,18 +48,12 @@ class Letters:
 class Turns:
     """Even and odd tokens take turns, and every fourth one is forced: a grammar that needs no library."""
 
-    def __init__(self) -> None:
-        self.begin = 0
-
     @property
     def processor(self) -> Turns:
         return self
 
-    def starts_at(self, prompt_length: int) -> None:
-        self.begin = prompt_length
-
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        at = input_ids.shape[-1] - self.begin
+        at = input_ids.shape[-1]
         allowed = torch.arange(VOCAB) % 2 == at % 2 if at % 4 < 3 else torch.arange(VOCAB) == at % VOCAB
         return scores.masked_fill(~allowed, -torch.inf)
 

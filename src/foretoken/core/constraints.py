@@ -18,12 +18,13 @@ class CannotGoOn(ValueError):
 
 
 class Constraint(Protocol):
-    """A rule for one request's output.
+    """A rule for a request's output.
 
     Attributes:
-        processor: gives tokens that may not follow a prefix (prompt included) no probability; a pure function of
-            (prefix, scores), since it is called for the nodes of different branches.  After a prefix of which it knows
-            no continuation it may leave nothing.
+        processor: gives tokens that may not follow the output so far no probability; a pure function of (output
+            tokens [1, n] without the prompt, scores), since it is called for the nodes of different branches, and for
+            other requests between them where one constraint is given to several.  After an output of which it knows no
+            continuation it may leave nothing.
         ends: ids by which it says that nothing may follow; each of them ends the text.
     """
 
@@ -34,9 +35,6 @@ class Constraint(Protocol):
     @property
     def processor(self) -> LogitsProcessor:
         """See above."""
-
-    def starts_at(self, prompt_length: int) -> None:
-        """The output begins behind so many tokens."""
 
     def forced(self, output: Sequence[int]) -> list[int]:
         """Tokens that must follow these output tokens; none where there is a choice."""

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
+
+from foretoken.core.constraints import Constraint
+
+COINS = 1
+"""The upper half of the generator's key: noise has 0 there."""
 
 
 class Rng:
     """The randomness of one request: a stream of uniforms in [0, 1), each handed out once.
 
-    Drawn from a ``torch.Generator`` in float64 blocks, so that a uniform costs nanoseconds and no device sync.
+    Drawn in float64 blocks, so that a uniform costs nanoseconds and no device sync.  All 64 bits of a seed count (of
+    torch's generator on a CPU it would be 32), and none of the numbers is one of :class:`foretoken.core.noise.Noise`.
 
     Attributes:
         tests: every acceptance test that was made with them, as (u, chance), for a trace; ``None``: they are not kept.
@@ -24,13 +30,13 @@ class Rng:
 
     def __init__(self, seed: int) -> None:
         self.tests: list[tuple[float, float]] | None = None
-        self.generator = torch.Generator().manual_seed(seed)
+        self._numbers = np.random.Generator(np.random.Philox(key=seed + (COINS << 64)))
         self._block: list[float] = []
 
     def uniform(self) -> float:
         """A fresh uniform in [0, 1)."""
         if not self._block:
-            self._block = torch.rand(self.BLOCK, generator=self.generator, dtype=torch.float64).tolist()
+            self._block = self._numbers.random(self.BLOCK).tolist()
         return self._block.pop()
 
     def uniforms(self, count: int) -> list[float]:
@@ -55,7 +61,7 @@ class Context:
         sequence: the target's own sequence, for drafters that draft with the target (a ``SequenceState``).
         state: one slot per owner (a drafter or a controller keeps its own per-request state here).
         salt: drafts may be learned from other requests' texts only where this is the same.
-        forced: tokens that must follow given output tokens, where the request has a constraint.
+        constraint: what the output must look like, if that was asked for.
         texts: what drafters' models have read of the request (a ``DraftTexts``); theirs and the engine's business.
         beside: trees of members of a group that copy and were not asked this round, by member: the text that comes
             tells a controller what they are worth, and they are never scored.
@@ -73,7 +79,7 @@ class Context:
     state: dict[Any, Any] = field(default_factory=dict)
     max_length: int = 0
     salt: str = ""
-    forced: Callable[[Sequence[int]], list[int]] | None = None
+    constraint: Constraint | None = None
     texts: Any = None
     beside: Mapping[int, Any] = field(default_factory=dict)
 

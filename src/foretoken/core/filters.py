@@ -49,7 +49,8 @@ class Filters:
         left = torch.full_like(scores, -torch.inf)
         for row, result in zip(scores.numpy(), left.numpy(), strict=True):
             ids, weights = self.kept(row, temperature)
-            result[ids] = np.log(weights)
+            with np.errstate(divide="ignore"):  # the smallest weights may be 0 after they were divided
+                result[ids] = np.log(weights)
         return left
 
     def kept(self, scores: Row, temperature: float) -> tuple[Row, Row]:

@@ -63,9 +63,7 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     context.max_length = len(tokens) + request.max_new_tokens
     context.salt = request.cache_salt
     context.rng.tests = [] if request.explain else None
-    if request.constraint is not None:
-        request.constraint.starts_at(len(tokens))
-        context.forced = request.constraint.forced
+    context.constraint = request.constraint
     run = Running(request, context, stopper_of(request, target, tokenizer), seed=seed)
     if request.language is not None:
         ends = ends_of(request, target, tokenizer).ids
@@ -94,7 +92,7 @@ def rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> lis
     if request.bad_words:
         found.append(BadWords(request.bad_words))
     if request.constraint is not None:
-        found.append(request.constraint.processor)
+        found.append(OfAnswer(request.constraint.processor, len(request.prompt)))
     goes_on = request.ignore_eos and request.constraint is not None
     least = request.max_new_tokens if goes_on else request.min_tokens
     if least and ends:
@@ -116,8 +114,6 @@ def check_rules(request: Request, target: LanguageModel, tokenizer: Any | None) 
         )
     if allowed is None and not request.bad_words:
         return
-    if request.constraint is not None:
-        request.constraint.starts_at(len(request.prompt))
     scores = torch.zeros(1, target.vocab_size)
     ids = torch.tensor([list(request.prompt)])
     for rule in rules(request, target, tokenizer):

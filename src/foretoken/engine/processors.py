@@ -9,11 +9,13 @@ from torch import Tensor
 
 
 class OfAnswer:
-    """A processor that sees the answer alone: Transformers shows the decoder's text, not what the encoder reads.
+    """A processor that sees the answer alone.
+
+    Of a model with an encoder, Transformers shows processors the decoder's text; a constraint knows outputs only.
 
     Args:
-        processor: the caller's.
-        skipped: tokens of the text that are the encoder's.
+        processor: sees what is behind the skipped tokens.
+        skipped: tokens of the text that it does not see.
     """
 
     def __init__(self, processor: Callable[[Tensor, Tensor], Tensor], skipped: int) -> None:
@@ -51,13 +53,16 @@ class AllowedTokens:
 
     def __init__(self, allowed: Iterable[int], ends: Iterable[int]) -> None:
         self._allowed = frozenset(allowed) | frozenset(ends)
+        self._others: dict[tuple[int, torch.device], Tensor] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [1, V] in which everything else is impossible."""
-        kept = torch.full_like(scores, -torch.inf)
-        allowed = sorted(token for token in self._allowed if token < scores.shape[-1])
-        kept[:, allowed] = scores[:, allowed]
-        return kept
+        key = (scores.shape[-1], scores.device)
+        if key not in self._others:
+            others = torch.ones(key[0], dtype=torch.bool)
+            others[[token for token in self._allowed if token < key[0]]] = False
+            self._others[key] = others.to(scores.device)
+        return scores.masked_fill(self._others[key], -torch.inf)
 
 
 class BadWords:

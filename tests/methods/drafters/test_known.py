@@ -30,9 +30,6 @@ class Forcing:
     def processor(self) -> Any:
         return lambda ids, scores: scores
 
-    def starts_at(self, prompt_length: int) -> None:
-        self.begin = prompt_length
-
     ends: frozenset[int] = frozenset()
 
     def may_end(self, output: Sequence[int]) -> bool:

@@ -17,7 +17,7 @@ from foretoken.core import Budget, Context, Kind, Rng, TokenTree
 from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.methods.controllers.confidence import ConfidenceController
-from foretoken.methods.drafters.drawing import draw_each, draw_iid, draw_without_replacement
+from foretoken.methods.drafters.drawing import draw_each, draw_iid, draw_without_replacement, drawn_at
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.trees.expansion import parse_widths
 from foretoken.models.base import Feed, LanguageModel
@@ -412,6 +412,29 @@ def test_draws_made_together_are_those_made_alone() -> None:
                 for distribution, c in zip(distributions, contexts, strict=True)
             ]
             assert draw_each(distributions, contexts) == alone
+
+
+class Uniforms(Rng):
+    """These, one after another."""
+
+    def __init__(self, uniforms: Sequence[float]) -> None:
+        self._left = list(uniforms)[::-1]
+
+    def uniform(self) -> float:
+        return self._left.pop()
+
+
+@pytest.mark.parametrize("size", [32_000, 50_000])
+def test_every_token_of_a_large_vocabulary_can_be_drawn(size: int) -> None:
+    """By a uniform from the middle of its share: in float32 a sixth of them had none."""
+    q = torch.softmax(3 * torch.randn(size, generator=torch.Generator().manual_seed(0)), -1)
+    cdf = q.double().cumsum(0)
+    wanted = list(range(0, size, 53))
+    uniforms = [float((cdf[token] - q[token].double() / 2) / cdf[-1]) for token in wanted]
+    contexts = [Context(0, [0], 1, Sampler(T1, 1), Uniforms([uniform])) for uniform in uniforms]
+    assert drawn_at(q, uniforms) == wanted
+    assert draw_each(q.expand(len(wanted[:40]), -1), contexts[:40]) == wanted[:40]
+    assert [draw_without_replacement(q, 1, context)[0] for context in contexts[-40:]] == wanted[-40:]
 
 
 def test_a_batch_drafts_what_its_requests_draft_alone() -> None:

@@ -401,7 +401,7 @@ def mixed(seed: int) -> list[tuple[Verifier, Scores]]:
 def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when every vocabulary counts as large, where races are run one by one."""
     accepted = 0
-    for seed in range(0, 1000, 100):
+    for seed in range(0, 1200, 100):
         alone = [rule.verify(one.tree, one, Rng(i)) for i, (rule, one) in enumerate(mixed(seed))]
         with monkeypatch.context() as patch:
             if large:

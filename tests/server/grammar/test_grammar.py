@@ -17,6 +17,7 @@ jsonschema = pytest.importorskip("jsonschema")
 
 from foretoken.core import Budget, Context, Rng, Scores, TokenTree, Verdict  # noqa: E402
 from foretoken.core.sampling import Sampler, SamplingParams  # noqa: E402
+from foretoken.engine.processors import OfAnswer  # noqa: E402
 from foretoken.methods.drafters.base import Drafter, Traits  # noqa: E402
 from foretoken.methods.drafters.known import KnownDrafter  # noqa: E402
 from foretoken.server.grammar import compile_constraint  # noqa: E402
@@ -34,6 +35,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PROMPT = "A person as JSON: "
+NOTHING_YET = torch.zeros(1, 0, dtype=torch.long)
 
 
 @pytest.fixture(scope="module")
@@ -124,27 +126,37 @@ def test_a_batch_of_different_grammars(plain: Llm) -> None:
     assert together[1].text.lstrip().startswith("{")
 
 
+def test_one_constraint_for_several_requests(plain: Llm) -> None:
+    """Prompts of different lengths, and a stream that begins while another is written."""
+    prompts, options = ["A person: ", "Write one person as JSON and nothing else: "], {"max_new_tokens": 24}
+    alone = [plain.generate(one, constraint=constraint(plain), **options).token_ids for one in prompts]
+    shared = constraint(plain)
+    assert [one.token_ids for one in plain.generate(prompts, constraint=shared, **options)] == alone
+    first = plain.stream(prompts[0], constraint=shared, **options)
+    written = list(next(first).token_ids)
+    second = [token for part in plain.stream(prompts[1], constraint=shared, **options) for token in part.token_ids]
+    assert [[*written, *(token for part in first for token in part.token_ids)], second] == alone
+
+
 def test_every_prefix_is_answered_as_if_it_were_the_first(plain: Llm) -> None:
     """The processor is a pure function of the prefix: branches may be visited in any order."""
     moving = constraint(plain)
-    moving.starts_at(1)
     texts = ['{"name": "x", "age"', '{"name"', "", '{"name": "xy', '{"name": "x", "age": 1', "["]
     scores = torch.zeros(1, plain.target.vocab_size)
     for text in [*texts, *reversed(texts)]:
-        ids = [0, *plain.tokenizer(text, add_special_tokens=False)["input_ids"]]  # type: ignore[misc]
+        ids = plain.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
         fresh = constraint(plain)
-        fresh.starts_at(1)
-        wanted = fresh(torch.tensor([ids]), scores)
-        assert torch.equal(moving(torch.tensor([ids]), scores), wanted)
+        output = torch.tensor([ids], dtype=torch.long)
+        wanted = fresh(output, scores)
+        assert torch.equal(moving(output, scores), wanted)
         assert torch.isfinite(wanted).any()
 
 
 def test_a_grammar_by_enumeration(plain: Llm) -> None:
     """The distribution is the target's own, restricted to what may follow and normalised."""
     made = constraint(plain, "regex", "(ab|ac|b)")
-    made.starts_at(1)
     scores = torch.randn(1, plain.target.vocab_size)
-    kept = made(torch.tensor([[7]]), scores)
+    kept = made(NOTHING_YET, scores)
     allowed = {plain.tokenizer.decode([i]) for i in torch.isfinite(kept[0]).nonzero().flatten().tolist()}  # type: ignore[union-attr]
     assert allowed == {"a", "b", "ab", "ac"}
     inside = torch.isfinite(kept)
@@ -154,8 +166,7 @@ def test_a_grammar_by_enumeration(plain: Llm) -> None:
 def test_logits_that_are_wider_than_the_tokenizer(plain: Llm) -> None:
     wide = plain.target.vocab_size + 100
     made = compile_constraint("regex", "[a-z]+", plain.tokenizer, wide)
-    made.starts_at(1)
-    kept = made(torch.tensor([[7]]), torch.zeros(1, wide))
+    kept = made(NOTHING_YET, torch.zeros(1, wide))
     assert not torch.isfinite(kept[0, plain.target.vocab_size :]).any()
 
 
@@ -252,9 +263,8 @@ def test_guesses_that_the_grammar_refuses_are_cut(plain: Llm) -> None:
     made = constraint(plain, "regex", "(hello, world|hello, moon|x)")
     inner = Guessing(good, bad)
     known = KnownDrafter(inner)
-    made.starts_at(1)
-    sampler = Sampler(SamplingParams(processors=(made.processor,)), 1)
-    context = Context(0, [7], 1, sampler, Rng(0), forced=made.forced)
+    sampler = Sampler(SamplingParams(processors=(OfAnswer(made.processor, 1),)), 1)
+    context = Context(0, [7], 1, sampler, Rng(0), constraint=made)
     tree = known.propose(context, Budget(max_depth=2, max_nodes=8))
     assert list(tree.tokens[1:]) == [*good[:2], 5] and list(tree.probes) == [False, False, False, True]
     free = Context(1, [7], 1, Sampler(SamplingParams(), 1), Rng(0))

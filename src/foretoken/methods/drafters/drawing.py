@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Context, NonFiniteLogitsError, SamplingPipeline, is_large
-from foretoken.core.sampling import draw_by_blocks
+from foretoken.core.sampling import draw_by_blocks, running_sums
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 
@@ -115,8 +115,8 @@ def drawn_at(distribution: Tensor, uniforms: Sequence[float]) -> list[int]:
     """What given uniforms draw from ``distribution`` [V]."""
     if is_large(distribution):
         return [draw_by_blocks(distribution, uniform) for uniform in uniforms]
-    cdf = distribution.cumsum(0)
-    points = torch.tensor(uniforms, dtype=distribution.dtype, device=distribution.device) * cdf[-1]
+    cdf = running_sums(distribution)
+    points = torch.tensor(uniforms, dtype=cdf.dtype, device=cdf.device) * cdf[-1]
     drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(distribution) - 1)
     found: list[int] = _positive(distribution, drawn).tolist()
     return found
@@ -128,10 +128,8 @@ def draw_each(distributions: Tensor, contexts: Sequence[Context]) -> list[int]:
     if is_large(distributions):
         each = zip(distributions, contexts, strict=True)
         return [draw_by_blocks(distribution, context.rng.uniform()) for distribution, context in each]
-    cdf = distributions.cumsum(-1)
-    points = torch.tensor(
-        [context.rng.uniform() for context in contexts], dtype=distributions.dtype, device=distributions.device
-    )
+    cdf = running_sums(distributions)
+    points = torch.tensor([context.rng.uniform() for context in contexts], dtype=cdf.dtype, device=cdf.device)
     drawn = torch.searchsorted(cdf, points[:, None] * cdf[:, -1:], right=True).clamp_(max=distributions.shape[-1] - 1)
     found: list[int] = drawn[:, 0].tolist()
     for index, weight in enumerate(distributions.gather(-1, drawn)[:, 0].tolist()):
@@ -160,7 +158,7 @@ def draw_without_replacement(distribution: Tensor, count: int, context: Context)
     rest = distribution.clone()
     chosen: list[int] = []
     for _ in range(count):
-        cdf = rest.cumsum(0)
+        cdf = running_sums(rest)
         total = cdf[-1]
         if float(total) <= torch.finfo(distribution.dtype).tiny:
             break

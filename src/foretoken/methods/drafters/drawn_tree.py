@@ -97,7 +97,7 @@ class DrawnTree:
 
     def prefix(self, node: int) -> Sequence[int]:
         """The text and the path, where a distribution depends on them."""
-        return () if self.sampler.context_free else (*self.context.tokens, *self.path_of[node])
+        return () if self.sampler.context_free else [*self.context.tokens, *self.path_of[node]]
 
     def add(self, node: int, tokens: Sequence[int], distribution: Tensor | None = None) -> range:
         """Children of a node, and what they were drawn from [V] if they were drawn; their numbers."""

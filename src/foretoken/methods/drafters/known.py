@@ -20,7 +20,7 @@ from foretoken.methods.trees.operations import select
 
 @runtime_checkable
 class Rule(Protocol):
-    """A processor of logits that knows which tokens it lets through."""
+    """A constraint that knows which drafts it lets through."""
 
     def fits(self, output: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the drafts may follow the output one after the other."""
@@ -120,8 +120,8 @@ class KnownDrafter(GroupDrafter):
 
     def _known(self, context: Context) -> tuple[list[int], bool]:
         """Tokens that are known to follow, and whether the caller said so."""
-        if context.forced is not None:
-            forced = context.forced(context.tokens[context.prompt_length :])
+        if context.constraint is not None:
+            forced = context.constraint.forced(context.tokens[context.prompt_length :])
             if forced:
                 return forced[: self.k], False
         if not (self.prediction.default if context.prediction is None else context.prediction):
@@ -142,13 +142,9 @@ def _allowed(tree: TokenTree, context: Context) -> TokenTree:
     Points are guesses that depend on the text alone, so any of them may be left out.  Draws may not be chosen among,
     and need no cut: they were made through the same grammar.
     """
-    if tree.kind is not Kind.POINT or len(tree) == 1 or context.forced is None:
+    if tree.kind is not Kind.POINT or len(tree) == 1 or not isinstance(context.constraint, Rule):
         return tree
-    rules = [one for one in context.sampler.params.processors if isinstance(one, Rule)]
-    output = context.tokens[context.prompt_length :]
-    for rule in rules:
-        tree = _fitting(tree, rule, output)
-    return tree
+    return _fitting(tree, context.constraint, context.tokens[context.prompt_length :])
 
 
 def _fitting(tree: TokenTree, rule: Rule, output: Sequence[int]) -> TokenTree:

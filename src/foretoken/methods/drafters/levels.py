@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.core import NON_FINITE, NonFiniteLogitsError
 from foretoken.core.noise import send_together
-from foretoken.core.sampling import checks_later, race
+from foretoken.core.sampling import checks_later, race, running_sums
 from foretoken.core.transfers import read_together
 from foretoken.methods.drafters.drawing import draw_iid, draw_without_replacement, last_possible, log_beliefs
 from foretoken.methods.drafters.dynamic import WIDTH
@@ -172,8 +172,8 @@ def _drawn_there(level: Sequence[_Rows]) -> list[Tensor]:
         return []
     rows = torch.cat([_ranking(one)[: _count(one)] for one in level])
     uniforms = [one.tree.context.rng.uniform() for one in level for _ in range(_count(one))]
-    cdf = rows.cumsum(-1)
-    points = torch.tensor(uniforms, dtype=rows.dtype, device=rows.device)[:, None] * cdf[:, -1:]
+    cdf = running_sums(rows)
+    points = torch.tensor(uniforms, dtype=cdf.dtype, device=cdf.device)[:, None] * cdf[:, -1:]
     tokens = torch.searchsorted(cdf, points, right=True).clamp_(max=rows.shape[-1] - 1)
     return [tokens[:, 0], rows.gather(-1, tokens)[:, 0]]
 

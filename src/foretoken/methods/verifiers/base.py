@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Kind, Rng, Scores, TokenTree, Verdict, is_large
-from foretoken.core.sampling import draw_by_blocks
+from foretoken.core.sampling import draw_by_blocks, running_sums
 
 
 class Coins:
@@ -108,7 +108,7 @@ def draw(distribution: Tensor, u: float) -> int:
     """
     if is_large(distribution):  # a running sum is serial: .4 ms for 150,000 tokens
         return draw_by_blocks(distribution, u)
-    cdf = _cdf(distribution)
+    cdf = running_sums(distribution)
     return _pick(distribution, cdf, cdf[-1:] * u)
 
 
@@ -117,17 +117,12 @@ def draw_all(wanted: Sequence[tuple[Tensor, float]]) -> list[int]:
     if len(wanted) < 2 or is_large(wanted[0][0]):
         return [draw(distribution, u) for distribution, u in wanted]
     distributions = torch.stack([distribution for distribution, _ in wanted])
-    cdf = _cdf(distributions)
+    cdf = running_sums(distributions)
     goal = cdf[:, -1] * torch.tensor([u for _, u in wanted], dtype=cdf.dtype, device=cdf.device)
     indices = torch.searchsorted(cdf, goal[:, None], right=True).clamp_(max=distributions.shape[-1] - 1)
     tokens, weights = torch.cat((indices, distributions.gather(-1, indices)), -1).T.tolist()
     rounded = (not weight > 0.0 for weight in weights)  # up to the last step of the CDF
     return [draw(*one) if bad else int(token) for one, token, bad in zip(wanted, tokens, rounded, strict=True)]
-
-
-def _cdf(weights: Tensor) -> Tensor:
-    # In float32 the steps of the CDF are multiples of 6e-8: too coarse for the tail of a vocabulary of 150k.
-    return weights.cumsum(-1) if weights.device.type == "mps" else weights.cumsum(-1, dtype=torch.float64)
 
 
 def _pick(weights: Tensor, cdf: Tensor, goal: Tensor) -> int:

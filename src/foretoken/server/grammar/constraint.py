@@ -32,7 +32,6 @@ class GrammarConstraint:
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self.ends = matcher, vocab_size, ends
         self._text: list[int] = []
-        self._begin = 0
         self._lock = threading.Lock()
 
     @property
@@ -40,22 +39,18 @@ class GrammarConstraint:
         """The constraint itself."""
         return self
 
-    def starts_at(self, prompt_length: int) -> None:
-        """The output begins behind so many tokens."""
-        self._begin = prompt_length
-
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [1, V] in which tokens that may not follow are impossible.
+        """Scores [1, V] in which tokens that may not follow the output [1, n] are impossible.
 
-        A prefix that breaks the grammar (a node below a draft that was refused) gets the end of the text: its
-        distribution is never drawn from, but it must be one.  A prefix that keeps to the grammar may be left with
+        An output that breaks the grammar (a node below a draft that was refused) gets the end of the text: its
+        distribution is never drawn from, but it must be one.  One that keeps to the grammar may be left with
         nothing, where others have ruled out what the grammar asks for.
 
         Raises:
             CannotGoOn: following the grammar costs more than is allowed; the text so far says nothing about it.
         """
         with self._lock:
-            fits, allowed = self._allowed(input_ids[0, self._begin :].tolist())
+            fits, allowed = self._allowed(input_ids[0].tolist())
         mask = torch.from_numpy(allowed).to(scores.device)
         width = min(scores.shape[-1], len(allowed))
         kept = torch.full_like(scores, -torch.inf)

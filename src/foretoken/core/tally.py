@@ -1,0 +1,73 @@
+"""Which tokens a text holds and how often, for penalties and processors, which ask about every node of a tree.
+
+The nodes' texts have all but a few tokens in common.  That part is counted once, when it has grown by some tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+AHEAD = 32
+"""Tokens at the end of a text that are counted anew each time: a draft may be refused, and counted no more."""
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Tally:
+    """The tokens of one request's texts.
+
+    Args:
+        begin: tokens before it are not counted.
+    """
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self._forget()
+
+    def _forget(self) -> None:
+        self._text: list[int] = []
+        self._ids: Numbers = np.empty(0, np.int64)
+        self._rows: dict[int, int] = {}  # where each token stands in the two arrays below
+        self._tokens: Numbers = np.empty(0, np.int64)
+        self._counts: Numbers = np.empty(0, np.int64)
+
+    def ids(self, text: Sequence[int]) -> Numbers:
+        """[n] all tokens of a text."""
+        behind = self._behind(text)
+        return np.concatenate([self._ids, _numbers(behind)])
+
+    def counts(self, text: Sequence[int]) -> tuple[Numbers, Numbers]:
+        """[m] the different tokens of a text behind ``begin``, and [m] how often they are there."""
+        behind = self._behind(text)
+        new = Counter(behind[max(0, self.begin - len(self._text)) :])
+        counts = self._counts.copy()
+        for token in [token for token in new if token in self._rows]:
+            counts[self._rows[token]] += new.pop(token)
+        return np.concatenate([self._tokens, _numbers(list(new))]), np.concatenate([counts, _numbers([*new.values()])])
+
+    def _behind(self, text: Sequence[int]) -> list[int]:
+        """What follows the part of a text that is counted, which grows with the text."""
+        known = len(self._text)
+        head = text[:known]
+        if (head if isinstance(head, list) else list(head)) != self._text:
+            self._forget()
+            known = 0
+        if len(text) - known > 2 * AHEAD:
+            self._add(list(text[known : len(text) - AHEAD]))
+            known = len(self._text)
+        return list(text[known:])
+
+    def _add(self, tokens: list[int]) -> None:
+        counted = Counter(dict(zip(self._rows, self._counts.tolist(), strict=True)))
+        counted.update(tokens[max(0, self.begin - len(self._text)) :])
+        self._text += tokens
+        self._ids = np.concatenate([self._ids, _numbers(tokens)])
+        self._rows = {token: row for row, token in enumerate(counted)}
+        self._tokens, self._counts = _numbers(list(counted)), _numbers(list(counted.values()))
+
+
+def _numbers(tokens: list[int]) -> Numbers:
+    return np.fromiter(tokens, np.int64, len(tokens))
