@@ -154,6 +154,23 @@ def test_offsets_never_pass_the_text(server: Running, more: dict[str, Any], stre
             assert whole[offset] == token
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("stop", ["a long stop string", slice(10, 18), slice(9, 17), None])
+def test_a_stream_has_the_values_of_one_piece(server: Running, stop: str | slice | None, kept: bool) -> None:
+    """Also where text waits for a stop string, which then never comes, or cuts off several tokens."""
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "logprobs": 1}
+    text = server.complete(**asked)["choices"][0]["text"]
+    if stop is not None:
+        asked |= {"stop": [text[stop] if isinstance(stop, slice) else stop], "include_stop_str_in_output": kept}
+    whole = server.complete(**asked)["choices"][0]
+    lines = server.post("/v1/completions", prompt="def fib(n):", stream=True, **asked).text.splitlines()
+    choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    for name in ("tokens", "text_offset"):
+        told = list(itertools.chain.from_iterable(choice["logprobs"][name] for choice in choices))
+        assert told == whole["logprobs"][name]
+
+
 def test_bytes_add_up_to_the_text(server: Running) -> None:
     pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
     text = "a\u4f60b\U0001f600"

@@ -38,6 +38,7 @@ class _Completions(Choices):
         prompts: token ids, one list per prompt.
         unwritten: whether only the prompt's own values are wanted (``max_tokens: 0``).
         offsets, sent: of each streamed choice, where tokens begin and how much of its text was sent.
+        untold: of each streamed choice, tokens whose text is held back: id, value, and where it begins.
     """
 
     body: CompletionRequest
@@ -51,6 +52,7 @@ class _Completions(Choices):
         self.answer = Answer(serving, http, body, "text_completion")
         self.offsets: list[Offsets] = []
         self.sent: list[int] = []
+        self.untold: list[list[tuple[int, TokenLogprobs, int]]] = []
 
     def _check(self) -> None:
         body = self.body
@@ -132,10 +134,10 @@ class _Completions(Choices):
             return None
         tokenizer = self.serving.llm.tokenizer
         found: list[TokenLogprobs | None] = [*(output.logprobs or ())][: len(ids)]
-        offsets = Offsets(tokenizer, before).push(ids, whole)
+        offsets = [min(begin, whole) for begin in Offsets(tokenizer, before).push(ids)]
         if self.body.echo:
             found = [*(output.prompt_logprobs or ()), *found]
-            offsets = [*Offsets(tokenizer).push(prompt, before), *offsets]
+            offsets = [*(min(begin, before) for begin in Offsets(tokenizer).push(prompt)), *offsets]
             ids = [*prompt, *ids]
         return completion_logprobs(found, ids, self.texts, self.body.logprobs, offsets)
 
@@ -153,6 +155,7 @@ class _Completions(Choices):
             text = self._prompt_text(self._prompt(index)) if self.body.echo else ""
             self.offsets.append(Offsets(self.serving.llm.tokenizer, len(text)))
             self.sent.append(len(text))
+            self.untold.append([])
             if self.body.echo:
                 yield {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
@@ -160,16 +163,25 @@ class _Completions(Choices):
         body = self.body
         if self.unwritten:
             return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason(piece.finish_reason)}
-        values = None
-        if body.logprobs is not None:
-            self.sent[index] += len(piece.text)
-            offsets = self.offsets[index].push(piece.token_ids, self.sent[index])
-            values = completion_logprobs(piece.logprobs, piece.token_ids, self.texts, body.logprobs, offsets)
         return {
             "index": index,
             "text": piece.text,
-            "logprobs": values,
+            "logprobs": None if body.logprobs is None else self._values(index, piece, body.logprobs),
             "finish_reason": finish_reason(piece.finish_reason),
             "stop_reason": piece.stop_reason,
             **self.told(piece.token_ids, piece),
         }
+
+    def _values(self, index: int, piece: Piece, count: int) -> dict[str, Any]:
+        """Values of the tokens that begin in what was sent.
+
+        The others wait for their text: a stop string that cuts it off also says where they begin.
+        """
+        begins = self.offsets[index].push(piece.token_ids)
+        untold = [*self.untold[index], *zip(piece.token_ids, piece.logprobs, begins, strict=True)]
+        self.sent[index] += len(piece.text)
+        sent = self.sent[index]
+        ready = sum(begin <= sent for _, _, begin in untold) if piece.finish_reason is None else len(untold)
+        told, self.untold[index] = untold[:ready], untold[ready:]
+        offsets = [min(begin, sent) for _, _, begin in told]
+        return completion_logprobs([one[1] for one in told], [one[0] for one in told], self.texts, count, offsets)

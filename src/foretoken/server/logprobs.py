@@ -67,16 +67,14 @@ class Offsets:
     def __init__(self, tokenizer: Any | None, start: int = 0) -> None:
         self._text, self._start = Detokenizer(tokenizer), start
 
-    def push(self, ids: Sequence[int], most: int) -> list[int]:
-        """Offsets of the next tokens; special tokens have no text, and what a stop string cuts off begins at the end.
+    def push(self, ids: Sequence[int]) -> list[int]:
+        """Offsets of the next tokens in characters; special tokens have no text.
 
-        Args:
-            ids: the tokens.
-            most: length of the whole text so far, as it was sent.
+        They may pass the end of a text that a stop string cuts: what is cut off begins at that end.
         """
         found = []
         for token in ids:
-            found.append(min(self._start + len(self._text.text), most))
+            found.append(self._start + len(self._text.text))
             self._text.push([token])
         return found
 
