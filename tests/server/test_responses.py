@@ -69,6 +69,32 @@ def test_a_stream_has_the_events_of_one_piece(client: Any) -> None:
     assert "".join(event.delta for event in events[4:-4]) == whole.output_text == events[-1].response.output_text
     assert {event.item_id for event in events[3:-2]} == {events[-2].item.id}
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+    for item in (whole.output[0], events[-2].item, events[-1].response.output[0]):
+        assert item.status == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "statuses"),
+    [
+        (f"So.\n{CALL}\nThat is it.", "completed", ["completed", "completed", "completed"]),
+        (f"So.\n{CALL}\nThat is {'very ' * 100}", "incomplete", ["completed", "completed", "incomplete"]),
+        (f"So.\n{CALL}" + " \n\t" * 100, "incomplete", ["completed", "completed"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_the_message_that_was_cut_is_incomplete(
+    client: Any, script: Callable[[str], None], stream: bool, text: str, whole: str, statuses: list[str]
+) -> None:
+    """Calls are whole, and so are messages before others; the space behind a call is no message."""
+    script(text)
+    asked: dict[str, Any] = {"model": "builtin", "input": "Hi", "tools": [TOOL], "max_output_tokens": 100}
+    if stream:
+        events = list(client.responses.create(**asked, stream=True))
+        assert [one.item.status for one in events if one.type == "response.output_item.done"] == statuses
+        found = events[-1].response
+    else:
+        found = client.responses.create(**asked)
+    assert (found.status, [item.status for item in found.output]) == (whole, statuses)
 
 
 @pytest.mark.parametrize("stream", [False, True])

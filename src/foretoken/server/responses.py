@@ -22,6 +22,8 @@ from foretoken.server.sse import RESPONSES as DIALECT
 from foretoken.server.turn import ChatTurn, Part
 
 router = APIRouter()
+CUT = ("length", "context")
+"""Why an answer ended, where it is not complete."""
 
 
 @router.post("/v1/responses", response_model=None, responses=RESPONSES)
@@ -54,6 +56,8 @@ class _Response:
         """The object of an answer in one piece."""
         parts = self.turn.reader().push(output.text, final=True)
         items = [self.item(part, output.logprobs if place == 0 else None) for place, part in enumerate(parts) if part]
+        if items and items[-1]["type"] == "message":
+            items[-1]["status"] = status_of(output.finish_reason)
         return self.ended(items, output.finish_reason)
 
     def item(
@@ -90,12 +94,11 @@ class _Response:
 
     def ended(self, items: Sequence[dict[str, Any]], reason: str | None) -> dict[str, Any]:
         """The object at the end."""
-        cut = reason in ("length", "context")
-        found = self.object("incomplete" if cut else "completed", items)
+        found = self.object(status_of(reason), items)
         tail = self.turn.answer.tail()
         spent = tail["usage"]
         return found | {
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason in CUT else None,
             "usage": {
                 "input_tokens": spent["prompt_tokens"],
                 "input_tokens_details": {**spent["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -153,6 +156,11 @@ class _Response:
             await events.aclose()  # type: ignore[attr-defined]
 
 
+def status_of(reason: str | None) -> str:
+    """Of an answer, and of the message that it ends with; a call is only reported once it is whole."""
+    return "incomplete" if reason in CUT else "completed"
+
+
 class _ResponseStream:
     """The events of one answer: items, each added, continued and done."""
 
@@ -176,7 +184,7 @@ class _ResponseStream:
                 for one in self._events_of(part, values):
                     yield one
             if piece.stats is not None:
-                for one in self._closed():
+                for one in self._closed(status_of(piece.finish_reason)):
                     yield one
                 found = answer.ended(self.items, piece.finish_reason)
                 yield {"type": f"response.{found['status']}", "response": found}
@@ -212,13 +220,13 @@ class _ResponseStream:
         message = self.message or {}
         return {"item_id": message.get("id"), "output_index": len(self.items), "content_index": 0}
 
-    def _closed(self) -> Iterator[dict[str, Any]]:
+    def _closed(self, status: str = "completed") -> Iterator[dict[str, Any]]:
         """The end of a message, if one is being written."""
         if self.message is None:
             return
         text = self.message["content"][0]["text"]
         part = self.answer.content(text, self.values)
-        item = {**self.message, "status": "completed", "content": [part]}
+        item = {**self.message, "status": status, "content": [part]}
         yield {"type": "response.output_text.done", **self._where, "text": text, "logprobs": part["logprobs"]}
         yield {"type": "response.content_part.done", **self._where, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items), "item": item}
