@@ -190,6 +190,23 @@ def test_errors_reach_the_client_as_its_own(tools: Running, client: Any) -> None
     assert tools.client.get("/v1/messages").json()["type"] == "error"
 
 
+def test_ids_of_requests(tools: Running, client: Any) -> None:
+    """Anthropic's client reads another header than OpenAI's."""
+    mine = {"extra_headers": {"X-Request-Id": "mine-1"}}
+    assert client.messages.create(**ASKED, **mine)._request_id == "mine-1"
+    counted = {name: ASKED[name] for name in ("model", "messages")}
+    assert len(client.messages.count_tokens(**counted)._request_id) == 32
+    with client.messages.stream(**ASKED, **mine) as stream:
+        assert stream.request_id == "mine-1"
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.messages.create(**{**ASKED, "model": "claude"}, **mine)
+    assert caught.value.request_id == "mine-1"
+    # What is refused before it reaches a route
+    refused = tools.client.post("/v1/messages", content="[" * 100)
+    assert refused.status_code == 400 and refused.headers["request-id"] == refused.headers["x-request-id"]
+    assert "request-id" not in tools.post("/v1/completions", prompt="x", max_tokens=1).headers
+
+
 def test_a_key_in_anthropics_header() -> None:
     with served(api_keys=("one",)) as running:
         for key, status in (("one", 200), ("two", 401)):

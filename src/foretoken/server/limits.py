@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.server.config import ServerSettings
-from foretoken.server.errors import ApiError, bad
+from foretoken.server.errors import ApiError, bad, is_anthropic
 from foretoken.server.keys import Caller
 from foretoken.server.memory import FREED
 from foretoken.server.pages import PATHS as PAGE_PATHS
@@ -110,6 +110,8 @@ class Gate:
                     log_request(scope, message["status"], began)
                 found = MutableHeaders(scope=message)
                 found["X-Request-Id"] = scope["state"]["request_id"]
+                if is_anthropic(scope["path"]):  # its clients know the id by another name
+                    found["Request-Id"] = scope["state"]["request_id"]
                 for name, value in SECURITY.items():
                     found.setdefault(name, value)
                 is_stream = found.get("content-type", "").startswith("text/event-stream")
