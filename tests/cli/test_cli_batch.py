@@ -88,11 +88,12 @@ def test_what_is_there_is_not_asked_again_and_half_a_line_is(
     run: Any, target: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.jsonl"
-    out.write_text('{"id": "job-1", "text": "kept"}\n{"id": "job-2", "te')
+    kept = {"id": "job-1", "text": "kept", "finish_reason": "stop"}
+    out.write_text(json.dumps(kept) + '\n{"id": "job-2", "te')
     result = run("batch", str(source), str(out), "--target", target, "--max-new-tokens", "4", "--json")
     assert (result.json["skipped"], result.json["answered"]) == (1, 5)
     found = answers(out)
-    assert len(found) == 6 and found["job-1"] == {"id": "job-1", "text": "kept"}
+    assert len(found) == 6 and found["job-1"] == kept
     assert "num_new_tokens" in found["job-2"]
     monkeypatch.setattr(batch_module, "_run", lambda *_: pytest.fail("a model is loaded for nothing"))
     again = run("batch", str(source), str(out), "--target", target, "--json")
@@ -167,6 +168,50 @@ def test_files_that_cannot_be_used(run: Any, source: Path, tmp_path: Path) -> No
     assert "No such file" in run("batch", str(tmp_path / "none"), str(tmp_path / "out")).err
     with output_file(tmp_path / "busy.jsonl"):
         assert "another run writes" in run("batch", str(source), str(tmp_path / "busy.jsonl")).err
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        '{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "y"}',
+        '{"id": "b", "prompt": "y"}',
+        '{"id": "b", "text": "y"}\n',
+        '{"id": "b", "prompt": "y',
+        '{"id":"a","text":"no newline","finish_reason":"stop"',
+        '{"id": "a", "text": "x"} {"id": "b", "text": "y"}',
+        '{"settings":{"theme":"dark"}}',
+        "my notes",
+    ],
+)
+def test_a_file_of_something_else_is_not_touched(run: Any, source: Path, tmp_path: Path, held: str) -> None:
+    other = tmp_path / "other"
+    other.write_text(held)
+    result = run("batch", str(source), str(other))
+    assert result.code == 2 and "not an answer of this command" in result.err and result.err.count("\n") == 1
+    assert other.read_text() == held
+
+
+def test_prompts_are_not_answered_into_their_own_file(run: Any, source: Path, tmp_path: Path) -> None:
+    source.write_text('{"id": "a", "prompt": "x"}')
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(source)
+    for out in (source, link):
+        result = run("batch", str(source), str(out))
+        assert result.code == 2 and "IN and OUT are the same file" in result.err
+    assert source.read_text() == '{"id": "a", "prompt": "x"}'
+
+
+def test_an_answer_that_is_torn_anywhere_is_cut_off_and_a_whole_one_is_kept(tmp_path: Path) -> None:
+    first = {"id": "a", "text": "first", "finish_reason": "stop"}
+    whole = json.dumps(first).encode() + b"\n"
+    out = tmp_path / "out.jsonl"
+    for last in ({"id": 'q"\\é', "text": "é\\", "finish_reason": "length"}, {"id": "b", "error": "too long"}):
+        line = json.dumps(last, ensure_ascii=False).encode()
+        for end in range(len(line)):
+            out.write_bytes(whole + line[:end])
+            assert finished_ids(out) == {"a"} and out.read_bytes() == whole
+        out.write_bytes(whole + line)
+        assert finished_ids(out) == {"a", str(last["id"])} and out.read_bytes() == whole + line + b"\n"
 
 
 def test_readers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -55,6 +56,8 @@ def batch_command(
     common, (source, out) = common.of(model), map(Path, files)
     if source.is_dir():
         raise ValueError(f"IN {source} is a folder; with a model first, give three: MODEL IN OUT")
+    if out.exists() and source.exists() and source.samefile(out):
+        raise ValueError(f"IN and OUT are the same file, {out}: answers go into another one")
     common.check()
     jobs = read_jobs(source, common.asked)
     with output_file(out) as file:
@@ -204,7 +207,10 @@ def _are_ids(value: Any) -> bool:
 
 
 def finished_ids(file: Path) -> set[str]:
-    """Ids of the answers in an output file.  A last line without its end, left by a kill, is cut off.
+    """Ids of the answers in an output file.
+
+    What follows the last newline was left by a kill: the beginning of an answer is cut off, a whole answer gets its
+    newline.  A file that holds anything else is not touched.
 
     Raises:
         ValueError: the file is something else.
@@ -213,16 +219,52 @@ def finished_ids(file: Path) -> set[str]:
         return set()
     data = file.read_bytes()
     whole = data.rfind(b"\n") + 1
-    found = set()
-    for number, line in enumerate(data[:whole].splitlines(), 1):
-        try:
-            found.add(str(json.loads(line)["id"]))
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{file}, line {number}: not an answer of this command; choose another file") from None
-    if whole < len(data):
+    lines = data[:whole].splitlines()
+    found = {_answered(line, file, number) for number, line in enumerate(lines, 1)}
+    tail = data[whole:]
+    if _is_torn(tail):
         with file.open("r+b") as cut:
             cut.truncate(whole)
+    elif tail:
+        found.add(_answered(tail, file, len(lines) + 1))
+        with file.open("ab") as end:
+            end.write(b"\n")
     return found
+
+
+_BEGIN = b'{"id": "'
+_NEXT = (b'", "text": "', b'", "error": "')
+"""How the lines of :func:`append` begin, before and behind the id."""
+_STRING = re.compile(rb'(?:[^"\\]|\\.)*')
+"""What a JSON string holds between its quotes."""
+
+
+def _answered(line: bytes, file: Path, number: int) -> str:
+    """The id that a line of the output answers.
+
+    Raises:
+        ValueError: it is not an answer.
+    """
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        answer = None
+    names = set(answer) if isinstance(answer, dict) else set()
+    if not ({"id", "text", "finish_reason"} <= names or {"id", "error"} <= names):
+        raise ValueError(f"{file}, line {number}: not an answer of this command; choose another file")
+    return str(answer["id"])
+
+
+def _is_torn(tail: bytes) -> bool:
+    """Whether these bytes without a newline are the beginning of an answer, and not all of it."""
+    if not tail.startswith(_BEGIN):
+        return tail != b"" and _BEGIN.startswith(tail)
+    try:
+        json.JSONDecoder().raw_decode(tail.decode("utf-8", "replace"))
+        return False
+    except ValueError:
+        behind = _STRING.sub(b"", tail[len(_BEGIN) :], count=1)
+    return behind == b"\\" or any(behind.startswith(key) or key.startswith(behind) for key in _NEXT)
 
 
 @contextmanager
