@@ -211,6 +211,8 @@ def _print_verdict(console: Console, report: Report) -> None:
 
 
 def _cells(check: Check) -> list[str]:
+    if check.broke_off:
+        return [check.drafter, check.verifier, check.mode, *7 * "-"]
     sampled = check.mode == "sampled"
     counts = ["", ""] if sampled else [str(check.identical), str(check.ties)]
     p_value = "" if check.p_value is None else f"{check.p_value:.3g}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from parity_toys import Planted, Wavering, models
 
+from foretoken.cli.parity import _cells
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.lab.parity.report import Check, Report, Settings, verdict
 from foretoken.lab.parity.run import run_parity
 from foretoken.methods.drafters.base import Drafter
@@ -112,3 +114,26 @@ def test_an_unfinished_run_with_a_difference_has_failed_and_says_so() -> None:
 def test_gaps_have_their_range() -> None:
     check = Check("ngram", "greedy", "greedy", 4, 2, ties=2, drafted=9, gaps=[0.25, 0.5])
     assert "2 differ from a numerical tie on (logit gaps 0.25 to 0.5)" in words(Report([check], complete=True))[0]
+
+
+class BreaksOff(Planted):
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        raise KeyError(17)
+
+
+def test_a_drafter_that_breaks_off_is_said_once_and_nothing_is_said_of_its_texts() -> None:
+    report = report_on(models()[0], BreaksOff(), prompts=[[0, 1], [2]], modes=["greedy", "sampled"], samples=8)
+    assert [check.broke_off for check in report.checks] == [True, True]
+    assert words(report) == ["FAILED: a drafter broke off"]
+    cells = _cells(report.checks[0])
+    assert cells[:3] == ["model", report.checks[0].verifier, "greedy"] and set(cells[3:]) == {"-"}
+    beside = report_on(models()[0], BreaksOff(), Planted(), prompts=[[0, 1], [2]])
+    assert words(beside) == ["all 2 texts are equal to plain decoding's, token by token", "FAILED: a drafter broke off"]
+
+
+def test_a_difference_beside_a_drafter_that_broke_off_is_said_too() -> None:
+    differs = Check("ngram", "greedy", "greedy", 4, 3, differences=1, drafted=9)
+    broke = Check("model", "greedy", "greedy", 4, differences=4, broke_off=True)
+    found = words(Report([differs, broke], complete=True))
+    assert found[-1] == "FAILED: there is a difference that rounding does not explain, and a drafter broke off"
+    assert "3 of 4 texts" in found[0]

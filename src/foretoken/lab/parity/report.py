@@ -89,6 +89,7 @@ class Check:
         notes: what differs, in words.
         gaps: logit gaps of the numerical ties.
         broken: of the differences, how many are ties that the target promises not to have.
+        broke_off: whether it ended with an error, so that nothing is known of its texts.
     """
 
     drafter: str
@@ -104,6 +105,7 @@ class Check:
     notes: list[str] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     broken: int = 0
+    broke_off: bool = False
 
     @property
     def compares_texts(self) -> bool:
@@ -174,11 +176,12 @@ class Report:
 
 def verdict(report: Report) -> list[Remark]:
     """What drafted nothing, how many texts are equal, and what follows from it."""
-    texts = [check for check in report.checks if check.compares_texts and check.tried]
+    ended = [check for check in report.checks if not check.broke_off]
+    texts = [check for check in ended if check.compares_texts and check.tried]
     plain = [check for check in texts if check.mode != OUTSIDE]
     outside = [check for check in texts if check.mode == OUTSIDE]
     promise = f"{EXACT.get(report.exactness, report.exactness)} here ({report.exactness_why})"
-    remarks = [Remark(text) for text in untried(report.checks)]
+    remarks = [Remark(text) for text in untried(ended)]
     if plain:
         why = f": this model is {promise}"
         remarks.append(Remark(equality(plain, "plain decoding's", why)))
@@ -236,9 +239,7 @@ def _outcome(report: Report, texts: Sequence[Check]) -> Remark:
     """The last line.  "Passed" is said only of what was compared, and with what differs beside it."""
     far = "" if report.complete else f", and only {report.done} of {report.planned} checks were run"
     if report.differs:
-        if all(check.differences == check.broken for check in report.checks):
-            return Remark(f"FAILED: this model is said to be exact to the last bit, and is not{far}", "bad")
-        return Remark(f"FAILED: there is a difference that rounding does not explain{far}", "bad")
+        return Remark(f"FAILED: {_failure(report.checks)}{far}", "bad")
     ties = sum(check.ties for check in texts)
     if not report.complete:
         seen = f"{ties} numerical tie{'' if ties == 1 else 's'}" if ties else "no difference"
@@ -258,3 +259,16 @@ def _outcome(report: Report, texts: Sequence[Check]) -> Remark:
     other = sum(check.ties for check in texts)
     beside = f"; {_differ(other)} from transformers.generate's texts from numerical ties on" if other else ""
     return Remark(f"passed: speculation does not change what this target says{beside}", "good")
+
+
+def _failure(checks: Sequence[Check]) -> str:
+    """Why a run whose checks differ has failed."""
+    differing = [check for check in checks if check.differences and not check.broke_off]
+    reasons = []
+    if any(check.differences > check.broken for check in differing):
+        reasons.append("there is a difference that rounding does not explain")
+    elif differing:
+        reasons.append("this model is said to be exact to the last bit, and is not")
+    if any(check.broke_off for check in checks):
+        reasons.append("a drafter broke off")
+    return ", and ".join(reasons)

@@ -134,7 +134,7 @@ def _checked(subject: Tested, mode: str, limit: float) -> Check | None:
         for llm in (subject.steady, subject.chosen):
             llm.engine.close()
         check = subject.check(mode)
-        check.differences = check.prompts
+        check.differences, check.broke_off = check.prompts, True
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         check.notes.append(f"broke off: {reason} ({Path(place.filename).name}, line {place.lineno})")
