@@ -233,7 +233,9 @@ def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _interval(cell: Mapping[str, Any]) -> str:
-    return "" if cell["arm"] == "plain" else "{:.2f}-{:.2f}".format(*cell["speedup_ci95"])
+    from foretoken.lab.bench.results import interval
+
+    return "" if cell["arm"] == "plain" else interval(cell)
 
 
 def _same(cell: Mapping[str, Any]) -> str:

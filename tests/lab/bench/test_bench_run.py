@@ -15,7 +15,16 @@ from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.lab.bench import run as bench_run
 from foretoken.lab.bench.arms import ArmSetup, Unit
 from foretoken.lab.bench.partial import Partial, partial_of
-from foretoken.lab.bench.results import UnitResult, acceptance_length, anchored, cell, dumps, positions, speedup_ci95
+from foretoken.lab.bench.results import (
+    UnitResult,
+    acceptance_length,
+    anchored,
+    cell,
+    dumps,
+    interval,
+    positions,
+    speedup_ci95,
+)
 from foretoken.lab.bench.run import Bench, BenchSettings, run_bench
 from foretoken.lab.bench.serving import OwnArm
 from foretoken.lab.bench.specs import check_arm, split_arm
@@ -446,6 +455,8 @@ def test_another_engine_tells_less() -> None:
 
 def test_one_unit_has_no_spread() -> None:
     assert speedup_ci95([unit(seconds=0.5)], [unit("plain", seconds=2.0)]) == [4.0, 4.0]
+    assert interval({"speedup_ci95": [4.0, 4.0]}) == "-"
+    assert interval({"speedup_ci95": [1.0, 1.25]}) == "1.00-1.25"
 
 
 def test_the_interval_covers_the_true_ratio() -> None:

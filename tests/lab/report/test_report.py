@@ -492,6 +492,16 @@ def test_noise_is_no_verdict(tmp_path: Path) -> None:
     assert text.endswith("; but this run cannot tell it from plain decoding.") and tone == "even"
 
 
+@pytest.mark.parametrize("interval", [[2.3, 2.3], None])
+def test_one_prompt_tells_no_arm_from_plain(tmp_path: Path, interval: list[float] | None) -> None:
+    """Its interval has no width, whatever the speed."""
+    cells = [cell(arm, speedup_ci95=interval) for arm in (FAST, SLOW)]
+    fast, slow, _ = remarks(read_run(written(tmp_path, cell("plain"), *cells, summary()))).items()
+    assert fast[0].endswith("; but this run cannot tell it from plain decoding.") and "2.10x (no interval)" in fast[0]
+    assert slow[0] == f"Not told from plain by this run: {SLOW}, 0.80x (no interval)."
+    assert [fast[1], slow[1]] == ["even", "even"]
+
+
 def test_differing_output_and_inflated_targets_are_said(tmp_path: Path) -> None:
     file = written(tmp_path, cell(FAST, identical=False), summary(settings={"inflate": "1b"}))
     words = "".join(page(file).words)

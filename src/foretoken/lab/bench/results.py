@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -105,7 +105,7 @@ def rate(results: Iterable[UnitResult]) -> float:
 def speedup_ci95(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> list[float]:
     """95 % interval of the ratio of rates: units (with both arms' results) drawn again with replacement.
 
-    A single unit has no spread: both ends are then its own ratio.
+    A single unit has no spread: both ends are then its own ratio, and :func:`interval` shows a dash.
     """
     table = np.array(
         [[a.decoded, a.seconds, p.decoded, p.seconds] for a, p in zip(arm, plain, strict=True)], dtype=float
@@ -116,6 +116,12 @@ def speedup_ci95(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> list
         ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
     ratios = ratios[np.isfinite(ratios)]
     return [float(x) for x in np.quantile(ratios, [0.025, 0.975])] if len(ratios) else [0.0, 0.0]
+
+
+def interval(cell: Mapping[str, Any]) -> str:
+    """The 95 % interval of a cell for people."""
+    low, high = cell["speedup_ci95"]
+    return "-" if low == high else f"{low:.2f}-{high:.2f}"
 
 
 def acceptance_length(results: Sequence[UnitResult]) -> float | None:

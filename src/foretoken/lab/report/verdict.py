@@ -88,6 +88,8 @@ def _nothing_measured(run: Run, setting: Setting) -> str:
 
 
 def _compared(run: Run, setting: Setting, arm: str, found: Speedup) -> Remark:
+    if found.low is None:
+        return Remark(f"Not told from plain by this run: {arm}, {_times(found)}.")
     if _unsure(found):
         return Remark(f"As fast as plain, within what this run can tell: {arm}, {_times(found)}.")
     if found.value >= 1:
@@ -98,12 +100,13 @@ def _compared(run: Run, setting: Setting, arm: str, found: Speedup) -> Remark:
 
 
 def _unsure(found: Speedup) -> bool:
-    return found.low is not None and found.high is not None and found.low <= 1 <= found.high
+    """Whether a run cannot tell an arm from plain decoding; one prompt has no spread, so nothing is known of it."""
+    return found.low is None or found.high is None or found.low <= 1 <= found.high
 
 
 def _times(found: Speedup) -> str:
     if found.low is None or found.high is None:
-        return f"{found.value:.2f}x"
+        return f"{found.value:.2f}x (no interval)"
     return f"{found.value:.2f}x (95 % CI {found.low:.2f} to {found.high:.2f})"
 
 

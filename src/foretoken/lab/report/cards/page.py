@@ -115,7 +115,7 @@ def rows_of(name: str, card: Card) -> list[CardRow]:
             "plain": f"{figure['plain_tokens_per_s']:.1f}",
             "speed": f"{figure['tokens_per_s']:.1f}",
             "speedup": f"{figure['speedup']:.2f}",
-            "interval": f"{low:.2f} to {high:.2f}",
+            "interval": "-" if low == high else f"{low:.2f} to {high:.2f}",
             "length": "" if figure["tokens_per_round"] is None else f"{figure['tokens_per_round']:.2f}",
             "first": "" if first_s is None else f"{1000 * first_s:.0f}",
             "equal": equality(figure["equality"]),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.checkpoints import is_builtin
+from foretoken.lab.bench.results import interval
 from foretoken.lab.bench.specs import PLAIN, is_foreign, split_arm
 from foretoken.lab.bench.summary import BenchResult
 from foretoken.lab.parity.weights import Checksums, drafter_checksums, model_checksums
@@ -193,8 +194,7 @@ def _tables(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> I
 def _speed_cell(cell: Mapping[str, Any]) -> str:
     if cell["arm"] == PLAIN:
         return f"{cell['tokens_per_s']:.1f} tokens/s"
-    low, high = cell["speedup_ci95"]
-    return f"{cell['speedup']:.2f} ({low:.2f}-{high:.2f})"
+    return f"{cell['speedup']:.2f} ({interval(cell)})"
 
 
 def _rest(overall: Mapping[str, Any]) -> str:
