@@ -268,6 +268,26 @@ def test_prediction_file_is_drafted_and_counted(run: Any, target: str, tmp_path:
     assert missing.code == 2 and missing.err.startswith("error: ")
 
 
+def test_options_that_do_nothing_are_told(run: Any, target: str, tmp_path: Path) -> None:
+    file, empty = tmp_path / "expected.txt", tmp_path / "empty.txt"
+    file.write_text("text")
+    empty.write_text("")
+    for more, told in (
+        (("--drafter", "ngram", "--prediction", str(file)), "--prediction is ignored: drafter ngram does not use it"),
+        (("--drafter", "none", "--prediction", str(file)), "--prediction is ignored: drafter none does not use it"),
+        (("--drafter", "prediction"), "drafts nothing without --prediction FILE"),
+        (("--drafter", "prediction", "--prediction", str(empty)), "drafts nothing from an empty file"),
+        (("--repeat", "5"), "--repeat is ignored"),
+        (("--drafter", "none", "--controller", "constant,k=3"), "--controller is ignored: without a drafter"),
+        (("--drafter", "none", "--verifier", "block"), "--verifier is ignored: without a drafter"),
+        (("--drafter", "prediction", "--prediction", str(file)), None),
+        (("--drafter", "known,inner=ngram", "--prediction", str(file)), None),
+        (("--drafter", "known,inner=ngram", "--controller", "constant"), None),
+    ):
+        err = run("generate", PROMPT, "--target", target, "--max-new-tokens", "2", "--json", *more).err
+        assert err.count("\n") == 1 and told in err if told else err == "", (more, err)
+
+
 def test_a_busy_machine_is_told_once_and_changes_no_text(
     run: Any, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,10 +69,13 @@ def generate_command(
     if compare and common.drafter == "none":
         raise ValueError(NOTHING_TO_COMPARE)
     common, text = common_and_prompt(common, words, prompt_file)
+    if "repeat" in common.given and not compare:
+        print("--repeat is ignored: it says how often --compare runs", file=sys.stderr)
     expected = {} if prediction is None else {"prediction": read_text(prediction)}
     with json_only(as_json):
         llm = common.load(tensor_parallel=tensor_parallel, own_sampling=True)
         tell_defaults(llm)
+        tell_prediction(llm, expected.get("prediction"))
         task = Task(llm, text, prompt_for(llm, text, system, raw, common.target), raw)
         options: dict[str, Any] = {**llm.defaults.sampling, **common.asked, "stop": stop or None, **expected}
         if compare:
@@ -122,6 +125,25 @@ class Task:
     def echo(self) -> str:
         """What is shown in front of the output: a completion goes on in the same line, an answer begins a new one."""
         return self.text if isinstance(self.prompt, str) else self.text.rstrip("\n") + "\n"
+
+
+def tell_prediction(llm: Llm, prediction: str | None) -> None:
+    """Say on stderr where a prediction is of no use to the drafter, or the drafter of none without one."""
+    from foretoken.methods.drafters.prediction import PredictionDrafter
+
+    waiting, uses = ([] if llm.drafter is None else [llm.drafter]), False
+    while waiting:
+        one = waiting.pop()
+        waiting += one.drafters
+        uses |= isinstance(one, PredictionDrafter)
+    if prediction is not None and not uses:
+        name = "none" if llm.drafter is None else llm.drafter.name
+        print(
+            f"--prediction is ignored: drafter {name} does not use it, and --drafter prediction does", file=sys.stderr
+        )
+    elif isinstance(llm.drafter, PredictionDrafter) and not prediction:
+        what = "without --prediction FILE" if prediction is None else "from an empty file"
+        print(f"drafter prediction drafts nothing {what}: this is plain decoding", file=sys.stderr)
 
 
 def _report(output: Output) -> dict[str, Any]:

@@ -166,6 +166,9 @@ class Common:
             generation_config="auto" if own_sampling else None,
         )
         self._tell_inflated(llm.target)
+        for name in ("verifier", "controller"):
+            if llm.drafter is None and name in self.given:
+                print(f"--{name} is ignored: without a drafter there are no drafts", file=sys.stderr)
         if own_sampling:  # a command that answers; others measure
             from foretoken.loading.measured.busy import settle_threads
 
