@@ -71,7 +71,7 @@ def test_lines_have_options_of_their_own_and_seeds_by_number(run: Any, target: s
 
 def test_a_line_that_fails_says_why_and_the_others_go_on(run: Any, target: str, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hello"}]
-    lines = [{"prompt": ""}, {"prompt": PROMPTS[0]}, {"prompt": "x", "temperature": -1}, {"messages": chat}]
+    lines = [{"prompt": ""}, {"prompt": PROMPTS[0]}, {"prompt": "x", "min_tokens": -1}, {"messages": chat}]
     out = tmp_path / "out.jsonl"
     result = run("batch", str(write_lines(tmp_path / "in.jsonl", lines)), str(out), "--target", target,
                  "--max-new-tokens", "4")  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_line_that_fails_says_why_and_the_others_go_on(run: Any, target: str, 
     found = answers(out)
     assert "prompt is empty" in found["1"]["error"]
     assert found["2"]["text"]
-    assert "temperature" in found["3"]["error"]
+    assert "min_tokens" in found["3"]["error"]
     assert "chat template" in found["4"]["error"]
 
 
@@ -138,6 +138,8 @@ def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: s
         ('{"prompt": "x", "temprature": 1}', "line 2: unknown field 'temprature': known are id, prompt"),
         ('{"id": "a"}', "line 2: give prompt or messages"),
         ('{"prompt": 5}', "line 2: prompt is neither"),
+        ('{"prompt": "x", "temperature": -3}', "line 2: temperature must be >= 0"),
+        ('{"prompt": "x", "top_k": 1.5}', "line 2: top_k must be a whole number"),
         ('{"prompt": [true]}', "line 2: prompt is neither"),
         ('{"messages": [{"role": "user"}]}', "line 2: message 1 needs a 'content'"),
         ('{"messages": {"role": "user", "content": "a"}}', "line 2: a conversation is a list"),
@@ -156,6 +158,13 @@ def test_bad_lines_are_found_before_any_work(
     result = run("batch", str(source), str(tmp_path / "out.jsonl"))
     assert result.code == 2 and words in result.err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_prompts_that_are_not_utf_8(run: Any, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b'{"prompt": "\xff"}\n')
+    result = run("batch", str(bad), str(tmp_path / "out.jsonl"))
+    assert result.code == 2 and result.err == f"error: {bad} is not UTF-8 text\n"
 
 
 def test_files_that_cannot_be_used(run: Any, source: Path, tmp_path: Path) -> None:

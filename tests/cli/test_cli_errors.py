@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONTEXT, TEXT, save_model
 from transformers import AutoTokenizer
 
+from foretoken.cli.options import Common
 from foretoken.training.corpus import train_tokenizer
 
 
@@ -187,7 +188,8 @@ def test_a_draft_model_with_another_tokenizer(run: Any, target: str, tmp_path: P
 def test_bad_profiles(run: Any, target: str, tmp_path: Path, text: str) -> None:
     profile = tmp_path / "profile.json"
     profile.write_bytes(text.encode("latin-1"))
-    check(run("generate", "x", "--target", target, "--profile", str(profile)))
+    words = ("is not UTF-8 text",) if text.endswith("\xff") else ()
+    check(run("generate", "x", "--target", target, "--profile", str(profile)), *words)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +205,34 @@ def test_an_empty_stdin_that_was_asked_for_is_an_empty_prompt(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     check(run("generate", "-", "--target", target), "prompt is empty")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_stdin_that_is_not_utf_8(run: Any, target: str, monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    for arguments in (("-",), ()):
+        stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr("sys.stdin", stdin)
+        check(run("generate", *arguments, "--target", target), "standard input is not UTF-8 text")
+
+
+def test_sampling_and_empty_prompts_are_checked_before_the_model_is_loaded(
+    run: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Common, "load", lambda *_, **__: pytest.fail("the model is loaded first"))
+    (tmp_path / "empty.txt").write_text("")
+    monkeypatch.setattr("sys.stdin", None)
+    for more in (
+        ("--temperature", "-1"),
+        ("--temperature", "nan"),
+        ("--top-p", "2"),
+        ("--top-k", "-3"),
+        ("--min-p", "3"),
+    ):
+        for command in ("generate", "show", "chat"):
+            check(run(command, "--target", target, *more), more[0][2:].replace("-", "_"))
+    for command in ("generate", "show"):
+        check(run(command, target, ""), "prompt is empty")
+        check(run(command, "--target", target, "--prompt-file", str(tmp_path / "empty.txt")), "prompt is empty")
 
 
 # -- what is not an error of the user --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.generate import read_text
 from foretoken.cli.model_argument import HELP, model_before
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar
@@ -154,18 +156,17 @@ def read_jobs(file: Path, options: Mapping[str, Any]) -> list[BatchLine]:
     """
     jobs: list[BatchLine] = []
     seen: set[str] = set()
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                job = _job(json.loads(line), number, options)
-            except ValueError as error:
-                raise ValueError(f"{file}, line {number}: {error}") from None
-            if job.id in seen:
-                raise ValueError(f"{file}, line {number}: the id {job.id!r} comes twice")
-            seen.add(job.id)
-            jobs.append(job)
+    for number, line in enumerate(io.StringIO(read_text(file)), 1):
+        if not line.strip():
+            continue
+        try:
+            job = _job(json.loads(line), number, options)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {error}") from None
+        if job.id in seen:
+            raise ValueError(f"{file}, line {number}: the id {job.id!r} comes twice")
+        seen.add(job.id)
+        jobs.append(job)
     return jobs
 
 
@@ -180,7 +181,21 @@ def _job(found: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
     if given.get("seed") is not None:
         given["seed"] += number - 1
     own = {name: found[name] for name in OPTIONS if name in found}
+    _check_sampling(own)
     return BatchLine(str(found.get("id", number)), prompt, {**given, **own})
+
+
+def _check_sampling(own: Mapping[str, Any]) -> None:
+    """Whether a line can be sampled as it asks.
+
+    Raises:
+        ValueError: a value of another kind, or outside its range.
+    """
+    sampling = {name: value for name, value in own.items() if REQUEST_FIELDS[name].sampling}
+    if sampling:
+        from foretoken.core.sampling import SamplingParams
+
+        SamplingParams(**sampling)
 
 
 def _prompt_of(found: Mapping[str, Any]) -> Any:

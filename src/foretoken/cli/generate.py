@@ -191,18 +191,20 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, a file, stdin, or the built-in one.
 
     Raises:
-        ValueError: two prompts, or an unreadable file.
+        ValueError: two prompts, an empty one, or an unreadable file.
         OSError: no such file.
     """
     if prompt is not None and file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
     if file is not None:
-        return read_text(file)
-    if prompt == "-":
-        return sys.stdin.read()
-    if prompt is not None:
-        return prompt
-    return _piped() or DEFAULT_PROMPT
+        text = read_text(file)
+    elif prompt == "-":
+        text = _stdin()
+    else:
+        text = _piped() or DEFAULT_PROMPT if prompt is None else prompt
+    if not text:
+        raise ValueError("the prompt is empty: give at least one character")
+    return text
 
 
 def read_text(file: Path) -> str:
@@ -218,6 +220,20 @@ def read_text(file: Path) -> str:
         raise ValueError(f"{file} is not UTF-8 text") from None
 
 
+def _stdin() -> str:
+    """All of stdin.
+
+    Raises:
+        ValueError: not UTF-8.
+    """
+    try:
+        text = sys.stdin.read()
+        text.encode()  # where the locale lets wrong bytes through, they are halves of surrogate pairs
+    except UnicodeError:
+        raise ValueError("standard input is not UTF-8 text") from None
+    return text
+
+
 def _piped() -> str:
     """Text that is piped in; empty when nobody writes (an open but silent pipe must not hang the program)."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
@@ -229,7 +245,7 @@ def _piped() -> str:
     if not ready:
         print("nothing on stdin: using the built-in prompt (- waits for stdin)", file=sys.stderr)
         return ""
-    return sys.stdin.read()
+    return _stdin()
 
 
 def _print_prompt(task: Task) -> None:

@@ -134,6 +134,11 @@ class Common:
             from foretoken.core.noise import check_seed
 
             check_seed(self.seed)
+        unusual = {name: value for name in OWN_SAMPLING if (value := self.sampling[name]) != FIELDS[name].default}
+        if unusual:
+            from foretoken.core.sampling import SamplingParams
+
+            SamplingParams(**unusual)
 
     def load(self, drafter: str | None = None, tensor_parallel: int = 1, own_sampling: bool = False) -> Llm:
         """Load the target and everything around it; ``drafter`` replaces the option.
@@ -145,10 +150,8 @@ class Common:
             ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.
         """
         self.check()
-        from foretoken.core.sampling import SamplingParams
         from foretoken.llm import load
 
-        SamplingParams(**{name: self.sampling[name] for name in OWN_SAMPLING})
         chosen = drafter or self.drafter
         llm = load(
             self.target,

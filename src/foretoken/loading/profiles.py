@@ -26,7 +26,9 @@ def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]
     """
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except UnicodeDecodeError:
+        raise ValueError(f"the profile {file} is not UTF-8 text") from None
+    except (OSError, json.JSONDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read the profile {file}: {reason}") from None
     if not isinstance(found, dict):
