@@ -188,6 +188,28 @@ def test_bad_input(data: Path, target: Path, tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "out/model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "module"),
+    [("eagle3", "train_drafter"), ("distill", "train_distill"), ("specdec_pp", "train_specdec_pp")],
+)
+def test_data_without_text_is_found_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, method: str, module: str
+) -> None:
+    monkeypatch.setattr(f"foretoken.cli.{module}.load_target", lambda *_: pytest.fail("the model is loaded first"))
+    empty, bad, folder = tmp_path / "empty.txt", tmp_path / "bad.txt", tmp_path / "folder"
+    empty.write_text("")
+    bad.write_bytes(b"caf\xe9")
+    folder.mkdir()
+    base = ["train", method, "builtin", "--out", str(tmp_path / "out")]
+    for data, words in (
+        ([empty], f"{empty} is empty"),
+        ([empty, bad], f"{empty} is empty; {bad} is not UTF-8 text"),
+        ([folder], f"no text found below {folder}: give .py, .txt, .md or .jsonl"),
+    ):
+        assert main([*base, *(part for file in data for part in ("--data", str(file)))]) == 2
+        assert capsys.readouterr().err == f"error: {words}\n"
+
+
 def test_nothing_held_out_is_no_error(target: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four five\n" * 200)
     report = new_trainer("medusa", target, tmp_path / "a.txt", tmp_path / "x", steps=2).run()

@@ -131,8 +131,10 @@ def open_shop(
     Raises:
         ValueError: anything of that is wrong.
     """
+    from foretoken.training.corpus import check_text
     from foretoken.training.workshop import Workshop, load_student
 
+    check_text(data)
     keep_freed_memory()
     model, tokenizer = load_target(target, device)
     load_student(draft, model, tokenizer)

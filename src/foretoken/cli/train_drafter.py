@@ -118,11 +118,13 @@ def train(
     """Load the target, let it answer where that is asked for, train, show it, write the card; returns the report."""
     from foretoken.models.forward.parts import TargetParts
     from foretoken.training.cards import write_drafter_card
+    from foretoken.training.corpus import check_text
     from foretoken.training.joint import load_trainable
     from foretoken.training.loop import Saving
     from foretoken.training.recipes import find_recipe
     from foretoken.training.trainer import Trainer
 
+    check_text(data)
     keep_freed_memory()
     kind = find_recipe(method)
     config = replace(config, lr=kind.lr if lr is None else lr)

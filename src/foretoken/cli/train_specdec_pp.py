@@ -43,10 +43,12 @@ def specdec_pp_command(
     """Train a head that stops drafts before a rejection (SpecDec++); resumes by itself from OUT/checkpoints."""
     chosen, settings = existing_model(model, target), key_values(setting)
     from foretoken.training.cards import write_stop_card
+    from foretoken.training.corpus import check_text
     from foretoken.training.loop import Saving
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import Trainer
 
+    check_text(data)
     keep_freed_memory()
     with json_only(as_json):
         judge, guesser, tokenizer = load_pair(chosen, draft, device)

@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.core.io.documents import Record, iter_records
+from foretoken.core.io.documents import TEXT_SUFFIXES, Record, iter_records
 from foretoken.core.io.files import checksum, replacing, write_json
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
@@ -29,6 +29,35 @@ END_OF_TEXT = "<|endoftext|>"
 HELD = 0.01
 """Share of the documents that are held out."""
 PARTS = ("tokens", "learned", "starts")
+
+
+def check_text(paths: Sequence[str | Path]) -> None:
+    """Find that there is nothing to learn from before a model is loaded for it.
+
+    Raises:
+        ValueError: no text below ``paths``, or as :func:`foretoken.core.io.documents.iter_records` for the first one.
+    """
+    if next(iter_records(paths), None) is None:
+        raise ValueError(no_text(paths))
+
+
+def no_text(paths: Sequence[str | Path]) -> str:
+    """What is wrong with paths below which there is no text."""
+    faults = [fault for path in paths if (fault := _fault(Path(path)))]
+    if len(faults) == len(paths):
+        return "; ".join(faults)
+    return f"no text found below {', '.join(map(str, paths))}: give .py, .txt, .md or .jsonl"
+
+
+def _fault(file: Path) -> str:
+    """Why a single file of a known kind holds no text; empty for a folder, or where that is not known."""
+    if not file.is_file() or file.suffix not in (*TEXT_SUFFIXES, ".jsonl"):
+        return ""
+    raw = file.read_bytes()
+    try:
+        return "" if raw.decode("utf-8").strip() else f"{file} is empty"
+    except UnicodeDecodeError:
+        return f"{file} is not UTF-8 text"
 
 
 def held_below(records: Iterable[Record], fraction: float) -> tuple[int, bool]:

@@ -25,6 +25,7 @@ from foretoken.training.config import LmConfig
 from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
+    no_text,
     read_tokens,
     spread_blocks,
     stored_corpus,
@@ -226,9 +227,7 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
     if source is None and not (folder / "tokenizer.json").exists():
         documents = list(iter_documents(data))
         if not any(documents):
-            raise ValueError(
-                f"no text found below {', '.join(map(str, data))}: give a folder of .py, .txt, .md or .jsonl"
-            )
+            raise ValueError(no_text(data))
         train_tokenizer(documents, config.vocab, folder)
     elif not (folder / "tokenizer.json").exists():
         folder = folder / "tokenizer"  # a run that has not finished yet

@@ -23,6 +23,7 @@ from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
     corpus_blocks,
+    no_text,
     part_file,
     read_chat,
     read_tokens,
@@ -88,7 +89,7 @@ class Trainer:
         self.folder = folder
         self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
         if self.corpus["train"]["tokens"] == 0:
-            raise ValueError(f"no text found below {', '.join(map(str, data))}: give .py, .txt, .md or .jsonl")
+            raise ValueError(no_text(data))
         self.sampler: BlockSampler | WrittenBlocks | ChatBlocks
         self.sampler = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
         if config.text == "target":

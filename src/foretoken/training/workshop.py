@@ -16,7 +16,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.chat import ChatBlocks
 from foretoken.training.config import DistillConfig
-from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, read_tokens
+from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, no_text, read_tokens
 from foretoken.training.text_sources import FixedText, PolicyText, TeacherText, TextSource
 from foretoken.training.written import stored_continuations, write_continuations
 
@@ -67,7 +67,7 @@ class Workshop:
         self.on_rows = on_rows
         self.corpus = build_corpus(data, tokenizer, folder)
         if self.corpus["train"]["tokens"] == 0:
-            raise ValueError(f"no text found below {', '.join(map(str, data))}: give .py, .txt, .md or .jsonl")
+            raise ValueError(no_text(data))
         self.chats: ChatBlocks | None = None
         if self.corpus.get("chat"):
             if config.text != "fixed":
