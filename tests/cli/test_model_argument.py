@@ -162,6 +162,20 @@ def test_drafters_are_written_and_read_for_the_model_that_comes_first(run: Any, 
         assert result.code == 2 and "give one of them" in result.err
 
 
+@pytest.mark.parametrize("command", ["generate", "show"])
+def test_a_file_alone_is_no_prompt(
+    run: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Its name would be completed; as the second of two words it may be."""
+    (tmp_path / "notes.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    for word in ("notes.txt", str(tmp_path / "notes.txt")):
+        for more in ((), ("--target", target)):
+            result = run(command, word, *more)
+            assert result.err == f"error: {word} is a file: give --prompt-file {word} for the text in it\n"
+    assert model_and_prompt([target, "notes.txt"], False) == (target, "notes.txt")
+
+
 def test_too_many_words_ask_for_quotes(run: Any) -> None:
     result = run("generate", "Write", "a", "haiku")
     assert result.code == 2 and "quotes" in result.err and result.err.count("\n") == 1

@@ -66,16 +66,25 @@ def is_model(text: str) -> bool:
         return False
 
 
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
 def model_and_prompt(words: Sequence[str], has_target: bool) -> tuple[str | None, str | None]:
     """What ``[MODEL] [PROMPT]`` was given; with ``--target``, one word is the PROMPT.
 
     Raises:
-        ValueError: more than two words.
+        ValueError: more than two words, or the name of a file that is no model: its text was meant, not its name.
     """
     if len(words) > 2:
         raise ValueError(f"{len(words)} arguments where MODEL and PROMPT are two: put the prompt between quotes")
     if len(words) == 2:
         return words[0], words[1]
+    if words and not is_model(words[0]) and _is_file(words[0]):
+        raise ValueError(f"{words[0]} is a file: give --prompt-file {words[0]} for the text in it")
     if words and not has_target and names_model(words[0]):
         return words[0], None
     return None, words[0] if words else None
