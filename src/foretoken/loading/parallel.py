@@ -191,8 +191,8 @@ def check_split(config: Any, count: int) -> None:
     Raises:
         ValueError: no.
     """
-    if count < 2:
-        raise ValueError(f"tensor_parallel must be at least 2, not {count}")
+    if count < 1:
+        raise ValueError(f"tensor_parallel must be at least 1, not {count}")
     if not getattr(config, "base_model_tp_plan", None):
         raise CapabilityError(f"Transformers has no plan for splitting {config.model_type}: leave tensor_parallel out")
     heads = config.num_attention_heads

@@ -164,7 +164,7 @@ def test_a_follower_that_is_gone_is_noticed(tmp_path: Path) -> None:
 def test_what_cannot_be_split_says_why(tmp_path: Path) -> None:
     refused: list[tuple[Any, dict[str, Any], str]] = [
         ("builtin", {"tensor_parallel": 3}, "does not divide the 2 key-value heads of this model: choose 2"),
-        ("builtin", {"tensor_parallel": 0}, "at least 2"),
+        ("builtin", {"tensor_parallel": 0}, "at least 1, not 0"),
         ("builtin", {"quantize": "int8"}, "tensor_parallel and quantize cannot be combined"),
         ("builtin", {"inflate": "300m"}, "tensor_parallel and inflate cannot be combined"),
         ("builtin", {"device": "cuda:1"}, "device must be cuda, cpu or auto"),
