@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.cli.output import print_table, screen, table
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.lab.plan.roofline import Roofline
 from foretoken.lab.plan.speedup import expected_tokens
@@ -70,6 +71,25 @@ def test_the_table_and_the_plain_words(run: Any) -> None:
     assert "upper estimate" in result.out and "B=16" in result.out
     assert lines[-1].startswith("Draft k=4 tokens a round: 2.77 tokens a round, 1.90x plain decoding.")
     assert "reaches 16" in lines[-1] and lines[-1].endswith("The tree 2x2 is faster: 2.74 tokens a round, 2.13x.")
+
+
+def test_a_narrow_terminal_loses_no_number(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("plan", "--alpha", "0.7", "--c", "0.1", "--k", "1-3", "--batch", "1,4,16", "--tree", "3x2x1")
+    wide = run(*options).out
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(*options).out == wide and "3.48" in wide
+
+
+def test_a_narrow_terminal_breaks_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = table(None, ("load", "words"), ("n",))
+    shown.add_column("an arm with a long name", justify="right", overflow="fold")
+    shown.add_row("first column", "words that can be broken", "123.45", "2222.2 tok/s")
+    print_table(screen(), shown)
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if "first column" in line)
+    assert row.split() == ["first", "column", "words", "that", "123.45", "2222.2", "tok/s"]
+    assert any("can be" in line for line in lines)
 
 
 def test_a_plan_that_says_no(run: Any) -> None:

@@ -12,7 +12,7 @@ import typer
 from foretoken.cli.bench_serve import FORMATS, numbers, serve_command
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
-from foretoken.cli.output import json_only, progress_bar, screen, table
+from foretoken.cli.output import json_only, print_table, progress_bar, screen, table
 from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm
 from foretoken.registry import find, parse_spec
 
@@ -221,7 +221,7 @@ def _print_setting(console: Console, cells: Sequence[Mapping[str, Any]], prefill
     for label, show in _DETAILS.items():
         shown.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
     shown.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
-    console.print(shown)
+    print_table(console, shown)
 
 
 def _speed(cell: Mapping[str, Any]) -> str:

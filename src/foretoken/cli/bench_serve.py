@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from foretoken.cli.output import json_only, progress_bar, screen, table
+from foretoken.cli.output import json_only, print_table, progress_bar, screen, table
 from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.lab.bench.load.settings import Level, LoadSettings
 
@@ -176,7 +176,7 @@ def _measured(
 
 def show(console: Console, result: LoadResult, out: Path | None) -> None:
     """A table of all levels, whether texts are equal, and what one must know."""
-    console.print(_table(result))
+    print_table(console, _table(result))
     for cell in result.cells:
         if cell["errors"]:
             kinds = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items())

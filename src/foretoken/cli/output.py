@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+LEAST = 12
+"""A column of words is no narrower."""
+WIDEST = 10_000
+
 
 def screen(stderr: bool = False) -> Console:
     """A rich console that prints text as it is (no markup, no highlighting)."""
@@ -34,6 +38,28 @@ def table(title: str | None = None, words: Sequence[str] = (), numbers: Sequence
     for name in numbers:
         made.add_column(name, justify="right", no_wrap=True)
     return made
+
+
+def print_table(console: Console, shown: Table) -> None:
+    """Print a table whose first column and numbers are whole, however narrow the terminal is.
+
+    Other columns of words, and the heads of numbers that may break, take what room is left; where there is none, lines
+    run over.  Rich alone would cut numbers off and leave columns out.
+    """
+    from rich.cells import cell_len
+
+    needed = console.measure(shown, options=console.options.update(width=WIDEST)).maximum
+    for i, column in enumerate(shown.columns):
+        head, cells = cell_len(str(column.header)), max((cell_len(str(cell)) for cell in column.cells), default=0)
+        whole = max(head, cells)
+        if i == 0 or column.no_wrap:
+            column.no_wrap, column.min_width = True, whole
+        else:
+            column.min_width = cells if column.justify == "right" else min(whole, LEAST)
+            needed -= whole - column.min_width
+    if needed > console.width:
+        shown.width = needed
+    console.print(shown, crop=False)
 
 
 def check_out(out: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.options import Json
-from foretoken.cli.output import json_only, print_json, screen, table
+from foretoken.cli.output import json_only, print_json, print_table, screen, table
 
 if TYPE_CHECKING:
     from foretoken.core.costs import RoundCosts
@@ -199,14 +199,14 @@ def _print(made: Plan, name: str | None, plot: Path | None) -> None:
             _or_never(row.break_even_c, row.k),
             style="bold" if row is made.best else None,
         )
-    console.print(shown)
+    print_table(console, shown)
     console.print(LEGEND, style="dim", soft_wrap=True)
     if made.trees:
         shown = table(None, (), ["tree", "nodes", "tokens", *_heads(made)])
         for tree in made.trees:
             speedups = (f"{x:.2f}x" for x in tree.speedups.values())
             shown.add_row(tree.shape, str(tree.nodes), f"{tree.tokens:.2f}", *speedups)
-        console.print(shown)
+        print_table(console, shown)
     _print_changes(made)
     if len(made.batches) > 1:
         best = ", ".join(f"k={k} at {batch}" for batch, k in made.best_by_batch.items())
@@ -227,7 +227,7 @@ def _print_changes(made: Plan) -> None:
     shown = table(None, ["if"], [f"speed-up of k={near.k}", "best k then", "its speed-up"])
     for change in made.changes:
         shown.add_row(change.what, f"{change.speedup:.2f}x", str(change.best_k), f"{change.best_speedup:.2f}x")
-    screen().print(shown)
+    print_table(screen(), shown)
 
 
 def _print_ahead(rows: list[AheadRow], contention: float) -> None:
@@ -241,7 +241,7 @@ def _print_ahead(rows: list[AheadRow], contention: float) -> None:
         most = "never" if row.contention is None else f"{row.contention:.2f}"
         speeds = (f"{row.speedup:.2f}x", f"{row.without:.2f}x")
         shown.add_row(str(row.k), str(row.rows), f"{row.hits:.0%}", f"{row.work:.2f}", *speeds, most)
-    screen().print(shown)
+    print_table(screen(), shown)
     screen().print(ahead_summary(rows, contention), style="bold", soft_wrap=True)
 
 

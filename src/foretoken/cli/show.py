@@ -12,7 +12,7 @@ import typer
 
 from foretoken.cli.generate import PromptFile, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import check_out, has_colour, json_only, print_json, screen, table
+from foretoken.cli.output import check_out, has_colour, json_only, print_json, print_table, screen, table
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None)
         shown.add_column(HEADS[i], justify="left" if i in (0, len(HEADS) - 1) else "right", overflow="fold")
     for row in rows:
         shown.add_row(*(row[i] for i in told))
-    console.print(shown)
+    print_table(console, shown)
     if len(totals) > MOST_ROWS:
         console.print(f"{len(totals) - MOST_ROWS} more rows: --out page.html shows them", style="dim", soft_wrap=True)
     if not run.rounds:

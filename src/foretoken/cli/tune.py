@@ -9,7 +9,7 @@ import typer
 
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, screen, table
+from foretoken.cli.output import json_only, print_json, print_table, screen, table
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.layer_skip import LayerSkipStudy, TunedSkips
@@ -118,7 +118,7 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
             f"{speed.acceptance_rate:.0%}",
             f"{speed.mean_acceptance_length:.2f}",
         )
-    console.print(shown)
+    print_table(console, shown)
     counts = f"{outcome.trials} trials, {len(work.prompts)} prompts of {work.new_tokens} new tokens"
     console.print(f"{counts}; the {outcome.chosen} set is in {out}: --drafter layer_skip:{out}", soft_wrap=True)
     if outcome.speedup(outcome.chosen) <= 1:
@@ -212,7 +212,7 @@ def _print_tree(outcome: TunedTree, out: Path) -> None:
     for size, (ms, length) in outcome.sizes.items():
         chosen = "bold" if size == len(outcome.choices) else None
         shown.add_row(str(size), f"{ms:.2f}", f"{length:.2f}", f"{1e3 * length / ms:.0f}", style=chosen)
-    console.print(shown)
+    print_table(console, shown)
     plain = outcome.speeds["plain"].tokens_per_s
     for name, speed in outcome.speeds.items():
         console.print(
