@@ -24,7 +24,7 @@ from foretoken.engine.stats import SpecStats
 from foretoken.llm import Llm, load
 from foretoken.loading import load_tokenizer
 from foretoken.loading.hub_inputs import caller_of_generate, check_supported
-from foretoken.loading.hub_params import params_of
+from foretoken.loading.hub_params import holds, params_of, tell_row_by_row
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.network.alone import lock_of
@@ -112,6 +112,7 @@ def custom_generate(
         raise ValueError("a streamer shows one row: pass a batch of one, or no streamer")
     lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
     room = min(lengths, default=input_ids.shape[1] + 20) - input_ids.shape[1]
+    tell_row_by_row([*logits_processor, *stopping_criteria], len(rows))
     seeds = _seeds(seed, len(rows))
     predictions = _predictions(model, prediction, len(rows))
     with _undisturbed(model):
@@ -121,7 +122,7 @@ def custom_generate(
         requests = [
             Request(
                 prompt,
-                params_of(logits_processor, i, row.padding, generation_config),
+                params_of(logits_processor, i, row.padding, generation_config, len(rows)),
                 room,
                 (),
                 seeds[i],
@@ -339,7 +340,7 @@ def _holds(row: _BatchRow, criteria: Sequence[Any], device: torch.device) -> boo
     if not criteria:
         return False
     ids = torch.tensor([row.full], device=device)
-    return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in criteria)
+    return any(holds(criterion, ids) for criterion in criteria)
 
 
 def _result(rows: Sequence[_BatchRow], input_ids: Tensor, config: GenerationConfig) -> Tensor | SpeculativeOutput:

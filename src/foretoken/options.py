@@ -17,7 +17,7 @@ from foretoken.core.values import check_text, ids_of, texts_of
 
 if TYPE_CHECKING:
     from foretoken.core.constraints import OutputRule
-    from foretoken.core.sampling import LogitsProcessor
+    from foretoken.core.processed import LogitsProcessor
     from foretoken.engine.request import Request
 
 Prediction = str | Sequence[int]

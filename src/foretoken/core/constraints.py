@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from foretoken.core.sampling import LogitsProcessor
+from foretoken.core.processed import LogitsProcessor
 
 
 class CannotGoOn(ValueError):

@@ -11,7 +11,7 @@ of largest logit: in both, the token after a prefix is fixed, whoever asks for i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,18 +25,15 @@ from torch import Tensor
 from foretoken.core import (
     NON_FINITE,
     NonFiniteLogitsError,
-    NothingAllowedError,
     OptionError,
     SamplingPipeline,
     argmaxes,
 )
 from foretoken.core.filters import Filters
 from foretoken.core.noise import Noise
+from foretoken.core.processed import LogitsProcessor, check_processed, one_row
 from foretoken.core.tally import Tally
 from foretoken.core.values import check_ids, check_real, check_whole
-
-LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""``(input_ids [1, n], scores [1, V]) -> scores [1, V]``: the shape of Transformers' processors."""
 
 LARGEST = 1e30
 """What is added to logits, or divides or multiplies them, is no larger: float32 holds what comes of it."""
@@ -242,9 +239,9 @@ class Sampler:
             ids = torch.from_numpy(self._written.ids(prefix)).to(scores.device)[None]
             batch = scores[None]
             for processor in params.processors:
-                batch = processor(ids, batch)
+                batch = one_row(processor, processor(ids, batch), batch.shape)
             scores = batch[0]
-            _check_processed(given, scores)
+            check_processed(given, scores)
         return scores
 
     def _finish(self, scores: Tensor) -> Tensor:
@@ -376,18 +373,3 @@ def best_of(scores: Tensor) -> Tensor:
     elif not bool(torch.isfinite(best).all()):
         raise NonFiniteLogitsError(NON_FINITE)
     return best
-
-
-def _check_processed(given: Tensor, scores: Tensor) -> None:
-    """Tell processed scores [V] that leave nothing from logits [V] that were bad to begin with.
-
-    Raises:
-        NothingAllowedError: every token is impossible, and not because the model says so.
-        ValueError: a processor made NaN or inf.
-    """
-    best = scores.amax()
-    if bool(torch.isfinite(best)) or not bool(torch.isfinite(given.amax())):
-        return
-    if float(best) == -torch.inf:
-        raise NothingAllowedError("the request's rules leave no token that may follow")
-    raise OptionError("logits_processor", "logits_processor gave NaN or inf: only finite scores and -inf can be used")

@@ -9,7 +9,8 @@ import torch
 
 from foretoken.core import Context, OptionError, Rng
 from foretoken.core.noise import Noise, random_seed
-from foretoken.core.sampling import LogitsProcessor, Sampler
+from foretoken.core.processed import LogitsProcessor
+from foretoken.core.sampling import Sampler
 from foretoken.engine.conditional import LanguageRound, whole_params
 from foretoken.engine.ends import ends_of, rules_of
 from foretoken.engine.processors import AllowedTokens, BadWords, MinTokens, OfAnswer

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -10,7 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from foretoken.core.sampling import FILTERS, LogitsProcessor, SamplingParams
+from foretoken.core.processed import LogitsProcessor, name_of
+from foretoken.core.sampling import FILTERS, SamplingParams
 
 STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -22,8 +27,10 @@ _OWN_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarp
 """What our own sampler applies itself, in its order: the temperature and the filters."""
 
 
-def params_of(processors: Sequence[Any], row: int, padding: int, config: GenerationConfig) -> SamplingParams:
-    """The row's sampling pipeline.
+def params_of(
+    processors: Sequence[Any], row: int, padding: int, config: GenerationConfig, rows: int = 1
+) -> SamplingParams:
+    """The sampling pipeline of one of a batch's rows.
 
     Transformers puts temperature and filters into the processor list.  Those at its end, in the order in which our own
     sampler applies them, become plain parameters (so that distributions need no prefix); all others stay processors.
@@ -38,7 +45,7 @@ def params_of(processors: Sequence[Any], row: int, padding: int, config: Generat
             own[name] = getattr(warper, name)
     if rest and type(rest[0]) is hf.RepetitionPenaltyLogitsProcessor and _skips_padding_only(rest[0], padding):
         own["repetition_penalty"] = rest.pop(0).penalty
-    return SamplingParams(**own, processors=tuple(_for_row(p, row, padding) for p in rest))
+    return SamplingParams(**own, processors=tuple(_for_row(p, row, padding, rows) for p in rest))
 
 
 def _split_warpers(processors: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -58,7 +65,7 @@ def _skips_padding_only(processor: Any, padding: int) -> bool:
     return (ignored is None and padding == 0) or isinstance(ignored, Tensor)
 
 
-def _for_row(processor: Any, row: int, padding: int) -> LogitsProcessor:
+def _for_row(processor: Any, row: int, padding: int, rows: int) -> LogitsProcessor:
     """A processor of the whole padded batch as one of this row alone.
 
     It is called with the row's padding put back in front, so that lengths mean what they meant.
@@ -68,12 +75,61 @@ def _for_row(processor: Any, row: int, padding: int) -> LogitsProcessor:
     ):
         processor = hf.RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=padding)
     if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
-        processor = hf.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
+        allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        processor = hf.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(prompt, sent), 1)
+    processor = _of_prompt(processor, row, rows)
     if not padding:
         return processor
 
     def padded(ids: Tensor, scores: Tensor) -> Tensor:
         return processor(torch.nn.functional.pad(ids, (padding, 0)), scores)
 
+    padded.__name__ = name_of(processor)
     return padded
+
+
+def _of_prompt(processor: Any, row: int, rows: int) -> Any:
+    """A processor that was made for all prompts as one for the row's; a prompt may have several rows, its samples."""
+    if isinstance(processor, hf.EncoderRepetitionPenaltyLogitsProcessor):
+        prompt = row * len(processor.encoder_input_ids) // rows
+        processor = copy.copy(processor)
+        processor.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
+    elif isinstance(processor, hf.EncoderNoRepeatNGramLogitsProcessor):
+        prompt = row * processor.batch_size // rows
+        processor = copy.copy(processor)
+        processor.generated_ngrams, processor.batch_size = [processor.generated_ngrams[prompt]], 1
+    return processor
+
+
+def tell_row_by_row(hooks: Iterable[Any], rows: int) -> None:
+    """Say once of each class of a caller's processors and criteria that a batch is shown to it row by row: which row it
+    is looking at is not among its arguments."""
+    for hook in hooks:
+        kind = hook if isinstance(hook, FunctionType) else type(hook)
+        if rows > 1 and not kind.__module__.startswith("transformers."):
+            _tell_row_by_row(f"{kind.__module__}.{kind.__qualname__}")
+
+
+@cache
+def _tell_row_by_row(name: str) -> None:
+    logging.getLogger("foretoken").warning(
+        "%s is asked row by row, with ids [1, n] of one text: use a batch of one if it treats rows differently", name
+    )
+
+
+def holds(criterion: Any, ids: Tensor) -> bool:
+    """Whether a stopping criterion ends a text.
+
+    Args:
+        criterion: Transformers' or the caller's.
+        ids: [1, n].
+
+    Raises:
+        ValueError: it gives another number of answers than one.
+    """
+    answer = torch.as_tensor(criterion(ids, None))
+    if answer.numel() != 1:
+        raise ValueError(
+            f"{name_of(criterion)} returned {answer.numel()} rows for one: it is asked row by row; use a batch of one"
+        )
+    return bool(answer)
