@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -92,6 +93,43 @@ def test_quantized_caches_and_assistants_are_refused(model: Any) -> None:
     config = SimpleNamespace(num_beams=1, cache_implementation="quantized", return_dict_in_generate=False)
     with pytest.raises(ValueError, match="cache_implementation='quantized'"):
         check_supported(model, ONE, config, (), False, {}, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dola_layers": "high"}, "dola_layers"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, r"contrastive search \(penalty_alpha with top_k\)"),
+        ({"force_words_ids": [[4]]}, r"constrained beam search \(force_words_ids, constraints\)"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "beam search"),
+        ({"prompt_lookup_num_tokens": 3}, r'prompt_lookup_num_tokens \(pass drafter="ngram"\)'),
+        ({"assistant_early_exit": 1}, r'assistant_early_exit \(pass drafter="early_exit"\)'),
+        ({"use_mtp": True}, r'use_mtp \(pass drafter="mtp"\)'),
+    ],
+    ids=lambda options: next(iter(options)) if isinstance(options, dict) else "",
+)
+def test_other_decoding_methods_are_refused_by_name(model: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"custom_generate does not support {words}.*: leave it out of this call"):
+        ours(model, **options)
+
+
+def test_how_a_model_would_speculate_by_itself_is_no_obstacle() -> None:
+    """The folders that we export for early exits say so in their generation_config.json."""
+    model = llama(eos=None)
+    wanted = model.generate(ONE, **GREEDY)
+    model.generation_config.assistant_early_exit = 1
+    assert torch.equal(ours(model), wanted)
+    assert torch.equal(
+        ours(model, penalty_alpha=0.6, top_k=4, do_sample=True, seed=1), ours(model, top_k=4, do_sample=True, seed=1)
+    )
+
+
+def test_a_cache_that_is_not_offloaded_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        found = ours(model, cache_implementation="offloaded_static")
+    assert torch.equal(found, model.generate(ONE, **GREEDY))
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "foretoken"]
+    assert "cache_implementation='offloaded_static' has no effect" in line
 
 
 class PeftModelForCausalLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
 
 from foretoken.loading.hub_params import STATEFUL
 from foretoken.models.network.traits import CACHE_NAMES
@@ -17,6 +19,19 @@ from foretoken.models.network.traits import CACHE_NAMES
 OWN_KEYS = ("attention_mask", "use_cache", "logits_to_keep")
 """What changes how a forward is run, not what it says; the mask is read by the loop."""
 GENERATE = "transformers.generation.utils"
+ASSISTED = {
+    "prompt_lookup_num_tokens": 'drafter="ngram"',
+    "assistant_early_exit": 'drafter="early_exit"',
+    "use_mtp": 'drafter="mtp"',
+}
+"""Transformers' own ways to speculate, and what to pass for them."""
+OTHER_METHODS = {
+    GenerationMode.CONTRASTIVE_SEARCH: "contrastive search (penalty_alpha with top_k)",
+    GenerationMode.DOLA_GENERATION: "dola_layers",
+    GenerationMode.CONSTRAINED_BEAM_SEARCH: "constrained beam search (force_words_ids, constraints)",
+}
+PLAIN_METHODS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
+"""Methods that are the hook's, assisted ones with a drafter in place of the assistant."""
 PEFT_HOOKS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
 
 
@@ -66,11 +81,34 @@ def check_supported(
             problems[name] = bool(getattr(config, name, False))
     problems.update({type(p).__name__: isinstance(p, STATEFUL) for p in processors})
     found = [name for name, wrong in problems.items() if wrong]
+    found.extend(_other_methods(model, config))
     found.extend(_inputs_that_would_be_dropped(given, input_ids))
     found.extend(_ways_of_its_own(model))
     if found:
         _forget_rows(model)
         raise ValueError(f"foretoken.custom_generate does not support {', '.join(found)}: leave it out of this call")
+    if str(config.cache_implementation).startswith("offloaded"):
+        logging.getLogger("foretoken").warning(
+            "cache_implementation=%r has no effect with foretoken.custom_generate: its keys and values stay on the "
+            "model's device",
+            config.cache_implementation,
+        )
+
+
+def _other_methods(model: Any, config: GenerationConfig) -> Iterator[str]:
+    """Ways to decode that a call asks for and that are neither greedy decoding nor sampling.
+
+    How to speculate by itself, a model's own configuration may say: a drafter takes the place of that.
+    """
+    brought = getattr(model, "generation_config", None)
+    for name, instead in ASSISTED.items():
+        value = getattr(config, name, None)
+        if value is not None and value is not False and value != getattr(brought, name, None):
+            yield f"{name} (pass {instead})"
+    if isinstance(config, GenerationConfig) and (config.num_beams or 1) == 1:
+        method = config.get_generation_mode()
+        if method not in PLAIN_METHODS:
+            yield OTHER_METHODS.get(method, str(method.value))
 
 
 def _inputs_that_would_be_dropped(given: Mapping[str, Any], input_ids: Tensor) -> Iterator[str]:
