@@ -102,5 +102,6 @@ def test_a_new_row_is_served_and_written_in_lines(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_a_model_may_say() -> None:
-    assert list(RANGES) == ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"]
+    sampling = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
+    assert list(RANGES) == [*sampling, "max_new_tokens", "min_tokens"]
     assert NEUTRAL["temperature"] == 1.0 and NEUTRAL["top_k"] == 0 and NEUTRAL["top_p"] == 1.0

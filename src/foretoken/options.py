@@ -90,7 +90,7 @@ FIELDS: Mapping[str, Field] = {
     "include_stop": Field(bool, False),
     "stop_token_ids": Field(),
     "ignore_eos": Field(bool, False, in_lines=True, served=Range()),
-    "min_tokens": Field(int, 0, in_lines=True, served=Range(0)),
+    "min_tokens": Field(int, 0, in_lines=True, served=Range(0), configured=Range(0)),
     "allowed_token_ids": Field(),
     "bad_words": Field(in_lines=True),
     "constraint": Field(),

@@ -163,6 +163,52 @@ def test_a_hub_id_and_a_low_rank_update_have_those_of_their_model(
     assert read_defaults(update).sampling == expected
 
 
+NEUTRAL = {
+    "num_beams": 1, "guidance_scale": 1.0, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0,
+    "min_length": 0, "bad_words_ids": None, "suppress_tokens": [], "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "min_new_tokens": 0, "token_healing": False, "length_penalty": 1.0, "max_length": 20, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"no_repeat_ngram_size": 2, "suppress_tokens": [3, 4]}, "no_repeat_ngram_size 2, suppress_tokens [3, 4]"),
+        ({"num_beams": 3, "forced_eos_token_id": 0}, "num_beams 3, forced_eos_token_id 0"),
+        ({"do_sample": True, "typical_p": 0.2, "epsilon_cutoff": 0.1}, "typical_p 0.2, epsilon_cutoff 0.1"),
+        ({"bad_words_ids": [[5]], "sequence_bias": [[[4], 5.0]]}, "bad_words_ids [[5]], sequence_bias [[[4], 5.0]]"),
+        ({"typical_p": 0.2, "epsilon_cutoff": 0.1}, ""),
+        (NEUTRAL, ""),
+        ({"do_sample": True, **NEUTRAL}, ""),
+    ],
+    ids=str,
+)
+def test_what_generate_would_do_and_we_do_not_is_said_in_one_line(
+    values: dict[str, Any], named: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    for name, value in values.items():
+        setattr(model.generation_config, name, value)
+    for source in (configure(folder, **values), model):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "foretoken"):
+            ft.load(source, drafter=None, tokenizer=tokenizer())
+        lines = [record.getMessage() for record in caplog.records if record.name == "foretoken"]
+        assert len(lines) == bool(named)
+        assert not named or f" has {named}, not applied here: pass logits_processor=[...]" in lines[0]
+
+
+def test_fewest_new_tokens_are_those_of_generate(folder: Path) -> None:
+    llm = ft.load(configure(folder, min_new_tokens=6), drafter="ngram")
+    assert str(llm.defaults) == "min_tokens 6 from generation_config.json"
+    assert llm.request("return n").min_tokens == 6
+    assert llm.request("return n", min_tokens=0).min_tokens == 0
+    assert llm.request("return n", max_new_tokens=4).min_tokens == 4, "generate stops at its limit, too"
+    assert len(llm.generate("return n", max_new_tokens=4).token_ids) == 4
+    with pytest.raises(LoadError, match="min_new_tokens is -1, which cannot be"):
+        ft.load(configure(folder, min_new_tokens=-1))
+
+
 def test_the_models_own_limit_is_cut_to_its_context(folder: Path) -> None:
     llm = ft.load(configure(folder, max_new_tokens=100_000), drafter=None)
     room = llm.target.context_length - len(llm.encode("return n"))

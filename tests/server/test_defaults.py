@@ -9,7 +9,7 @@ from foretoken.llm import Llm
 from foretoken.loading.generation_defaults import GenerationDefaults
 from foretoken.server.config import ServerSettings
 
-OWN = {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.2, "max_new_tokens": 7}
+OWN = {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.2, "max_new_tokens": 7, "min_tokens": 11}
 
 
 def with_defaults(settings: ServerSettings) -> Llm:

@@ -22,6 +22,7 @@ FILE = "generation_config.json"
 SAMPLED = ("temperature", *FILTERS)
 """Fields that mean something only where sampling is on."""
 NEUTRAL = {name: one.default if one.neutral is None else one.neutral for name, one in FIELDS.items() if one.sampling}
+NEUTRAL["min_tokens"] = 0
 """Values that change nothing, which need not be named."""
 RANGES = {
     name: one.configured
@@ -29,6 +30,22 @@ RANGES = {
     if one.configured is not None
 }
 """Fields that are looked at, those of sampling first."""
+THEIR_NAMES = {"min_tokens": "min_new_tokens"}
+"""What Transformers calls fields that have another name here."""
+NOT_APPLIED: Mapping[str, Any] = {
+    **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"), ()),
+    **dict.fromkeys(("force_words_ids", "constraints", "forced_bos_token_id", "forced_eos_token_id")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "dola_layers")),
+    **dict.fromkeys(("stop_strings", "max_time"), None),
+    **dict.fromkeys(("token_healing",), False),
+}
+"""Fields that change ``generate``'s text and that nothing here does by itself, with the values that change nothing."""
+NOT_APPLIED_SAMPLED: Mapping[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
+"""The same for those that mean something only where sampling is on."""
+NOT_APPLIED_GREEDY: Mapping[str, Any] = {"penalty_alpha": 0.0}
+"""The same for those that mean something only where it is off."""
 MOST = 2**63
 """Whole numbers in JSON have no end, and no field means one that is longer than this."""
 
@@ -105,13 +122,15 @@ def _file_of(source: str) -> Path | None:
 
 def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationDefaults:
     """Defaults from fields; ``place`` is named where they are refused, ``source`` where they are used."""
-    given = {name: values[name] for name in RANGES if values.get(name) is not None}
+    said = {name: values.get(THEIR_NAMES.get(name, name)) for name in RANGES}
+    given = {name: value for name, value in said.items() if value is not None}
     for name, value in given.items():
         _check(name, value, place)
     _check_ends(values.get("eos_token_id"), place)
     if not isinstance(values.get("do_sample", False), bool | None):
         raise LoadError(_wrong("do_sample", values["do_sample"], place))
     sampled = bool(values.get("do_sample", False))
+    _tell_not_applied(values, sampled, place)
     named = {name: value for name, value in given.items() if name in SAMPLED and value != NEUTRAL[name]}
     if not sampled and named:
         fields = ", ".join(f"{name} {value:g}" for name, value in named.items())
@@ -127,12 +146,30 @@ def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationD
     return GenerationDefaults(kept, source if kept else "")
 
 
+def _tell_not_applied(values: Mapping[str, Any], sampled: bool, place: str) -> None:
+    """One line about the fields with which ``generate`` of Transformers would write another text."""
+    neutral = {**NOT_APPLIED, **(NOT_APPLIED_SAMPLED if sampled else NOT_APPLIED_GREEDY)}
+    found = {name: values.get(name) for name in neutral}
+    named = [
+        f"{name} {ascii(value)[:40]}"
+        for name, value in found.items()
+        if value is not None and value != neutral[name] and value not in ([], {}, "")
+    ]
+    if named:
+        logging.getLogger("foretoken").warning(
+            "%s has %s, not applied here: pass logits_processor=[...] (stop=, bad_words=, deadline_s=) with a request, "
+            "or use model.generate(..., custom_generate=ft.custom_generate)",
+            place,
+            ", ".join(named),
+        )
+
+
 def _check(name: str, value: Any, place: str) -> None:
     allowed = RANGES[name]
     kind = int if FIELDS[name].kind is int else (int, float)
     is_number = isinstance(value, kind) and not isinstance(value, bool)
     if not (is_number and value in allowed and value < MOST):
-        raise LoadError(_wrong(name, value, place))
+        raise LoadError(_wrong(THEIR_NAMES.get(name, name), value, place))
 
 
 def _check_ends(value: Any, place: str) -> None:
