@@ -25,10 +25,10 @@ from foretoken.llm import Llm, load
 from foretoken.loading import load_tokenizer
 from foretoken.loading.hub_inputs import caller_of_generate, check_supported
 from foretoken.loading.hub_params import holds, params_of, tell_row_by_row
+from foretoken.loading.prepared import Prepared, prepared_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.network.alone import lock_of
-from foretoken.models.network.watch import Watch
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -63,9 +63,9 @@ def custom_generate(
     """Decode speculatively for ``model.generate(**inputs, custom_generate=custom_generate)``.
 
     Greedy output equals that of ``model.generate`` without it (up to ties that rounding turns over); sampled output
-    has the same distribution.  The model is left as it was found.  What drafters and controllers learn is forgotten
-    after the
-    call: :class:`CustomGenerate` keeps it.
+    has the same distribution.  The model is left as it was found, but for an attribute that keeps what was made of it
+    for the next call (a copy of its weights, where it runs on one; copies and pickles of the model are without).  What
+    drafters and controllers learn is forgotten after the call: :class:`CustomGenerate` keeps it.
 
     Args:
         model: the target.
@@ -158,7 +158,7 @@ class CustomGenerate:
         self.allow_lossy, self.exact, self.profile = allow_lossy, exact, profile
         self._llm: Llm | None = None
         self._predicted = False
-        self._watch: Watch | None = None
+        self._prepared: Prepared | None = None
 
     def __call__(
         self,
@@ -181,22 +181,19 @@ class CustomGenerate:
             model: a ``PreTrainedModel``.
             predicted: whether the caller says what is expected in the answer, which is then drafted first.
         """
-        with lock_of(self, "call"):
-            with lock_of(model):
-                same = self._watch is not None and self._watch.network is model and not self._watch.has_changed()
-            if self._llm is None or not same or self._predicted != predicted:
-                with lock_of(model):
-                    self._watch = Watch(model)
-                self._llm, self._predicted = self._make(model, predicted), predicted
+        with lock_of(model, "call"), lock_of(self, "call"):
+            prepared = prepared_of(model, self.exact)
+            if self._llm is None or self._prepared is not prepared or self._predicted != predicted:
+                self._llm, self._predicted, self._prepared = self._make(prepared, predicted), predicted, prepared
             return self._llm
 
-    def _make(self, model: Any, predicted: bool) -> Llm:
+    def _make(self, prepared: Prepared, predicted: bool) -> Llm:
         return load(
-            model,
+            prepared.target(),
             self.drafter,
             self.verifier,
             self.controller,
-            tokenizer=load_tokenizer(model),
+            tokenizer=prepared.tokenizer,
             exact=self.exact,
             profile=self.profile,
             allow_lossy=self.allow_lossy,

@@ -37,9 +37,7 @@ def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
         if not source or not Path(source).is_dir():
             return None
     path = resolve(source)
-    if Path(path).is_dir() and not any(
-        (Path(path) / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    ):
+    if Path(path).is_dir() and not _has_tokenizer(Path(path)):
         folder = Path(path).expanduser()
         if is_adapter(folder):
             return load_tokenizer(read_adapter(folder).base)
@@ -49,6 +47,49 @@ def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # damaged files fail in as many ways as there are lines that read them
         raise LoadError(f"cannot load a tokenizer from {path}: {_damaged(Path(path)) or cause_of(error)}") from None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    return any((folder / name).exists() for name in names)
+
+
+class _Unread:
+    """A tokenizer whose files are read, which takes most of a second, when something of it is asked for."""
+
+    _read: Any = None
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def _tokenizer(self) -> Any:
+        if self._read is None:
+            self._read = load_tokenizer(self._model)
+        return self._read
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of copies and pickles, which ask before there is anything in it
+            raise AttributeError(name)
+        return getattr(self._tokenizer(), name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._tokenizer()(*args, **options)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer())
+
+
+def tokenizer_when_needed(model: Any) -> Any | None:
+    """The tokenizer of a ``PreTrainedModel``, read when something of it is first asked for; ``None`` where it has
+    none.
+
+    Raises:
+        LoadError: its files are damaged, when it is asked.
+    """
+    folder = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+    if folder and Path(folder).is_dir() and _has_tokenizer(Path(folder)):
+        return _Unread(model)
+    return load_tokenizer(model)
 
 
 def _damaged(folder: Path) -> str:
