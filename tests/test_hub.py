@@ -307,6 +307,23 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("given", ["alone", "list", "kept"])
+def test_a_draft_model_in_training_stays_in_training(model: Any, given: str) -> None:
+    draft = llama(noise=0.03, seed=0)
+    draft.train()
+    draft.model.layers[0].eval()
+    modes = [module.training for module in draft.modules()]
+    drafter: Any = ["ngram", draft] if given == "list" else draft
+    kept = ft.CustomGenerate(drafter=drafter)
+    how = {"custom_generate": kept} if given == "kept" else {"custom_generate": ft.custom_generate, "drafter": drafter}
+    for _ in range(2):
+        model.generate(ONE, max_new_tokens=6, do_sample=False, **how)
+        assert [module.training for module in draft.modules()] == modes
+    with pytest.raises(ValueError, match="unknown verifier"):
+        model.generate(ONE, max_new_tokens=6, custom_generate=ft.custom_generate, drafter=drafter, verifier="nosuch")
+    assert [module.training for module in draft.modules()] == modes
+
+
 def test_changed_weights_are_seen_by_the_next_call() -> None:
     model = llama()
     before = model.generate(ONE, max_new_tokens=12, custom_generate=ft.custom_generate)

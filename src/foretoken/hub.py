@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -115,7 +115,7 @@ def custom_generate(
     tell_row_by_row([*logits_processor, *stopping_criteria], len(rows))
     seeds = _seeds(seed, len(rows))
     predictions = _predictions(model, prediction, len(rows))
-    with _undisturbed(model):
+    with _undisturbed(model, _draft_models(drafter)):
         kept = isinstance(drafter, CustomGenerate)
         own = drafter if kept else CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
         llm = own.llm(model, prediction is not None)
@@ -268,18 +268,30 @@ def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[i
     return [list(row) for row in prediction]
 
 
+def _draft_models(drafter: Any) -> list[nn.Module]:
+    """The networks of a caller that loading puts into evaluation, beside the target."""
+    given = drafter.drafter if isinstance(drafter, CustomGenerate) else drafter
+    return [part for part in (given if isinstance(given, list | tuple) else [given]) if isinstance(part, nn.Module)]
+
+
 @contextmanager
-def _undisturbed(model: Any) -> Iterator[None]:
-    """One call of a model at a time; put one in training, whose dropout loading switches off, back into training."""
+def _undisturbed(model: Any, drafts: Sequence[nn.Module]) -> Iterator[None]:
+    """One call of a model at a time; put one in training, whose dropout loading switches off, back into training, and
+    draft models, too."""
     with lock_of(model, "call"):
-        with lock_of(model):
-            training = [module for module in model.modules() if module.training]
+        training = [(network, _in_training(network)) for network in (model, *drafts)]
         try:
             yield
         finally:
-            with lock_of(model):
-                for module in training:
-                    module.training = True
+            for network, modules in training:
+                with lock_of(network):
+                    for module in modules:
+                        module.training = True
+
+
+def _in_training(network: nn.Module) -> list[nn.Module]:
+    with lock_of(network):
+        return [module for module in network.modules() if module.training]
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
