@@ -100,39 +100,34 @@ def custom_generate(
             learning prepares, or what :func:`foretoken.load` refuses.
     """
     call = caller_of_generate(model)
-    check_supported(model, input_ids, generation_config, logits_processor, synced_gpus, model_kwargs, call)
     knows_prompt = call.get("streamer") is not None  # generate has shown it the prompt
-    streamer = _streamer(call["streamer"] if knows_prompt else streamer, token_streamer)
-    prompts, paddings = _unpadded(input_ids, model_kwargs.get("attention_mask"))
-    rows = [
-        _BatchRow(list(full), padding, streamer, knows_prompt)
-        for full, padding in zip(input_ids.tolist(), paddings, strict=True)
-    ]
-    if rows[0].streamer is not None and len(rows) > 1:
-        raise ValueError("a streamer shows one row: pass a batch of one, or no streamer")
-    lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
-    room = min(lengths, default=input_ids.shape[1] + 20) - input_ids.shape[1]
-    tell_row_by_row([*logits_processor, *stopping_criteria], len(rows))
-    seeds = _seeds(seed, len(rows))
-    predictions = _predictions(model, prediction, len(rows))
-    with _undisturbed(model, _draft_models(drafter)):
-        kept = isinstance(drafter, CustomGenerate)
-        own = drafter if kept else CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
-        llm = own.llm(model, prediction is not None)
-        requests = [
-            Request(
-                prompt,
-                params_of(logits_processor, i, row.padding, generation_config, len(rows)),
-                room,
-                (),
-                seeds[i],
-                predictions[i],
-                True,
-            )
-            for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
-        ]
-        _run(llm, requests, rows, stopping_criteria, input_ids.device)
-    return _result(rows, input_ids, generation_config)
+    streamer = call["streamer"] if knows_prompt else streamer
+    with _ended(streamer, token_streamer):
+        check_supported(model, input_ids, generation_config, logits_processor, synced_gpus, model_kwargs, call)
+        rows = _rows(input_ids, model_kwargs.get("attention_mask"), _streamer(streamer, token_streamer), knows_prompt)
+        lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+        room = min(lengths, default=input_ids.shape[1] + 20) - input_ids.shape[1]
+        tell_row_by_row([*logits_processor, *stopping_criteria], len(rows))
+        seeds = _seeds(seed, len(rows))
+        predictions = _predictions(model, prediction, len(rows))
+        with _undisturbed(model, _draft_models(drafter)):
+            kept = isinstance(drafter, CustomGenerate)
+            own = drafter if kept else CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
+            llm = own.llm(model, prediction is not None)
+            requests = [
+                Request(
+                    row.full[row.padding :],
+                    params_of(logits_processor, i, row.padding, generation_config, len(rows)),
+                    room,
+                    (),
+                    seeds[i],
+                    predictions[i],
+                    True,
+                )
+                for i, row in enumerate(rows)
+            ]
+            _run(llm, requests, rows, stopping_criteria, input_ids.device)
+        return _result(rows, input_ids, generation_config)
 
 
 class CustomGenerate:
@@ -226,20 +221,31 @@ def _streamer(streamer: BaseStreamer | None, token_streamer: BaseStreamer | None
     return token_streamer if streamer is None else streamer
 
 
-def _unpadded(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[int]]:
-    """Prompts without their left padding, and how much of it each row had."""
-    rows: list[list[int]] = input_ids.tolist()
+@contextmanager
+def _ended(*streamers: BaseStreamer | None) -> Iterator[None]:
+    """End streamers behind the block, also after an error: a reader may be waiting in another thread."""
+    try:
+        yield
+    finally:
+        for streamer in {id(one): one for one in streamers if one is not None}.values():
+            streamer.end()
+
+
+def _rows(input_ids: Tensor, mask: Tensor | None, streamer: Any, shown: bool) -> list[_BatchRow]:
+    """The rows of a batch that is padded on the left, if at all."""
+    if streamer is not None and len(input_ids) > 1:
+        raise ValueError("a streamer shows one row: pass a batch of one, or no streamer")
     if mask is None:
-        return rows, [0] * len(rows)
+        return [_BatchRow(row, 0, streamer, shown) for row in input_ids.tolist()]
     kept = mask.bool()
-    lengths = kept.sum(-1).tolist()
-    paddings = [kept.shape[1] - length for length in lengths]
+    paddings = [kept.shape[1] - length for length in kept.sum(-1).tolist()]
     for i, padding in enumerate(paddings):
         if not bool(kept[i, padding:].all()):
             raise ValueError("the attention mask has holes or right padding: use a tokenizer with padding_side='left'")
         if padding == kept.shape[1]:
             raise ValueError(f"row {i} is empty: its attention mask is all zero")
-    return [row[padding:] for row, padding in zip(rows, paddings, strict=True)], paddings
+    rows = zip(input_ids.tolist(), paddings, strict=True)
+    return [_BatchRow(full, padding, streamer, shown) for full, padding in rows]
 
 
 def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int | None]:
@@ -326,9 +332,6 @@ def _run(
                     llm.engine.cancel(run.id)
     finally:
         llm.engine.close()
-        for row in rows:
-            if row.streamer is not None:
-                row.streamer.end()  # after an error, too: its reader may be waiting in another thread
 
 
 def _kept(

@@ -38,7 +38,7 @@ def words() -> Any:
 
 
 def ours(model: Any, ids: torch.Tensor = ONE, **options: Any) -> Any:
-    return model.generate(ids, custom_generate=ft.custom_generate, drafter="ngram", **{**GREEDY, **options})
+    return model.generate(ids, custom_generate=ft.custom_generate, **{"drafter": "ngram", **GREEDY, **options})
 
 
 def test_a_cache_of_the_caller_is_refused(model: Any) -> None:
@@ -232,6 +232,29 @@ def test_a_streamer_ends_when_something_fails(model: Any, words: Any) -> None:
 
     with pytest.raises(ZeroDivisionError):
         ours(model, streamer=streamer, logits_processor=[broken])
+    assert list(streamer) == [""]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"drafter": "nosuch"},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"seed": [1, 2]},
+        {"prediction": "words"},
+        {"dola_layers": "high"},
+        {"token_streamer": object()},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+@pytest.mark.parametrize("name", ["streamer", "token_streamer"])
+def test_a_streamer_ends_when_its_call_is_refused(model: Any, words: Any, wrong: dict[str, Any], name: str) -> None:
+    streamer, other = (TextIteratorStreamer(words, skip_prompt=True, timeout=20) for _ in range(2))
+    if "token_streamer" in wrong:  # two of them, which is refused, too
+        wrong = {"streamer": other, "token_streamer": other}
+        wrong[name] = streamer
+    with pytest.raises(ValueError, match=r"unknown drafter|does not support|seeds|tokenizer|pass one of them"):
+        ours(model, **{name: streamer, **wrong})
     assert list(streamer) == [""]
 
 
