@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -237,6 +238,36 @@ def test_a_seed_gives_the_same_text_with_every_drafter(model: Any, draft: Any, o
 
     plain = sample(None)
     assert all(sample(drafter) == plain for drafter in ("ngram", draft, "early_exit,layer=1", ["ngram", "jacobi"]))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, torch.tensor], ids=lambda kind: kind.__name__)
+def test_seeds_and_predictions_of_numpy_and_torch(model: Any, kind: Any) -> None:
+    def sample(**more: Any) -> list[list[int]]:
+        out = model.generate(
+            THREE, attention_mask=MASK, do_sample=True, max_new_tokens=12, custom_generate=ft.custom_generate, **more
+        )
+        rows: list[list[int]] = out.tolist()
+        return rows
+
+    wanted = sample(seed=3)
+    assert sample(seed=kind(3)) == wanted == sample(seed=[kind(3), kind(4), kind(5)])
+    assert sample(seed=np.array([3, 4, 5])) == wanted == sample(seed=torch.tensor([3, 4, 5]))
+    for prediction in ([kind(8), kind(3)], torch.tensor([8, 3]), np.array([[8], [3], [1]]), [torch.tensor([8])] * 3):
+        assert sample(seed=3, prediction=prediction) == wanted
+    llm = ft.load(model, drafter=None)
+    sampled = [llm.generate([5, 3, 9], temperature=1.0, seed=seed, max_new_tokens=6) for seed in (kind(3), 3)]
+    assert sampled[0].token_ids == sampled[1].token_ids and type(sampled[0].seed) is int
+    request = llm.request([5, 3, 9], temperature=1.0, seed=np.int64(3), max_new_tokens=6)
+    (emission,) = llm.calls.finish([request])
+    assert emission.seed == 3 and type(emission.seed) is int
+    with pytest.raises(ValueError, match="a prediction is text or token ids"):
+        sample(prediction=kind(3))
+
+
+@pytest.mark.parametrize("seed", [1.5, np.float64(2), True, "3", torch.tensor([1.0])], ids=str)
+def test_what_is_no_seed(model: Any, seed: Any) -> None:
+    with pytest.raises(ValueError, match="a seed must be an integer"):
+        model.generate(ONE, do_sample=True, max_new_tokens=2, custom_generate=ft.custom_generate, seed=seed)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, [1, 2], [1, 2, -3]])

@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foretoken.core.noise import samples_of, seeds_of
+from foretoken.core.values import plain
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import Llm, load
@@ -248,10 +249,11 @@ def _rows(input_ids: Tensor, mask: Tensor | None, streamer: Any, shown: bool) ->
     return [_BatchRow(full, padding, streamer, shown) for full, padding in rows]
 
 
-def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int | None]:
+def _seeds(seed: Any, count: int) -> Sequence[int | None]:
     if seed is None:  # drawn, so that the text is the same however much is drafted: the controller looks at the clock
         seed = int(torch.randint(2**62, ()))
-    if isinstance(seed, int):
+    seed = plain(seed)
+    if isinstance(seed, str) or not isinstance(seed, Sequence):
         return samples_of(seeds_of(seed, 1)[0], count)
     if len(seed) != count:
         raise ValueError(f"{len(seed)} seeds for {count} rows: give one per row, or one number")
@@ -260,6 +262,7 @@ def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int | None]
 
 def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[int] | None]:
     """Token ids for each row."""
+    prediction = plain(prediction)
     if prediction is None:
         return [None] * count
     if isinstance(prediction, str):
@@ -267,11 +270,14 @@ def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[i
         if tokenizer is None:
             raise ValueError("a prediction in words needs the model's tokenizer, and there is none: give token ids")
         prediction = tokenizer.encode(prediction, add_special_tokens=False)
-    if not prediction or isinstance(prediction[0], int):
-        return [list(prediction)] * count
-    if len(prediction) != count:
-        raise ValueError(f"{len(prediction)} predictions for {count} rows: give one per row, or one for all")
-    return [list(row) for row in prediction]
+    if not isinstance(prediction, Sequence):
+        raise ValueError(f"a prediction is text or token ids, for all rows or for each, not {prediction!r}")
+    ids = [plain(part) for part in prediction]  # numbers, or those of each row
+    if not ids or isinstance(ids[0], int):
+        return [ids] * count
+    if len(ids) != count:
+        raise ValueError(f"{len(ids)} predictions for {count} rows: give one per row, or one for all")
+    return [[plain(token) for token in row] for row in ids]
 
 
 def _draft_models(drafter: Any) -> list[nn.Module]:

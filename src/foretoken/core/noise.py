@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from foretoken.core.values import plain
 
 SEEDS = 2**64
 """Seeds are integers from 0 to one below this."""
@@ -30,24 +33,26 @@ def check_seed(seed: Any) -> None:
     Raises:
         ValueError: not an integer, negative, or of more than 64 bits.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < SEEDS:
         raise ValueError(f"a seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
 
 
 def seeds_of(seed: Any, count: int) -> Sequence[int | None]:
-    """One seed per prompt: as given, or the one that was given for each.
+    """One seed per prompt, as Python's integers: as given, or the one that was given for each.
+
+    They may be a tensor's or an array's.
 
     Raises:
         ValueError: another number of seeds than prompts, or what is no seed.
     """
-    if not isinstance(seed, list | tuple):
-        seed = [seed] * count
-    if len(seed) != count:
-        raise ValueError(f"{len(seed)} seeds for {count} prompts: give one seed, or one per prompt")
-    for one in seed:
+    seed = plain(seed)
+    seeds = [plain(one) for one in seed] if isinstance(seed, list | tuple) else [seed] * count
+    if len(seeds) != count:
+        raise ValueError(f"{len(seeds)} seeds for {count} prompts: give one seed, or one per prompt")
+    for one in seeds:
         if one is not None:
             check_seed(one)
-    return seed
+    return seeds
 
 
 def samples_of(seed: int | None, count: int) -> list[int | None]:
@@ -121,7 +126,7 @@ class Noise:
 
     def __init__(self, seed: int, source: Source | None = None) -> None:
         check_seed(seed)
-        self.seed, self.source = seed, source or NumPySource()
+        self.seed, self.source = int(seed), source or NumPySource()
         self._kept: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def exponentials(self, position: int, size: int) -> Tensor:

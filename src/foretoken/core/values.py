@@ -19,6 +19,11 @@ class OptionError(ValueError):
         self.option = option
 
 
+def plain(value: Any) -> Any:
+    """A value of Python's own kinds: numbers and lists where it is a tensor's, an array's or NumPy's."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def check_whole(option: str, value: Any) -> None:
     """Refuse what is no whole number; a truth value is none.
 

@@ -78,7 +78,7 @@ def _seed(request: Request) -> int | None:
     """Given, or drawn; none for a greedy request."""
     if request.params.temperature == 0:
         return None
-    return random_seed() if request.seed is None else request.seed
+    return random_seed() if request.seed is None else int(request.seed)
 
 
 def rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> list[LogitsProcessor]:
