@@ -48,6 +48,14 @@ def test_mistakes_are_one_line(run: Any, target: str, draft: str, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+def test_rounds_that_auto_left_plain_are_told(run: Any, target: str, draft: str, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "run.html"))
+    assert "rounds: plain" not in run(*command(target, draft, *out)).err
+    nothing = ("--drafter", "prediction", "--max-new-tokens", "12", "--json")  # it drafts from what is not given here
+    result = run("show", PROMPT, "--target", target, *nothing, *out)
+    assert "drafted in 0 of 12 rounds: plain decoding may be faster here; --controller constant" in result.err
+
+
 def test_a_row_of_a_prompt_file_is_drawn(run: Any, target: str, tokenizer: Any, tmp_path: Path) -> None:
     """A conversation is shown as the template writes it."""
     talking = tmp_path / "talking"

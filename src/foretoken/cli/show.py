@@ -91,6 +91,7 @@ def show_command(
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
         page, rounds = _drawn(shown(output, llm.tokenizer, text, about), kind, number)
     write_whole(out, page)
+    _tell_plain_rounds(llm, output)
     if as_json:
         print_json({"out": str(out), "rounds": rounds, "stats": output.stats.as_dict()})
     else:
@@ -127,6 +128,17 @@ def _drawn(run: Shown, kind: str, number: int | None) -> tuple[str, int]:
     if kind == ".html":
         return page.render(run), len(run.rounds)
     return picture.render(run, run.best() if number is None else number - 1), len(run.rounds)
+
+
+def _tell_plain_rounds(llm: Llm, output: Output) -> None:
+    """Say on stderr that most rounds are plain ones, where the controller has chosen so."""
+    controller, stats = llm.engine.controller, output.stats
+    if controller is not None and controller.weighs_costs and 2 * stats.num_drafted_rounds < stats.num_drafts:
+        print(
+            f"drafted in {stats.num_drafted_rounds} of {stats.num_drafts} rounds: plain decoding may be faster here; "
+            "--controller constant drafts wherever the drafter can",
+            file=sys.stderr,
+        )
 
 
 def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tuple[str, str]]:
