@@ -22,7 +22,8 @@ MARKS = (HERMES, MISTRAL, LLAMA)
 """Where a call begins in the middle of a text.  Without one it may only be the whole answer."""
 KEYS = ("name", "arguments", "parameters", "type", "function", "id")
 """Of the object of a call: one that begins with another key is an answer in JSON."""
-_FIRST_KEY = re.compile(r'\[?\s*\{\s*"([^"\\]*)"')
+_FIRST_KEY = re.compile(r'\[?\s*(?:\{\s*(?:"([^"\\]*)(["\\]?))?)?')
+"""As much of it as is there, and the sign behind it: the end, or a backslash, with which any key may go on."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[ARGS\])?\s*(?=\{)")
 _SPACE = re.compile(r"\s*")
 _BEGUN = re.compile(r"[A-Za-z0-9_.-]{1,64}\s*(?:\[(?:A(?:R(?:G(?:S\]?)?)?)?)?)?\s*")
@@ -178,10 +179,23 @@ class CallReader:
         name, at = ("", at) if text[at : at + 1] in ("{", "[", "") else self._name(at)
         if at >= len(text):
             raise _Incomplete
-        first = _FIRST_KEY.match(text, at)
-        if not name and first is not None and first[1] not in KEYS:
-            raise _NoCall
+        if not name:
+            self._check_key(at)
         return _Value(at, name, not name and text[at] == "[" and not _opens_json(text[at + 1 :]))
+
+    def _check_key(self, at: int) -> None:
+        """Whether a call may begin so: asked until it is decided, since nobody asks once its end is looked for.
+
+        Raises:
+            _Incomplete: that cannot be told yet.
+            _NoCall: it may not.
+        """
+        first: re.Match[str] = _FIRST_KEY.match(self._text, at)  # type: ignore[assignment]  # it always matches
+        key, behind = first[1], first[2]
+        if key is not None and not (key in KEYS if behind == '"' else any(one.startswith(key) for one in KEYS)):
+            raise _NoCall
+        if not behind and first.end() == len(self._text):
+            raise _Incomplete
 
     def _name(self, at: int) -> tuple[str, int]:
         """The name before the arguments, as Mistral's newer models write it, and where these begin."""
