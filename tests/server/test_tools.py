@@ -289,6 +289,13 @@ def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
         spelled(torch.tensor([[0]])[:, :0], torch.zeros(1, width))
 
 
+def test_a_format_that_is_unknown_is_an_annotation_of_arguments_too(tools: Running) -> None:
+    secret = function("log_in", {"key": {"type": "string", "format": "password", "maxLength": 4}})
+    choice = choice_of(ask(tools, tools=[secret], tool_choice="required", parallel_tool_calls=False))
+    (call,) = choice["message"]["tool_calls"]
+    assert len(json.loads(call["function"]["arguments"])["key"]) <= 4
+
+
 @pytest.mark.parametrize("mark", ["<|python_tag|>", "[TOOL_CALLS]"])
 def test_other_formats_are_forced_as_well(mark: str) -> None:
     from tool_server import TEMPLATE

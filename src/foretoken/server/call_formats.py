@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.server.errors import bad
+from foretoken.server.known_formats import without_unknown_formats
 from foretoken.server.schemas import ChatRequest, Tool
 
 MOST_CALLS = 16
@@ -114,7 +115,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
     given = tool.function.parameters or {}
     if given.get("type", "object") != "object":
         raise bad(f"the parameters of {tool.function.name} must be a schema of type object", "tools")
-    return {**given, "type": "object", "x-guidance": SPACING}
+    return {**without_unknown_formats(given), "type": "object", "x-guidance": SPACING}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from foretoken.llm import Llm
 pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
 jsonschema = pytest.importorskip("jsonschema")
 
+from llguidance import LLMatcher  # noqa: E402
+
 from foretoken.core import Budget, Context, Rng, Scores, TokenTree, Verdict  # noqa: E402
 from foretoken.core.sampling import Sampler, SamplingParams  # noqa: E402
 from foretoken.engine.processors import OfAnswer  # noqa: E402
@@ -23,6 +25,7 @@ from foretoken.methods.drafters.known import KnownDrafter  # noqa: E402
 from foretoken.server.grammar import compile_constraint  # noqa: E402
 from foretoken.server.grammar.compiling import TRIAL  # noqa: E402
 from foretoken.server.grammar.constraint import GrammarConstraint  # noqa: E402
+from foretoken.server.known_formats import FORMATS, without_unknown_formats  # noqa: E402
 
 SCHEMA = {
     "type": "object",
@@ -168,6 +171,70 @@ def test_logits_that_are_wider_than_the_tokenizer(plain: Llm) -> None:
     made = compile_constraint("regex", "[a-z]+", plain.tokenizer, wide)
     kept = made(NOTHING_YET, torch.zeros(1, wide))
     assert not torch.isfinite(kept[0, plain.target.vocab_size :]).any()
+
+
+TOLD = {
+    *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri", "time"),
+    *(
+        "iri-reference",
+        "json-pointer",
+        "regex",
+        "relative-json-pointer",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "uuid",
+    ),
+    *("base64url", "binary", "byte", "decimal", "json-string", "password", "path", "url"),
+}
+"""Formats that JSON Schema, OpenAPI and Pydantic know."""
+
+
+def test_formats_that_are_enforced_are_those_that_llguidance_knows() -> None:
+    def known(name: str) -> bool:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+        return not LLMatcher.validate_grammar(grammar)
+
+    assert {name for name in TOLD if known(name)} == FORMATS
+
+
+def test_another_format_is_an_annotation(plain: Llm) -> None:
+    """Wherever a schema stands; a property of that name, and values that look like a schema, are left alone."""
+    secret = {"type": "string", "format": "password"}
+    value = {"format": "password"}
+    schema: dict[str, Any] = {
+        "$defs": {"format": secret},
+        "type": "object",
+        "properties": {"format": {"$ref": "#/$defs/format"}, "list": {"type": "array", "items": secret}},
+        "patternProperties": {"^x": {"anyOf": [secret, {"type": "null"}]}},
+        "required": ["format"],
+        "default": value,
+        "examples": [value],
+    }
+    found = without_unknown_formats(schema)
+    text = {"type": "string"}
+    assert found["$defs"] == {"format": text} and found["properties"]["list"]["items"] == text
+    assert found["patternProperties"] == {"^x": {"anyOf": [text, {"type": "null"}]}}
+    assert (found["properties"]["format"], found["default"], found["examples"]) == (
+        {"$ref": "#/$defs/format"},
+        value,
+        [value],
+    )
+    assert schema["$defs"] == {"format": secret}
+    made = constraint(plain, "json_schema", schema)
+    written = spelled(plain, '{"format": "any", "list": ["x"], "x": null}')
+    assert made.fits([], written) == len(written) and made.may_end(written)
+    only = constraint(plain, "json_schema", {"const": value})
+    written = spelled(plain, '{"format": "password"}')
+    assert only.fits([], written) == len(written) and only.may_end(written)
+
+
+def test_a_known_format_is_enforced_and_one_that_is_no_text_is_refused(plain: Llm) -> None:
+    date = constraint(plain, "json_schema", {"type": "string", "format": "date"})
+    wrong = spelled(plain, '"yesterday"')
+    assert date.fits([], wrong) < len(wrong)
+    with pytest.raises(ValueError, match="format"):
+        constraint(plain, "json_schema", {"type": "string", "format": 5})
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from llguidance.hf import from_tokenizer
 
 from foretoken.server.grammar.constraint import GrammarConstraint
 from foretoken.server.grammar.trial import Trial
+from foretoken.server.known_formats import without_unknown_formats
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
 LONGEST = 64 * 1024
@@ -112,7 +113,7 @@ def _any_of(texts: Any) -> str:
 
 
 def _schema(spec: Any) -> Any:
-    """A checked schema."""
+    """A checked schema, without formats that mean nothing here."""
     if isinstance(spec, str):
         if len(spec) > LONGEST:
             raise ValueError(f"the schema has {len(spec)} characters, and {LONGEST} are allowed")
@@ -126,7 +127,7 @@ def _schema(spec: Any) -> Any:
         raise ValueError(f"the schema is nested more than {DEEPEST} levels deep")
     if len(json.dumps(spec)) > LONGEST:
         raise ValueError(f"the schema has more than {LONGEST} characters")
-    return spec
+    return without_unknown_formats(spec)
 
 
 def _depth(spec: Any) -> int:

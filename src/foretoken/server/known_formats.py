@@ -1,0 +1,35 @@
+"""Formats of texts in JSON schemas: those that are enforced, and schemas without the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"),
+)
+"""Those that llguidance knows; it refuses a schema with another one."""
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
+"""Keys whose members are schemas by names that mean nothing: a property may be called ``format``."""
+_DATA = ("const", "enum", "default", "example", "examples")
+"""Keys of values, which are no schemas."""
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """A copy of a JSON schema without the formats that nobody here can enforce: to JSON Schema they are annotations.
+
+    Args:
+        schema: nested no deeper than Python's recursion goes.
+    """
+    if isinstance(schema, list):
+        return [without_unknown_formats(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            found[key] = {name: without_unknown_formats(one) for name, one in value.items()}
+        elif key in _DATA:
+            found[key] = value
+        elif key != "format" or not isinstance(value, str) or value in FORMATS:
+            found[key] = without_unknown_formats(value)
+    return found
