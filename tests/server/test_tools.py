@@ -289,6 +289,31 @@ def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
         spelled(torch.tensor([[0]])[:, :0], torch.zeros(1, width))
 
 
+@pytest.mark.parametrize(
+    ("parameters", "extra"),
+    [
+        (None, False),
+        ({}, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"type": "object", "properties": {}, "required": [], "title": "None"}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, True),
+        ({"type": "object"}, True),
+        ({"properties": {}, "patternProperties": {"^a": True}}, True),
+    ],
+)
+def test_a_function_without_parameters_takes_no_arguments(parameters: Any, extra: bool) -> None:
+    """As OpenAI defines it; a schema that says more than that keeps its own meaning."""
+    from foretoken.server.grammar import compile_constraint
+
+    tokenizer = ft.load("builtin", None).tokenizer
+    offered = Tool.model_validate({"type": "function", "function": {"name": "now", "parameters": parameters}})
+    grammar = forced(HERMES, [offered], 1, special_of(tokenizer))
+    for arguments, fits in (({}, True), ({"a": 1}, extra)):
+        ids = tokenizer(HERMES.written("now", arguments), add_special_tokens=False)["input_ids"]
+        rule = compile_constraint("grammar", grammar, tokenizer, len(tokenizer))
+        assert (rule.fits([], ids) == len(ids)) is fits, arguments
+
+
 def test_a_format_that_is_unknown_is_an_annotation_of_arguments_too(tools: Running) -> None:
     secret = function("log_in", {"key": {"type": "string", "format": "password", "maxLength": 4}})
     choice = choice_of(ask(tools, tools=[secret], tool_choice="required", parallel_tool_calls=False))

@@ -20,6 +20,8 @@ MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it, so that more of it is forced (llguidance's ``x-guidance``)."""
 FIELD = "tool_choice"
+BARE = {"type", "properties", "required", "title", "description", "$schema"}
+"""Keys of a schema that names no member: with another one it may mean more than an empty object."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,13 @@ def special_of(tokenizer: Any) -> dict[str, int]:
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object."""
-    given = tool.function.parameters or {}
+    """The schema of a tool's arguments, which are an object; an empty one where no member is named.
+
+    JSON Schema would allow any members then, and a model invents some.
+    """
+    given = tool.function.parameters or {"properties": {}}
+    if given.get("properties") == {} and not given.get("required") and set(given) <= BARE:
+        given = {**given, "additionalProperties": False}
     if given.get("type", "object") != "object":
         raise bad(f"the parameters of {tool.function.name} must be a schema of type object", "tools")
     return {**without_unknown_formats(given), "type": "object", "x-guidance": SPACING}
