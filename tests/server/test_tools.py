@@ -252,6 +252,61 @@ def test_choices_that_cannot_be_kept_are_refused(tools: Running, body: dict[str,
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+NO_TYPE = {"type": "object", "properties": {"city": {"type": "nothing"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "tools": [LOOK, {"type": "function", "function": {"name": "weather", "parameters": NO_TYPE}}],
+                "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            },
+            "tools.1.function.parameters",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "Hi",
+                "tools": [
+                    {"type": "function", "name": "look", "parameters": SCHEMA},
+                    {"type": "function", "name": "weather", "parameters": NO_TYPE},
+                ],
+                "tool_choice": "required",
+            },
+            "tools.1.parameters",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 9,
+                "messages": [{"role": "user", "content": "Hi"}],
+                "tools": [{"name": "weather", "input_schema": NO_TYPE}],
+                "tool_choice": {"type": "any"},
+            },
+            "tools.0.input_schema",
+        ),
+    ],
+)
+def test_an_error_in_a_schema_names_its_tool(tools: Running, path: str, body: dict[str, Any], place: str) -> None:
+    """And not a grammar that the client has never seen."""
+    answer = tools.post(path, **body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        f"{place} (weather): the json_schema cannot be compiled: Invalid type: nothing"
+    )
+
+
+def test_schemas_that_are_too_large_together_are_told_so(tools: Running) -> None:
+    many = [function(f"tool_{place}", {"x": {"enum": ["y" * 3000]}}) for place in range(24)]
+    answer = ask(tools, tools=many, tool_choice="required")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert "too large or too costly together" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("template", "form"),
     [

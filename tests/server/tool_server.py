@@ -44,7 +44,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     from foretoken.server.grammar import compile_constraint
 
     def say(text: str) -> None:
-        async def scripted(body: Any, count: int, serving: Any, calls: str = "") -> list[Any]:
+        async def scripted(body: Any, count: int, serving: Any, *calls: Any) -> list[Any]:
             llm = serving.llm
             return [
                 compile_constraint("regex", re.escape(text), llm.tokenizer, llm.target.vocab_size) for _ in range(count)

@@ -19,7 +19,7 @@ MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 """Special tokens of the formats."""
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it, so that more of it is forced (llguidance's ``x-guidance``)."""
-FIELD = "tool_choice"
+FIELD, PARAMETERS = "tool_choice", "function.parameters"
 BARE = {"type", "properties", "required", "title", "description", "$schema"}
 """Keys of a schema that names no member: with another one it may mean more than an empty object."""
 
@@ -94,6 +94,16 @@ def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: M
         lines.append(f"call_{place}: {literal(head)} arguments_{place} {literal('}' + form.end)}")
         lines.append(f"arguments_{place}: %json {json.dumps(_schema(tool))}")
     return "\n".join(lines)
+
+
+def schemas_of(tools: Sequence[Tool], forced: Sequence[Tool]) -> dict[str, Any]:
+    """Schemas of the arguments of forced calls, by where they stand in the request.
+
+    Raises:
+        ApiError: 400 for parameters that are no object.
+    """
+    places = {tool.function.name: place for place, tool in enumerate(tools)}
+    return {f"tools.{places[tool.function.name]}.{PARAMETERS} ({tool.function.name})": _schema(tool) for tool in forced}
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:

@@ -256,7 +256,7 @@ def tenant_of(http: HttpRequest) -> Caller:
 
 
 async def constraints_of(
-    body: CompletionBody, count: int, serving: Serving, calls: str = ""
+    body: CompletionBody, count: int, serving: Serving, calls: str = "", schemas: Mapping[str, Any] | None = None
 ) -> list[OutputRule | None]:
     """What the answers must look like, one for each choice.
 
@@ -265,6 +265,7 @@ async def constraints_of(
         count: choices.
         serving: the server.
         calls: a grammar of calls of tools, where these are forced.
+        schemas: those in it, by where they stand in the request: each is tried by itself, for an error that names it.
 
     Raises:
         ApiError: 400 for a grammar that cannot be compiled, or not in time; 503 where others stand in its way.
@@ -274,7 +275,7 @@ async def constraints_of(
         return [None] * count
     kind, spec, param = wanted
     try:
-        from foretoken.server.grammar import TrialBusy, compile_constraint, compile_language
+        from foretoken.server.grammar import TrialBusy, checked_grammar, compile_constraint, compile_language
     except ModuleNotFoundError:
         raise bad("structured output needs an extra: pip install 'foretoken[grammar]'", param) from None
     llm = serving.llm
@@ -282,6 +283,11 @@ async def constraints_of(
 
     def compiled() -> list[OutputRule | None]:
         width = llm.target.vocab_size
+        for place, schema in (schemas or {}).items():
+            try:
+                checked_grammar("json_schema", schema, PATIENCE_S)
+            except ValueError as error:
+                raise bad(f"{place}: {error}", param, "invalid_grammar") from None
         if as_a_whole:  # a language has no state, so one serves all choices
             return [compile_language(kind, spec, llm.tokenizer, width, PATIENCE_S)] * count
         return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]
@@ -296,7 +302,9 @@ async def constraints_of(
     except TimeoutError:
         raise bad("the grammar takes too long to compile: make it smaller", param, "grammar_too_complex") from None
     except ValueError as error:
-        raise bad(str(error), param, "invalid_grammar") from None
+        # Each schema is right: what was wrong would be said of a grammar that the client has never seen
+        together = "the schemas of these tools are too large or too costly together: force fewer tools, or smaller ones"
+        raise bad(together if calls else str(error), param, "invalid_grammar") from error
 
 
 def _wanted(form: ResponseFormat | None, structured: StructuredOutputs | None) -> tuple[str, Any, str] | None:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from foretoken.engine.background import Ticket
 from foretoken.engine.stats import SpecStats
+from foretoken.server.call_formats import PARAMETERS
 from foretoken.server.call_reader import Call
 from foretoken.server.errors import ANTHROPIC_RESPONSES, api_error
 from foretoken.server.inputs import check_fields
@@ -44,7 +45,9 @@ async def messages(body: MessagesRequest, http: Request) -> Response:
         }
         return JSONResponse(found, headers=headers)
     except Exception as error:
-        raise api_error(error) from error
+        failure = api_error(error)
+        failure.message = failure.message.replace(f".{PARAMETERS} (", ".input_schema (")  # as it is called here
+        raise failure from error
 
 
 @router.post("/v1/messages/count_tokens", response_model=None)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictStr
 
+from foretoken.server.call_formats import PARAMETERS
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.inputs import chat_of, refuse
 from foretoken.server.schemas import (
@@ -174,10 +175,9 @@ def no_effect(body: ResponsesRequest) -> Iterator[str]:
 def renamed(error: ApiError) -> ApiError:
     """An error that names the field as it is called here."""
     name = error.param or ""
-    if name in FIELDS:
-        message = error.message.replace(name, FIELDS[name])
-        return ApiError(error.status, message, param=FIELDS[name], code=error.code, headers=error.headers)
-    return error
+    here = FIELDS.get(name, name)
+    message = error.message.replace(name, here).replace(f".{PARAMETERS} (", ".parameters (")
+    return ApiError(error.status, message, param=here or None, code=error.code, headers=error.headers)
 
 
 def _check(body: ResponsesRequest) -> None:

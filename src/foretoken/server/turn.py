@@ -12,7 +12,7 @@ from foretoken.core.conversation import has_template
 from foretoken.engine.background import Ticket
 from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer
-from foretoken.server.call_formats import LONGEST_PAST, CallFormat, choice_of, forced, format_of, special_of
+from foretoken.server.call_formats import LONGEST_PAST, CallFormat, choice_of, forced, format_of, schemas_of, special_of
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import bad
 from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
@@ -104,11 +104,11 @@ class ChatTurn:
         count = body.n or 1
         self.answer.check_room(count)
         prompt = await prompt_of(self.serving.llm.tokenizer, self.conversation())
-        calls = ""
+        calls, schemas = "", schemas_of(body.tools or (), choice.forced)
         if choice.forced:
             special = special_of(self.serving.llm.tokenizer)
             calls = forced(self.format, choice.forced, choice.most, special)
-        constraints = await constraints_of(body, count, self.serving, calls)
+        constraints = await constraints_of(body, count, self.serving, calls, schemas)
         requests = await in_thread(TEXTS, lambda: self._requests(prompt, constraints), cost=self.answer.size)
         return self.answer.submit(requests)
 
