@@ -95,9 +95,24 @@ def test_a_template_without_a_place_for_tools_refuses_them() -> None:
         answer = chat(running, tools=[TOOL])
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
         messages = history(id="1", function={"name": "look", "arguments": "{}"})
+        messages.append({"role": "user", "content": "Did you look?"})  # which is no place for a call
         answer = chat(running, messages=messages)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
         assert chat(running, tools=[TOOL], tool_choice="none").status_code == 200
+
+
+def test_a_template_that_shows_the_first_of_several_calls_refuses_the_others() -> None:
+    def make(settings: ServerSettings) -> Llm:
+        llm = make_with_template(settings)
+        llm.tokenizer.chat_template = TEMPLATE.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")
+        return llm
+
+    with served(make) as running:
+        messages = history(id="1", function={"name": "look", "arguments": "{}"})
+        assert chat(running, messages=messages).status_code == 200
+        messages[1]["tool_calls"] *= 2
+        answer = chat(running, messages=messages)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
 
 
 def test_a_developer_speaks_as_the_system_where_a_template_knows_none(templated: Running) -> None:

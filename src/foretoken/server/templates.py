@@ -65,14 +65,20 @@ async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
             raise bad("this model has no chat template, so it cannot be told of tools", "tools")
         return _without_template(written, conversation.generate and not conversation.continues)
     try:
-        text, shows_tools = await in_thread(TEMPLATES, lambda: _rendered(tokenizer, written, conversation), RENDER_S)
+        text, shows_tools, shows_calls = await in_thread(
+            TEMPLATES, lambda: _rendered(tokenizer, written, conversation), RENDER_S
+        )
     except TimeoutError:
         raise bad("the chat template takes too long for these messages", "messages") from None
     except Exception as error:  # the template's own: it refuses roles, orders, missing fields
         raise bad(template_fault(error, tokenizer, 200), "messages") from None
     if not shows_tools:
         raise bad("this model's chat template has no place for tools, so it cannot be told of them", "tools")
-    _check_calls(written, text)
+    if not shows_calls:
+        raise bad(
+            "this model's chat template has no place for calls of tools, so it cannot be told of earlier ones",
+            "messages",
+        )
     return text
 
 
@@ -89,8 +95,10 @@ def _check(conversation: Conversation) -> None:
         )
 
 
-def _rendered(tokenizer: Any, written: Sequence[Mapping[str, Any]], conversation: Conversation) -> tuple[str, bool]:
-    """The prompt, and whether it says anything of the tools."""
+def _rendered(
+    tokenizer: Any, written: Sequence[Mapping[str, Any]], conversation: Conversation
+) -> tuple[str, bool, bool]:
+    """The prompt, whether it says anything of the tools, and whether it has every earlier call."""
     how = dict(conversation.kwargs)
     if conversation.effort is not None:
         how["reasoning_effort"] = conversation.effort
@@ -99,24 +107,42 @@ def _rendered(tokenizer: Any, written: Sequence[Mapping[str, Any]], conversation
     generate = conversation.generate and not conversation.continues
     functions = [tool.model_dump(exclude_none=True) for tool in conversation.tools]
 
-    def text(shown: Any) -> str:
+    def text(messages: Any, shown: Any) -> str:
         return str(
-            tokenizer.apply_chat_template(written, tools=shown, tokenize=False, add_generation_prompt=generate, **how)
+            tokenizer.apply_chat_template(messages, tools=shown, tokenize=False, add_generation_prompt=generate, **how)
         )
 
-    found = text(functions or None)
-    return found, not functions or found != text(None)
+    found = text(written, functions or None)
+    shows_tools = not functions or found != text(written, None)
+    marked, names = _marked(written)
+    if not names:
+        return found, shows_tools, True
+    try:
+        told = text(marked, functions or None)
+    except Exception:  # it knows the names of calls, so it looks at them
+        return found, shows_tools, True
+    return found, shows_tools, all(name in told for name in names)
 
 
-def _check_calls(written: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Refuse earlier calls that the template leaves out: the model would answer another conversation."""
-    for message in written:
-        for call in message.get("tool_calls", ()):
-            if call["function"]["name"] not in text:
-                raise bad(
-                    "this model's chat template has no place for calls of tools, so it cannot be told of earlier ones",
-                    "messages",
-                )
+def _marked(written: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The messages with another name for each earlier call, and these names.
+
+    A template that leaves out a call would have the model answer another conversation.  The call's own name proves
+    nothing: the user's text, or another call, may have it.
+    """
+    names: list[str] = []
+
+    def renamed(call: Mapping[str, Any]) -> dict[str, Any]:
+        names.append(f"earlier_{len(names)}_call")
+        return {**call, "function": {**call["function"], "name": names[-1]}}
+
+    found = [
+        {**message, "tool_calls": [renamed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in written
+    ]
+    return found, names
 
 
 def _text_of(message: Message) -> str:
