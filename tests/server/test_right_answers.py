@@ -120,6 +120,14 @@ def test_a_developer_speaks_as_the_system_where_a_template_knows_none(templated:
     assert prompt_of(templated, messages=messages) == "<system>Be brief.<user>Hi<assistant>"
 
 
+def test_an_earlier_refusal_is_text(templated: Running) -> None:
+    """Which clients send back as they got it."""
+    parts = [{"type": "text", "text": "No: "}, {"type": "refusal", "refusal": "I cannot."}]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]
+    messages.append({"role": "user", "content": "Why?"})
+    assert prompt_of(templated, messages=messages) == "<user>Hi<assistant>No: I cannot.<user>Why?<assistant>"
+
+
 # -- prefilled answers -----------------------------------------------------------------------------------------------
 
 

@@ -258,10 +258,11 @@ class Prediction(Body):
 
 
 class TextPart(Body):
-    """A part of a message; others than text are refused."""
+    """A part of a message: text, or the text of a refusal; others are refused."""
 
     type: Annotated[StrictStr, Field(max_length=64)]
     text: Text = ""
+    refusal: Text | None = None
 
 
 class CompletionRequest(CompletionBody):

@@ -154,9 +154,9 @@ def _text_of(message: Message) -> str:
     if not isinstance(message.content, list):
         return message.content or ""
     for part in message.content:
-        if part.type != "text":
+        if part.type not in ("text", "refusal"):
             raise bad(f"only text is served, not {part.type[:32]!r}", "messages")
-    return "".join(part.text for part in message.content)
+    return "".join((part.refusal or "") if part.type == "refusal" else part.text for part in message.content)
 
 
 def _plain(message: Message, template: str) -> dict[str, Any]:
