@@ -163,7 +163,12 @@ def test_more_tokens_than_the_context_has_left_are_an_upper_limit(client: Any, s
         ({"messages": [{"role": "narrator", "content": "x"}]}, "role"),
         ({"tools": [TOOL], "tool_choice": {"type": "perhaps"}}, "tool_choice.type"),
         ({"thinking": {"type": "perhaps"}}, "thinking"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "'web_search_20250305' is run by Anthropic's servers",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "describe it as a custom tool"),
+        ({"tools": [{"type": "text_editor_20250728", "name": "edit"}]}, "'text_editor_20250728' has no schema here"),
         ({"tool_choice": {"type": "any"}}, "without tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "hear"}}, "hear"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "needs a name"),

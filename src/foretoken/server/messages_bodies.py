@@ -32,6 +32,8 @@ UNSERVED = {
     "inference_geo": "there is one place",
 }
 """Fields that cannot be honoured, and why."""
+CLIENT_RUN = ("bash_", "text_editor_", "computer_", "memory_")
+"""Beginnings of the types of Anthropic's tools that the client runs."""
 
 
 class Block(Body):
@@ -217,7 +219,12 @@ def _text(content: str | Sequence[Block], field: str, between: str = "") -> str:
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise bad(f"tools of type {tool.type!r} are run by Anthropic's servers, not here: leave them out", "tools")
+        why = (
+            "has no schema here, only in Anthropic's models: describe it as a custom tool with an input_schema"
+            if tool.type.startswith(CLIENT_RUN)
+            else "is run by Anthropic's servers, not here: leave it out"
+        )
+        raise bad(f"the tool of type {tool.type!r} {why}", "tools", "unsupported_value")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema or {}}
     return {"type": "function", "function": function}
 
