@@ -14,6 +14,7 @@ import httpx
 import pytest
 from running_server import Running, served
 
+from foretoken.server import schemas
 from foretoken.server.limits import deeper_than
 
 
@@ -255,6 +256,29 @@ def test_the_context_is_a_limit(server: Running) -> None:
 def test_unknown_fields_are_named_in_a_header(server: Running) -> None:
     answer = server.post("/v1/completions", prompt="x", max_tokens=1, wibble=1, **{"odd name\n": 2})
     assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "wibble"
+
+
+def test_unknown_fields_inside_of_others_are_named_once(server: Running) -> None:
+    """Without what says nothing, and without what a client sends back as it came from here."""
+    call = {"id": "1", "type": "function", "index": 0, "function": {"name": "look", "arguments": "{}", "mood": "good"}}
+    body = schemas.ChatRequest.model_validate(
+        {
+            "model": "builtin",
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hi", "detail": 1}], "foo": 1},
+                {"role": "user", "content": "Hi", "foo": 2},
+                {"role": "assistant", "content": None, "annotations": [], "audio": None, "tool_calls": [call]},
+            ],
+            "tools": [{"type": "function", "function": {"name": "look", "return": {"type": "string"}}}],
+            "stream_options": {"include_usage": True, "zz": 1},
+            "wibble": None,
+        }
+    )
+    inside = ["messages.content.detail", "messages.foo", "messages.tool_calls.function.mood", "stream_options.zz"]
+    assert body.ignored == ["wibble", *inside]
+    options = {"include_usage": True, "zz": 1}
+    answer = server.post("/v1/completions", prompt="x", max_tokens=1, stream=True, stream_options=options)
+    assert answer.headers["x-ignored-fields"] == "stream_options.zz"
 
 
 def test_ids_of_requests(server: Running) -> None:

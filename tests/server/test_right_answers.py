@@ -128,6 +128,28 @@ def test_an_earlier_refusal_is_text(templated: Running) -> None:
     assert prompt_of(templated, messages=messages) == "<user>Hi<assistant>No: I cannot.<user>Why?<assistant>"
 
 
+# -- what is not kept -------------------------------------------------------------------------------------------------
+
+
+def test_strict_is_named_where_no_schema_is_enforced(templated: Running) -> None:
+    """In each API; the answer of /v1/responses does not repeat it then."""
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    flat = {"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}
+    other = {"type": "function", "name": "hear", "parameters": SCHEMA}
+    for choice, named in (("auto", True), (None, True), ("required", False), ("none", False)):
+        answer = chat(templated, tools=[strict], tool_choice=choice)
+        assert answer.headers.get("X-Ignored-Fields") == ("tools.function.strict" if named else None), choice
+        body = {"input": "Hi", "max_output_tokens": 1, "tools": [flat, other], "tool_choice": choice}
+        answer = templated.post("/v1/responses", **body)
+        assert answer.headers.get("X-Ignored-Fields") == ("tools.strict" if named else None), choice
+        assert [tool["strict"] for tool in answer.json()["tools"]] == [not named, None]
+    assert "X-Ignored-Fields" not in chat(templated, tools=[TOOL]).headers
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}]
+    tool = {"name": "look", "input_schema": SCHEMA, "strict": True, "zz": 1}
+    answer = templated.post("/v1/messages", messages=messages, max_tokens=1, tools=[tool])
+    assert answer.headers["X-Ignored-Fields"] == "tools.zz, tools.strict"
+
+
 # -- prefilled answers -----------------------------------------------------------------------------------------------
 
 

@@ -154,6 +154,11 @@ class ToolChoice:
         """Of the functions that may be called."""
         return frozenset(tool.function.name for tool in self.offered)
 
+    @property
+    def free(self) -> bool:
+        """Whether calls are left to the model, which may write any arguments: ``strict`` is not kept then."""
+        return bool(self.offered) and not self.forced
+
 
 def choice_of(body: ChatRequest) -> ToolChoice:
     """The choice of a request.

@@ -53,7 +53,9 @@ class _Chat(Choices):
     def __init__(self, serving: Serving, http: Request, body: ChatRequest) -> None:
         super().__init__(serving, http, body)
         self.turn = ChatTurn(serving, http, body, "chat.completion")
-        self.answer = self.turn.answer
+        self.answer, choice = self.turn.answer, self.turn.choice
+        if choice.free and any(tool.function.strict for tool in choice.offered):
+            self.ignored = ("tools.function.strict",)
         self.readers = [self.turn.reader() for _ in range(body.n or 1)]
 
     async def start(self) -> Sequence[Ticket]:

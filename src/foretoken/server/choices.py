@@ -27,10 +27,12 @@ class Choices(ABC):
         chunk: the kind of the objects of a stream, where that is another than the answer's.
         answer: what is counted and logged of it.
         written: tokens of the answer that are billed; ``None``: those that the engine wrote.
+        ignored: known fields that have no effect on this request.
     """
 
     chunk: ClassVar[str] = ""
     written: int | None = None
+    ignored: Sequence[str] = ()
     answer: Answer
 
     def __init__(self, serving: Serving, http: Request, body: Any) -> None:
@@ -41,9 +43,10 @@ class Choices(ABC):
     async def route(cls, body: CompletionBody, http: Request) -> Response:
         """The answer to a request; whatever is wrong is an :class:`~foretoken.server.errors.ApiError`."""
         serving: Serving = http.app.state.serving
-        headers = check_fields(body, serving)
+        check_fields(body, serving)
         try:
-            return await cls(serving, http, body).respond(headers)
+            found = cls(serving, http, body)
+            return await found.respond(serving.note_ignored([*body.ignored, *found.ignored]))
         except Exception as error:
             raise api_error(error) from error
 

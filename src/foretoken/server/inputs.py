@@ -24,15 +24,15 @@ PATIENCE_S = 0.3
 """Seconds that a new grammar waits for others; its own trial then takes 1.6 s at most."""
 
 
-def check_fields(body: CompletionBody, serving: Serving) -> dict[str, str]:
-    """Refuse fields that mean something that cannot be had here; returns headers that name the unknown ones.
+def check_fields(body: CompletionBody, serving: Serving) -> None:
+    """Refuse fields that mean something that cannot be had here.
 
     Raises:
         ApiError: 400 or 404.
     """
     serving.check_model(body.model)
-    for name in body.ignored:
-        if name in REFUSED and (body.model_extra or {}).get(name) not in (None, False, [], {}):
+    for name, value in (body.model_extra or {}).items():
+        if name in REFUSED and value not in (None, False, [], {}):
             raise bad(f"{name} is not served: {REFUSED[name]}", name, "unsupported_parameter")
     if body.skip_special_tokens is False:
         raise bad("special tokens are never part of the text: ask for return_token_ids", "skip_special_tokens")
@@ -43,7 +43,6 @@ def check_fields(body: CompletionBody, serving: Serving) -> dict[str, str]:
         member_of(wanted.method, serving)
         if wanted.tree is not None:
             raise bad("the tree belongs to the drafter that the server was started with: leave it out", "speculative")
-    return serving.note_ignored(body.ignored)
 
 
 def refuse(body: Body, unserved: Mapping[str, str]) -> None:
@@ -52,8 +51,8 @@ def refuse(body: Body, unserved: Mapping[str, str]) -> None:
     Raises:
         ApiError: 400.
     """
-    for name in body.ignored:
-        if name in unserved and (body.model_extra or {}).get(name):
+    for name, value in (body.model_extra or {}).items():
+        if name in unserved and value:
             raise bad(f"{name} is not served: {unserved[name]}", name, "unsupported_parameter")
 
 

@@ -68,7 +68,10 @@ def _turn(body: CountRequest, http: Request, serving: Serving) -> tuple[dict[str
     ignored = list(body.ignored)
     if body.output_config is not None and body.output_config.effort is not None:
         ignored.append("output_config.effort")
-    return serving.note_ignored(ignored), ChatTurn(serving, http, inner, "message", clamps=True)
+    turn = ChatTurn(serving, http, inner, "message", clamps=True)
+    if turn.choice.free and any(tool.strict for tool in body.tools or ()):
+        ignored.append("tools.strict")
+    return serving.note_ignored(ignored), turn
 
 
 def _block(part: Part) -> dict[str, Any]:

@@ -39,6 +39,7 @@ CLIENT_RUN = ("bash_", "text_editor_", "computer_", "memory_")
 class Block(Body):
     """A part of a message: text, a call of a tool, or what it gave."""
 
+    silent = frozenset({"cache_control", "citations", "thinking", "signature", "data", "caller"})
     type: Annotated[StrictStr, Field(max_length=64)]
     text: Text | None = None
     id: Short | None = None
@@ -62,10 +63,12 @@ class AnthropicMessage(Body):
 class AnthropicTool(Body):
     """A tool that the model may use."""
 
+    silent = frozenset({"cache_control"})
     type: Short | None = None
     name: FunctionName
     description: Text | None = None
     input_schema: dict[str, Any] | None = None
+    strict: StrictBool | None = None
 
 
 class AnthropicToolChoice(Body):
@@ -79,6 +82,7 @@ class AnthropicToolChoice(Body):
 class Thinking(Body):
     """Whether the model thinks before it answers."""
 
+    silent = frozenset({"display"})
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: count(0, BIG) | None = None  # type: ignore[valid-type]
 

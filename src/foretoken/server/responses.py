@@ -33,8 +33,8 @@ async def responses(body: ResponsesRequest, http: Request) -> Response:
     try:
         inner = chat_request(body)
         check_fields(inner, serving)
-        headers = serving.note_ignored([*body.ignored, *no_effect(body)])
         answer = _Response(ChatTurn(serving, http, inner, "response", clamps=True), body)
+        headers = serving.note_ignored([*body.ignored, *no_effect(body), *answer.ignored])
         tickets = await answer.turn.start()
         if body.stream:
             events = answer.told(answer.turn.answer.logged(_ResponseStream(answer).events(tickets)))
@@ -51,6 +51,11 @@ class _Response:
     def __init__(self, turn: ChatTurn, body: ResponsesRequest) -> None:
         self.turn, self.body = turn, body
         self.texts = TokenTexts(turn.serving.llm.tokenizer)
+        self.tools = [tool.model_dump() for tool in body.tools or ()]
+        self.ignored: list[str] = []
+        if turn.choice.free and any(tool["strict"] for tool in self.tools):
+            self.tools = [{**tool, "strict": False} if tool["strict"] else tool for tool in self.tools]
+            self.ignored.append("tools.strict")
 
     def whole(self, output: Output) -> dict[str, Any]:
         """The object of an answer in one piece."""
@@ -133,7 +138,7 @@ class _Response:
             "temperature": body.temperature,
             "text": text,
             "tool_choice": body.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "tools": self.tools,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,

@@ -51,6 +51,7 @@ FIELDS = {
 class MessagePart(Body):
     """A part of a message; others than text are refused."""
 
+    silent = frozenset({"annotations", "logprobs", "parsed"})
     type: Annotated[StrictStr, Field(max_length=64)]
     text: Text | None = None
     refusal: Text | None = None
@@ -62,6 +63,7 @@ Content = Text | Annotated[list[MessagePart], Field(max_length=MOST_PARTS)]
 class Item(Body):
     """One item of the input: a message, a call of a function, or what it gave."""
 
+    silent = frozenset({"summary", "encrypted_content", "parsed_arguments", "phase"})
     type: Short = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content | None = None
@@ -170,6 +172,7 @@ def no_effect(body: ResponsesRequest) -> Iterator[str]:
         yield "text.verbosity"
     if body.reasoning is not None and body.reasoning.summary is not None:
         yield "reasoning.summary"
+    yield from (f"stream_options.{name}" for name, value in (body.stream_options or {}).items() if value)
 
 
 def renamed(error: ApiError) -> ApiError:

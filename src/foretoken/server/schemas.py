@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
 from pydantic import (
@@ -135,11 +136,27 @@ class Body(BaseModel):
     """A JSON object; other names than these are kept apart."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+    silent: ClassVar[frozenset[str]] = frozenset()
+    """Names that clients send back as they got them, or that are documented to have no effect: they are not told."""
 
     @property
     def ignored(self) -> list[str]:
-        """Names that mean nothing here."""
-        return sorted(self.model_extra or {})
+        """Names that mean nothing here; behind them those inside of other fields, as ``stream_options.name``."""
+        return sorted(self.model_extra or {}) + sorted(set(self._inside()))
+
+    def _inside(self) -> Iterator[str]:
+        for field in type(self).model_fields:
+            value = getattr(self, field)
+            parts = value if isinstance(value, list) and value and isinstance(value[0], Body) else [value]
+            for one in parts if isinstance(parts[0], Body) else ():
+                yield from (f"{field}.{name}" for name in one._unknown())
+
+    def _unknown(self) -> Iterator[str]:
+        """Names in this object, where it is a part of another; empty values say nothing."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.silent and value not in (None, [], {}):
+                yield name
+        yield from self._inside()
 
 
 class StreamOptions(Body):
@@ -287,6 +304,7 @@ class CalledFunction(Body):
 class ToolCall(Body):
     """A call that the model has made."""
 
+    silent = frozenset({"index"})  # of a stream's deltas
     id: Short | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -308,6 +326,7 @@ class Function(Body):
     name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
 
 
 class Tool(Body):
@@ -315,6 +334,10 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+
+    def _unknown(self) -> Iterator[str]:
+        """None: a template is given all of it."""
+        return iter(())
 
 
 class ChatRequest(CompletionBody):
