@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from foretoken.core import OptionError
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.admission import SCRATCH
 from foretoken.engine.loop import Engine
@@ -216,3 +217,13 @@ def test_time_in_the_queue_is_told() -> None:
     first, second = busy.waiting
     finish(busy)
     assert 0 <= first.stats.queue_s < second.stats.queue_s < second.stats.first_token_s
+
+
+def test_the_room_behind_a_prompt_is_what_is_admitted() -> None:
+    busy = limited(200)
+    assert busy.budget.room(100) == 200 - 100 - SCRATCH and busy.budget.room(200 - SCRATCH) == 0
+    for prompt, option in ((100, "max_new_tokens"), (200 - SCRATCH, "prompt")):
+        with pytest.raises(OptionError) as refused:
+            busy.add(Request([1] * prompt, max_new_tokens=max(0, busy.budget.room(prompt) or 0) + 1))
+        assert refused.value.option == option
+    assert engine(model()).budget.room(100) is None

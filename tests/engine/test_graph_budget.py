@@ -62,6 +62,11 @@ def test_what_never_fits_is_refused_with_the_rectangle() -> None:
     with pytest.raises(ValueError, match=rf"need {need} bytes of keys and values, and kv_memory is"):
         busy.add(Request([1] * 500, max_new_tokens=100 - SCRATCH))
     busy.add(Request([1] * 400, max_new_tokens=40))
+    room = 512 - 1 - SCRATCH - 400  # of two chunks, with one spare slot
+    assert busy.budget.room(400) == room
+    busy.check(Request([1] * 400, max_new_tokens=room))
+    with pytest.raises(ValueError, match="kv_memory is"):
+        busy.check(Request([1] * 400, max_new_tokens=room + 1))
 
 
 def test_rows_that_short_texts_left_behind_make_room_for_a_long_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -127,14 +128,25 @@ class KvBudget:
         """Refuse what could never be admitted.
 
         Raises:
-            ValueError: it needs more than there is.
+            OptionError: it needs more than there is; of ``max_new_tokens``, or of ``prompt`` where one that is so long
+                leaves no room.
         """
         need = self.need(request)
         if self.limit is not None and need > self.limit:
-            raise ValueError(
+            fits = (self.room(len(request.prompt)) or 0) > 0
+            raise OptionError(
+                "max_new_tokens" if fits else "prompt",
                 f"the prompt and max_new_tokens={request.max_new_tokens} need {need} bytes of keys and values, and "
-                f"kv_memory is {self.limit}: shorten the prompt or ask for fewer tokens"
+                f"kv_memory is {self.limit}: shorten the prompt or ask for fewer tokens",
             )
+
+    def room(self, prompt: int) -> int | None:
+        """The most new tokens that a request with a prompt of so many has memory for, if it is alone; 0 or less where
+        there is room for none, and ``None`` without a limit."""
+        if self.limit is None:
+            return None
+        longest = range(1, self.target.context_length + SCRATCH + 1)
+        return bisect_right(longest, self.limit, key=lambda slots: self._bytes([slots])) - SCRATCH - prompt
 
     def admits(self, run: Running) -> bool:
         """Reserve what a request needs, if there is room."""

@@ -16,7 +16,7 @@ from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer, finish_reason
 from foretoken.server.choices import Choices
 from foretoken.server.errors import RESPONSES, bad
-from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
+from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of, usual_limit
 from foretoken.server.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from foretoken.server.schemas import CompletionRequest
 from foretoken.server.serving import Serving
@@ -95,7 +95,9 @@ class _Completions(Choices):
     def _requests(self, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
         """What the engine is asked."""
         body = self.body
-        tokens = 16 if body.max_tokens is None else max(body.max_tokens, 1)
+        tokens = body.max_tokens
+        if tokens is None:
+            tokens = usual_limit(self.serving, max(map(len, self.prompts)), 16)
         asked = [one for one in (body.logprobs if body.echo else None, body.prompt_logprobs) if one is not None]
         return engine_requests(
             self.prompts,
@@ -104,7 +106,7 @@ class _Completions(Choices):
             constraints,
             "prompt",
             tenant_of(self.http),
-            max_new_tokens=tokens,
+            max_new_tokens=max(tokens, 1),
             logprobs=body.logprobs,
             prompt_logprobs=max(asked, default=None),
             prediction=None if body.prediction is None else body.prediction.text,

@@ -118,6 +118,20 @@ def check_fits(text: str, serving: Serving, field: str) -> None:
         )
 
 
+def room_of(serving: Serving, prompt: int) -> int:
+    """The most tokens that may follow a prompt of so many, by the context and ``kv_memory``; 0 or less for none."""
+    left = serving.llm.target.context_length - prompt
+    held = serving.llm.engine.budget.room(prompt)
+    return left if held is None else min(left, held)
+
+
+def usual_limit(serving: Serving, longest: int, own: int | None) -> int:
+    """Tokens of an answer to a request that names no limit: what fits behind its longest prompt, and at most its
+    route's ``own`` default; one token at least, so that a prompt for which nothing is left is refused."""
+    limits = [room_of(serving, longest), *([] if own is None else [own])]
+    return max(1, min(limits))
+
+
 def engine_requests(
     prompts: Sequence[Sequence[int]],
     body: CompletionBody,
@@ -189,6 +203,16 @@ def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body
         raise bad(
             f"{limit} is {asked}, but after a prompt of {size} tokens only {context - size} of the context's {context} "
             f"are left{_because(serving)}",
+            limit,
+            "context_length_exceeded",
+        )
+    room = room_of(serving, size)
+    if asked > room:
+        memory = f"--kv-memory {serving.settings.kv_memory}"
+        if room < 1:
+            raise bad(f"the prompt has {size} tokens, too many for {memory}", field, "context_length_exceeded")
+        raise bad(
+            f"{limit} is {asked}, but after a prompt of {size} tokens {memory} has room for {room}",
             limit,
             "context_length_exceeded",
         )

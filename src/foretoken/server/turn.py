@@ -15,7 +15,7 @@ from foretoken.server.answering import Answer
 from foretoken.server.call_formats import LONGEST_PAST, CallFormat, choice_of, forced, format_of, schemas_of, special_of
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import bad
-from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
+from foretoken.server.inputs import constraints_of, encoded, engine_requests, room_of, tenant_of, usual_limit
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
 from foretoken.server.templates import PLAIN_STOP, Conversation, arguments_of, prompt_of, takes_effort
@@ -122,11 +122,10 @@ class ChatTurn:
         """What the engine is asked."""
         body, llm = self.body, self.serving.llm
         self.prompt = self._encoded(prompt)
-        room = max(1, llm.target.context_length - len(self.prompt))
-        usual = min(room, llm.defaults.sampling.get("max_new_tokens", room))
+        usual = usual_limit(self.serving, len(self.prompt), llm.defaults.sampling.get("max_new_tokens"))
         self.most = body.max_completion_tokens or body.max_tokens or usual
         if self.clamps:
-            self.most = min(self.most, room)
+            self.most = min(self.most, max(1, room_of(self.serving, len(self.prompt))))
         return engine_requests(
             [self.prompt],
             body,

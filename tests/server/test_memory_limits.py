@@ -1,0 +1,86 @@
+"""What requests may ask of a server whose keys and values have little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from running_server import Running, make_llm, served
+from test_contract import make_templated
+
+from foretoken.engine.admission import SCRATCH
+from foretoken.llm import Llm
+from foretoken.server.config import ServerSettings
+
+MESSAGES = [{"role": "user", "content": "Hello."}]
+LONG = [{"role": "user", "content": "word " * 300}]
+SLOTS = 256
+"""Slots of the memory; the model's context has 1,024."""
+
+
+def memory(slots: int) -> str:
+    """A setting that holds so many slots."""
+    return str(make_llm(ServerSettings()).target.kv_bytes_per_token * slots)
+
+
+def endless(settings: ServerSettings) -> Llm:
+    """A model that never ends an answer by itself."""
+    llm = make_templated(settings)
+    llm.target.eos_token_ids = frozenset()
+    return llm
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Running]:
+    with served(endless, kv_memory=memory(SLOTS)) as running:
+        yield running
+
+
+ROUTES = {
+    "/v1/completions": {"prompt": "x = 1\n" * 40},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "Hello."},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 32_000},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_limit_that_nobody_named_is_cut_to_what_fits(small: Running, path: str) -> None:
+    """So is one that is cut to the context anyway."""
+    most = SLOTS - SCRATCH
+    body = ROUTES[path] if path != "/v1/completions" else {"prompt": [5] * (most - 4)}
+    answer = small.post(path, **body)
+    assert answer.status_code == 200, answer.text
+    usage = {name: value for name, value in answer.json()["usage"].items() if isinstance(value, int)}
+    usage.pop("total_tokens", None)
+    assert sum(usage.values()) == most
+    said = answer.text.replace(" ", "")
+    assert any(f'"{word}"' in said for word in ("length", "max_output_tokens", "model_context_window_exceeded"))
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "body"),
+    [
+        ("/v1/completions", "max_tokens", {"prompt": "x", "max_tokens": 500}),
+        ("/v1/chat/completions", "max_tokens", {"messages": MESSAGES, "max_tokens": 500}),
+        ("/v1/chat/completions", "max_completion_tokens", {"messages": MESSAGES, "max_completion_tokens": 500}),
+        ("/v1/completions", "prompt", {"prompt": [5] * SLOTS}),
+        ("/v1/chat/completions", "messages", {"messages": LONG}),
+        ("/v1/responses", "input", {"input": "word " * 300}),
+    ],
+)
+def test_what_cannot_fit_is_refused_by_its_own_name(
+    small: Running, path: str, param: str, body: dict[str, Any]
+) -> None:
+    answer = small.post(path, **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert f"--kv-memory {small.serving.settings.kv_memory}" in error["message"]
+    assert ("the prompt has" if param in ("prompt", "messages", "input") else f"{param} is 500") in error["message"]
+
+
+def test_a_default_fits_behind_a_prompt_that_almost_fills_the_context(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=[5] * 1020, ignore_eos=True)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
