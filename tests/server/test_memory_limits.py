@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from test_contract import make_templated
 from foretoken.engine.admission import SCRATCH
 from foretoken.llm import Llm
 from foretoken.server.config import ServerSettings
+from foretoken.server.serving import tell_memory
 
 MESSAGES = [{"role": "user", "content": "Hello."}]
 LONG = [{"role": "user", "content": "word " * 300}]
@@ -84,3 +86,49 @@ def test_what_cannot_fit_is_refused_by_its_own_name(
 def test_a_default_fits_behind_a_prompt_that_almost_fills_the_context(server: Running) -> None:
     answer = server.post("/v1/completions", prompt=[5] * 1020, ignore_eos=True)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+
+
+def told(start: Callable[[], None], caplog: pytest.LogCaptureFixture) -> str:
+    """What is logged of memory."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "foretoken.server"):
+        start()
+    return "\n".join(record.getMessage() for record in caplog.records if "--kv-memory" in record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("contexts", "more", "count", "each"),
+    [
+        (0.5, {}, 1, 1024),
+        (1.5, {}, 1, 1024),
+        (3.5, {}, 3, 1024),
+        (3.5, {"max_running": 3}, None, 0),
+        (1.5, {"default_max_tokens": 128}, 8, 128),
+        (1.5, {"default_max_tokens": 32}, None, 0),
+        (0.0, {}, None, 0),
+    ],
+)
+def test_the_start_says_how_many_run_at_once(
+    caplog: pytest.LogCaptureFixture, contexts: float, more: dict[str, Any], count: int | None, each: int
+) -> None:
+    limit = memory(int(contexts * (1024 + SCRATCH))) if contexts else ""
+    settings = ServerSettings(kv_memory=limit, **more)
+    llm = make_llm(settings)
+    llm.engine.requests.limit_memory(settings.kv_bytes, 0)
+    said = told(lambda: tell_memory(settings, llm), caplog)
+    if count is None:
+        assert not said
+    else:
+        assert f"only {count} of --max-running 16 requests" in said and f"reserves up to {each} tokens" in said
+        assert "--default-max-tokens" in said
+
+
+def test_a_cap_on_requests_that_name_no_limit() -> None:
+    with served(endless, kv_memory=memory(1500), default_max_tokens=12) as running:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):  # messages must name a limit
+            usage = running.post(path, **ROUTES[path]).json()["usage"]
+            assert usage.get("completion_tokens", usage.get("output_tokens")) == 12
+        chat = running.post("/v1/chat/completions", messages=MESSAGES).json()
+        assert chat["choices"][0]["finish_reason"] == "length"
+        chat = running.post("/v1/chat/completions", messages=MESSAGES, max_tokens=20).json()
+        assert chat["usage"]["completion_tokens"] == 20

@@ -148,6 +148,13 @@ class KvBudget:
         longest = range(1, self.target.context_length + SCRATCH + 1)
         return bisect_right(longest, self.limit, key=lambda slots: self._bytes([slots])) - SCRATCH - prompt
 
+    def at_once(self, prompt: int, new: int, most: int) -> int:
+        """How many requests with a prompt and new tokens of so many fit together, up to ``most``."""
+        if self.limit is None:
+            return most
+        slots = prompt + new + SCRATCH
+        return bisect_right(range(1, most + 1), self.limit, key=lambda count: self._bytes([slots] * count))
+
     def admits(self, run: Running) -> bool:
         """Reserve what a request needs, if there is room."""
         need = _slots(run.request)

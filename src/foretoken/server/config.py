@@ -27,6 +27,7 @@ class ServerSettings:
     Attributes:
         model, drafter, verifier, controller, profile, dtype, device, quantize, backend: as for :func:`foretoken.load`.
         served_name: the model's last path part by default.
+        default_max_tokens: smaller defaults of the model or the route stay; 0 for what fits.
         exact: ``"distribution"``, or ``"bitwise"``: a model that cannot keep that is not served.
         prefix_cache: whether finished texts are kept for others with the same beginning.
         api_keys: any of them opens every route; none leaves all open.  Behind a key there may be what it may take, as
@@ -60,6 +61,7 @@ class ServerSettings:
     max_running: int = setting(16, "Requests that run together [16].")
     max_queued: int = setting(256, "Requests that wait besides; more get 503 [256].")
     kv_memory: str = setting("", "Memory of keys and values, as 2GiB [no limit].")
+    default_max_tokens: int = setting(0, "Most tokens of an answer whose request names no limit [what fits].")
     prefill_chunk: int = setting(256, "Prompt tokens read between two rounds [256].")
     prefill_time: float = setting(0.1, "Seconds for this while others wait; 0: no limit [0.1].")
     prefix_cache: bool = setting(True, "Reuse texts with the same beginning [yes].")
@@ -95,6 +97,7 @@ class ServerSettings:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in (
             "max_queued",
+            "default_max_tokens",
             "stream_pad",
             "log_prompts",
             "shutdown_timeout",

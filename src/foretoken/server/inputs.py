@@ -127,9 +127,9 @@ def room_of(serving: Serving, prompt: int) -> int:
 
 def usual_limit(serving: Serving, longest: int, own: int | None) -> int:
     """Tokens of an answer to a request that names no limit: what fits behind its longest prompt, and at most its
-    route's ``own`` default; one token at least, so that a prompt for which nothing is left is refused."""
-    limits = [room_of(serving, longest), *([] if own is None else [own])]
-    return max(1, min(limits))
+    route's ``own`` default and the server's; one at least, so that a prompt for which nothing is left is refused."""
+    limits = [room_of(serving, longest), own, serving.settings.default_max_tokens or None]
+    return max(1, min(limit for limit in limits if limit is not None))
 
 
 def engine_requests(

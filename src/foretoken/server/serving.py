@@ -82,6 +82,23 @@ def tell(settings: ServerSettings, llm: Llm) -> None:
         log.warning(line, extra={"plain": True})
 
 
+def tell_memory(settings: ServerSettings, llm: Llm) -> None:
+    """Warn where requests that name no limit wait for each other's memory, because of how much each reserves."""
+    caps = (llm.target.context_length, settings.default_max_tokens, llm.defaults.sampling.get("max_new_tokens"))
+    each = min(cap for cap in caps if cap)
+    count = max(1, llm.engine.budget.at_once(0, each, settings.max_running))
+    if count < settings.max_running:
+        log.warning(
+            "--kv-memory %s: only %d of --max-running %d requests without max_tokens run at once, as each reserves up "
+            "to %d tokens; give more memory or a smaller --default-max-tokens",
+            settings.kv_memory,
+            count,
+            settings.max_running,
+            each,
+            extra={"plain": True},
+        )
+
+
 def warm_up(llm: Llm) -> None:
     """Compile a grammar, so that the first request does not pay for the tokenizer's view and the trial's process out of
     its two seconds."""
@@ -168,6 +185,7 @@ class Serving:
                 prefix_bytes=settings.prefix_bytes,
                 on_end=partial(self._ended, llm.target.kv_bytes_per_token),
             )
+            tell_memory(settings, llm)
             await asyncio.to_thread(capture, llm, settings.max_running)
             await engine.start()
             self.lengths = await asyncio.to_thread(Lengths, llm.tokenizer)
