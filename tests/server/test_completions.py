@@ -52,6 +52,23 @@ def test_a_stream_says_the_same_as_one_piece(server: Running, client: Any) -> No
     assert len(chunks) < 40  # a chunk is a verified block, not a token
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_streams_usage_grows_with_what_was_sent(server: Running, path: str, count: int) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": ["one two one", "x"]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**asked, "max_tokens": 12, "n": count, "ignore_eos": True, "return_token_ids": True, "seed": 1}
+    lines = server.post(path, **body, stream=True, stream_options=options).text.splitlines()
+    *chunks, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    sent = 0
+    for chunk in chunks:
+        sent += len(chunk["choices"][0].get("token_ids", ()))
+        usage = chunk["usage"]
+        assert usage["prompt_tokens"] == last["usage"]["prompt_tokens"] > 0
+        assert usage["completion_tokens"] == sent and usage["total_tokens"] == usage["prompt_tokens"] + sent
+    assert chunks[-1]["usage"] == last["usage"] and sent == 12 * count * len(asked.get("prompt", "1"))
+
+
 def test_a_stream_ends_with_done_and_a_comment_is_no_event(server: Running) -> None:
     answer = server.post("/v1/completions", prompt=PROMPT, max_tokens=4, temperature=0, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -216,6 +216,12 @@ class Answer:
             found["timings"] = usage.timings(whole)
         return found
 
+    def usage_so_far(self, written: int) -> dict[str, Any]:
+        """Usage within a stream that has sent so many tokens; its details are those of choices that have ended."""
+        whole = self.prompt_tokens + written
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": written, "total_tokens": whole}
+        return {**self.tail()["usage"], **counts}
+
     @property
     def _predicted(self) -> float | None:
         """What the cost model promises just now, over plain decoding."""

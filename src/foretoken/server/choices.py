@@ -62,13 +62,15 @@ class Choices(ABC):
         return JSONResponse(whole, headers=headers)
 
     async def _events(self, tickets: Sequence[Ticket]) -> AsyncIterator[Any]:
-        options, answer = self.body.stream_options, self.answer
+        options, answer, sent = self.body.stream_options, self.answer, 0
+        running = options is not None and options.continuous_usage_stats
         for choice in self.beginnings(len(tickets)):
-            yield {**answer.head, "choices": [choice]}
+            yield {**answer.head, "choices": [choice], **({"usage": answer.usage_so_far(0)} if running else {})}
         async for index, piece in answer.pieces(tickets):
             chunk = {**answer.head, "choices": [self.delta(index, piece)]}
-            if options is not None and options.continuous_usage_stats:
-                chunk["usage"] = answer.tail()["usage"]
+            sent += len(piece.token_ids)
+            if running:
+                chunk["usage"] = answer.usage_so_far(sent if self.written is None else self.written)
             yield chunk
         if options is not None and options.include_usage:
             yield {**answer.head, "choices": [], **answer.tail(self.written)}
