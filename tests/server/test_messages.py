@@ -133,6 +133,16 @@ def test_tokens_are_counted(tools: Running, client: Any) -> None:
     assert client.messages.count_tokens(**asked, tools=[TOOL], system="Be brief.").input_tokens > bare
 
 
+def test_what_does_not_fit_is_counted(client: Any) -> None:
+    """Agents ask so whether they must shorten it, and by how much."""
+    asked = {"model": "builtin", "messages": [{"role": "user", "content": "word " * 5000}]}
+    twice = {"model": "builtin", "messages": [{"role": "user", "content": "word " * 10_000}]}
+    with pytest.raises(anthropic.BadRequestError, match="the model's context is 1024"):
+        client.messages.create(**asked, max_tokens=1)
+    once = client.messages.count_tokens(**asked).input_tokens
+    assert 5000 <= once < client.messages.count_tokens(**twice).input_tokens <= 2 * once
+
+
 def test_why_an_answer_ended(client: Any, script: Callable[[str], None]) -> None:
     script("one two three")
     found = client.messages.create(**ASKED, stop_sequences=["two"])

@@ -89,16 +89,17 @@ def member_of(method: str | None, serving: Serving) -> str | None:
     raise bad(f"speculative.method must be one of {known}: this server has no other drafter", "speculative")
 
 
-def encoded(text: str, serving: Serving, special: bool, field: str) -> list[int]:
+def encoded(text: str, serving: Serving, special: bool, field: str, must_fit: bool = True) -> list[int]:
     """Token ids of a text; takes a second for two megabytes, so it belongs into a thread.
 
     Raises:
-        ApiError: 400 for a text that is longer than any that could fit.
+        ApiError: 400 for a text that is longer than any that could fit, where it must.
     """
     tokenizer = serving.llm.tokenizer
     if tokenizer is None:
         raise bad("this model has no tokenizer: give token ids", field)
-    check_fits(text, serving, field)
+    if must_fit:
+        check_fits(text, serving, field)
     return ids_with_one_bos(text, tokenizer, special)
 
 

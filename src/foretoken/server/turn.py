@@ -15,7 +15,15 @@ from foretoken.server.answering import Answer
 from foretoken.server.call_formats import LONGEST_PAST, CallFormat, choice_of, forced, format_of, schemas_of, special_of
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import bad
-from foretoken.server.inputs import constraints_of, encoded, engine_requests, room_of, tenant_of, usual_limit
+from foretoken.server.inputs import (
+    check_fits,
+    constraints_of,
+    encoded,
+    engine_requests,
+    room_of,
+    tenant_of,
+    usual_limit,
+)
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
 from foretoken.server.templates import PLAIN_STOP, Conversation, arguments_of, prompt_of, takes_effort
@@ -90,7 +98,8 @@ class ChatTurn:
         )
 
     async def count(self) -> int:
-        """Tokens of the prompt, without an answer."""
+        """Tokens of the prompt, without an answer; also of one that is longer than the context, so that a client learns
+        by how much."""
         prompt = await prompt_of(self.serving.llm.tokenizer, self.conversation())
         return len(await in_thread(TEXTS, lambda: self._encoded(prompt), cost=len(prompt)))
 
@@ -116,11 +125,12 @@ class ChatTurn:
         special = self.body.add_special_tokens
         if special is None:
             special = not has_template(self.serving.llm.tokenizer)
-        return encoded(prompt, self.serving, special, "messages")
+        return encoded(prompt, self.serving, special, "messages", must_fit=False)
 
     def _requests(self, prompt: str, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
         """What the engine is asked."""
         body, llm = self.body, self.serving.llm
+        check_fits(prompt, self.serving, "messages")
         self.prompt = self._encoded(prompt)
         usual = usual_limit(self.serving, len(self.prompt), llm.defaults.sampling.get("max_new_tokens"))
         self.most = body.max_completion_tokens or body.max_tokens or usual
