@@ -189,7 +189,8 @@ def test_every_counter_against_500_requests() -> None:
             results = list(pool.map(lambda number: ask(running, number), range(500)))
         settle(running)
         found = counters(running)
-        wanted = expected(list(recount.seen.values()), 0, Counter(), Counter())
+        refused = Counter(context_length_exceeded=sum(what == "refused" for what, _ in results))
+        wanted = expected(list(recount.seen.values()), 0, Counter(), refused)
         left = sum(what == "left" for what, _ in results)
         assert left > 30 and sum(what == "done" for what, _ in results) > 250
         aborted = found["request_success_total"].pop("abort")
@@ -220,6 +221,37 @@ def settle(running: Running) -> None:
         assert time.monotonic() < end
         time.sleep(0.02)
     time.sleep(0.1)
+
+
+def test_every_error_answer_is_counted_once() -> None:
+    with served(api_keys=("secret",), max_body=4096) as running:
+        anonymous = httpx.post(f"{running.url}/v1/completions", json={"prompt": "x"})
+        running.client.headers["Authorization"] = "Bearer secret"
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        seen = Counter([(anonymous.status_code, "invalid_api_key")])
+        for path, body, status, reason in (
+            ("/v1/completions", {"prompt": "x", "max_tokens": 10**6}, 400, "context_length_exceeded"),
+            ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "invalid_value"),
+            ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "invalid_request_error"),
+            ("/v1/chat/completions", {**chat, "top_logprobs": 3}, 400, "invalid_request_error"),
+            ("/v1/responses", {"input": "Hi", "previous_response_id": "a"}, 400, "unsupported_parameter"),
+            ("/v1/responses", {"input": "a b" * 1200}, 400, "context_length_exceeded"),  # its field is renamed
+            ("/v1/messages", {**chat, "max_tokens": 0}, 400, "invalid_value"),
+            ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model_not_found"),
+            ("/v1/completions", {"prompt": "x" * 5000}, 413, "invalid_request_error"),
+            ("/tokenize", {}, 400, "invalid_request_error"),
+        ):
+            assert running.post(path, **body).status_code == status, (path, body)
+            seen[status, reason] += 1
+        assert running.client.get("/v1/models/other").status_code == 404
+        seen[404, "model_not_found"] += 1
+        for path in ("/nothing", "/favicon.ico"):  # who looks for pages is no client of the API
+            assert running.client.get(path).status_code == 404
+        reasons: Counter[str] = Counter()
+        for (_, reason), count in seen.items():
+            reasons[reason] += count
+        found = counters(running)
+        assert found["request_failure_total"] == reasons and not found.get("admission_rejections_total")
 
 
 def test_late_and_refused_requests() -> None:

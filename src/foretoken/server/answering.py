@@ -122,10 +122,9 @@ class Answer:
         try:
             return ask()
         except (QueueFull, Draining, EngineDead, ApiError) as error:
-            failure = api_error(error)
-            self.serving.metrics.rejected(failure.code or "error")
+            failure = self.serving.rejected(error)
             self.log(failure.status)
-            raise
+            raise failure from error
         except Exception as error:
             self.log(api_error(error).status)
             raise
@@ -168,7 +167,7 @@ class Answer:
         return EventStream(events, settings.ping, settings.stream_pad, headers, dialect)
 
     async def finished(self, work: Awaitable[T]) -> T:
-        """The result of the engine's work for an answer in one piece; counted and logged whatever comes of it.
+        """The result of the engine's work for an answer in one piece; logged whatever comes of it.
 
         Raises:
             ApiError: it failed.
@@ -177,10 +176,9 @@ class Answer:
             return await while_connected(self.http, work)
         except ClientGone:
             self.log(499)
-            raise ApiError(408, "the client went away") from None
+            raise ApiError(408, "the client went away", counted=True) from None
         except Exception as error:
             failure = api_error(error)
-            self.serving.metrics.failed(failure.code or "error")
             self.log(failure.status)
             raise failure from error
 
@@ -253,7 +251,7 @@ class Answer:
         except Exception as error:
             failure = api_error(error)
             status = failure.status
-            self.serving.metrics.failed(failure.code or "error")
+            self.serving.metrics.failed(failure.reason)
             raise
         finally:
             await events.aclose()  # type: ignore[attr-defined]

@@ -50,12 +50,12 @@ def create_app(settings: ServerSettings, serving: Serving | None = None) -> Fast
         root_path=settings.root_path.rstrip("/"),
     )
     app.state.serving = state
-    errors.install(app)
+    errors.install(app, state.metrics.failed)
     app.include_router(info.router)
     app.include_router(pages.router)
     app.include_router(completions.router)
     app.include_router(chat.router)
     app.include_router(messages.router)
     app.include_router(responses.router)
-    app.add_middleware(Gate, settings=settings, places=state.places, admit=state.admit)
+    app.add_middleware(Gate, settings=settings, places=state.places, failed=state.metrics.failed, admit=state.admit)
     return app

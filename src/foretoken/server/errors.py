@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -52,6 +52,10 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+API = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info")
+"""What is in the paths of the API: errors of the page and of probes are not counted."""
+Failed = Callable[[str], None]
+"""Counts an error answer by its reason."""
 ANTHROPIC_KINDS = {413: "request_too_large", 500: "api_error"}
 """Where Anthropic's words are others."""
 log = logging.getLogger("foretoken.server")
@@ -101,6 +105,7 @@ class ApiError(Exception):
         param: the field that is wrong.
         code: for programs.
         headers: more of them.
+        counted: whether the metrics have it already.
     """
 
     def __init__(
@@ -111,10 +116,17 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        counted: bool = False,
     ) -> None:
         super().__init__(message)
+        self.counted = counted
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
+
+    @property
+    def reason(self) -> str:
+        """What the metrics call it."""
+        return self.code or KINDS.get(self.status, "invalid_request_error")
 
     @property
     def body(self) -> dict[str, Any]:
@@ -132,6 +144,14 @@ class ApiError(Exception):
         """The answer to a request of this path, in the shape of its API."""
         body = self.anthropic_body if is_anthropic(path) else self.body
         return JSONResponse(body, self.status, headers=self.headers)
+
+
+def answered(error: ApiError, path: str, failed: Failed) -> JSONResponse:
+    """The answer to a request of this path; ``failed`` is told of it, if it is the API's and was not counted."""
+    if not error.counted and any(part in path for part in API):
+        failed(error.reason)
+        error.counted = True
+    return error.response_to(path)
 
 
 def is_anthropic(path: str) -> bool:
@@ -223,23 +243,24 @@ def _said(error: Any) -> str:
     return ours.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "must")
 
 
-def install(app: FastAPI) -> None:
-    """Let an app answer all errors so."""
+def install(app: FastAPI, failed: Failed) -> None:
+    """Let an app answer all errors so, and count them."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         wrong = _invalid(error.errors(), request.headers.get("content-type", ""))
-        return wrong.response_to(request.url.path)
+        return answered(wrong, request.url.path, failed)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail) if error.detail else HTTPStatus(error.status_code).phrase
-        return ApiError(error.status_code, message, headers=error.headers).response_to(request.url.path)
+        wrong = ApiError(error.status_code, message, headers=error.headers)
+        return answered(wrong, request.url.path, failed)
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> JSONResponse:
-        return error.response_to(request.url.path)
+        return answered(error, request.url.path, failed)
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response_to(request.url.path)
+        return answered(api_error(error), request.url.path, failed)

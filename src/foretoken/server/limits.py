@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.server.config import ServerSettings
-from foretoken.server.errors import ApiError, bad, is_anthropic
+from foretoken.server.errors import ApiError, Failed, answered, bad, is_anthropic
 from foretoken.server.keys import Caller
 from foretoken.server.memory import FREED
 from foretoken.server.pages import PATHS as PAGE_PATHS
@@ -58,14 +58,20 @@ class Gate:
         app: what comes behind.
         settings: sizes, times, keys and names.
         places: what is admitted.
+        failed: told of every error answer that comes from here.
         admit: raises an :class:`ApiError` while nothing can be taken of who asks: a full server refuses before it reads
             what was asked, or those whom it serves would wait for that.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, places: Places, admit: Callable[[Caller], None] | None = None
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        places: Places,
+        failed: Failed,
+        admit: Callable[[Caller], None] | None = None,
     ) -> None:
-        self.app, self.places, self.admit = app, places, admit
+        self.app, self.places, self.failed, self.admit = app, places, failed, admit
         self.max_body, self.body_timeout = settings.max_body, settings.body_timeout
         self.root = settings.root_path.rstrip("/")
         self.keys = settings.keys
@@ -88,7 +94,7 @@ class Gate:
                 if self.admit is not None and scope["method"] == "POST" and scope["path"].endswith(WRITERS):
                     self.admit(place.caller)
             except ApiError as error:
-                await error.response_to(scope["path"])(scope, receive, sender)
+                await answered(error, scope["path"], self.failed)(scope, receive, sender)
                 return
             # Nobody but the connection need know that only the head of an answer is asked for: it leaves out the rest.
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope

@@ -180,7 +180,8 @@ def renamed(error: ApiError) -> ApiError:
     name = error.param or ""
     here = FIELDS.get(name, name)
     message = error.message.replace(name, here).replace(f".{PARAMETERS} (", ".parameters (")
-    return ApiError(error.status, message, param=here or None, code=error.code, headers=error.headers)
+    told = {"code": error.code, "headers": error.headers, "counted": error.counted}
+    return ApiError(error.status, message, param=here or None, **told)
 
 
 def _check(body: ResponsesRequest) -> None:

@@ -263,9 +263,14 @@ class Serving:
                 self._engine.check_room()
                 self.places.check_room(caller)
         except (QueueFull, Draining, EngineDead) as error:
-            failure = api_error(error)
-            self.metrics.rejected(failure.code or "error")
-            raise failure from error
+            raise self.rejected(error) from error
+
+    def rejected(self, error: Exception) -> ApiError:
+        """Count a request that was not taken; what its client is told."""
+        failure = api_error(error)
+        self.metrics.rejected(failure.reason)
+        failure.counted = True
+        return failure
 
     @property
     def llm(self) -> Llm:

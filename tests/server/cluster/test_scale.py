@@ -320,6 +320,13 @@ def test_health_readiness_and_counters() -> None:
             assert 'foretoken:replicas_ready{model_name="builtin"} 2' in lines
             for prefix in ("foretoken", "vllm"):
                 assert f'{prefix}:generation_tokens_total{{replica="one",model_name="builtin"}} 12.0' in lines
+            assert not any("request_failure_total{" in line for line in lines)
+            assert (await client.post("/v1/completions", json={**ASKED, "temperature": -1})).status_code == 400
+            assert (await client.post("/v1/completions", content=b"x" * 3_000_000)).status_code == 413
+            lines = (await client.get("/metrics")).text.splitlines()
+            for replica, reason in (("one", "invalid_value"), ("gateway", "invalid_request_error")):
+                (line,) = [one for one in lines if f'foretoken:request_failure_total{{replica="{replica}"' in one]
+                assert f'reason="{reason}"' in line and float(line.split()[-1]) == 1
             heads = [line for line in lines if line.startswith("# TYPE")]
             assert len(heads) == len(set(heads))
             replicas.num_ready = 0

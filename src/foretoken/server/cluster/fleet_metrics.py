@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+
+OWN = "gateway"
+"""The label ``replica`` of what a gateway counts under a name of its replicas."""
 
 
 class FleetMetrics:
@@ -11,11 +15,17 @@ class FleetMetrics:
     Attributes:
         retried: requests that were given to another replica.
         broken: streams that ended with an error because their replica was lost.
+        failures: error answers that no replica has given, by reason.
     """
 
     def __init__(self, prefixes: Sequence[str], model: str) -> None:
         self._prefixes, self._model = prefixes, model
         self.retried = self.broken = 0
+        self.failures: Counter[str] = Counter()
+
+    def failed(self, reason: str) -> None:
+        """Count an error answer."""
+        self.failures[reason] += 1
 
     def text(self, replicas: Mapping[str, str], ready: int, open_: int) -> str:
         """What Prometheus reads.
@@ -37,7 +47,16 @@ class FleetMetrics:
                 full = f"{prefix}:{name}"
                 lines += [f"# HELP {full} {what}", f"# TYPE {full} {kind}"]
                 lines.append(f'{full}{{model_name="{_escaped(self._model)}"}} {value}')
-        return "\n".join([*lines, *labelled(replicas)]) + "\n"
+        return "\n".join([*lines, *labelled({OWN: self._failures(), **replicas})]) + "\n"
+
+    def _failures(self) -> str:
+        """Error answers in the words of replicas."""
+        lines: list[str] = []
+        for full in [f"{prefix}:request_failure_total" for prefix in self._prefixes]:
+            lines += [f"# HELP {full} Requests that were answered with an error.", f"# TYPE {full} counter"]
+            for reason, count in self.failures.items():
+                lines.append(f'{full}{{model_name="{_escaped(self._model)}",reason="{_escaped(reason)}"}} {count}')
+        return "\n".join(lines)
 
 
 def labelled(texts: Mapping[str, str]) -> list[str]:

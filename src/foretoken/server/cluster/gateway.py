@@ -20,7 +20,7 @@ from foretoken.server.cluster.fleet_metrics import FleetMetrics
 from foretoken.server.cluster.replica import SPENT
 from foretoken.server.cluster.routing import asked_of, choices_of, session_of
 from foretoken.server.config import ServerSettings
-from foretoken.server.errors import ApiError, api_error, is_anthropic, shutting_down, still_loading
+from foretoken.server.errors import ApiError, answered, api_error, is_anthropic, shutting_down, still_loading
 from foretoken.server.keys import Caller
 from foretoken.server.limits import WRITERS, Gate
 from foretoken.server.places import Place, Places, place_of
@@ -158,7 +158,7 @@ class Gateway:
         except ConnectionError:
             raise  # an answer has begun: only a broken connection says that it is not whole
         except Exception as error:
-            await api_error(error).response_to(scope["path"])(scope, receive, send)
+            await answered(api_error(error), scope["path"], self.fleet.metrics.failed)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -319,4 +319,4 @@ async def _body(receive: Receive) -> bytes:
 
 def create_gateway(fleet: Fleet) -> ASGIApp:
     """The application: ids, keys, sizes and times are checked as on one machine."""
-    return Gate(Gateway(fleet), fleet.settings, fleet.places)
+    return Gate(Gateway(fleet), fleet.settings, fleet.places, fleet.metrics.failed)
