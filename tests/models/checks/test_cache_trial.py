@@ -79,6 +79,9 @@ def test_a_model_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     wrap(model)
     with pytest.raises(TypeError):
         wrap(model, exact="bitwise")  # another form
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: x * 0)
+    with pytest.raises(TypeError):
+        wrap(model)  # another class
 
 
 def scaled_per_call(model: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import ARCHITECTURES, new_model
 from realistic import SPECIAL, realistic_model
 from test_lean_families import CASES, MODELS, SCALING, Fault, _set
 from torch import nn
@@ -204,6 +206,46 @@ def test_fingerprints_tell_networks_apart() -> None:
     handle.remove()
     model.model.layers[0].forward = model.model.layers[1].forward
     assert fingerprint(model) is None
+
+
+def test_a_forward_that_was_put_on_a_class_is_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As packages of faster kernels do it, and ablations: what was found out is of the class as it was."""
+    monkeypatch.setattr(checks_module, "WORTH_KEEPING_S", 0.0)
+    model = deep("llama")
+    kind = type(model.model.layers[0].mlp)
+    own = kind.forward
+    before = fingerprint(model)
+    assert HuggingFaceModel(model).is_lean
+    kept = checks_module.KEPT.stored()
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "forward", lambda self, x: x * 0)
+        assert fingerprint(model) is None
+        assert not HuggingFaceModel(model).is_lean and checks_module.KEPT.stored() == kept
+        patched.setattr(kind, "forward", wraps(own)(lambda self, x: x * 0))
+        assert fingerprint(model) is None, "its module's name is a copy"
+    with monkeypatch.context() as patched:  # a function of the class's own file
+        patched.setattr(kind, "forward", type(model.model.layers[0].input_layernorm).forward)
+        assert fingerprint(model) not in (None, before)
+    assert fingerprint(model) == before and HuggingFaceModel(model).is_lean
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_ordinary_models_keep_their_results(architecture: str) -> None:
+    """Decorators and inherited forwards are nobody's patch."""
+    model = new_model(architecture)
+    key = fingerprint(model)
+    model(torch.tensor([[5, 6, 7]]))
+    assert key is not None and fingerprint(model) == key
+
+
+def test_fingerprints_tell_numbers_and_frequencies_apart() -> None:
+    model = deep("llama")
+    keys = [fingerprint(model)]
+    model.model.layers[0].self_attn.scaling *= 2
+    keys.append(fingerprint(model))
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    keys.append(fingerprint(model))
+    assert len(set(keys)) == 3
 
 
 def test_the_probe_is_the_text_where_there_is_one() -> None:

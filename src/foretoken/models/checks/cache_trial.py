@@ -20,6 +20,7 @@ from foretoken.models.checks.self_test import cause_of, relative
 from foretoken.models.linear.packing import is_plain
 from foretoken.models.linear.product import has_quantised
 from foretoken.models.network.alone import alone
+from foretoken.models.network.own_code import forwards_of
 from foretoken.models.network.placement import device_of
 from foretoken.models.network.traits import parameters_of
 
@@ -129,7 +130,7 @@ def _forward(model: Any, tokens: list[int]) -> Tensor:
 
 def _form(model: Any, wrapped: LanguageModel) -> tuple[Any, ...]:
     exact, lean = getattr(wrapped, "exact", None), getattr(wrapped, "is_lean", None)
-    return model.dtype, device_of(model), exact, lean
+    return model.dtype, device_of(model), exact, lean, *map(id, forwards_of(model.modules()))
 
 
 def _text(vocab_size: int) -> list[int]:

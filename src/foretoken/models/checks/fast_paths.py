@@ -2,7 +2,7 @@
 
 A check costs up to two seconds at 1.5 billion parameters, so its result is kept, by the model's fingerprint, in the
 file of this machine (:mod:`foretoken.models.machine`) for these versions.  Models whose modules were changed by hand
-(a ``forward`` of their own, hooks) are checked every time.
+(a ``forward`` of their own, hooks, a class whose ``forward`` was replaced by another package's) are checked every time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 from foretoken.models.checks.bits import exactness_of
 from foretoken.models.checks.judging import NODES, Judge, Run, ordinary_ids
 from foretoken.models.machine import WORTH_KEEPING_S, KeptResults
+from foretoken.models.network.own_code import constants_by_module, mark_of, numbers_by_module
 
 if TYPE_CHECKING:
     from foretoken.models.forward.network import Network
@@ -103,11 +104,18 @@ class Checks:
 
 
 def fingerprint(model: nn.Module) -> str | None:
-    """What tells a network from others: its configuration, the kinds of its modules, some numbers of every weight.
+    """What tells a network from others: its configuration, the kinds of its modules, what those compute with
+    (:mod:`foretoken.models.network.own_code`), some numbers of every weight.
 
-    ``None`` where that would not tell: a module has a ``forward`` of its own or hooks.
+    ``None`` where that would not tell: a module has a ``forward`` of its own or hooks, or its class one from elsewhere.
     """
     digest = hashlib.blake2b(digest_size=12)
+    marks = {kind: mark_of(kind) for kind in dict.fromkeys(map(type, model.modules()))}
+    if None in marks.values():
+        return None
+    digest.update("\n".join(map(str, marks.values())).encode())
+    for module, names in numbers_by_module(model.modules()):
+        digest.update(repr([(name, vars(module)[name]) for name in names]).encode())
     for name, module in model.named_modules():
         if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             return None
@@ -115,7 +123,10 @@ def fingerprint(model: nn.Module) -> str | None:
         product: Any = getattr(module, "product", None)
         if product is not None:  # quantised: its numbers are not among the parameters
             digest.update(f"{product.name} {product.shape} {getattr(product, 'mark', '')}\n".encode())
-    for name, weight in model.named_parameters():
+    constants: Any = [(n, m._buffers[n]) for m, names in constants_by_module(model.modules()) for n in sorted(names)]
+    for name, weight in [*model.named_parameters(), *constants]:
+        if weight is None:
+            continue
         if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:  # spread over processes, or elsewhere
             return None
         flat = weight.detach().flatten()

@@ -245,22 +245,33 @@ def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = N
     return (max(context, int(known.border * min(factors))) if factors else context), ""
 
 
-def _changing(module: nn.Module) -> _Changing | None:
+def follows_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose forward writes its frequencies anew for texts of other lengths."""
+    return "rope_type" in vars(module) and bool(_rules(module)[0])
+
+
+def _rules(module: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """By layer type (an empty one where all share them), the rules of frequencies that change, and all parameters."""
     kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
     if kinds is None or config is None:
-        return None
+        return {}, {}
     parameters = config.rope_parameters
     by_type = {kind: parameters[kind] for kind in kinds} if isinstance(kinds, dict) else {"": parameters}
     types = kinds if isinstance(kinds, dict) else {"": kinds}
     rules = {kind: rule_of(types[kind] or "default", by_type[kind]) for kind in types}
-    changing = [kind for kind, rule in rules.items() if rule != "static"]
-    if not changing:
+    return {kind: rule for kind, rule in rules.items() if rule != "static"}, by_type
+
+
+def _changing(module: nn.Module) -> _Changing | None:
+    config: Any = getattr(module, "config", None)
+    rules, by_type = _rules(module)
+    if not rules:
         return None
     borders = {
         int(config.max_position_embeddings if rules[k] == "each" else by_type[k]["original_max_position_embeddings"])
-        for k in changing
+        for k in rules
     }
-    rule = "two" if {rules[kind] for kind in changing} == {"two"} and len(borders) == 1 else "each"
+    rule = "two" if set(rules.values()) == {"two"} and len(borders) == 1 else "each"
     return _Changing(module, _fresh(module), rule, min(borders))
 
 
