@@ -53,9 +53,9 @@ class Llm:
     service that wants its requests served together whatever its threads do has :class:`foretoken.AsyncLlm`; while one
     serves it, an :class:`Llm` may be called directly, too.
 
-    The target's network may change between two requests (training steps, ``load_state_dict``, adapters, ``to``, hooks):
-    that is noticed when a request begins, which is answered by the network as it is then, and when one ends, which is
-    an error for those that were running.
+    The target's network may change between two requests (training steps, ``load_state_dict``, adapters, ``to``, hooks,
+    forwards; what is not seen, :class:`~foretoken.models.network.watch.Watch` says): that is noticed when a request
+    begins, which is answered by the network as it is then, and when one ends, an error for those that were running.
 
     Args:
         target: the model that answers.

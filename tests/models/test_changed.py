@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,58 @@ def wider(model: Any) -> None:
     model.double()
 
 
+def forward_of_an_mlp(model: Any) -> None:
+    model.model.layers[0].mlp.forward = lambda x: x * 0
+
+
+def forward_of_a_layer(model: Any) -> None:
+    model.model.layers[1].forward = lambda x, *args, **kwargs: x
+
+
+def forward_of_the_head(model: Any) -> None:
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda x: -own(x)
+
+
+def forward_of_the_model(model: Any) -> None:
+    own = model.forward
+
+    @wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        out.logits = -out.logits
+        return out
+
+    model.forward = forward
+
+
+def scaling(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 3.0
+
+
+def epsilon(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 3.0
+
+
+def frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.1)
+
+
+def other_frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.1
+
+
+def other_class(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = type("Nothing", (type(mlp),), {"forward": lambda self, x: x * 0})
+
+
 CHANGES = [
     steps, new_state, assigned_state, merged, adapter, hook, pre_hook_of_a_linear, round_trip, wider,
+    forward_of_an_mlp, forward_of_a_layer, forward_of_the_head, forward_of_the_model, scaling, epsilon, frequencies,
+    other_frequencies, other_class,
 ]  # fmt: skip
 
 
@@ -133,6 +184,26 @@ def test_the_next_text_is_that_of_the_changed_network(change: Callable[[Any], No
         assert again.stats.num_prompt_tokens_computed == len(PROMPT), "what was kept is worth nothing now"
         assert llm.generate(PROMPT, **SHORT).stats.num_prompt_tokens_computed < len(PROMPT)
     assert model.training == training
+
+
+def test_a_forward_that_is_put_on_a_class_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what was loaded before, by new loads, and inside ``generate``; and so is the old one that is put back."""
+    model, ids = llama(eos=None), torch.tensor([PROMPT])
+    llm, kept = ft.load(model, drafter="ngram"), ft.CustomGenerate(drafter="ngram")
+
+    def check(wanted: list[int]) -> None:
+        assert said(llm) == said(ft.load(model, drafter="ngram")) == wanted
+        for hook in (kept, ft.custom_generate):
+            found = model.generate(ids, max_new_tokens=12, do_sample=False, custom_generate=hook)
+            assert found[0, len(PROMPT) :].tolist() == wanted
+
+    before = truth(model)
+    check(before)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: x * 0)
+        assert truth(model) != before
+        check(truth(model))
+    check(before)
 
 
 def test_a_hook_that_is_taken_away_gives_the_lean_forward_back() -> None:
@@ -276,5 +347,53 @@ def test_what_a_watch_sees() -> None:
         assert change(lambda: setattr(first, "bias", nn.Parameter(first.bias.clone())))
         assert change(lambda: network.append(nn.Linear(2, 2)))
         assert change(lambda: network[1].running_mean.add_(1)), "a buffer that is saved"
+        assert change(lambda: setattr(network[1], "running_mean", network[1].running_mean + 1))
         assert change(lambda: network.half())
+        assert change(lambda: setattr(network[1], "eps", 0.1))
+        assert change(lambda: setattr(network[0], "forward", network[2].forward))
+        assert change(lambda: setattr(network[2], "__class__", type("Own", (nn.Embedding,), {})))
         assert not change(lambda: network[2].register_buffer("scratch", torch.ones(2), persistent=False))
+
+
+class Counting(nn.Module):
+    """It keeps to itself how often it was called, and what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.scale = 0, 2.0
+        self.register_buffer("seen", torch.zeros(3), persistent=False)
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+        self.register_buffer("ramp", torch.arange(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self._note(x)
+        self.register_buffer("table", self.table + 1, persistent=False)
+        return x * self.scale + self.ramp
+
+    def _note(self, x: torch.Tensor) -> None:
+        self.seen[0] = x.sum()
+
+
+def test_what_a_forward_writes_is_no_change() -> None:
+    network = Counting()
+    watch = Watch(network)
+    network(torch.ones(3))
+    assert network.calls == 1 and not watch.has_changed()
+    network.scale = 3.0
+    assert watch.has_changed()
+    watch = Watch(network)
+    network.ramp.mul_(2)
+    assert watch.has_changed()
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_frequencies_that_follow_the_length_are_no_change(rope: str) -> None:
+    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0}
+    if rope == "longrope":
+        parameters |= {"original_max_position_embeddings": 16, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
+    model = new_model("llama", rope_parameters=parameters, max_position_embeddings=16)
+    watch = Watch(model)
+    before = model.model.rotary_emb.inv_freq.clone()
+    model(torch.tensor([prompt_of(40)]))
+    assert not torch.equal(model.model.rotary_emb.inv_freq, before) and not watch.has_changed()

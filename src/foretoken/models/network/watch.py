@@ -1,7 +1,8 @@
 """Whether a network is still what it was: its weights, its layers and the hooks on them.
 
 What is kept beside a network (fused copies of its weights, keys and values of texts) is worth nothing once it has
-changed: a training step, ``load_state_dict``, an adapter that is switched or merged, ``model.to``, a hook.
+changed: a training step, ``load_state_dict``, an adapter that is switched or merged, ``model.to``, a hook, a forward
+that is replaced, a scale that is written.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from foretoken.models.network.own_code import constants_by_module, forwards_of, numbers_by_module
 
 SAMPLES = 64
 """Numbers per weight that are compared: writes through ``weight.data``, which PyTorch does not count, show in them."""
@@ -37,10 +40,17 @@ def has_hooks(network: nn.Module) -> bool:
 class Watch:
     """What a network was when it was looked at.
 
-    Changes are found by the identity of modules, weights and hooks, by PyTorch's count of writes to a weight, by where
-    it lies, and by a sample of its numbers, whose memory is held.  What the network's own forward does to itself is no
-    change: it may write to buffers that are not saved with a model, accelerate replaces weights that it keeps elsewhere
-    by others without numbers, and PEFT sets updates of single parameters on and off, which counts as a write.
+    Changes are found by the identity of modules, weights, buffers and hooks, by PyTorch's count of writes to a weight
+    or buffer, by where it lies, and by a sample of its numbers, whose memory is held; by the classes of modules, the
+    forwards of those classes and the modules' own, and by plain numbers (``scaling``, ``variance_epsilon``).  What the
+    network's own forward does to itself is no change: numbers and unsaved buffers that a class writes in its own
+    methods, or that rotary embeddings turn by which change with the length of the text, are not looked at, accelerate
+    replaces weights that it keeps elsewhere by others without numbers, and PEFT sets updates of single parameters on
+    and off, which counts as a write.
+
+    Nothing tells of other attributes (tensors and flags that are no buffers, the configuration), of functions that a
+    forward calls (``modeling_llama.apply_rotary_pos_emb``) and methods other than ``forward``, of numbers beside the
+    sample that are written through ``.data``, or of a buffer that is added.
 
     Args:
         network: to be watched.
@@ -55,8 +65,12 @@ class Watch:
         modules = list(network.modules())
         self._parts: list[dict[str, Any]] = [part for m in modules for part in (m._modules, m._parameters)]
         self._hooks = [*GLOBAL_HOOKS, *(getattr(module, name) for module in modules for name in HOOKS)]
-        self._before = self._members()
-        tensors = [*network.parameters(), *_saved_buffers(modules)]
+        self._modules = modules
+        self._numbers = [(vars(m), names) for m, names in numbers_by_module(modules)]
+        buffers = [(m._buffers, names) for m, names in (*_saved(modules), *constants_by_module(modules))]
+        self._buffers = [(own, name) for own, names in buffers for name in names]
+        self._before, self._code = self._members(), self._computing()
+        tensors = [*network.parameters(), *(t for own, name in self._buffers if (t := own[name]) is not None)]
         self._tensors = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta]
         wrappers: list[Any] = [module for module in modules if _updates_in_forward(module)]
         self._uncounted = {id(wrapper.get_param()) for wrapper in wrappers}
@@ -70,15 +84,20 @@ class Watch:
     @torch.inference_mode()
     def has_changed(self) -> bool:
         """Whether the network is another one now; takes some ten microseconds per layer."""
-        if self._members() != self._before or self._counts() != self._written:
+        if self._members() != self._before or self._computing() != self._code or self._counts() != self._written:
             return True
         return any(not torch.equal(torch.cat(views), before) for views, before in self._samples)
 
     def _members(self) -> list[int]:
         members = [len(part) for part in self._parts]
         members.extend(_identity(member) for part in self._parts for member in part.values())
+        members.extend(_identity(own.get(name)) for own, name in self._buffers)
         members.extend(id(hook) for hook in _hooks(self._hooks))
         return members
+
+    def _computing(self) -> list[Any]:
+        """What the modules compute with besides tensors; the objects themselves, so that no other takes their place."""
+        return [*forwards_of(self._modules), *(own.get(name) for own, names in self._numbers for name in names)]
 
     def _counts(self) -> list[int]:
         counts = [tensor.data_ptr() for tensor in self._tensors]
@@ -104,11 +123,12 @@ def num_writes(tensor: Tensor) -> int:
         return 0
 
 
-def _saved_buffers(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+def _saved(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Modules with buffers that are saved with a model, and the names of those."""
     for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield buffer
+        names = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        if names:
+            yield module, names
 
 
 def _sampled(tensor: Tensor) -> Tensor:
