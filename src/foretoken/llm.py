@@ -279,7 +279,7 @@ def load(
         verifier: a name, a verifier, or ``"auto"`` for the best lossless rule.
         controller: a spec string, a controller, or ``"auto"``.
         tokenizer: a Transformers tokenizer; found beside the target by default.
-        dtype: ``float32``, ``float64``, ``bfloat16``, ``float16``; the checkpoint's by default.
+        dtype: ``float32``, ``float64``, ``bfloat16``, ``float16``; by default the checkpoint's or handed-in model's.
         device: where the models run: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``"auto"`` for the first of cuda, mps
             and cpu that there is.  By default the cpu, or where a handed-in model is; draft models go where the target
             is.

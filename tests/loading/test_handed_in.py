@@ -24,6 +24,7 @@ from transformers import (
 
 import foretoken as ft
 from foretoken.loading import LoadError, load_model
+from foretoken.models import wrap
 from foretoken.models.base import CapabilityError
 from foretoken.models.forward.parts import TargetParts
 from models.checkpoints import new_model, prompt_of
@@ -74,6 +75,27 @@ def test_some_weights_on_the_disk(wanted: list[int], tmp_path: Path) -> None:
     assert written(split) == wanted
     with pytest.raises(CapabilityError, match="needs all of the target's weights in memory"):
         TargetParts(load_model(split))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "nonsense"}, "unknown dtype 'nonsense'"),
+        ({"device": "nonsense"}, "device 'nonsense' cannot be used here"),
+        ({"dtype": "bfloat16"}, r"stays as it is, in float32: call model.to\(torch.bfloat16\) first$"),
+        ({"device": "meta"}, r"stays where it is, on cpu: call model.to\('meta'\) first$"),
+    ],
+)
+def test_a_dtype_or_device_that_a_model_does_not_have(options: dict[str, Any], message: str) -> None:
+    network = new_model("llama")
+    for given in (network, wrap(network)):
+        with pytest.raises(ValueError, match=message):
+            ft.load(given, drafter=None, **options)
+
+
+def test_the_dtype_and_device_that_a_model_has(wanted: list[int]) -> None:
+    assert written(new_model("llama"), dtype="float32", device="cpu") == wanted
+    assert written(new_model("llama"), dtype=torch.float32, device="auto") == wanted
 
 
 def test_weights_on_the_device_meta_are_none() -> None:

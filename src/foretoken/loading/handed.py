@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from foretoken.core import with_article
 from foretoken.core.io.checkpoints import LoadError
+from foretoken.loading.networks import parse_device, parse_dtype
 from foretoken.loading.stored import check_method
 from foretoken.models.base import LanguageModel
-from foretoken.models.network.placement import has_no_weights
+from foretoken.models.network.placement import device_of, has_no_weights
 
 EXPECTED = "give the path or hub id of a model, 'builtin', or a Transformers model"
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
@@ -55,6 +57,24 @@ def check_handed_in(source: Any) -> None:
     _check_adapters(source, name)
     if has_no_weights(source):
         raise LoadError(f"{name} has no weights (they are on the device meta): load it with from_pretrained")
+
+
+def check_place(source: Any, dtype: str | torch.dtype | None, device: str | torch.device | None) -> None:
+    """Refuse a dtype or a device other than those of a model that is handed in; ``"auto"`` is wherever it is.
+
+    Raises:
+        ValueError: another one, or none that there is.
+    """
+    wanted, place = parse_dtype(dtype), parse_device(device)
+    own: Any = getattr(source, "dtype", None)
+    if None not in (wanted, own) and wanted != own:
+        as_it_is = str(own).removeprefix("torch.")
+        raise ValueError(f"a model that is handed in stays as it is, in {as_it_is}: call model.to({wanted}) first")
+    here: Any = device_of(source) if isinstance(source, nn.Module) else getattr(source, "device", None)
+    if str(device) == "auto" or place is None or here is None:
+        return
+    if place.type != here.type or place.index not in (None, here.index):
+        raise ValueError(f"a model that is handed in stays where it is, on {here}: call model.to({str(place)!r}) first")
 
 
 def _what(source: Any) -> str:

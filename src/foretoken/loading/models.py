@@ -18,7 +18,7 @@ from foretoken.core.io.checkpoints import (
 )
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.gguf import check_backend, is_gguf, load_gguf
-from foretoken.loading.handed import check_handed_in, unwrapped
+from foretoken.loading.handed import check_handed_in, check_place, unwrapped
 from foretoken.loading.networks import from_pretrained, parse_device, parse_dtype
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
@@ -55,7 +55,7 @@ def load_model(
     the bits that it has, and ``backend`` says what runs it (:mod:`foretoken.loading.gguf`).  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
     :mod:`foretoken.models.variants.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps
-    and cpu that there is; ``None``: the cpu); a model that is handed in stays where it is.  ``pack`` says whether
+    and cpu that there is; ``None``: the cpu); a model that is handed in stays where and as it is.  ``pack`` says whether
     linear layers may be laid out anew, in place, where this machine then multiplies them faster: by default those of
     models that are loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of
     a model that is handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``, with ``-a8`` behind it for
@@ -66,8 +66,9 @@ def load_model(
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype or backend, no such device, a model that cannot be inflated or split so, or
-            ``pack=True`` or ``quantize`` for one that cannot be packed or quantised.
+        ValueError: unknown dtype or backend, no such device, another one than that of a model that is handed in, a
+            model that cannot be inflated or split so, or ``pack=True`` or ``quantize`` for one that cannot be packed or
+            quantised.
     """
     source = unwrapped(source)
     check_handed_in(source)
@@ -94,6 +95,9 @@ def load_model(
         check_kind(quantize)
     if quantize is not None and inflate is None and not isinstance(source, str | Path):
         raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
+    given = not isinstance(source, str | Path)
+    if given:
+        check_place(source, dtype, device)
     if isinstance(source, LanguageModel):
         if inflate is not None:
             kind = type(source).__name__
@@ -101,7 +105,6 @@ def load_model(
         if pack is True:
             raise ValueError(f"pack=True is for checkpoints and Transformers models, not {type(source).__name__}")
         return source
-    given = not isinstance(source, str | Path)
     network = source if given else _load_network(source, role, dtype, device)
     if not given and (role == "draft" or quantize is not None):
         _check_finite(network, source, role)
