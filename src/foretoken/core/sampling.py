@@ -230,8 +230,9 @@ class Sampler:
             scores[tokens] += added.to(scores.device)
         if params.repetition_penalty != 1.0 and len(prefix) > self.skipped:
             seen = torch.from_numpy(self._written.counts(prefix)[0]).to(scores.device)
-            value = scores[seen]
-            scores[seen] = torch.where(value < 0, value * params.repetition_penalty, value / params.repetition_penalty)
+            value = scores.index_select(0, seen)
+            value = torch.where(value < 0, value * params.repetition_penalty, value / params.repetition_penalty)
+            scores.index_copy_(0, seen, value)
         if len(prefix) > self.prompt_length and (params.presence_penalty or params.frequency_penalty):
             tokens, counts = (torch.from_numpy(each).to(scores.device) for each in self._generated.counts(prefix))
             scores[tokens] -= params.frequency_penalty * counts.to(scores.dtype) + params.presence_penalty
