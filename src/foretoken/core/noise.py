@@ -33,7 +33,7 @@ def check_seed(seed: Any) -> None:
     Raises:
         ValueError: not an integer, negative, or of more than 64 bits.
     """
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < SEEDS:
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < SEEDS:
         raise ValueError(f"a seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
 
 

@@ -50,7 +50,7 @@ class Prepared:
         return target
 
 
-class _Kept(dict[str, Prepared]):
+class _ByExact(dict[str, Prepared]):
     """What was prepared of a model, by ``exact``; copies and pickles of the model have ``None`` in its place."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,6 +70,6 @@ def prepared_of(model: Any, exact: str) -> Prepared:
     if found is not None and found.is_still(model):
         return found
     if kept is None or found is not None:  # others are no better, and hold the memory that the new one needs
-        kept = vars(model)[ATTRIBUTE] = _Kept()
+        kept = vars(model)[ATTRIBUTE] = _ByExact()
     made = kept[exact] = Prepared(model, exact)
     return made

@@ -54,7 +54,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in names)
 
 
-class _Unread:
+class _UnreadTokenizer:
     """A tokenizer whose files are read, which takes most of a second, when something of it is asked for."""
 
     _read: Any = None
@@ -88,7 +88,7 @@ def tokenizer_when_needed(model: Any) -> Any | None:
     """
     folder = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
     if folder and Path(folder).is_dir() and _has_tokenizer(Path(folder)):
-        return _Unread(model)
+        return _UnreadTokenizer(model)
     return load_tokenizer(model)
 
 

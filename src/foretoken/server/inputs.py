@@ -161,7 +161,7 @@ def engine_requests(
         check_fits(predicted, serving, "prediction")
     own = beside(serving.llm.defaults.sampling, constraints[0] if constraints else None)
     options = {**_options(body, serving, tenant.tenant, own), **more}
-    if body.min_tokens is None and "min_tokens" in options:  # the model's own, as generate takes it
+    if getattr(body, "min_tokens", None) is None and "min_tokens" in options:  # the model's own, as generate takes it
         options["min_tokens"] = min(options["min_tokens"], options["max_new_tokens"])
     for prompt in prompts:
         _check_lengths(len(prompt), options, serving, body, field)
