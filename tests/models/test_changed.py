@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import new_model, prompt_of, save
+from seq2seq import t5
 from torch import nn
 
 import foretoken as ft
@@ -309,6 +310,28 @@ def test_a_draft_model_that_is_handed_in_and_trained_is_followed() -> None:
     again = llm.generate(PROMPT, **SHORT)
     assert list(again.token_ids) == wanted
     assert again.stats.num_accepted_tokens == again.stats.num_draft_tokens > 0, "it is the target now"
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "t5"])
+def test_a_resized_vocabulary_is_told(family: str) -> None:
+    model = t5() if family == "t5" else new_model(family)
+    size = model.config.vocab_size
+    llm = ft.load(model, drafter=None)
+    llm.generate([5, 6, 7], **SHORT)
+    model.resize_token_embeddings(size + 9, mean_resizing=False)
+    for prompt in ([size + 2, 5], [5, 6, 7]):
+        with pytest.raises(ValueError, match=f"^the vocabulary has changed from {size} to {size + 9}: load the model"):
+            llm.generate(prompt, **SHORT)
+    assert ft.load(model, drafter=None).generate([size + 2, 5], **SHORT).token_ids
+
+
+def test_a_draft_model_whose_vocabulary_is_resized_is_told() -> None:
+    draft = llama(eos=None, seed=1)
+    llm = ft.load(llama(eos=None), drafter=ModelDrafter(wrap(draft), k=3), controller="constant,k=3")
+    said(llm)
+    draft.resize_token_embeddings(draft.config.vocab_size + 9, mean_resizing=False)
+    with pytest.raises(ValueError, match=r"the vocabulary has changed from .* load the model again"):
+        said(llm)
 
 
 @pytest.mark.parametrize("family", ["bloom", "qwen3_next"])

@@ -13,6 +13,7 @@ from foretoken.core.values import check_flag, check_ids, check_real, check_whole
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.fixed import rectangle_of
+from foretoken.models.vocabulary import check_vocabulary
 
 SCRATCH = 64
 """Slots for draft tokens that every text may need besides its own tokens."""
@@ -25,8 +26,9 @@ def check(request: Request, target: LanguageModel) -> None:
 
     Raises:
         ValueError: an empty prompt, one that leaves no room in the context, ``max_new_tokens`` below 1, token ids
-            outside the vocabulary, counts below 0, or a seed that is none.
+            outside the vocabulary, a vocabulary that was resized, counts below 0, or a seed that is none.
     """
+    check_vocabulary(target)
     _check_kinds(request)
     if request.seed is not None:
         check_seed(request.seed)

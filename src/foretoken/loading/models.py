@@ -55,7 +55,7 @@ def load_model(
     the bits that it has, and ``backend`` says what runs it (:mod:`foretoken.loading.gguf`).  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
     :mod:`foretoken.models.variants.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps
-    and cpu that there is; ``None``: the cpu); a model that is handed in stays where and as it is.  ``pack`` says whether
+    and cpu that there is; ``None``: the cpu); a model that is handed in stays what and where it is.  ``pack`` says if
     linear layers may be laid out anew, in place, where this machine then multiplies them faster: by default those of
     models that are loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of
     a model that is handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``, with ``-a8`` behind it for

@@ -17,6 +17,7 @@ from foretoken.models.network.rotary import context_of
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.network.traits import cache_name, context_length_of, eos_ids
 from foretoken.models.network.watch import Watch
+from foretoken.models.vocabulary import check_vocabulary
 
 
 class ModuleModel(LanguageModel):
@@ -48,6 +49,7 @@ class ModuleModel(LanguageModel):
         if self._watch is not None:
             with lock_of(self._watch.network):
                 if self._watch.has_changed():
+                    check_vocabulary(self)
                     self._renew()
                     self.weights_version += 1
 

@@ -25,6 +25,7 @@ from foretoken.models.checks.self_test import joined_fault, state_fault
 from foretoken.models.clock import now
 from foretoken.models.module import OneByOneModel
 from foretoken.models.network.alone import alone, lock_of
+from foretoken.models.network.own_code import forwards_of
 from foretoken.models.network.placement import decoding
 from foretoken.models.network.taps import check_taps, recording
 from foretoken.models.network.traits import parameters_of
@@ -106,9 +107,9 @@ class StatefulModel(OneByOneModel):
         return fault
 
     def _fault(self) -> str | None:
-        """What the self-test found, once per model object, dtype, device and form of replay."""
+        """What the self-test found, once per model object, forwards, dtype, device and form of replay."""
         known = _FAULTS.setdefault(self.model, {})
-        key = (self.dtype, self.device, self.replay)
+        key = (self.dtype, self.device, self.replay, *map(id, forwards_of(self.model.modules())))
         if key not in known:
             known[key] = state_fault(self)
         return known[key]
