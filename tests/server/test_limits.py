@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -198,6 +199,39 @@ def test_a_body_that_is_too_large(server: Running) -> None:
 )
 def test_routes_that_are_not_there(server: Running, method: str, path: str, status: int) -> None:
     error_of(server.client.request(method, path), status)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/batches"])
+def test_a_route_that_is_not_served_is_named(server: Running, path: str) -> None:
+    error = error_of(server.post(path, input="x"), 404)
+    assert error["message"].startswith(f"POST {path} is not served") and error["code"] == "unknown_url"
+    answer = server.client.get("/v1/completions")
+    error = error_of(answer, 405)
+    assert error["message"] == "GET /v1/completions is not served: use POST" and error["code"] == "wrong_method"
+    assert answer.headers["allow"] == "POST"
+    upload = {"Content-Type": "multipart/form-data; boundary=x"}
+    assert server.client.post("/v1/files", content=b"--x\xe9\xff", headers=upload).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "words"),
+    [
+        ('{"prompt": "é"}'.encode("latin-1"), {}, "byte 12 is no text in UTF-8: send it in UTF-8"),
+        (gzip.compress(b'{"prompt": "x"}'), {}, "it is compressed (gzip)"),
+        (gzip.compress(b'{"prompt": "x"}'), {"Content-Encoding": "gzip"}, "it is compressed (gzip)"),
+        (b"\x0b\x02", {"Content-Encoding": "br"}, "it is compressed (br)"),
+        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", {}, "a whole number has more than"),
+        (b'{"prompt": ', {}, ""),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_body_that_cannot_be_read(
+    server: Running, path: str, body: bytes, headers: dict[str, str], words: str
+) -> None:
+    answer = server.client.post(path, content=body, headers={"Content-Type": "application/json", **headers})
+    error = error_of(answer, 400)
+    assert error["code"] == "json_invalid" and error["message"].startswith("the body is no valid JSON")
+    assert words in error["message"]
 
 
 @pytest.mark.parametrize(

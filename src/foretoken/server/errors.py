@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Literal
@@ -54,6 +55,8 @@ KINDS = {
 }
 API = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info")
 """What is in the paths of the API: errors of the page and of probes are not counted."""
+GZIP = b"\x1f\x8b"
+"""What compressed bodies begin with."""
 Failed = Callable[[str], None]
 """Counts an error answer by its reason."""
 ANTHROPIC_KINDS = {413: "request_too_large", 500: "api_error"}
@@ -163,6 +166,11 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
     return ApiError(400, message, param=param, code=code)
 
 
+def no_json(why: str = "") -> ApiError:
+    """A body that cannot be read; ``why`` names what and what to do."""
+    return bad(f"the body is no valid JSON{': ' if why else ''}{why}", code="json_invalid")
+
+
 def shutting_down() -> ApiError:
     """The server takes nothing any more."""
     return ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
@@ -200,13 +208,14 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "the request failed inside the server; others are not affected", code="internal_error")
 
 
-def _invalid(errors: Sequence[Any], content_type: str) -> ApiError:
+def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
     """What is wrong with a body, in words of the API: no class of ours, no alternative that it was compared with."""
     errors, first = errors[:64], errors[0]
     place = _fields(first)
     if first["type"] == "json_invalid":
-        return bad("the body is no valid JSON", code="json_invalid")
+        return _unreadable(request)
     if not place:
+        content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             return bad("the body must be JSON, with the header Content-Type: application/json", code="content_type")
         return bad("the body must be a JSON object with the fields of this route", code="invalid_value")
@@ -243,19 +252,44 @@ def _said(error: Any) -> str:
     return ours.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "must")
 
 
+def _unreadable(request: Request, cause: ValueError | None = None) -> ApiError:
+    """What is wrong with a body that is no JSON, as far as the exception of its parser and its headers tell."""
+    packed = request.headers.get("content-encoding", "identity").strip()[:32]
+    if isinstance(cause, UnicodeDecodeError) and cause.object.startswith(GZIP):
+        packed = "gzip"
+    if packed.lower() != "identity":
+        return no_json(f"it is compressed ({packed}): send it as it is")
+    if isinstance(cause, UnicodeDecodeError):
+        return no_json(f"byte {cause.start} is no text in UTF-8: send it in UTF-8")
+    if cause is not None:  # Python's limit: to read a longer number takes quadratic time
+        return no_json(f"a whole number has more than {sys.get_int_max_str_digits()} digits")
+    return no_json()
+
+
+def _refused(request: Request, error: HTTPException) -> ApiError:
+    """What the framework has refused, in our words: a route that is not there, or a body that it could not read."""
+    status, route = error.status_code, f"{request.method} {request.url.path[:200]}"
+    if status == 404:
+        return ApiError(404, f"{route} is not served: GET /openapi.json lists the routes", code="unknown_url")
+    if status == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        return ApiError(405, f"{route} is not served: use {allowed}", code="wrong_method", headers=error.headers)
+    if isinstance(error.__cause__, ValueError):
+        return _unreadable(request, error.__cause__)
+    message = str(error.detail) if error.detail else HTTPStatus(status).phrase
+    return ApiError(status, message, headers=error.headers)
+
+
 def install(app: FastAPI, failed: Failed) -> None:
     """Let an app answer all errors so, and count them."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        wrong = _invalid(error.errors(), request.headers.get("content-type", ""))
-        return answered(wrong, request.url.path, failed)
+        return answered(_invalid(error.errors(), request), request.url.path, failed)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        message = str(error.detail) if error.detail else HTTPStatus(error.status_code).phrase
-        wrong = ApiError(error.status_code, message, headers=error.headers)
-        return answered(wrong, request.url.path, failed)
+        return answered(_refused(request, error), request.url.path, failed)
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> JSONResponse:

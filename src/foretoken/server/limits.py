@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.server.config import ServerSettings
-from foretoken.server.errors import ApiError, Failed, answered, bad, is_anthropic
+from foretoken.server.errors import ApiError, Failed, answered, bad, is_anthropic, no_json
 from foretoken.server.keys import Caller
 from foretoken.server.memory import FREED
 from foretoken.server.pages import PATHS as PAGE_PATHS
@@ -244,7 +244,7 @@ def checked(body: bytes) -> bytes:
         try:
             body = body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
-            raise bad("the body is no valid JSON", code="json_invalid") from None
+            raise no_json(f"its bytes are no {encoding.upper()}") from None
     if deeper_than(body, DEEPEST):
         raise bad(f"the JSON document is nested more than {DEEPEST} levels deep", code="json_too_deep")
     return body
