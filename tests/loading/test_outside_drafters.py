@@ -22,7 +22,9 @@ from foretoken.engine.request import Request, Running
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
 from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.cascade import CascadeDrafter
 from foretoken.methods.drafters.outside import DrafterError
+from foretoken.methods.verifiers.compatibility import inner_rule
 from toys import engine, tables
 
 HEAD = """
@@ -239,6 +241,17 @@ BROKEN = [
     ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.25))", "", "of kind IID, which its traits do not"),
     ("return TokenTree((context.root, 1, 2), (-1, 0, 0))", "", "a tree of kind POINT, which its traits do not"),
     ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.5))", IID, "gave q with rows that are no"),
+    ("return TokenTree.chain(context.root, [1], torch.full((1, 4), torch.nan))", IID, "gave q with rows that are no"),
+    (
+        "return TokenTree.chain(context.root, [1], torch.tensor([[torch.nan, 0.5, 0.5, 0.0]]))",
+        IID,
+        "gave q with rows that are no",
+    ),
+    (
+        "return TokenTree.chain(context.root, [1, 1], torch.tensor([[0.0, 1.0, 0.0, 0.0], [torch.nan] * 4]))",
+        IID,
+        "gave q with rows that are no",
+    ),
     ("return TokenTree.chain(context.root, [1], torch.full((1, 1), 1.0))", IID, "that do not fit a tree of 2 nodes"),
     (
         "return TokenTree.chain(context.root, [1], torch.tensor([[0.5, 0.0, 0.5, 0.0]]))",
@@ -265,6 +278,60 @@ def test_a_broken_rule_ends_its_request_and_no_other(
         assert run.finish_reason == "error" and isinstance(run.error, DrafterError)
         (said,) = str(run.error).splitlines()
         assert re.search(words, said), said
+
+
+NAN = {"all": "q[:] = torch.nan", "one entry": "q[0, 3] = torch.nan", "last row": "q[-1] = torch.nan"}
+SHAPES = {
+    "chain": ("Kind.IID", "(0, 1)", "(-1, 0, 1)"),
+    "siblings": ("Kind.WITHOUT_REPLACEMENT", "(0, 0)", "(-1, 0, 0)"),
+    "tree": ("Kind.IID", "(0, 0)", "(-1, 0, 1)"),
+}
+
+
+@pytest.mark.parametrize("planted", NAN)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
+def test_no_q_with_nan_is_believed(tmp_path: Path, planted: str, shape: str, batched: bool) -> None:
+    """Every comparison with NaN is false: a check that asks for what is wrong finds nothing wrong."""
+    kind, parents, rows = SHAPES[shape]
+    body = (
+        HEAD
+        + f"""class Bad(Drafter):
+    name = "bad"
+    traits = Traits(kind={kind}, draws_trees={shape != "chain"})
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        q = torch.full((2, 4), 0.25)
+        if context.tokens[0] == {BAD}:
+            {NAN[planted]}
+        return TokenTree((context.root, 1, 2), (-1, *{parents}), {kind}, q, {rows})
+"""
+    )
+    if batched:
+        body += """
+    def propose_batch(self, contexts, budgets):
+        return [self.propose(*one) for one in zip(contexts, budgets)]
+"""
+    target, _ = tables()
+    drafter = build_drafter(f"{written(tmp_path, body)}:Bad", target)
+    asked = [Request([first, 1, 2], SamplingParams(temperature=1.0), 12) for first in range(4)]
+    runs = served(drafter, asked)
+    assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
+    assert isinstance(runs[BAD].error, DrafterError) and "rows that are no distributions" in str(runs[BAD].error)
+
+
+def test_what_guesses_for_a_draft_model_is_checked_as_well(tmp_path: Path) -> None:
+    """A wrong q inside a cascade would make the cascade's own q wrong, which nobody can see from its proposals."""
+    body = bad("return TokenTree.chain(context.root, [1], torch.full((1, 4), torch.nan))", IID).replace(
+        "Traits(kind=Kind.IID)", "Traits(kind=Kind.IID, rewinds=True)"
+    )
+    target, draft = tables()
+    inner = build_drafter(f"{written(tmp_path, body)}:Bad", target)
+    assert inner is not None
+    asked = [Request([first, 1, 2], SamplingParams(temperature=1.0), 20) for first in range(4)]
+    runs = served(CascadeDrafter(draft, inner, inner_rule, k=4), asked)
+    assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
+    assert re.search(rf"Bad\.propose {LINE} gave q with rows that are no", str(runs[BAD].error))
 
 
 @pytest.mark.parametrize("hook", ["start", "observe", "finish", "minimum_budget", "predicted_from"])

@@ -19,10 +19,10 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.core.sampling import Sampler
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits
+from foretoken.methods.drafters.group import ask
 from foretoken.methods.drafters.growing import readable, widened
 from foretoken.methods.drafters.nested import Nested, works_nested
 from foretoken.methods.drafters.texts import TextReader, close, level
-from foretoken.methods.trees.operations import truncate
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 from foretoken.models.cache.window import Window
 
@@ -251,9 +251,9 @@ class CascadeDrafter(BatchDrafter):
             depths = [min(self.inner.max_depth, chains[i].left - 1) for i in asked]
             nodes = [chains[i].most_guesses or self.inner.max_nodes for i in asked]
             budgets = [Budget(depth, most) for depth, most in zip(depths, nodes, strict=True)]
-            found = self.inner.propose_batch([chains[i].inside.text for i in asked], budgets)
-            for i, tree, depth in zip(asked, found, depths, strict=True):
-                trees[i] = truncate(tree, depth)
+            found = ask(self.inner, [chains[i].inside.text for i in asked], budgets)
+            for i, tree in zip(asked, found, strict=True):
+                trees[i] = tree
             waiting = [i for i in waiting if i not in asked]
         return trees
 
@@ -321,9 +321,9 @@ class CascadeDrafter(BatchDrafter):
             return
         rooms = [chain.length - len(chain.tokens) for chain in chains]
         budgets = [replace(c.budget, max_depth=room, max_nodes=room) for c, room in zip(chains, rooms, strict=True)]
-        trees = self.late.propose_batch([chain.inside.text for chain in chains], budgets)
-        for chain, tree, room in zip(chains, trees, rooms, strict=True):
-            for node in range(1, len(truncate(tree, room))):
+        trees = ask(self.late, [chain.inside.text for chain in chains], budgets)
+        for chain, tree in zip(chains, trees, strict=True):
+            for node in range(1, len(tree)):
                 chain.tokens.append(tree.tokens[node])
                 chain.distributions.append(tree.distribution(node))
 

@@ -70,10 +70,11 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
     author = _author(drafter, tree, drawn[0])
     if q.dim() != 2 or len(rows) != len(tree) or max(rows) >= len(q) or max(tree.tokens) >= q.shape[1]:
         raise _broken(author, f"gave q of shape {list(q.shape)} and q_rows that do not fit a tree of {len(tree)} nodes")
-    if bool((q < 0).any()) or bool(((q.sum(-1) - 1).abs() > TOLERANCE).any()):
+    # What must be true is asked, not what must be false: every comparison with NaN is false.
+    if not bool((q >= 0).all()) or not bool(((q.sum(-1) - 1).abs() <= TOLERANCE).all()):
         raise _broken(author, "gave q with rows that are no distributions: none below zero, and a sum of one")
     chances = q[torch.tensor([rows[n] for n in drawn]), torch.tensor([tree.tokens[n] for n in drawn])]
-    if bool((chances <= 0).any()):
+    if not bool((chances > 0).all()):
         raise _broken(author, "proposed a token without probability in q: it was not drawn from q")
 
 
