@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 import foretoken as ft
 from foretoken import registry
 from foretoken.cli.main import main
-from foretoken.core import outside
+from foretoken.core import TokenTree, outside
 from foretoken.core.sampling import SamplingParams
 from foretoken.core.specs import Spec, parse_spec
 from foretoken.engine.request import Request, Running
@@ -23,7 +24,7 @@ from foretoken.llm import assemble
 from foretoken.loading import build_drafter
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.cascade import CascadeDrafter
-from foretoken.methods.drafters.outside import DrafterError
+from foretoken.methods.drafters.outside import DrafterError, check_proposal
 from foretoken.methods.verifiers.compatibility import inner_rule
 from toys import engine, tables
 
@@ -332,6 +333,17 @@ def test_what_guesses_for_a_draft_model_is_checked_as_well(tmp_path: Path) -> No
     runs = served(CascadeDrafter(draft, inner, inner_rule, k=4), asked)
     assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
     assert re.search(rf"Bad\.propose {LINE} gave q with rows that are no", str(runs[BAD].error))
+
+
+def test_no_drafter_is_to_blame_for_the_committed_root(tmp_path: Path) -> None:
+    """Whoever committed a token that there is not, it was no drafter."""
+    target, _ = tables()
+    drafter = build_drafter(f"{written(tmp_path, PERIOD)}:Period", target)
+    assert drafter is not None
+    context: Any = SimpleNamespace(root=99)
+    check_proposal(TokenTree.chain(99, [1]), context, drafter, target, thorough=True)
+    with pytest.raises(DrafterError, match="proposed token 99"):
+        check_proposal(TokenTree.chain(99, [99]), context, drafter, target, thorough=True)
 
 
 @pytest.mark.parametrize("hook", ["start", "observe", "finish", "minimum_budget", "predicted_from"])

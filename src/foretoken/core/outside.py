@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 
+class OutsideError(ValueError):
+    """Code that is none of ours has raised, or broken a rule of the protocol that it keeps."""
+
+
 def is_code(name: str) -> bool:
     """Whether the name in a spec is a class in a file: ``file.py:Class``."""
     return name.partition(":")[0].endswith(".py")
@@ -131,6 +135,11 @@ def line_of(thing: Any) -> str:
     except (OSError, TypeError):
         return "line not known"
     return f"{Path(file or '?').name}, line {line}"
+
+
+def told_of(cls: type[Any], method: str, rule: str) -> str:
+    """The rule that a method of a class broke, in one line with its place."""
+    return f"{cls.__name__}.{method} ({line_of(getattr(cls, method))}) {rule}"
 
 
 def is_outside(cls: type[Any]) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foretoken.core import Kind
+from foretoken.core.outside import is_outside
 from foretoken.engine.request import Request, Turn
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.methods.verifiers.batched import verify_batch
 from foretoken.methods.verifiers.compatibility import auto_verifier, check_pair, check_proposals
+from foretoken.methods.verifiers.outside import check_verdict
 
 
 class AcceptanceRules:
@@ -20,12 +22,17 @@ class AcceptanceRules:
         drafter: what guesses, if anything does.
         allow_lossy: accept a rule that changes the target's distribution.
 
+    Attributes:
+        is_outside: whether the rule that was asked for is none of ours: its verdicts are looked at, and it decides
+            request by request, so that where it fails nobody else's coins are tossed again.
+
     Raises:
         ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.
     """
 
     def __init__(self, verifier: Verifier | None, drafter: Drafter | None, allow_lossy: bool) -> None:
         self.verifier, self.drafter, self.allow_lossy = verifier, drafter, allow_lossy
+        self.is_outside = verifier is not None and is_outside(type(verifier))
         self._chosen: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
         if verifier is not None:
             self._check(verifier, greedy=verifier.greedy_only)
@@ -60,6 +67,8 @@ class AcceptanceRules:
         rngs = [turn.run.context.rng for turn in turns]
         verdicts = verify_batch([turn.verifier for turn in turns], [turn.scores for turn in turns], rngs)
         for turn, verdict in zip(turns, verdicts, strict=True):
+            if self.is_outside and turn.rule is None:
+                check_verdict(verdict, turn.tree, turn.verifier, turn.scores.logits.shape[-1])
             turn.verdict = verdict
 
     def _rule_for(self, turn: Turn) -> Verifier:

@@ -10,9 +10,14 @@ import torch
 
 from foretoken.core import NonFiniteLogitsError
 from foretoken.core.constraints import CannotGoOn
-from foretoken.core.outside import is_outside
+from foretoken.core.outside import OutsideError, is_outside
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.outside import DrafterError
+from foretoken.methods.verifiers.base import Verifier
+from foretoken.methods.verifiers.outside import VerifierError
+
+PROTOCOLS: tuple[tuple[type[Any], type[OutsideError]], ...] = ((Drafter, DrafterError), (Verifier, VerifierError))
+"""What may come from outside, and the error that names who raised."""
 
 
 class QueueFull(RuntimeError):
@@ -67,30 +72,33 @@ def is_full_memory(error: Exception) -> bool:
 
 
 def blamed(error: Exception) -> Exception:
-    """The error, or one that names the drafter from outside whose code raised it, and the line."""
-    if isinstance(error, DrafterError | NonFiniteLogitsError | CannotGoOn) or is_full_memory(error):
+    """The error, or one that names the class from outside whose code raised it, and the line."""
+    if isinstance(error, OutsideError | NonFiniteLogitsError | CannotGoOn) or is_full_memory(error):
         return error
     frames = list(traceback.walk_tb(error.__traceback__))
     for place in range(len(frames) - 1, -1, -1):
         frame = frames[place][0]
-        cls = _drafter_of(frame.f_locals)
-        if cls is None or frame.f_globals.get("__name__", "").partition(".")[0] == "foretoken":
+        owner = _owner_of(frame.f_locals)
+        if owner is None or frame.f_globals.get("__name__", "").partition(".")[0] == "foretoken":
             continue
+        cls, kind = owner
         file = frame.f_code.co_filename
         line = [number for below, number in frames[place:] if below.f_code.co_filename == file][-1]
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         where = f"{Path(file).name}, line {line}"
-        told = DrafterError(f"{cls.__name__}.{frame.f_code.co_name} ({where}) raised {said}")
+        told = kind(f"{cls.__name__}.{frame.f_code.co_name} ({where}) raised {said}")
         told.__cause__ = error
         return told
     return error
 
 
-def _drafter_of(names: dict[str, Any]) -> type[Drafter] | None:
-    """The class whose method a frame with these names runs, if it is a drafter's from outside."""
+def _owner_of(names: dict[str, Any]) -> tuple[type[Any], type[OutsideError]] | None:
+    """The class whose method a frame with these names runs, and its error, if it keeps a protocol and is from
+    outside."""
     owner = names.get("self", names.get("cls"))
     cls = owner if isinstance(owner, type) else type(owner)
-    return cls if issubclass(cls, Drafter) and is_outside(cls) else None
+    errors = (error for protocol, error in PROTOCOLS if issubclass(cls, protocol) and is_outside(cls))
+    return next(((cls, error) for error in errors), None)
 
 
 def failure_of(error: Exception) -> RequestFailed:

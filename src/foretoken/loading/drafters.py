@@ -25,6 +25,7 @@ from foretoken.methods.drafters.nested import works_nested
 from foretoken.methods.drafters.outside import DrafterError
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
 from foretoken.methods.verifiers.compatibility import inner_rule
+from foretoken.methods.verifiers.outside import check_verifier
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.registry import OutsideRow, convert_options, find, parse_spec, rows, split_specs
@@ -171,13 +172,17 @@ def _make(cls: type[Drafter], path: str | None, context: BuildContext, options: 
 
 
 def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
-    """Find what is wrong with spec strings, by role, before a model is loaded for them; objects are left alone.
+    """Find what is wrong with spec strings, by role, before a model is loaded for them, and with a verifier that is an
+    object.
 
     Raises:
+        VerifierError: a class, no verifier, or one that does not say what it is.
         ValueError: an unknown name or option, a value of the wrong type, a path for what takes none, or a lossy
             verifier that was not allowed.
     """
     for role, given in specs.items():
+        if role == "verifier" and not (given is None or isinstance(given, str)):
+            check_verifier(given)
         for spec in given if isinstance(given, list | tuple) else [given]:
             if isinstance(spec, str) and spec not in ("auto", "none"):
                 kind, _, _ = _read_spec(role, spec)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.core import Context, Kind, TokenTree
-from foretoken.core.outside import is_outside, line_of
+from foretoken.core.outside import OutsideError, is_outside, told_of
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 
@@ -16,7 +16,7 @@ TOLERANCE = 1e-3
 """How far from one the probabilities of a draft distribution may add up."""
 
 
-class DrafterError(ValueError):
+class DrafterError(OutsideError):
     """A drafter that is none of ours has raised, or broken a rule of the protocol."""
 
 
@@ -44,6 +44,8 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
     if tree.tokens[0] != context.root:
         raise _broken(drafter, f"returned a tree that starts with token {tree.tokens[0]}, not with context.root")
     for node, token in enumerate(tree.tokens):
+        if node == 0:
+            continue  # the committed text's own token: no drafter has chosen it
         is_probe = bool(tree.probes) and tree.probes[node]  # it may be a row that was added behind the vocabulary
         most = sys.maxsize if target is None else target.num_ids if is_probe else target.vocab_size
         if not 0 <= token < most:
@@ -88,4 +90,4 @@ def _broken(drafter: Drafter, rule: str) -> DrafterError:
     """The error for what ``propose`` returned."""
     cls = type(drafter)
     method = "propose" if cls.propose_batch is Drafter.propose_batch else "propose_batch"
-    return DrafterError(f"{cls.__name__}.{method} ({line_of(getattr(cls, method))}) {rule}")
+    return DrafterError(told_of(cls, method, rule))

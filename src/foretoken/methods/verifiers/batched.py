@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foretoken.core import Rng, Scores, TokenTree, Verdict, is_large
 from foretoken.core.noise import send_together
+from foretoken.core.outside import is_outside
 from foretoken.core.sampling import check_best, checks_later, fixed_tokens, race
 from foretoken.core.transfers import read_together
 from foretoken.methods.verifiers.base import Coins, Verifier, draw_all
@@ -67,7 +68,9 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
     verdicts: list[Verdict] = []
     late: dict[int, tuple[Tensor, float]] = {}
     for verifier, scores, rng in zip(verifiers, all_scores, rngs, strict=True):
-        coins = LateCoins(rng) if verifier.draws_last(scores.tree) else Coins(rng)
+        # A rule from outside need not know that a token can be one that is drawn later.
+        is_late = not is_outside(type(verifier)) and verifier.draws_last(scores.tree)
+        coins = LateCoins(rng) if is_late else Coins(rng)
         verdicts.append(verifier.decide_fast(scores.tree, scores, coins))
         if isinstance(coins, LateCoins) and coins.later is not None:
             late[len(verdicts) - 1] = coins.later

@@ -1,0 +1,81 @@
+"""The rules that every verdict keeps, and which verifier broke one: those from outside are named by class, rule and
+line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foretoken.core import Kind, TokenTree, Verdict
+from foretoken.core.outside import OutsideError, is_outside, line_of, told_of
+from foretoken.core.values import with_article
+from foretoken.methods.verifiers.base import Verifier
+
+
+class VerifierError(OutsideError):
+    """A verifier that is none of ours has raised, or broken a rule of the protocol."""
+
+
+def check_verifier(given: Any) -> None:
+    """Refuse an object that is no verifier, and one from outside that does not say what it is.
+
+    Raises:
+        VerifierError: a class instead of an object, something else, or a verifier without its facts.
+    """
+    if isinstance(given, type):
+        raise VerifierError(f"{given.__name__} ({line_of(given)}) is a class: give an object, {given.__name__}(...)")
+    if not isinstance(given, Verifier):
+        raise VerifierError(f"{with_article(type(given).__name__)} is no verifier: give a name, or an object of one")
+    cls = type(given)
+    if not is_outside(cls):
+        return
+    place = f"{cls.__name__} ({line_of(cls)})"
+    if not isinstance(getattr(given, "name", None), str):
+        raise VerifierError(f'{place} has no name: write name = "..." in the class')
+    kinds = given.kinds
+    if not isinstance(kinds, set | frozenset) or not kinds or not all(isinstance(kind, Kind) for kind in kinds):
+        raise VerifierError(f"{place} has kinds = {kinds!r}: write a set, such as frozenset({{Kind.IID}})")
+
+
+def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size: int) -> None:
+    """Refuse what no verifier may decide before it is committed: afterwards the text would be wrong without a word.
+
+    Args:
+        verdict: what was decided.
+        tree: of what.
+        verifier: who decided.
+        vocab_size: number of tokens that there are.
+
+    Raises:
+        VerifierError: it is no verdict, its path does not go down the tree from the root's child, node by node, or its
+            token is none.
+    """
+    if not isinstance(verdict, Verdict):
+        raise _broken(verifier, f"returned {type(verdict).__name__}, not a Verdict")
+    if not isinstance(verdict.path, Sequence):
+        raise _broken(verifier, f"gave a path of type {type(verdict.path).__name__}: it must be a tuple of nodes")
+    last = 0
+    for node in verdict.path:
+        if type(node) is not int:
+            raise _broken(verifier, f"gave a path with {node!r}: nodes are ints")
+        if not 1 <= node < len(tree):
+            known = f"draft nodes go from 1 to {len(tree) - 1}" if len(tree) > 1 else "nothing was drafted"
+            raise _broken(verifier, f"gave a path with node {node}: {known}, and the root is not listed")
+        if tree.parents[node] != last:
+            raise _broken(verifier, f"gave the path {tuple(verdict.path)}: node {node} is no child of node {last}")
+        if tree.probes and tree.probes[node]:
+            raise _broken(verifier, f"gave a path with node {node}, which is a probe")
+        last = node
+    token = verdict.next_token
+    if type(token) is not int:
+        raise _broken(verifier, f"gave the next token {token!r}, which is no int")
+    if not 0 <= token < vocab_size:
+        raise _broken(verifier, f"gave the next token {token}: ids go from 0 to {vocab_size - 1}")
+
+
+def _broken(verifier: Verifier, rule: str) -> VerifierError:
+    """The error for what a verifier returned."""
+    cls = type(verifier)
+    names = ("verify", "decide_fast", "decide")  # in the order in which they call one another
+    method = next(name for name in names if getattr(cls, name) is not getattr(Verifier, name))
+    return VerifierError(told_of(cls, method, rule))

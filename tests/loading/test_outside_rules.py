@@ -1,0 +1,179 @@
+"""Verifiers and controllers from outside: what one does wrong is said by class, rule and line before it harms a text,
+and no other request is harmed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import foretoken as ft
+from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
+from foretoken.core.sampling import SamplingParams
+from foretoken.engine.request import Request, Running
+from foretoken.methods.drafters.base import Drafter, Traits
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.verifiers.base import Coins, Verifier, rest_of
+from foretoken.methods.verifiers.outside import VerifierError
+from toys import engine, tables
+
+BAD = 3
+"""The first token of the prompt for which a rule is bad."""
+LINE = r"\(test_outside_rules\.py, line \d+\)"
+
+
+def served(requests: Sequence[Request], drafter: Drafter | None = None, **parts: Any) -> list[Running]:
+    """Requests that run together, in their order, however they ended."""
+    target, draft = tables()
+    running = engine(target, drafter or ModelDrafter(draft, k=3), **parts)
+    ids = [running.add(request) for request in requests]
+    done: dict[int, Running] = {}
+    while running.busy:
+        done |= {run.id: run for run, emission in running.step() if emission.finish_reason is not None}
+    return [done[one] for one in ids]
+
+
+def asked(new_tokens: int = 16) -> list[Request]:
+    """Four sampled requests, of which the last is the one with bad luck."""
+    return [Request([first, 1, 2], SamplingParams(temperature=1.0), new_tokens, seed=first) for first in range(4)]
+
+
+def check_alone(runs: Sequence[Running], kind: type[Exception], words: str, **parts: Any) -> None:
+    """The last of :func:`asked` ended with these words, the others wrote what they write alone."""
+    for request, run in zip(asked(), runs, strict=True):
+        if request.prompt[0] == BAD:
+            assert run.finish_reason == "error" and isinstance(run.error, kind)
+            (said,) = str(run.error).splitlines()
+            assert re.search(words, said), said
+        else:
+            assert run.finish_reason == "length"
+            assert run.output == served([request], **parts)[0].output
+
+
+# -- verifiers -------------------------------------------------------------------------------------------------------
+
+
+class Rule(Verifier):
+    """Speculative sampling, but for one request."""
+
+    name = "mine"
+    kinds: ClassVar[frozenset[Kind]] = frozenset({Kind.IID, Kind.POINT})
+    chains_only = True
+
+    def __init__(self, verdict: Any = None, after: int = 6) -> None:
+        self.verdict, self.after = verdict, after
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        if scores.prefix[0] == BAD and len(scores.prefix) > self.after and len(tree) > 2:
+            found: Verdict = self.verdict() if callable(self.verdict) else self.verdict
+            return found
+        for node in range(1, len(tree)):
+            p, q, token = scores.p(node - 1), tree.distribution(node), tree.tokens[node]
+            if not coins.accept(float(p[token]), 1.0 if q is None else float(q[token])):
+                return Verdict(tuple(range(1, node)), coins.draw(rest_of(p, q, token)), False)
+        return Verdict(tuple(range(1, len(tree))), coins.draw(scores.p(len(tree) - 1)), True)
+
+
+def raises() -> Verdict:
+    raise KeyError("lost")
+
+
+WRONG = {
+    "none": (None, "returned NoneType, not a Verdict"),
+    "tuple": (([1], 1), "returned tuple, not a Verdict"),
+    "below the vocabulary": (Verdict((), -1, False), "gave the next token -1: ids go from 0 to 3"),
+    "beyond the vocabulary": (Verdict((), 4, False), "gave the next token 4: ids go from 0 to 3"),
+    "float token": (Verdict((), 1.0, False), r"gave the next token 1\.0, which is no int"),  # type: ignore[arg-type]
+    "tensor token": (Verdict((), torch.tensor(1), False), r"gave the next token tensor\(1\), which is no int"),  # type: ignore[arg-type]
+    "truth": (Verdict((), True, False), "gave the next token True, which is no int"),
+    "no such node": (
+        Verdict((1, 9), 1, False),
+        "gave a path with node 9: draft nodes go from 1 to 3, and the root is not listed",
+    ),
+    "negative node": (Verdict((-1,), 1, False), "gave a path with node -1: draft nodes go from 1 to 3"),
+    "the root": (Verdict((0, 1), 1, False), "gave a path with node 0: draft nodes go from 1 to 3, and the root is not"),
+    "no path": (Verdict((2,), 1, False), r"gave the path \(2,\): node 2 is no child of node 0"),
+    "backwards": (Verdict((1, 2, 1), 1, False), r"gave the path \(1, 2, 1\): node 1 is no child of node 2"),
+    "float node": (Verdict((1.0,), 1, False), r"gave a path with 1\.0: nodes are ints"),  # type: ignore[arg-type]
+    "no sequence": (Verdict(torch.tensor([1]), 1, False), "gave a path of type Tensor"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_verdict_ends_its_request_and_no_other(name: str) -> None:
+    verdict, words = WRONG[name]
+    runs = served(asked(), verifier=Rule(verdict))
+    check_alone(runs, VerifierError, rf"Rule\.decide {LINE} {words}", verifier=Rule())
+
+
+def test_whatever_a_verifier_raises_is_said_by_class_and_line() -> None:
+    """The coins of the others are tossed once: their texts are those that they have alone."""
+    runs = served(asked(), verifier=Rule(raises))
+    check_alone(runs, VerifierError, rf"Rule\.decide {LINE} raised KeyError: 'lost'", verifier=Rule())
+
+
+def test_a_wrong_verdict_where_nothing_was_drafted() -> None:
+    class Alone(Rule):
+        def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+            return Verdict((1,), 1, False) if len(tree) == 1 else super().decide(tree, scores, coins)
+
+    (run,) = served([Request([1, 2], max_new_tokens=1)], verifier=Alone())
+    assert re.search(r"Alone\.decide .* gave a path with node 1: nothing was drafted", str(run.error))
+
+
+def test_probes_are_no_part_of_a_path() -> None:
+    class Probing(Drafter):
+        name = "probing"
+        traits = Traits(draws_trees=True)
+
+        def propose(self, context: Context, budget: Budget) -> TokenTree:
+            return TokenTree((context.root, 1, 2), (-1, 0, 0), probes=(False, False, True))
+
+    class Walks(Verifier):
+        name = "walks"
+
+        def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+            return Verdict((2,) if len(tree) > 2 else (), 1, False)
+
+    (run,) = served([Request([1, 2], max_new_tokens=8)], Probing(), verifier=Walks())
+    assert re.search(rf"Walks\.decide {LINE} gave a path with node 2, which is a probe", str(run.error))
+
+
+def test_a_token_that_was_drawn_is_known_at_once() -> None:
+    """Where nothing is drafted our own rules put a token into the verdict that is drawn later, with those of others."""
+    seen = []
+
+    class Looks(Rule):
+        def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+            seen.append(coins.draw(scores.p(0)))
+            return Verdict((), seen[-1], False)
+
+    served(asked(4), verifier=Looks())
+    assert seen and all(0 <= token < 4 for token in seen)
+
+
+def test_rules_of_ours_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    from foretoken.engine import acceptance
+
+    monkeypatch.setattr(acceptance, "check_verdict", None)
+    assert all(run.finish_reason == "length" for run in served(asked()))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (Rule, rf"Rule {LINE} is a class: give an object, Rule\(\.\.\.\)"),
+        (3, "an int is no verifier: give a name, or an object of one"),
+        (type("Nameless", (Rule,), {"name": None})(), "Nameless .* has no name: write name = "),
+        (type("Kindless", (Rule,), {"kinds": Kind.IID})(), "Kindless .* has kinds = .*: write a set"),
+        (type("Kindless", (Rule,), {"kinds": frozenset()})(), "Kindless .* has kinds = .*: write a set"),
+    ],
+)
+def test_what_is_no_verifier_is_said_at_load(given: Any, words: str) -> None:
+    target, draft = tables()
+    with pytest.raises(ValueError, match=words) as caught:
+        ft.load(target, drafter=ModelDrafter(draft), verifier=given)
+    assert "\n" not in str(caught.value)
