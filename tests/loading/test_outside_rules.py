@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import foretoken as ft
-from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
+from foretoken.core import Budget, Context, Kind, Scores, StepRecord, TokenTree, Verdict
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request, Running
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.outside import ControllerError
 from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.verifiers.base import Coins, Verifier, rest_of
@@ -166,7 +168,7 @@ def test_rules_of_ours_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> Non
     ("given", "words"),
     [
         (Rule, rf"Rule {LINE} is a class: give an object, Rule\(\.\.\.\)"),
-        (3, "an int is no verifier: give a name, or an object of one"),
+        (3, "an int is no verifier: give a name, or an object of a verifier's class"),
         (type("Nameless", (Rule,), {"name": None})(), "Nameless .* has no name: write name = "),
         (type("Kindless", (Rule,), {"kinds": Kind.IID})(), "Kindless .* has kinds = .*: write a set"),
         (type("Kindless", (Rule,), {"kinds": frozenset()})(), "Kindless .* has kinds = .*: write a set"),
@@ -176,4 +178,103 @@ def test_what_is_no_verifier_is_said_at_load(given: Any, words: str) -> None:
     target, draft = tables()
     with pytest.raises(ValueError, match=words) as caught:
         ft.load(target, drafter=ModelDrafter(draft), verifier=given)
+    assert "\n" not in str(caught.value)
+
+
+# -- controllers -----------------------------------------------------------------------------------------------------
+
+
+class Two(Controller):
+    """Two draft tokens for everybody, but for one request."""
+
+    name = "two"
+
+    def __init__(self, budget: Any = None, hook: str = "budget") -> None:
+        self.wrong, self.hook = budget, hook
+
+    def hit(self, context: Context, hook: str) -> bool:
+        """Whether a hook is the one that goes wrong."""
+        return hook == self.hook and context.tokens[0] == BAD and len(context.tokens) > 5
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        if self.hit(context, "budget"):
+            found: Budget = self.wrong() if callable(self.wrong) else self.wrong
+            return found
+        return Budget(2, 2)
+
+    def observe(self, context: Context, record: StepRecord) -> None:
+        if self.hit(context, "observe"):
+            raise KeyError("lost")
+
+    def explain(self, context: Context) -> str:
+        if self.hit(context, "explain"):
+            raise KeyError("lost")
+        return ""
+
+    def finish(self, context: Context) -> None:
+        if self.hit(context, "finish"):
+            raise KeyError("lost")
+
+
+class Batched(Two):
+    """The same for all requests together."""
+
+    def budgets(self, contexts: Sequence[Context]) -> Any:
+        if any(self.hit(context, "budget") for context in contexts):
+            return self.wrong
+        return [Budget(2, 2) for _ in contexts]
+
+
+BUDGETS = {
+    "none": (None, "returned NoneType, not a Budget"),
+    "int": (3, "returned int, not a Budget"),
+    "depth": (Budget(2.5, 2), r"returned a Budget with max_depth = 2\.5: it must be a whole number"),  # type: ignore[arg-type]
+    "nodes": (Budget(2, None), "returned a Budget with max_nodes = None: it must be a whole number"),  # type: ignore[arg-type]
+    "truth": (Budget(True, 2), "returned a Budget with max_depth = True: it must be a whole number"),
+    "member": (Budget(2, 2, member="ngram"), "returned a Budget with member = 'ngram'"),  # type: ignore[arg-type]
+    "confidence": (Budget(2, 2, min_confidence="0.4"), "with min_confidence = '0.4': it is no number"),  # type: ignore[arg-type]
+    "stop": (Budget(2, 2, stop=0.4), r"returned a Budget with stop = 0\.4, which cannot be called"),  # type: ignore[arg-type]
+    "otherwise": (Budget(2, 2, otherwise=3), "returned int, not a Budget"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_wrong_budget_ends_its_request_and_no_other(name: str) -> None:
+    budget, words = BUDGETS[name]
+    runs = served(asked(), controller=Two(budget))
+    check_alone(runs, ControllerError, rf"Two\.budget {LINE} .*{words}", controller=Two())
+
+
+@pytest.mark.parametrize(
+    ("budgets", "words"),
+    [
+        (None, "returned NoneType for a round of 1: it must be a list with one Budget for each"),
+        ([], "returned 0 budgets for a round of 1: it must be a list"),
+        ([Budget(2, 2)] * 2, "returned 2 budgets for a round of 1: it must be a list"),
+        ([3], "returned int, not a Budget"),
+    ],
+)
+def test_wrong_budgets_of_a_batch(budgets: Any, words: str) -> None:
+    runs = served(asked(), controller=Batched(budgets))
+    check_alone(runs, ControllerError, rf"Batched\.budgets {LINE} {words}", controller=Batched())
+
+
+@pytest.mark.parametrize("hook", ["budget", "observe", "explain", "finish"])
+def test_whatever_a_controller_raises_is_said_by_class_and_line(hook: str) -> None:
+    runs = served(asked(), controller=Two(raises, hook))
+    check_alone(runs, ControllerError, rf"Two\.{hook} {LINE} raised KeyError: 'lost'", controller=Two())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (Two, rf"Two {LINE} is a class: give an object, Two\(\.\.\.\)"),
+        (3, "an int is no controller: give a name, or an object of a controller's class"),
+        (type("Nameless", (Two,), {"name": None})(), "Nameless .* has no name: write name = "),
+    ],
+)
+def test_what_is_no_controller_is_said_at_load(given: Any, words: str) -> None:
+    target, draft = tables()
+    with pytest.raises(ControllerError, match=words) as caught:
+        ft.load(target, drafter=ModelDrafter(draft), controller=given)
     assert "\n" not in str(caught.value)

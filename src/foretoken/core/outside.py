@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.values import with_article
+
 
 class OutsideError(ValueError):
     """Code that is none of ours has raised, or broken a rule of the protocol that it keeps."""
@@ -135,6 +137,17 @@ def line_of(thing: Any) -> str:
     except (OSError, TypeError):
         return "line not known"
     return f"{Path(file or '?').name}, line {line}"
+
+
+def fault_of(given: Any, protocol: type[Any], role: str) -> str:
+    """What is wrong with an object that was given for a role, whatever it is; empty where nothing is."""
+    if isinstance(given, type):
+        return f"{given.__name__} ({line_of(given)}) is a class: give an object, {given.__name__}(...)"
+    if not isinstance(given, protocol):
+        return f"{with_article(type(given).__name__)} is no {role}: give a name, or an object of a {role}'s class"
+    if not isinstance(getattr(given, "name", None), str):
+        return f'{type(given).__name__} ({line_of(type(given))}) has no name: write name = "..." in the class'
+    return ""
 
 
 def told_of(cls: type[Any], method: str, rule: str) -> str:

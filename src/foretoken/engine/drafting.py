@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from foretoken.core import Budget, TokenTree
+from foretoken.core.outside import is_outside
 from foretoken.engine.request import Running, Turn
 from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.outside import check_budgets
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.outside import check_proposal, has_outside
 from foretoken.methods.drafters.texts import BESIDE, DraftTexts, Pace
@@ -105,6 +107,8 @@ class Drafting:
         chosen, budgets = [], []
         foresight = self.drafter.foresight
         wanted = self.controller.budgets([turn.run.context for turn in open_turns])
+        if is_outside(type(self.controller)):
+            check_budgets(wanted, len(open_turns), self.controller)
         for turn, asked in zip(open_turns, wanted, strict=True):
             budget = self._as_asked(turn.run, asked)
             wider = budget if foresight is None else foresight.minimum_budget(turn.run.context, budget)

@@ -11,12 +11,18 @@ import torch
 from foretoken.core import NonFiniteLogitsError
 from foretoken.core.constraints import CannotGoOn
 from foretoken.core.outside import OutsideError, is_outside
+from foretoken.methods.controllers.base import Controller
+from foretoken.methods.controllers.outside import ControllerError
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.outside import DrafterError
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.methods.verifiers.outside import VerifierError
 
-PROTOCOLS: tuple[tuple[type[Any], type[OutsideError]], ...] = ((Drafter, DrafterError), (Verifier, VerifierError))
+PROTOCOLS: tuple[tuple[type[Any], type[OutsideError]], ...] = (
+    (Drafter, DrafterError),
+    (Verifier, VerifierError),
+    (Controller, ControllerError),
+)
 """What may come from outside, and the error that names who raised."""
 
 

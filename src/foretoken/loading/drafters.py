@@ -17,6 +17,7 @@ from foretoken.core.outside import is_outside, line_of
 from foretoken.engine.errors import blamed
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
+from foretoken.methods.controllers.outside import check_controller
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits, Verify
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.known import KnownDrafter
@@ -41,6 +42,8 @@ NOW_DATA = {
     "observes": "write traits = Traits(learns=False) where observe does nothing, and nothing where it does",
 }
 """Methods that drafters had before, and what takes their place: a drafter from outside may still have them."""
+OBJECTS = {"verifier": check_verifier, "controller": check_controller}
+"""What looks at an object that was given instead of a name."""
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
 
 
@@ -172,17 +175,18 @@ def _make(cls: type[Drafter], path: str | None, context: BuildContext, options: 
 
 
 def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
-    """Find what is wrong with spec strings, by role, before a model is loaded for them, and with a verifier that is an
-    object.
+    """Find what is wrong with spec strings, by role, before a model is loaded for them, and with verifiers and
+    controllers that are objects.
 
     Raises:
         VerifierError: a class, no verifier, or one that does not say what it is.
+        ControllerError: the same of a controller.
         ValueError: an unknown name or option, a value of the wrong type, a path for what takes none, or a lossy
             verifier that was not allowed.
     """
     for role, given in specs.items():
-        if role == "verifier" and not (given is None or isinstance(given, str)):
-            check_verifier(given)
+        if role in OBJECTS and not (given is None or isinstance(given, str)):
+            OBJECTS[role](given)
         for spec in given if isinstance(given, list | tuple) else [given]:
             if isinstance(spec, str) and spec not in ("auto", "none"):
                 kind, _, _ = _read_spec(role, spec)

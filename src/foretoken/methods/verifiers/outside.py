@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from foretoken.core import Kind, TokenTree, Verdict
-from foretoken.core.outside import OutsideError, is_outside, line_of, told_of
-from foretoken.core.values import with_article
+from foretoken.core.outside import OutsideError, fault_of, line_of, told_of
 from foretoken.methods.verifiers.base import Verifier
 
 
@@ -22,18 +21,11 @@ def check_verifier(given: Any) -> None:
     Raises:
         VerifierError: a class instead of an object, something else, or a verifier without its facts.
     """
-    if isinstance(given, type):
-        raise VerifierError(f"{given.__name__} ({line_of(given)}) is a class: give an object, {given.__name__}(...)")
-    if not isinstance(given, Verifier):
-        raise VerifierError(f"{with_article(type(given).__name__)} is no verifier: give a name, or an object of one")
-    cls = type(given)
-    if not is_outside(cls):
-        return
-    place = f"{cls.__name__} ({line_of(cls)})"
-    if not isinstance(getattr(given, "name", None), str):
-        raise VerifierError(f'{place} has no name: write name = "..." in the class')
-    kinds = given.kinds
+    if fault := fault_of(given, Verifier, "verifier"):
+        raise VerifierError(fault)
+    cls, kinds = type(given), given.kinds
     if not isinstance(kinds, set | frozenset) or not kinds or not all(isinstance(kind, Kind) for kind in kinds):
+        place = f"{cls.__name__} ({line_of(cls)})"
         raise VerifierError(f"{place} has kinds = {kinds!r}: write a set, such as frozenset({{Kind.IID}})")
 
 

@@ -1,0 +1,68 @@
+"""The rules that every budget keeps, and which controller broke one: those from outside are named by class, rule and
+line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from foretoken.core import Budget
+from foretoken.core.outside import OutsideError, fault_of, told_of
+from foretoken.methods.controllers.base import Controller
+
+
+class ControllerError(OutsideError):
+    """A controller that is none of ours has raised, or broken a rule of the protocol."""
+
+
+def check_controller(given: Any) -> None:
+    """Refuse an object that is no controller, and one from outside that does not say what it is.
+
+    Raises:
+        ControllerError: a class instead of an object, something else, or a controller without a name.
+    """
+    if fault := fault_of(given, Controller, "controller"):
+        raise ControllerError(fault)
+
+
+def check_budgets(budgets: Any, count: int, controller: Controller) -> None:
+    """Refuse what no controller may return, before a drafter is asked.
+
+    Args:
+        budgets: of the requests of a round.
+        count: how many requests there are.
+        controller: who made them.
+
+    Raises:
+        ControllerError: not one budget for each request, or a budget whose parts are none.
+    """
+    if not isinstance(budgets, Sequence) or len(budgets) != count:
+        what = f"{len(budgets)} budgets" if isinstance(budgets, Sequence) else type(budgets).__name__
+        raise _broken(controller, f"returned {what} for a round of {count}: it must be a list with one Budget for each")
+    for budget in budgets:
+        _check_budget(budget, controller)
+
+
+def _check_budget(budget: Any, controller: Controller) -> None:
+    if not isinstance(budget, Budget):
+        raise _broken(controller, f"returned {type(budget).__name__}, not a Budget")
+    for name in ("max_depth", "max_nodes", "member"):
+        value = getattr(budget, name)
+        if not (isinstance(value, Integral) and not isinstance(value, bool)) and (
+            name != "member" or value is not None
+        ):
+            raise _broken(controller, f"returned a Budget with {name} = {value!r}: it must be a whole number")
+    if not isinstance(budget.min_confidence, Real):
+        raise _broken(controller, f"returned a Budget with min_confidence = {budget.min_confidence!r}: it is no number")
+    if budget.stop is not None and not callable(budget.stop):
+        raise _broken(controller, f"returned a Budget with stop = {budget.stop!r}, which cannot be called")
+    if budget.otherwise is not None:
+        _check_budget(budget.otherwise, controller)
+
+
+def _broken(controller: Controller, rule: str) -> ControllerError:
+    """The error for what a controller returned."""
+    cls = type(controller)
+    method = "budget" if cls.budgets is Controller.budgets else "budgets"
+    return ControllerError(told_of(cls, method, rule))
