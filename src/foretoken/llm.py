@@ -188,7 +188,10 @@ class Llm:
         room = self.target.context_length - len(request.prompt)
         if "max_new_tokens" in self.defaults.sampling.keys() - options.keys() and 0 < room < request.max_new_tokens:
             request = replace(request, max_new_tokens=room)  # nobody has asked for more than the context holds
-        if "min_tokens" in self.defaults.sampling.keys() - options.keys() and request.min_tokens > request.max_new_tokens:
+        if (
+            "min_tokens" in self.defaults.sampling.keys() - options.keys()
+            and request.min_tokens > request.max_new_tokens
+        ):
             request = replace(request, min_tokens=request.max_new_tokens)  # the model's default, as generate takes it
         return request
 
