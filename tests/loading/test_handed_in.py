@@ -52,6 +52,32 @@ def test_compiled_and_parallel_models_run_as_what_is_inside(wanted: list[int]) -
     assert load_model(torch.compile(network, backend="eager")).model is network  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom", "mamba", "gptj"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_forward_is_not_called(family: str, whole: bool) -> None:
+    """It would be compiled anew for most calls, and a graph of the whole refuses the first."""
+    drafter = "ngram,n=1,k=3" if family != "mamba" else None
+    wanted = ft.load(new_model(family), drafter).generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+    network, calls = new_model(family), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(graph)
+        return graph.forward
+
+    if whole:
+        network.compile(backend=backend, fullgraph=True)
+    else:
+        network.forward = torch.compile(network.forward, backend=backend, fullgraph=True)
+    kept = dict(vars(network))
+    llm = ft.load(network, drafter)
+    assert llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted and not calls
+    assert llm.target.weights_version == 0 and vars(network) == kept
+    if family == "llama":
+        options: dict[str, Any] = {"custom_generate": ft.custom_generate, "drafter": drafter, "do_sample": False}
+        found = network.generate(torch.tensor([PROMPT]), max_new_tokens=12, eos_token_id=None, **options)
+        assert found[0, len(PROMPT) :].tolist() == wanted and not calls
+
+
 @pytest.mark.parametrize("family", ["llama", "bloom", "mamba"])
 def test_weights_that_accelerate_keeps_elsewhere(family: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")

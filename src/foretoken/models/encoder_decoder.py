@@ -23,7 +23,7 @@ from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.checks.answer_trial import check_answers
 from foretoken.models.forward.decoding import DecoderForward
-from foretoken.models.network.alone import alone
+from foretoken.models.network.alone import alone, lock_of
 from foretoken.models.network.watch import Watch
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
@@ -72,8 +72,9 @@ class EncoderDecoderModel(TreeRunner):
         self.answer_start = forwards.answer_start
         self.graphs_off = "an encoder-decoder model runs no fixed shapes"
         self._most_given = 0
-        with alone(model):
-            check_answers(self)
+        with lock_of(model):
+            with alone(model):
+                check_answers(self)
             self._watch = Watch(model)
 
     def _renew(self) -> None:

@@ -19,7 +19,7 @@ from foretoken.models.clock import now
 from foretoken.models.forward.native import NativeForward
 from foretoken.models.forward.native_chain import ChainEnd, NativeChains, Pick
 from foretoken.models.forward.network import Network
-from foretoken.models.network.alone import alone
+from foretoken.models.network.alone import alone, lock_of
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.watch import Watch
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
@@ -61,8 +61,9 @@ class HuggingFaceModel(TreeRunner):
         forwards = network(model, exact, lean=lean, in_place=in_place, probe=probe)
         super().__init__(forwards, TreeCache(forwards.depth, forwards.context_length + SCRATCH_ROOM))
         self.stored_as = getattr(model, "stored_as", "")
-        with alone(model):
-            self._choose()
+        with lock_of(model):
+            with alone(model):
+                self._choose()
             self._watch = Watch(model)
 
     def _choose(self) -> None:

@@ -34,9 +34,9 @@ def lock_of(owner: Any, purpose: str = "forward") -> Any:
 
 @contextmanager
 def alone(network: Any) -> Iterator[None]:
-    """Inside the block no other thread switches anything on the network, and dropout is off; a network in training is
-    put back into training."""
-    with lock_of(network):
+    """Inside the block no other thread switches anything on the network, it runs as it was before it was compiled, and
+    dropout is off; a network in training is put back into training."""
+    with lock_of(network), _not_compiled(network):
         training = [module for module in network.modules() if module.training] if network.training else []
         for module in training:
             module.training = False
@@ -45,6 +45,24 @@ def alone(network: Any) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
+
+
+@contextmanager
+def _not_compiled(network: Any) -> Iterator[None]:
+    """Inside the block a network whose forward was compiled (``model.forward = torch.compile(model.forward)``, or
+    ``model.compile()``) runs the forward that was, which takes calls of every shape: the compiled one would be compiled
+    again for most of ours, or refuse them.  Other threads keep a compiled ``forward``."""
+    own = vars(network)
+    compiled = {name: own[name] for name in ("forward", "_compiled_call_impl") if name in own}
+    plain = getattr(compiled.get("forward"), "_torchdynamo_orig_callable", None)
+    if plain is not None:
+        own["forward"] = only_here(plain, compiled["forward"])
+    if "_compiled_call_impl" in own:
+        own["_compiled_call_impl"] = None
+    try:
+        yield
+    finally:
+        own.update(compiled)
 
 
 def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] | None = None) -> Callable[..., Any]:
