@@ -186,12 +186,10 @@ class Llm:
         defaults = beside(self.defaults.sampling, options.get("constraint"))
         request = make_request(prompt, self.tokenizer, **{**defaults, **options})
         room = self.target.context_length - len(request.prompt)
-        if "max_new_tokens" in self.defaults.sampling.keys() - options.keys() and 0 < room < request.max_new_tokens:
+        unasked = self.defaults.sampling.keys() - options.keys()
+        if "max_new_tokens" in unasked and 0 < room < request.max_new_tokens:
             request = replace(request, max_new_tokens=room)  # nobody has asked for more than the context holds
-        if (
-            "min_tokens" in self.defaults.sampling.keys() - options.keys()
-            and request.min_tokens > request.max_new_tokens
-        ):
+        if "min_tokens" in unasked and request.min_tokens > request.max_new_tokens:
             request = replace(request, min_tokens=request.max_new_tokens)  # the model's default, as generate takes it
         return request
 

@@ -34,7 +34,7 @@ from foretoken.models.refusals import refusal
 
 REPLAYS = ("auto", "lazy", "capture")
 
-_FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
+_FAULTS: WeakKeyDictionary[Any, dict[tuple[object, ...], str | None]] = WeakKeyDictionary()
 """Results of self-tests: ``custom_generate`` wraps the same model anew in every call."""
 _JOINED: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
 """The same of texts that share a forward."""

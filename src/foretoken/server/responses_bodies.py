@@ -180,8 +180,8 @@ def renamed(error: ApiError) -> ApiError:
     name = error.param or ""
     here = FIELDS.get(name, name)
     message = error.message.replace(name, here).replace(f".{PARAMETERS} (", ".parameters (")
-    told = {"code": error.code, "headers": error.headers, "counted": error.counted}
-    return ApiError(error.status, message, param=here or None, **told)
+    code, headers, counted = error.code, error.headers, error.counted
+    return ApiError(error.status, message, param=here or None, code=code, headers=headers, counted=counted)
 
 
 def _check(body: ResponsesRequest) -> None:

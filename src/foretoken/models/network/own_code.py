@@ -40,7 +40,8 @@ def _without_written(found: Iterable[tuple[nn.Module, list[str]]]) -> list[tuple
     kept = []
     for module, names in found:
         if names and not follows_length(module):  # else its forward writes what it turns by
-            written = _written(type(module), type(module).forward, frozenset(names))
+            kind: Any = type(module)  # (mypy takes a class of modules for no hashable thing)
+            written = _written(kind, kind.forward, frozenset(names))
             kept.append((module, [name for name in names if name not in written]))
     return kept
 
@@ -55,7 +56,7 @@ def _written(kind: type, forward: Any, names: frozenset[str]) -> set[str]:
 
 
 def _written_in(code: CodeType, names: frozenset[str]) -> set[str]:
-    read, told = set(names.intersection(code.co_names)), set()
+    read, told = set(names.intersection(code.co_names)), set[str]()
     if {"register_buffer", "setattr"}.intersection(code.co_names):
         told.update(names.intersection(one for one in code.co_consts if isinstance(one, str)))
     if not read:
