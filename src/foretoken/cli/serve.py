@@ -45,7 +45,8 @@ def serve_command(
 
     logs.keep_standard_files()
     flags["api_keys"] = _keys(flags.pop("api_key"), api_key_file)
-    flags["allowed_host"] = tuple(flags["allowed_host"] or ()) or None
+    for name in ("allowed_host", "allowed_origin"):
+        flags[name] = tuple(flags[name] or ()) or None
     settings = settings_from(flags, config)
     check_source(settings.model)
     _check_extra()

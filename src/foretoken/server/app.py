@@ -12,7 +12,7 @@ from fastapi import FastAPI
 import foretoken
 from foretoken.server import chat, completions, errors, info, messages, pages, responses
 from foretoken.server.config import ServerSettings
-from foretoken.server.limits import Gate
+from foretoken.server.limits import Gate, across_origins
 from foretoken.server.serving import Serving
 
 # PyTorch keeps a compiled oneDNN product for every number of rows and shape of weight, .4 to .6 MB each, up to 1,024 of
@@ -58,4 +58,5 @@ def create_app(settings: ServerSettings, serving: Serving | None = None) -> Fast
     app.include_router(messages.router)
     app.include_router(responses.router)
     app.add_middleware(Gate, settings=settings, places=state.places, failed=state.metrics.failed, admit=state.admit)
+    app.add_middleware(across_origins, settings=settings)
     return app

@@ -14,6 +14,8 @@ from foretoken.core.settings import setting
 from foretoken.server.keys import Caller, Keys
 
 PREFIX = "FORETOKEN_"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
+"""An origin as browsers send it."""
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib": 2**20, "mb": 10**6}
 UNITS |= {"g": 2**30, "gib": 2**30, "gb": 10**9, "t": 2**40, "tib": 2**40, "tb": 10**12}
 
@@ -73,6 +75,9 @@ class ServerSettings:
     allowed_host: tuple[str, ...] = setting(
         (), "Another name that clients may call the server; may be given again; * for all."
     )
+    allowed_origin: tuple[str, ...] = setting(
+        (), "Origin of web pages that may use the server, as https://chat.example; may be given again; * for all."
+    )
     insecure: bool = setting(False, "Allow a public address without a key.")
     max_body: int = setting(2 * 2**20, "Bytes of a request [2097152].")
     request_timeout: float = setting(600.0, "Seconds of a request [600].")
@@ -116,6 +121,11 @@ class ServerSettings:
             raise ValueError(f"exact must be distribution or bitwise, not {self.exact!r}")
         if self.metrics_compat not in ("", "vllm"):
             raise ValueError(f"metrics_compat must be empty or vllm, not {self.metrics_compat!r}")
+        for origin in self.allowed_origin:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origin must be SCHEME://HOST or SCHEME://HOST:PORT, null or *, not {origin!r}"
+                )
         parse_bytes(self.kv_memory)
         parse_bytes(self.prefix_memory)
         if self.key_queued < -1:

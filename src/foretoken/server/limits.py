@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.server.config import ServerSettings
@@ -275,6 +276,22 @@ def _quotes(codes: NDArray[np.uint8]) -> NDArray[np.int64]:
     others = np.maximum.accumulate(np.where(codes == ord("\\"), -1, places))  # the last one that is no backslash
     before = np.concatenate([np.array([-1], dtype=np.int32), others])[quotes]
     return quotes[(quotes - 1 - before) % 2 == 0]
+
+
+def across_origins(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
+    """The application, for web pages of other origins too where some are allowed.
+
+    It stands before the :class:`Gate`: a browser asks for leave without a key, and must be able to read refusals.
+    """
+    if not settings.allowed_origin:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=settings.allowed_origin,
+        allow_methods=("GET", "POST"),
+        allow_headers=(ANY,),
+        expose_headers=("X-Request-Id", "X-Ignored-Fields", "X-Replica", "Retry-After"),
+    )
 
 
 class Hosts:

@@ -275,7 +275,7 @@ def test_errors_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
             check_error(await client.post("/v1/completions", json=ASKED), 503, "replica_lost")
             check_error(await client.post("/v1/completions", json=ASKED), 500, "internal_error")
             check_error(await client.post("/v1/completions", json={**ASKED, "max_tokens": -1}), 400, "invalid_value")
-            check_error(await client.get("/nothing"), 404, None)
+            check_error(await client.get("/nothing"), 404, "unknown_url")
             fleet.num_open = fleet.capacity
             check_error(await client.post("/v1/completions", json=ASKED), 503, "queue_full")
             fleet.num_open = 0

@@ -22,7 +22,7 @@ from foretoken.server.cluster.routing import asked_of, choices_of, session_of
 from foretoken.server.config import ServerSettings
 from foretoken.server.errors import ApiError, answered, api_error, is_anthropic, shutting_down, still_loading
 from foretoken.server.keys import Caller
-from foretoken.server.limits import WRITERS, Gate
+from foretoken.server.limits import WRITERS, Gate, across_origins
 from foretoken.server.places import Place, Places, place_of
 from foretoken.server.running import disconnected
 from foretoken.server.sse import event
@@ -319,4 +319,5 @@ async def _body(receive: Receive) -> bytes:
 
 def create_gateway(fleet: Fleet) -> ASGIApp:
     """The application: ids, keys, sizes and times are checked as on one machine."""
-    return Gate(Gateway(fleet), fleet.settings, fleet.places, fleet.metrics.failed)
+    gate = Gate(Gateway(fleet), fleet.settings, fleet.places, fleet.metrics.failed)
+    return across_origins(gate, fleet.settings)

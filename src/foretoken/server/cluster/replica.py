@@ -23,7 +23,7 @@ class Replica:
     """One model, one engine, one application.
 
     Args:
-        settings: of the server.  Keys are the gateway's business: they do not travel, only who asks does.
+        settings: of the server.  Keys and origins are the gateway's business: they do not travel, only who asks does.
         name: told to clients in the header ``X-Replica``.
         make: makes the state; loads the model by default.
     """
@@ -43,6 +43,7 @@ class Replica:
             key_running=0,
             key_queued=-1,
             key_tokens_per_minute=0,
+            allowed_origin=(),
             insecure=True,
             root_path="",
         )
