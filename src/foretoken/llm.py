@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, NoReturn, Unpack, overload
 
 import torch
 
@@ -94,6 +94,9 @@ class Llm:
             prefix_bytes=prefix_bytes,
         )
         self.calls = Calls(self.engine)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an Llm is neither copied nor pickled: load it in each process")
 
     # -- generation --------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +124,30 @@ def test_a_dtype_or_device_that_a_model_does_not_have(options: dict[str, Any], m
 def test_the_dtype_and_device_that_a_model_has(wanted: list[int]) -> None:
     assert written(new_model("llama"), dtype="float32", device="cpu") == wanted
     assert written(new_model("llama"), dtype=torch.float32, device="auto") == wanted
+
+
+def test_layers_that_were_cut_off() -> None:
+    network = new_model("llama")
+    count = len(network.model.layers)
+    network.model.layers = network.model.layers[:1]
+    advice = (
+        f"cannot find the {count} decoder layers of LlamaForCausalLM: it has 1, so set config.num_hidden_layers to 1"
+    )
+    with pytest.raises(CapabilityError, match=advice):
+        ft.load(network, "ngram")
+    network.config.num_hidden_layers = 1
+    assert written(network)
+
+
+def test_a_backend_for_a_model_names_its_class() -> None:
+    with pytest.raises(ValueError, match="and a LlamaForCausalLM is none: leave backend out$"):
+        ft.load(new_model("llama"), backend="llama.cpp")
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_what_is_loaded_stays_in_its_process(take: Any) -> None:
+    with pytest.raises(TypeError, match="an Llm is neither copied nor pickled: load it in each process"):
+        take(ft.load(new_model("llama"), None))
 
 
 def test_weights_on_the_device_meta_are_none() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from foretoken.core import with_article
 from foretoken.core.io.checkpoints import LoadError, cause_of, resolve
 from foretoken.core.io.checkpoints import is_gguf as is_gguf
 
@@ -42,7 +43,8 @@ def check_backend(backend: str, source: Any) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     if backend != "auto" and not is_gguf(source):
-        raise ValueError(f"backend={backend} is for GGUF files, and {source} is none: leave backend out")
+        what = source if isinstance(source, str | Path) else with_article(type(source).__name__)
+        raise ValueError(f"backend={backend} is for GGUF files, and {what} is none: leave backend out")
 
 
 def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
