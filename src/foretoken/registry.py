@@ -338,7 +338,7 @@ def find(role: Role, name: str) -> Row:
 
     Raises:
         UnknownName: unknown name; the message says which are near and lists the valid ones.
-        ValueError: a file of a drafter ``file.py:Class`` that is not there.
+        ValueError: a file of a drafter ``file.py:Class`` that is not there, or such a name of a verifier or controller.
     """
     for row in rows(role):
         if row.name == name:
@@ -346,6 +346,10 @@ def find(role: Role, name: str) -> Row:
     if role == "drafter" and is_code(name):
         check_code(name)
         return OutsideRow(name, role, name, "", "", example=name)
+    if is_code(name) and role in ("verifier", "controller"):
+        raise ValueError(
+            f"{name} is a class in a file: a {role} from outside is given in Python, ft.load(..., {role}=OBJECT)"
+        )
     others = installed_rows() if role == "drafter" else []
     for row in others:
         if row.name == name:

@@ -16,7 +16,7 @@ import pytest
 import foretoken as ft
 from foretoken import registry
 from foretoken.cli.main import main
-from foretoken.core import TokenTree, outside
+from foretoken.core import Budget, Context, TokenTree, outside
 from foretoken.core.sampling import SamplingParams
 from foretoken.core.specs import Spec, parse_spec
 from foretoken.engine.request import Request, Running
@@ -253,6 +253,32 @@ BROKEN = [
         IID,
         "gave q with rows that are no",
     ),
+    ("return TokenTree.chain(context.root, [1.5])", "", rf"Bad\.propose {LINE} proposed a token of type float"),
+    ("return TokenTree.chain(context.root, [[1, 2]])", "", "proposed a token of type list: it must be an int"),
+    ("return TokenTree.chain(context.root, torch.tensor([1, 2]))", "", "proposed a token of type Tensor: it must be"),
+    ("return TokenTree((context.root, 1), (-1, 0.0))", "", "proposed a parent of type float: it must be an int"),
+    (
+        "return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.25).numpy())",
+        IID,
+        rf"Bad\.propose {LINE} gave q of type ndarray: it must be a tensor of floating-point numbers",
+    ),
+    (
+        "return TokenTree.chain(context.root, [1], torch.tensor([[0, 1, 0, 0]]))",
+        IID,
+        r"gave q of type torch\.int64: it must be a tensor of floating-point numbers",
+    ),
+    (
+        "return TokenTree((context.root, 1), (-1, 0), probes=(True,))",
+        "",
+        rf"Bad\.propose {LINE} raised ValueError: a token tree of 2 nodes has 1 probes: one per node, or none",
+    ),
+    ("return TokenTree((context.root, 1), (-1, 0), drafters=(0,))", "", "a token tree of 2 nodes has 1 drafters: one"),
+    ("return TokenTree((context.root, 1), (-1, 0), drafters=(0, 5))", "", "named member 5 in drafters: they go"),
+    (
+        "return TokenTree((context.root, 1), (-1, 0), 'iid', torch.full((1, 4), 0.25), (-1, 0))",
+        IID,
+        "proposed a tree of the kind 'iid': write Kind.IID",
+    ),
     ("return TokenTree.chain(context.root, [1], torch.full((1, 1), 1.0))", IID, "that do not fit a tree of 2 nodes"),
     (
         "return TokenTree.chain(context.root, [1], torch.tensor([[0.5, 0.0, 0.5, 0.0]]))",
@@ -344,6 +370,48 @@ def test_no_drafter_is_to_blame_for_the_committed_root(tmp_path: Path) -> None:
     check_proposal(TokenTree.chain(99, [1]), context, drafter, target, thorough=True)
     with pytest.raises(DrafterError, match="proposed token 99"):
         check_proposal(TokenTree.chain(99, [99]), context, drafter, target, thorough=True)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("None", "returned NoneType for 1 requests: it must be a list with one tree for each"),
+        ("[]", "returned 0 trees for 1 requests: it must be a list"),
+        ("found * 2", "returned 2 trees for 1 requests: it must be a list"),
+    ],
+)
+@pytest.mark.parametrize("group", ["{}", "router,drafters=({}|ngram,n=2)"])
+def test_trees_are_one_for_each_request(tmp_path: Path, returned: str, words: str, group: str) -> None:
+    body = (
+        PERIOD
+        + f"""
+    def propose_batch(self, contexts, budgets):
+        found = [self.propose(*one) for one in zip(contexts, budgets)]
+        return {returned} if any(context.tokens[0] == {BAD} for context in contexts) else found
+"""
+    )
+    target, _ = tables()
+    drafter = build_drafter(group.format(f"{written(tmp_path, body)}:Period"), target)
+    runs = served(drafter, [Request([first, 1, 2], max_new_tokens=12) for first in range(4)])
+    assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
+    assert re.search(rf"Period\.propose_batch {LINE} {words}", str(runs[BAD].error))
+
+
+def test_an_object_must_say_what_it_is_as_well() -> None:
+    class Nameless(Drafter):
+        def propose(self, context: Context, budget: Budget) -> TokenTree:
+            return TokenTree.root_only(context.root)
+
+    class Deep(Nameless):
+        name = "deep"
+        max_depth: Any = "5"
+
+    target, _ = tables()
+    for given in (Nameless(), [Nameless(), "ngram"]):
+        with pytest.raises(DrafterError, match=r'Nameless \(.*, line \d+\) has no name: write name = "\.\.\."'):
+            ft.load(target, drafter=given)
+    with pytest.raises(DrafterError, match=r"Deep \(.*\) has max_depth = '5': it must be a whole number"):
+        ft.load(target, drafter=Deep())
 
 
 @pytest.mark.parametrize("hook", ["start", "observe", "finish", "minimum_budget", "predicted_from"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import foretoken as ft
+from foretoken.cli.main import main
 from foretoken.core import Budget, Context, Kind, Scores, StepRecord, TokenTree, Verdict
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request, Running
@@ -88,9 +89,9 @@ WRONG = {
     "tuple": (([1], 1), "returned tuple, not a Verdict"),
     "below the vocabulary": (Verdict((), -1, False), "gave the next token -1: ids go from 0 to 3"),
     "beyond the vocabulary": (Verdict((), 4, False), "gave the next token 4: ids go from 0 to 3"),
-    "float token": (Verdict((), 1.0, False), r"gave the next token 1\.0, which is no int"),  # type: ignore[arg-type]
-    "tensor token": (Verdict((), torch.tensor(1), False), r"gave the next token tensor\(1\), which is no int"),  # type: ignore[arg-type]
-    "truth": (Verdict((), True, False), "gave the next token True, which is no int"),
+    "float token": (Verdict((), 1.0, False), "gave a next token of type float: it must be an int"),  # type: ignore[arg-type]
+    "tensor token": (Verdict((), torch.tensor(1), False), "gave a next token of type Tensor: it must be an int"),  # type: ignore[arg-type]
+    "truth": (Verdict((), True, False), "gave a next token of type bool: it must be an int"),
     "no such node": (
         Verdict((1, 9), 1, False),
         "gave a path with node 9: draft nodes go from 1 to 3, and the root is not listed",
@@ -99,7 +100,7 @@ WRONG = {
     "the root": (Verdict((0, 1), 1, False), "gave a path with node 0: draft nodes go from 1 to 3, and the root is not"),
     "no path": (Verdict((2,), 1, False), r"gave the path \(2,\): node 2 is no child of node 0"),
     "backwards": (Verdict((1, 2, 1), 1, False), r"gave the path \(1, 2, 1\): node 1 is no child of node 2"),
-    "float node": (Verdict((1.0,), 1, False), r"gave a path with 1\.0: nodes are ints"),  # type: ignore[arg-type]
+    "float node": (Verdict((1.0,), 1, False), "gave a path with a node of type float: it must be an int"),  # type: ignore[arg-type]
     "no sequence": (Verdict(torch.tensor([1]), 1, False), "gave a path of type Tensor"),  # type: ignore[arg-type]
 }
 
@@ -278,3 +279,12 @@ def test_what_is_no_controller_is_said_at_load(given: Any, words: str) -> None:
     with pytest.raises(ControllerError, match=words) as caught:
         ft.load(target, drafter=ModelDrafter(draft), controller=given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["verifier", "controller"])
+def test_a_class_in_a_file_is_for_drafters(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "a", f"--{role}", "mine.py:Rule"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(
+        f"error: mine.py:Rule is a class in a file: a {role} from outside is given in Python, ft.load("
+    )

@@ -53,6 +53,11 @@ class TokenTree:
         for node, parent in enumerate(self.parents):
             if node and not 0 <= parent < node:
                 raise ValueError(f"node {node} has parent {parent}: parents come before their children")
+        for name, each in (("q_rows", self.q_rows), ("probes", self.probes), ("drafters", self.drafters)):
+            if each and len(each) != len(self.tokens):
+                raise ValueError(
+                    f"a token tree of {len(self.tokens)} nodes has {len(each)} {name}: one per node, or none"
+                )
         if self.kind is not Kind.POINT and len(self.tokens) > 1 and (self.q is None or not self.q_rows):
             raise ValueError(
                 f"a {self.kind} tree must carry the distributions q that its tokens were drawn from, and q_rows"

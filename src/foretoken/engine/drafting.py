@@ -14,7 +14,7 @@ from foretoken.engine.request import Running, Turn
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import check_budgets
 from foretoken.methods.drafters.base import Drafter
-from foretoken.methods.drafters.outside import check_proposal, has_outside
+from foretoken.methods.drafters.outside import check_count, check_proposal, has_outside
 from foretoken.methods.drafters.texts import BESIDE, DraftTexts, Pace
 from foretoken.methods.trees.operations import truncate
 from foretoken.models.base import CapabilityError, LanguageModel
@@ -119,6 +119,8 @@ class Drafting:
                 budgets.append(budget)
         if chosen:
             proposed = self.drafter.propose_batch([turn.run.context for turn in chosen], budgets)
+            if self.has_outside:
+                check_count(proposed, len(chosen), self.drafter)
             for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
                 check_proposal(tree, turn.run.context, self.drafter, self.target, self.has_outside)
                 turn.tree = truncate(tree, budget.deepest)

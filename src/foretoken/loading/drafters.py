@@ -94,19 +94,7 @@ class LoadingContext(BuildContext):
             raise told from error
         if not isinstance(built, Drafter):
             raise DrafterError(f"{place}.build returned {type(built).__name__}, not a drafter")
-        for name, now in NOW_DATA.items():
-            if hasattr(cls, name) and not (now is FORESIGHT and built.foresight is not None):
-                raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {now}")
-        if isinstance(built, ModelDrafter) and built.draws_together:
-            for name in ("_expand", "_add_children", "_candidates"):  # rounds of several requests would pass it by
-                if getattr(cls, name) is not getattr(ModelDrafter, name):
-                    raise DrafterError(f"{place} draws in a way of its own ({name}): write draws_together = False")
-        if not isinstance(built.traits, Traits):
-            raise DrafterError(f"{place} has traits of type {type(built.traits).__name__}: write Traits(...)")
-        for name in ("max_depth", "max_nodes"):
-            size = getattr(built, name)
-            if not isinstance(size, int) or size < 1:
-                raise DrafterError(f"{place} has {name} = {size!r}: it must be a whole number of at least 1")
+        check_outside(built)
         return built
 
     def members(self, specs: str | None, most: int | None = None) -> list[Drafter]:
@@ -120,7 +108,10 @@ class LoadingContext(BuildContext):
         Raises:
             ValueError: it is none of these; or what it stands for does not fit.
         """
-        if given is None or isinstance(given, Drafter):
+        if given is None:
+            return None
+        if isinstance(given, Drafter):
+            check_outside(given)
             return given
         if isinstance(given, str):
             return self.drafter(given)
@@ -165,6 +156,35 @@ class LoadingContext(BuildContext):
     def native_head(self) -> Sequence[dict[str, Tensor]]:
         """Read from the files that the target was loaded from."""
         return read_head(getattr(self.target, "model", None))
+
+
+def check_outside(drafter: Drafter) -> None:
+    """Refuse a drafter from outside, also as a member of a group, that does not say what it is.
+
+    Raises:
+        DrafterError: says the class, the rule and the line.
+    """
+    for member in drafter.drafters:
+        check_outside(member)
+    cls = type(drafter)
+    if not is_outside(cls):
+        return
+    place = f"{cls.__name__} ({line_of(cls)})"
+    if not isinstance(getattr(drafter, "name", None), str):
+        raise DrafterError(f'{place} has no name: write name = "..." in the class')
+    for name, now in NOW_DATA.items():
+        if hasattr(cls, name) and not (now is FORESIGHT and drafter.foresight is not None):
+            raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {now}")
+    if isinstance(drafter, ModelDrafter) and drafter.draws_together:
+        for name in ("_expand", "_add_children", "_candidates"):  # rounds of several requests would pass it by
+            if getattr(cls, name) is not getattr(ModelDrafter, name):
+                raise DrafterError(f"{place} draws in a way of its own ({name}): write draws_together = False")
+    if not isinstance(drafter.traits, Traits):
+        raise DrafterError(f"{place} has traits of type {type(drafter.traits).__name__}: write Traits(...)")
+    for name in ("max_depth", "max_nodes"):
+        size = getattr(drafter, name)
+        if not isinstance(size, int) or size < 1:
+            raise DrafterError(f"{place} has {name} = {size!r}: it must be a whole number of at least 1")
 
 
 def _make(cls: type[Drafter], path: str | None, context: BuildContext, options: dict[str, Any]) -> Drafter:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from worlds import Fixed, Member, World, best_fixed, contexts
 
 from foretoken.core import Context, Limits
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.methods.controllers.acceptance_model import DraftCounts
 from foretoken.methods.controllers.auto import CREDIT, EARNED, ENDING, KEPT, AutoController
 from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.controllers.goodput import GoodputController
@@ -435,3 +437,28 @@ def test_goodput_takes_a_group_for_one_drafter() -> None:
     controller.attach(World([Member(0.02, 0.5), Member(0.0, 0.5)]).limits)
     controller.budgets(contexts(1))
     assert len(controller.members) == 1 and controller.budgets(contexts(1))[0].member is None
+
+
+@pytest.mark.parametrize(("max_length", "deepest"), [(200, 99), (102, 32)])
+def test_drafts_longer_than_what_is_left_of_the_text_are_not_weighed(
+    max_length: int, deepest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ngram,k=100000000`` asked for a chance at each of a hundred million depths, before the first token."""
+    controller, asked = AutoController(), []
+    controller.attach(Limits("far", 10**8, 64, 0.0))
+    outlook = controller.acceptance.outlook
+
+    def noted(greedy: bool, member: int, own: DraftCounts, depth: int, requests: int = 1) -> Any:
+        asked.append(depth)
+        assert depth < 1000, "this takes a while"
+        return outlook(greedy, member, own, depth, requests)
+
+    monkeypatch.setattr(controller.acceptance, "outlook", noted)
+    plan = controller._choose(contexts(1, max_length=max_length))
+    assert asked == [deepest] and all(draft.depth <= deepest for draft in plan.drafts)
+
+
+def test_a_short_text_changes_no_lengths_up_to_the_usual_ones() -> None:
+    controller = AutoController()
+    controller.attach(Limits("near", 10, 64, 0.0))
+    assert controller._open_depths(0, contexts(1, max_length=103)) == controller.depths[0]

@@ -156,7 +156,7 @@ class AutoController(Controller):
     def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:
         """A member at every length."""
         batch, own = len(contexts), DraftCounts.pooled([self.state(context)[index] for context in contexts])
-        depths = self.depths[index]
+        depths = self._open_depths(index, contexts)
         outlook = self.acceptance.outlook(contexts[0].sampler.greedy, index, own, depths[-1], batch)
         drafts, tokens, squares, done = [], 1.0, 0.0, 0
         for depth in depths:
@@ -171,6 +171,16 @@ class AutoController(Controller):
             hoped = min(hoped, 1.0 + depth)
             drafts.append(Draft(index, depth, tokens, nodes, seconds, hoped, outlook.share, outlook.drafts))
         return drafts
+
+    def _open_depths(self, index: int, contexts: Sequence[Context]) -> list[int]:
+        """The lengths of a member that are weighed.
+
+        The engine cuts drafts off at the room that is left in a text: a length beyond that brings nothing, and a chance
+        for each of a hundred million depths takes longer than to write the text.
+        """
+        *shorter, longest = self.depths[index]
+        room = max(max(map(remaining, contexts)) - 1, DEPTHS[-1])
+        return [*shorter, min(longest, room)]
 
     # -- learning ----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 from foretoken.core import Budget, Context, HiddenStates, Kind, Scores, TokenTree, Verdict
 from foretoken.core.outside import is_outside
 from foretoken.methods.drafters.base import BatchDrafter, Drafter, Traits
-from foretoken.methods.drafters.outside import check_proposal
+from foretoken.methods.drafters.outside import check_count, check_proposal
 from foretoken.methods.trees.operations import truncate
 
 
@@ -102,8 +102,11 @@ def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget])
     chosen = [i for i, budget in enumerate(budgets) if budget.max_depth > 0 and budget.max_nodes > 0]
     if chosen:
         proposed = member.propose_batch([contexts[i] for i in chosen], [budgets[i] for i in chosen])
+        is_foreign = is_outside(type(member))
+        if is_foreign:
+            check_count(proposed, len(chosen), member)
         for i, tree in zip(chosen, proposed, strict=True):
-            if is_outside(type(member)):
+            if is_foreign:
                 check_proposal(tree, contexts[i], member, None, thorough=True)
             trees[i] = truncate(tree, budgets[i].max_depth)
     return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ def has_outside(drafter: Drafter | None) -> bool:
     return drafter is not None and (is_outside(type(drafter)) or any(map(has_outside, drafter.drafters)))
 
 
+def check_count(proposed: Any, count: int, drafter: Drafter) -> None:
+    """Refuse what ``propose_batch`` may not return, before its trees are looked at.
+
+    Raises:
+        DrafterError: it is not one tree for each of ``count`` requests.
+    """
+    if not isinstance(proposed, Sequence) or len(proposed) != count:
+        what = f"{len(proposed)} trees" if isinstance(proposed, Sequence) else type(proposed).__name__
+        raise _broken(drafter, f"returned {what} for {count} requests: it must be a list with one tree for each")
+
+
 def check_proposal(tree: Any, context: Context, drafter: Drafter, target: LanguageModel | None, thorough: bool) -> None:
     """Refuse what no drafter may propose before a model sees it: on some devices a wrong id ends the process.
 
@@ -37,12 +49,15 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
 
     Raises:
         DrafterError: it is no tree, does not begin at the last committed token, has a token that there is not, is of a
-            kind that ``traits`` do not say, or its ``q`` holds no distributions or not those that it was drawn from.
+            kind that ``traits`` do not say, or its ``q`` holds no distributions or not those that it was drawn from;
+            of a drafter from outside also where tokens, parents, rows or members are no ints.
     """
     if not isinstance(tree, TokenTree):
         raise _broken(drafter, f"returned {type(tree).__name__}, not a TokenTree")
     if tree.tokens[0] != context.root:
         raise _broken(drafter, f"returned a tree that starts with token {tree.tokens[0]}, not with context.root")
+    if thorough and is_outside(type(drafter)):
+        _check_numbers(tree, drafter)
     for node, token in enumerate(tree.tokens):
         if node == 0:
             continue  # the committed text's own token: no drafter has chosen it
@@ -54,6 +69,21 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
     if thorough and len(tree) > 1:
         _check_kind(tree, drafter)
         _check_distributions(tree, drafter)
+
+
+def _check_numbers(tree: TokenTree, drafter: Drafter) -> None:
+    """What is no int would be written into the text, or fail far from here."""
+    parts = (("token", tree.tokens), ("parent", tree.parents), ("row in q_rows", tree.q_rows))
+    for name, numbers in (*parts, ("member in drafters", tree.drafters)):
+        for number in numbers:
+            if type(number) is not int:
+                raise _broken(drafter, f"proposed a {name} of type {type(number).__name__}: it must be an int")
+    if not isinstance(tree.kind, Kind):
+        raise _broken(drafter, f"proposed a tree of the kind {tree.kind!r}: write Kind.{str(tree.kind).upper()}")
+    members = len(drafter.drafters) or 1
+    for member in tree.drafters:
+        if not -1 <= member < members and not member < len(drafter.limits.members):
+            raise _broken(drafter, f"named member {member} in drafters: they go from 0 to {members - 1}, -1 is nobody")
 
 
 def _check_kind(tree: TokenTree, drafter: Drafter) -> None:
@@ -70,6 +100,9 @@ def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
     if q is None or not drawn:
         return
     author = _author(drafter, tree, drawn[0])
+    if not isinstance(q, torch.Tensor) or not q.is_floating_point():
+        kind = q.dtype if isinstance(q, torch.Tensor) else type(q).__name__
+        raise _broken(author, f"gave q of type {kind}: it must be a tensor of floating-point numbers")
     if q.dim() != 2 or len(rows) != len(tree) or max(rows) >= len(q) or max(tree.tokens) >= q.shape[1]:
         raise _broken(author, f"gave q of shape {list(q.shape)} and q_rows that do not fit a tree of {len(tree)} nodes")
     # What must be true is asked, not what must be false: every comparison with NaN is false.

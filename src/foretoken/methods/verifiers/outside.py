@@ -49,7 +49,7 @@ def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size:
     last = 0
     for node in verdict.path:
         if type(node) is not int:
-            raise _broken(verifier, f"gave a path with {node!r}: nodes are ints")
+            raise _broken(verifier, f"gave a path with a node of type {type(node).__name__}: it must be an int")
         if not 1 <= node < len(tree):
             known = f"draft nodes go from 1 to {len(tree) - 1}" if len(tree) > 1 else "nothing was drafted"
             raise _broken(verifier, f"gave a path with node {node}: {known}, and the root is not listed")
@@ -60,7 +60,7 @@ def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size:
         last = node
     token = verdict.next_token
     if type(token) is not int:
-        raise _broken(verifier, f"gave the next token {token!r}, which is no int")
+        raise _broken(verifier, f"gave a next token of type {type(token).__name__}: it must be an int")
     if not 0 <= token < vocab_size:
         raise _broken(verifier, f"gave the next token {token}: ids go from 0 to {vocab_size - 1}")
 
