@@ -84,15 +84,8 @@ class Llm:
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.defaults = GenerationDefaults()
-        self.engine = Engine(
-            target,
-            drafter,
-            verifier,
-            controller,
-            tokenizer=tokenizer,
-            allow_lossy=allow_lossy,
-            prefix_bytes=prefix_bytes,
-        )
+        kept = {"tokenizer": tokenizer, "allow_lossy": allow_lossy, "prefix_bytes": prefix_bytes}
+        self.engine = Engine(target, drafter, verifier, controller, **kept)
         self.calls = Calls(self.engine)
 
     def __reduce__(self) -> NoReturn:

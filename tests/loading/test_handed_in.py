@@ -140,7 +140,7 @@ def test_layers_that_were_cut_off() -> None:
 
 
 def test_a_backend_for_a_model_names_its_class() -> None:
-    with pytest.raises(ValueError, match="and a LlamaForCausalLM is none: leave backend out$"):
+    with pytest.raises(ValueError, match=r"and a LlamaForCausalLM is none: leave backend out$"):
         ft.load(new_model("llama"), backend="llama.cpp")
 
 
