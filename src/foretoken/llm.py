@@ -84,7 +84,7 @@ class Llm:
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.defaults = GenerationDefaults()
-        kept = {"tokenizer": tokenizer, "allow_lossy": allow_lossy, "prefix_bytes": prefix_bytes}
+        kept: dict[str, Any] = {"tokenizer": tokenizer, "allow_lossy": allow_lossy, "prefix_bytes": prefix_bytes}
         self.engine = Engine(target, drafter, verifier, controller, **kept)
         self.calls = Calls(self.engine)
 
