@@ -17,7 +17,6 @@ import foretoken as ft
 from foretoken.llm import Llm
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models import wrap
-from foretoken.models.network.watch import Watch
 from test_hub import llama
 
 PROMPT = [5, 3, 9, 5, 3, 8, 1, 4, 9, 9, 2, 7, 5, 3, 9, 11, 12, 13, 5, 3]  # long enough to be kept
@@ -350,73 +349,3 @@ def test_models_without_trees(family: str) -> None:
     assert after == ft.load(model, drafter=None).generate(ids, **SHORT).token_ids
     with pytest.raises(ValueError, match="the model was changed"):
         list(stream)
-
-
-def test_what_a_watch_sees() -> None:
-    network = nn.Sequential(nn.Linear(300, 5), nn.BatchNorm1d(5), nn.Embedding(3, 4))
-    with torch.inference_mode():
-        network.append(nn.Linear(2, 2))
-
-    def change(one: Callable[[], Any]) -> bool:
-        watch = Watch(network)
-        assert not watch.has_changed()
-        one()
-        return watch.has_changed()
-
-    first: Any = network[0]
-    with torch.no_grad():
-        assert change(lambda: first.weight[2, 7].add_(1)), "one number, counted"
-        assert change(lambda: first.weight.data.mul_(2)), "uncounted"
-        assert change(lambda: setattr(first, "bias", nn.Parameter(first.bias.clone())))
-        assert change(lambda: network.append(nn.Linear(2, 2)))
-        assert change(lambda: network[1].running_mean.add_(1)), "a buffer that is saved"
-        assert change(lambda: setattr(network[1], "running_mean", network[1].running_mean + 1))
-        assert change(lambda: network.half())
-        assert change(lambda: setattr(network[1], "eps", 0.1))
-        assert change(lambda: setattr(network[0], "forward", network[2].forward))
-        assert change(lambda: setattr(network[2], "__class__", type("Own", (nn.Embedding,), {})))
-        assert not change(lambda: network[2].register_buffer("scratch", torch.ones(2), persistent=False))
-
-
-class Counting(nn.Module):
-    """It keeps to itself how often it was called, and what it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.scale = 0, 2.0
-        self.register_buffer("seen", torch.zeros(3), persistent=False)
-        self.register_buffer("table", torch.zeros(3), persistent=False)
-        self.register_buffer("ramp", torch.arange(3), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self._note(x)
-        self.register_buffer("table", self.table + 1, persistent=False)
-        return x * self.scale + self.ramp
-
-    def _note(self, x: torch.Tensor) -> None:
-        self.seen[0] = x.sum()
-
-
-def test_what_a_forward_writes_is_no_change() -> None:
-    network = Counting()
-    watch = Watch(network)
-    network(torch.ones(3))
-    assert network.calls == 1 and not watch.has_changed()
-    network.scale = 3.0
-    assert watch.has_changed()
-    watch = Watch(network)
-    network.ramp.mul_(2)
-    assert watch.has_changed()
-
-
-@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_frequencies_that_follow_the_length_are_no_change(rope: str) -> None:
-    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0}
-    if rope == "longrope":
-        parameters |= {"original_max_position_embeddings": 16, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
-    model = new_model("llama", rope_parameters=parameters, max_position_embeddings=16)
-    watch = Watch(model)
-    before = model.model.rotary_emb.inv_freq.clone()
-    model(torch.tensor([prompt_of(40)]))
-    assert not torch.equal(model.model.rotary_emb.inv_freq, before) and not watch.has_changed()
