@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
-from foretoken.core.tally import AHEAD, Tally
+from foretoken.core.tally import AHEAD, TokenTally
 
 
 @pytest.mark.parametrize("begin", [0, 3, 150])
 def test_every_text_is_counted_as_by_itself(begin: int) -> None:
     rng = random.Random(begin)
-    tally, text = Tally(begin), [rng.randrange(9) for _ in range(5)]
+    tally, text = TokenTally(begin), [rng.randrange(9) for _ in range(5)]
     for _ in range(300):
         path = [rng.randrange(12) for _ in range(rng.choice([0, 1, 5, 3 * AHEAD]))]
         asked = rng.choice([list, tuple])([*text, *path])
@@ -25,7 +25,7 @@ def test_every_text_is_counted_as_by_itself(begin: int) -> None:
 
 
 def test_what_is_counted_grows_with_the_text() -> None:
-    tally = Tally(0)
+    tally = TokenTally(0)
     for length in range(500):
         tally.counts(list(range(length)))
     assert 500 - 2 * AHEAD - 1 <= len(tally._text) <= 500 - AHEAD

@@ -233,13 +233,13 @@ def test_the_engine_draws_from_the_distribution() -> None:
 def test_a_seed_fixes_the_string_whatever_drafts_and_whatever_is_beside_it() -> None:
     target, draft = tables(7, eos_token_ids=(END,))
     language = FiniteLanguage.of(STRINGS)
-    alone = [serve(engine(target), [request(seed)])[0].output for seed in range(12)]
+    alone = [serve(engine(target), [request(seed)])[0].output for seed in range(24)]
     assert len({tuple(one) for one in alone}) > 2
     others = [Request([2, 4, 2, 4], SamplingParams(temperature=t), 12, seed=9, ignore_eos=True) for t in (0.0, 1.0)]
     wanted = [run.output for run in serve(engine(target), others)]
     for drafter in (None, NgramDrafter(), ModelDrafter(draft, k=3)):
         for order in (1, -1):
-            mixed = [*others, *(request(seed) for seed in range(12))][::order]
+            mixed = [*others, *(request(seed) for seed in range(24))][::order]
             found = [run.output for run in serve(engine(target, drafter), mixed)][::order]
             assert found == [*wanted, *alone]
     unseeded = serve(engine(target), [request(None) for _ in range(6)])

@@ -37,7 +37,7 @@ def test_pages_of_allowed_origins_can_use_the_server() -> None:
 
 
 def test_all_origins() -> None:
-    body = {"prompt": "x", "max_tokens": 2, "stream": True}
+    body = {"model": "builtin", "prompt": "x", "max_tokens": 2, "stream": True}
     with served(allowed_origin=("*",)) as running:
         answer = running.client.post("/v1/completions", json=body, headers={"Origin": PAGE})
         assert answer.headers["access-control-allow-origin"] == "*" and "[DONE]" in answer.text

@@ -32,7 +32,7 @@ from foretoken.core import (
 from foretoken.core.filters import Filters
 from foretoken.core.noise import Noise
 from foretoken.core.processed import LogitsProcessor, check_processed, one_row
-from foretoken.core.tally import Tally
+from foretoken.core.tally import TokenTally
 from foretoken.core.values import check_ids, check_real, check_whole
 
 LARGEST = 1e30
@@ -134,7 +134,7 @@ class Sampler:
             and not params.processors
         )
         self._plain = self._context_free and not params.logit_bias
-        self._written, self._generated = Tally(self.skipped), Tally(prompt_length)
+        self._written, self._generated = TokenTally(self.skipped), TokenTally(prompt_length)
         self._filters = Filters(params.top_k, params.top_p, params.min_p)
         self.cuts = not self.greedy and any(getattr(params, name) != off for name, off in NO_FILTERS.items())
 

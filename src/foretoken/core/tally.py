@@ -16,7 +16,7 @@ AHEAD = 32
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Tally:
+class TokenTally:
     """The tokens of one request's texts.
 
     Args:
