@@ -13,6 +13,7 @@ import torch
 from foretoken.core.conversation import Message, conversations_of, render, turn_ends
 from foretoken.core.noise import samples_of, seeds_of
 from foretoken.core.prompts import prompts_of
+from foretoken.core.values import check_whole
 from foretoken.engine.calls import Calls
 from foretoken.engine.loop import Engine
 from foretoken.engine.output import Output as Output
@@ -185,8 +186,9 @@ class Llm:
         unasked = self.defaults.sampling.keys() - options.keys()
         if "max_new_tokens" in unasked and 0 < room < request.max_new_tokens:
             request = replace(request, max_new_tokens=room)  # nobody has asked for more than the context holds
-        if "min_tokens" in unasked and request.min_tokens > request.max_new_tokens:
-            request = replace(request, min_tokens=request.max_new_tokens)  # the model's default, as generate takes it
+        if "min_tokens" in unasked:  # the model's own is cut to the request's limit, as generate does
+            check_whole("max_new_tokens", request.max_new_tokens)
+            request = replace(request, min_tokens=min(request.min_tokens, request.max_new_tokens))
         return request
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -205,6 +205,8 @@ def test_fewest_new_tokens_are_those_of_generate(folder: Path) -> None:
     assert llm.request("return n", min_tokens=0).min_tokens == 0
     assert llm.request("return n", max_new_tokens=4).min_tokens == 4, "generate stops at its limit, too"
     assert len(llm.generate("return n", max_new_tokens=4).token_ids) == 4
+    with pytest.raises(ValueError, match="max_new_tokens must be"):
+        llm.generate("return n", max_new_tokens="4")  # type: ignore[arg-type]
     with pytest.raises(LoadError, match="min_new_tokens is -1, which cannot be"):
         ft.load(configure(folder, min_new_tokens=-1))
 

@@ -39,6 +39,10 @@ def small() -> Iterator[Running]:
         yield running
 
 
+def test_the_length_that_is_told_is_the_one_that_fits(small: Running) -> None:
+    assert small.client.get("/v1/models").json()["data"][0]["max_model_len"] == SLOTS - SCRATCH
+
+
 ROUTES = {
     "/v1/completions": {"prompt": "x = 1\n" * 40},
     "/v1/chat/completions": {"messages": MESSAGES},

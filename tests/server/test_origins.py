@@ -49,7 +49,10 @@ def test_no_other_origin_by_default(server: Running) -> None:
     assert not cors(server.client.get("/v1/models", headers={"Origin": PAGE}))
 
 
-@pytest.mark.parametrize("origin", ["https://chat.example/", "chat.example", "", "https://a.example,https://b.example"])
+@pytest.mark.parametrize(
+    "origin",
+    ["https://chat.example/", "https://Chat.example", "chat.example", "", "https://a.example,https://b.example"],
+)
 def test_what_is_no_origin(origin: str) -> None:
     with pytest.raises(ValueError, match="allowed_origin must be"):
         ServerSettings(allowed_origin=("*", origin))

@@ -33,15 +33,29 @@ RANGES = {
 THEIR_NAMES = {"min_tokens": "min_new_tokens"}
 """What Transformers calls fields that have another name here."""
 NOT_APPLIED: Mapping[str, Any] = {
-    **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), 1),
-    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"), ()),
-    **dict.fromkeys(("force_words_ids", "constraints", "forced_bos_token_id", "forced_eos_token_id")),
-    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "dola_layers")),
-    **dict.fromkeys(("stop_strings", "max_time"), None),
-    **dict.fromkeys(("token_healing",), False),
+    "num_beams": 1,
+    "guidance_scale": 1,
+    "encoder_repetition_penalty": 1,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "force_words_ids": None,
+    "constraints": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "watermarking_config": None,
+    "dola_layers": None,
+    "stop_strings": None,
+    "max_time": None,
+    "token_healing": False,
 }
-"""Fields that change ``generate``'s text and that nothing here does by itself, with the values that change nothing."""
+"""Fields that change ``generate``'s text and that nothing here does by itself, with the values that change nothing;
+neither do ``None`` and what is empty."""
 NOT_APPLIED_SAMPLED: Mapping[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
 """The same for those that mean something only where sampling is on."""
 NOT_APPLIED_GREEDY: Mapping[str, Any] = {"penalty_alpha": 0.0}

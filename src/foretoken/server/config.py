@@ -14,8 +14,8 @@ from foretoken.core.settings import setting
 from foretoken.server.keys import Caller, Keys
 
 PREFIX = "FORETOKEN_"
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
-"""An origin as browsers send it."""
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,A-Z]+")
+"""An origin as browsers send it, in small letters."""
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib": 2**20, "mb": 10**6}
 UNITS |= {"g": 2**30, "gib": 2**30, "gb": 10**9, "t": 2**40, "tib": 2**40, "tb": 10**12}
 
@@ -124,7 +124,7 @@ class ServerSettings:
         for origin in self.allowed_origin:
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"allowed_origin must be SCHEME://HOST or SCHEME://HOST:PORT, null or *, not {origin!r}"
+                    f"allowed_origin must be scheme://host or scheme://host:port in small letters, null or *, not {origin!r}"
                 )
         parse_bytes(self.kv_memory)
         parse_bytes(self.prefix_memory)

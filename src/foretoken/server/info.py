@@ -20,6 +20,7 @@ from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.drafters.online import OnlineDrafter
 from foretoken.server.errors import RESPONSES, ApiError, bad, shutting_down, still_loading
+from foretoken.server.inputs import room_of
 from foretoken.server.schemas import DetokenizeRequest, TokenizeRequest
 from foretoken.server.serving import Serving
 from foretoken.server.templates import Conversation, prompt_of
@@ -95,7 +96,7 @@ def _model(serving: Serving) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(serving.started_s, UTC).isoformat(),
         "owned_by": "foretoken",
         "root": serving.settings.name,
-        "max_model_len": serving.llm.target.context_length,
+        "max_model_len": room_of(serving, 0),
     }
 
 
@@ -113,7 +114,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         how = (body.chat_template_kwargs or {}, body.add_generation_prompt, body.continue_final_message)
         text = await prompt_of(tokenizer, Conversation(body.messages or (), body.tools or (), *how))
         special = not has_template(tokenizer) if body.add_special_tokens is None else body.add_special_tokens
-    with_texts, longest = body.return_token_strs, serving.llm.target.context_length
+    with_texts, longest = body.return_token_strs, room_of(serving, 0)
 
     def answer() -> bytes:
         ids = ids_with_one_bos(text, tokenizer, special)
