@@ -124,7 +124,8 @@ class ServerSettings:
         for origin in self.allowed_origin:
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"allowed_origin must be scheme://host or scheme://host:port in small letters, null or *, not {origin!r}"
+                    "allowed_origin must be scheme://host or scheme://host:port in small letters, null or *, "
+                    f"not {origin!r}"
                 )
         parse_bytes(self.kv_memory)
         parse_bytes(self.prefix_memory)
