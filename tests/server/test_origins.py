@@ -43,6 +43,19 @@ def test_all_origins() -> None:
         assert answer.headers["access-control-allow-origin"] == "*" and "[DONE]" in answer.text
 
 
+def test_pages_of_other_origins_can_read_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    with served(allowed_origin=(PAGE,)) as running:
+        monkeypatch.setattr("foretoken.server.info._tokens_json", broken)
+        answer = running.client.post("/tokenize", json={"prompt": "x"}, headers={"Origin": PAGE, "X-Request-Id": "a-1"})
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+        assert answer.headers["access-control-allow-origin"] == PAGE and answer.headers["x-request-id"] == "a-1"
+        monkeypatch.undo()
+        assert running.client.post("/tokenize", json={"prompt": "x"}).status_code == 200
+
+
 def test_no_other_origin_by_default(server: Running) -> None:
     answer = server.client.options("/v1/completions", headers={"Origin": PAGE, **PREFLIGHT})
     assert answer.status_code == 405 and not cors(answer)

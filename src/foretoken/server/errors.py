@@ -281,7 +281,7 @@ def _refused(request: Request, error: HTTPException) -> ApiError:
 
 
 def install(app: FastAPI, failed: Failed) -> None:
-    """Let an app answer all errors so, and count them."""
+    """Let an app answer refusals so, and count them; other exceptions are the :class:`Gate`'s."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -294,7 +294,3 @@ def install(app: FastAPI, failed: Failed) -> None:
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> JSONResponse:
         return answered(error, request.url.path, failed)
-
-    @app.exception_handler(Exception)
-    async def unknown(request: Request, error: Exception) -> JSONResponse:
-        return answered(api_error(error), request.url.path, failed)

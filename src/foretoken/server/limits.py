@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.server.config import ServerSettings
-from foretoken.server.errors import ApiError, Failed, answered, bad, is_anthropic, no_json
+from foretoken.server.errors import ApiError, Failed, answered, api_error, bad, is_anthropic, no_json
 from foretoken.server.keys import Caller
 from foretoken.server.memory import FREED
 from foretoken.server.pages import PATHS as PAGE_PATHS
@@ -85,7 +85,7 @@ class Gate:
             return
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        state["request_id"], state["sent"] = _id_of(headers), 0
+        state["request_id"], state["sent"], state["begun"] = _id_of(headers), 0, False
         sender = self._sender(scope, send)
         place = None
         try:
@@ -99,7 +99,13 @@ class Gate:
                 return
             # Nobody but the connection need know that only the head of an answer is asked for: it leaves out the rest.
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-            await self.app(asked, received, sender)
+            try:
+                await self.app(asked, received, sender)
+            except Exception as error:
+                if state["begun"]:
+                    raise
+                # Answered here and not outside: browsers of other origins can read it, and it carries its id.
+                await answered(api_error(error), scope["path"], self.failed)(scope, receive, sender)
         finally:
             if place is not None:
                 place.close()
@@ -113,6 +119,7 @@ class Gate:
         async def named(message: Message) -> None:
             nonlocal is_stream
             if message["type"] == "http.response.start":
+                state["begun"] = True
                 if _is_worth_a_line(scope, message["status"]):
                     log_request(scope, message["status"], began)
                 found = MutableHeaders(scope=message)
