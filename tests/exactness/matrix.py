@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from cases import CASES, Case
 from torch import Tensor
+from trained import only_built
 
 from foretoken import registry
 from foretoken.core import Kind
@@ -83,7 +84,8 @@ def pairs(greedy: bool) -> list[Pair]:
     found = []
     models = {True: llamas(vocab=4), False: tables()}  # one pair for all: nothing is decoded here
     for name, case in rows():
-        drafter: Drafter = case.build(*models[bool(case.network)])
+        with only_built():
+            drafter: Drafter = case.build(*models[bool(case.network)])
         fitting = verifiers_for(drafter.traits.proposals, greedy=False)
         found += [
             pair_of(name, case, drafter, verifier) for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))

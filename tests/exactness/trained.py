@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +24,18 @@ from foretoken.training.recipes.base import Batch, Recipe
 
 STEPS, TEXTS, LENGTH = 30, 4, 40
 
+_STEPS: ContextVar[int] = ContextVar("steps of training", default=STEPS)
 
-_RECIPES: dict[tuple[str, Fingerprint, tuple[tuple[str, str], ...]], Recipe] = {}
+
+@contextmanager
+def only_built() -> Iterator[None]:
+    """What is made meanwhile learns nothing: for those who ask a drafter for its traits, and decode nothing."""
+    before = _STEPS.set(0)
+    yield
+    _STEPS.reset(before)
+
+
+_RECIPES: dict[tuple[str, Fingerprint, tuple[tuple[str, str], ...], int], Recipe] = {}
 
 
 def _train(method: str, target: LanguageModel, settings: dict[str, str]) -> Recipe:
@@ -33,7 +46,7 @@ def _train(method: str, target: LanguageModel, settings: dict[str, str]) -> Reci
     recipe.parts.network.requires_grad_(False)
     optimizer = torch.optim.AdamW(recipe.net.parameters(), lr=2e-2)
     recipe.net.train()
-    for step, tokens in enumerate(texts):
+    for step, tokens in enumerate(texts[: _STEPS.get()]):
         with torch.enable_grad():
             batch = Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts, step, STEPS)
             recipe.loss(batch, generator).backward()
@@ -44,12 +57,12 @@ def _train(method: str, target: LanguageModel, settings: dict[str, str]) -> Reci
     return recipe
 
 
-_TAUGHT: dict[Fingerprint, PreTrainedModel] = {}
+_TAUGHT: dict[tuple[Fingerprint, int], PreTrainedModel] = {}
 
 
 def taught(target: LanguageModel, draft: LanguageModel) -> PardDrafter:
     """A draft model that has learned to fill masks with what the target says behind random texts."""
-    key = TargetParts(target).fingerprint()
+    key = TargetParts(target).fingerprint(), _STEPS.get()
     if key not in _TAUGHT:
         student = copy.deepcopy(draft.model).float()  # type: ignore[attr-defined]
         for weight in student.parameters():
@@ -62,7 +75,7 @@ def taught(target: LanguageModel, draft: LanguageModel) -> PardDrafter:
         worker = Distiller(shop, student, Path())  # type: ignore[arg-type]
         texts = torch.randint(target.vocab_size, (STEPS, TEXTS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
         optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3)
-        for step, tokens in enumerate(texts):
+        for step, tokens in enumerate(texts[: _STEPS.get()]):
             with torch.enable_grad():
                 worker.mask_loss(tokens, torch.ones(TEXTS, LENGTH), step).backward()
             optimizer.step()
@@ -77,7 +90,7 @@ def trained(method: str, target: LanguageModel, **settings: str) -> Drafter:
 
     Toy targets are made anew for every test, always with the same weights: what was trained for one fits all of them.
     """
-    key = method, TargetParts(target).fingerprint(), tuple(sorted(settings.items()))
+    key = method, TargetParts(target).fingerprint(), tuple(sorted(settings.items())), _STEPS.get()
     if key not in _RECIPES:
         _RECIPES[key] = _train(method, target, settings)
     recipe = _RECIPES[key].beside(target)
