@@ -360,13 +360,17 @@ def test_greedy_requests_survive_an_interrupt_unchanged(monkeypatch: pytest.Monk
     assert [done[i] for i in ids] == alone
 
 
-def test_bad_logits_of_one_request_do_not_end_the_others() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_logits_of_one_request_do_not_end_the_others(temperature: float) -> None:
+    """Nor does it go on: a round that failed for all is tried for each, on the same scores."""
+
     def poisoned(prefix: tuple[int, ...]) -> Sequence[float]:
         return [float("nan")] * 2 if prefix[0] == 1 and len(prefix) > 4 else [0.3, 0.7]
 
     target = TableModel(poisoned, 2)
     shared = engine(target)
-    good, bad = (shared.add(Request([first, 0], T1, 6, seed=0)) for first in (0, 1))
+    params = SamplingParams(temperature=temperature)
+    good, bad = (shared.add(Request([first, 0], params, 6, seed=0)) for first in (0, 1))
     for _ in range(3):
         shared.step()
     ended = {run.id: emission for run, emission in shared.step()}

@@ -188,3 +188,17 @@ def test_models_that_can_take_trees_are_not_refused() -> None:
         model = new_model(name)
         assert detect(model).missing == {}
         assert isinstance(wrap(model), HuggingFaceModel)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mixtral"])
+def test_bits_that_cannot_be_promised_are_said(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("foretoken.models.refusals._SAID", set())
+    model = new_model(name, **EVERY.get(name, ({},))[0])
+    runs = wrap(model, exact="bitwise")
+    lost = [str(refused) for refused in runs.refused if refused.path == "bitwise"]
+    assert runs.exactness == "rounding" and len(lost) == 1 and runs.exactness_why in lost[0]
+    assert caplog.messages.count(lost[0]) == 1
+    runs = wrap(model)
+    assert not [refused for refused in runs.refused if refused.path == "bitwise"], "it was not asked for"

@@ -174,9 +174,10 @@ class Scores:
         """The token that a fixed request takes after ``node``: the argmax at temperature 0, else the race's winner."""
         if self.chosen is None and self.sampler.context_free and (self.sampler.greedy or self.races_at_once):
             ranking = self.logits if self.sampler.greedy else self.sampler.ranking(self.logits, self.lengths, None)
-            self.chosen, finite = argmaxes(ranking)
+            chosen, finite = argmaxes(ranking)
             if not finite:
                 raise NonFiniteLogitsError(NON_FINITE)
+            self.chosen = chosen
         return argmaxes(self.ranking(node)[None])[0][0] if self.chosen is None else self.chosen[node]
 
     def argmax(self, node: int) -> int:

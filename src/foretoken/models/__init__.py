@@ -35,11 +35,16 @@ def wrap(
 
         return EncoderDecoderModel(model, exact=exact)
     from foretoken.models.checks.cache_trial import cache_fault
+    from foretoken.models.refusals import lost_bits
     from foretoken.models.sequential import SequentialModel
 
-    wrapped = _wrapped(model, exact, lean, in_place, probe)
-    fault = cache_fault(model, wrapped)
-    return wrapped if fault is None else SequentialModel(model, fault)
+    runs = _wrapped(model, exact, lean, in_place, probe)
+    fault = cache_fault(model, runs)
+    if fault is not None:
+        runs = SequentialModel(model, fault)
+    if not runs.capabilities.tree_mask:  # which has said so itself
+        runs.refused += lost_bits(exact, runs.exactness, runs.exactness_why)
+    return runs
 
 
 def _wrapped(

@@ -22,6 +22,7 @@ from foretoken.models.forward.network import Network
 from foretoken.models.network.alone import alone, lock_of
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.watch import Watch
+from foretoken.models.refusals import lost_bits
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 
@@ -72,6 +73,7 @@ class HuggingFaceModel(TreeRunner):
         self.refused = network.refused
         if network.exact != "approximate":
             self.exactness, self.exactness_why = checks.exactness(network.way, self)
+        self.refused += lost_bits(network.exact, self.exactness, self.exactness_why)
 
     def _renew(self) -> None:
         """Fused copies of the weights are made anew; open sequences keep a cache that nobody else writes to."""

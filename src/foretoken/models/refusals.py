@@ -61,3 +61,10 @@ def refusal(path: str, why: str, costs: str) -> Refusal:
         _SAID.add(str(refused))
         logging.getLogger("foretoken").warning("%s", refused)
     return refused
+
+
+def lost_bits(exact: str, exactness: str, why: str) -> tuple[Refusal, ...]:
+    """The refusal of ``exact="bitwise"``, where it was asked for and cannot be kept."""
+    if exact != "bitwise" or exactness == "bitwise":
+        return ()
+    return (refusal("bitwise", why, "near-ties may differ with drafts and in batches"),)

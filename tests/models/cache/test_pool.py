@@ -14,7 +14,8 @@ from torch import Tensor
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.models.base import Feed, Rows, SequenceState
-from foretoken.models.cache.pool import SHORT, SLACK, by_cache
+from foretoken.models.cache.fixed import FixedCache
+from foretoken.models.cache.pool import SHORT, SLACK, CachePool, by_cache
 from foretoken.models.cache.rectangle import CHUNK
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.parts import TargetParts
@@ -290,3 +291,31 @@ def test_networks_over_hidden_states_run_over_several_bands() -> None:
     assert len(together.pool.caches) > 1
     for mine, right in zip(together.forward(feeds), wanted, strict=True):
         torch.testing.assert_close(mine.logits, right.logits)
+
+
+@both_forwards
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+def test_numbers_that_are_not_finite_leave_with_their_text(lean: bool, leaves: int) -> None:
+    """Attention multiplies the slots that a mask hides by 0: what was there must be no NaN, or the next text has it."""
+    shared = model(lean)
+    texts = [shared.open() for _ in range(3)]
+    for index, sequence in enumerate(texts):
+        shared.prefill(sequence, text(40, index))
+    gone = texts.pop(leaves)
+    with torch.inference_mode():
+        for buffer in (*gone.cache.keys, *gone.cache.values):
+            buffer[gone.row, :, 20:] = torch.nan
+    shared.release(gone)
+    fresh_one = shared.open()
+    shared.prefill(fresh_one, text(5, 9))
+    for row in shared.forward([Feed(sequence, [3]) for sequence in (*texts, fresh_one)]):
+        assert row.logits.isfinite().all()
+
+
+def test_the_row_of_a_cache_that_keeps_its_place_is_cleared_too() -> None:
+    cache = FixedCache(2, 600)
+    pool = CachePool(cache)
+    first = pool.open(SequenceState(row=0))
+    cache.load(0, 0, torch.full((2, 5, 4), torch.nan), torch.full((2, 5, 4), torch.inf))
+    pool.release(first)
+    assert all(part.isfinite().all() for part in cache._parts())

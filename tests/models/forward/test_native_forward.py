@@ -101,6 +101,16 @@ def test_shapes_and_rotary_embeddings(level: str, name: str, changes: dict[str, 
     compare(outputs(fast), outputs(twin), TOLERANCE)
 
 
+@pytest.mark.parametrize("wide", [514, 528, 542])
+def test_many_rows_whose_products_read_other_widths(level: str, wide: int) -> None:
+    """Rows of 512 numbers lie farther apart than rows of a few more: there is room for either."""
+    model = new_model("llama", **{**SHAPE, "hidden_size": 512, "intermediate_size": wide}).to(torch.bfloat16)
+    fast, twin = both(model)
+    text = prompt_of(180)
+    got, wanted = (each.forward([Feed(each.open(), text)])[0].logits.float() for each in (fast, twin))
+    assert float((got - wanted).abs().mean() / wanted.std()) < TOLERANCE
+
+
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 

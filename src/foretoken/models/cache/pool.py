@@ -58,10 +58,14 @@ class CachePool:
         """Free a row; the last row of its cache takes its place, so that live rows stay contiguous."""
         cache = sequence.cache
         last = cache.texts.pop()
+        freed = last.row
+        if cache.texts or not self._movable:  # else its buffers go
+            cache.blank(sequence.row)
         if last is not sequence:
-            cache.move_row(last.row, sequence.row, last.num_slots)
+            cache.move_row(freed, sequence.row, last.num_slots)
             last.row = sequence.row
             cache.texts[last.row] = last
+            cache.blank(freed)
         sequence.cache = None
         if self._movable:
             self._give_back(cache)

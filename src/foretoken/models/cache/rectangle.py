@@ -242,6 +242,13 @@ class TreeCache(Cache):
             buffer[target, :, :slots] = buffer[source, :, :slots]
 
     @torch.inference_mode()
+    def blank(self, row: int) -> None:
+        """Zero a row that no text has: masked slots are multiplied by 0, which NaN and infinity outlive."""
+        self.flush()
+        for part in self._parts():
+            part[:, row] = 0
+
+    @torch.inference_mode()
     def take_row(self, source: TreeCache, row: int, target: int, slots: int) -> None:
         """Copy the first ``slots`` slots of a row of another cache to row ``target``."""
         self.reserve(target + 1, slots)

@@ -42,9 +42,9 @@ struct Work {
     Work(const Blocks &blocks, const BlocksCall &call, char *base) : blocks(blocks), call(call) {
         Pieces pieces = {base};
         const long all = blocks.heads * call.rows;
-        long widest = blocks.width, slab = 0, slabs = 1;
+        long widest = apart(blocks.width), slab = 0, slabs = 1;  // of a row with what lies behind it
         const auto fit = [&](const Product &product) {
-            if (product.in() > widest) widest = product.in();
+            if (apart(product.in()) > widest) widest = apart(product.in());
             if (product.count > slabs) slabs = product.count;
             for (long i = 0; i < product.count; i++) {
                 const long bytes = prepared_bytes(product.parts[i], all);
@@ -58,7 +58,7 @@ struct Work {
         side = apart(blocks.first.out());
         output = pieces.take<bfloat16>(call.rows * side);
         inputs = {nullptr, 0, call.rows, nullptr, slab};
-        inputs.rows = pieces.take<bfloat16>(all * apart(widest));
+        inputs.rows = pieces.take<bfloat16>(all * widest);
         inputs.prepared = pieces.take<char>(slabs * slab);
         end = pieces.at;
     }

@@ -92,12 +92,12 @@ struct Buffers {
 
     Buffers(const Model &model, const Call &call, long threads, char *base) {
         Pieces pieces = {base};
-        long widest = model.width, slab = 0, slabs = 1, used = 0;
+        long widest = apart(model.width), slab = 0, slabs = 1, used = 0;  // of a row with what lies behind it
         side = model.width;
         moving = 0;
         const auto fit = [&](const Product &product) {
             if (!product.count) return;
-            if (product.in() > widest) widest = product.in();
+            if (apart(product.in()) > widest) widest = apart(product.in());
             if (product.out() > side && &product != &model.head) side = product.out();
             if (product.count > slabs) slabs = product.count;
             for (long i = 0; i < product.count; i++) {
@@ -127,7 +127,7 @@ struct Buffers {
         x = pieces.take<bfloat16>(call.rows * model.width);
         queries = pieces.take<bfloat16>(call.rows * model.heads * model.dim);
         inputs = {nullptr, 0, call.rows, nullptr, slab};
-        inputs.rows = pieces.take<bfloat16>(call.rows * apart(widest));
+        inputs.rows = pieces.take<bfloat16>(call.rows * widest);
         inputs.prepared = pieces.take<char>(slabs * slab);
         side = apart(side);
         output = pieces.take<bfloat16>(call.rows * side);
