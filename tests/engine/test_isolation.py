@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import foretoken as ft
 from foretoken.core import Budget, Context
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine import acceptance
@@ -461,3 +462,21 @@ def test_a_drafter_that_always_fails_ends_everybody_and_the_engine_stays() -> No
     errors = [run.error for run in finished(busy).values()]  # the drafter is none of ours: it is named
     assert all(isinstance(error, DrafterError) and isinstance(error.__cause__, Planted) for error in errors)
     check_free(busy)
+
+
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "public"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_refused_draft_whose_states_are_not_finite_changes_nothing(temperature: float, lean: bool) -> None:
+    """Plain decoding never reads it: the root's masked slots must not, either."""
+    network = llama()
+    plain = ft.load(HuggingFaceModel(network, lean=lean), None)
+    options: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": True, "temperature": temperature, "seed": 3}
+    prompts = [[5, 9, 3], [8, 8, 4, 7]]
+    wanted = [output.token_ids for output in plain.generate(prompts, **options)]
+    bad = next(token for token in range(32) if all(token not in text for text in (*wanted, *prompts)))
+    network.get_input_embeddings().weight.data[bad] = torch.nan
+    guesses = [[*text[:2], bad, *text[3:]] for text in wanted]
+    drafted = ft.load(HuggingFaceModel(network, lean=lean), "prediction")
+    outputs = drafted.generate(prompts, prediction=guesses, **options)
+    assert [output.token_ids for output in outputs] == wanted
+    assert all(output.stats.num_accepted_tokens for output in outputs), "it goes on to draft"

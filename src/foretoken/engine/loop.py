@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from foretoken.core import RoundTimes, Scores, TokenTree, Verdict
+from foretoken.core import NonFiniteLogitsError, RoundTimes, Scores, TokenTree, Verdict
 from foretoken.engine.acceptance import AcceptanceRules
 from foretoken.engine.admission import KvBudget, check, first_in_turn
 from foretoken.engine.conditional import check_language
@@ -264,7 +264,7 @@ class Engine:
         turns = together(self._score, turns)
         target_s = target.run_s - target_before
         scored = now(device)
-        turns = (each if self.acceptance.is_outside else together)(self.acceptance.verify, turns)
+        turns = (each if self.acceptance.is_outside else together)(self._verify, turns)
         verified = now(device)
         turns = each(self.delivery.commit, turns)
         committed = now(device)
@@ -291,6 +291,20 @@ class Engine:
         for turn, row in zip(turns, rows, strict=True):
             context = turn.run.context
             turn.scores = Scores(row.logits, turn.tree, context.tokens, context.sampler, row.taps)
+
+    def _verify(self, turns: Sequence[Turn]) -> None:
+        """What is accepted.  Where scores are not finite a draft may be why: attention multiplies what a mask hides by
+        0, which infinity outlives.  Plain decoding would not have seen it, so the root is scored without drafts."""
+        try:
+            self.acceptance.verify(turns)
+        except NonFiniteLogitsError:
+            if len(turns) > 1 or not turns[0].is_drafted:
+                raise
+            (turn,) = turns
+            self.target.forget(turn.run.text)
+            turn.tree = TokenTree.root_only(turn.run.context.root)
+            self._score(turns)
+            self.acceptance.verify(turns)
 
     def _feed(self, run: Running, tree: TokenTree) -> Feed:
         return Feed(run.text, tree.tokens, tree.parents)

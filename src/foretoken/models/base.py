@@ -354,6 +354,10 @@ class LanguageModel(ABC):
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep the scratch nodes of ``path`` (from the last committed token downwards), drop all others."""
 
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop all scratch nodes and what they have stored, which may be no finite number."""
+        self.commit(sequence, ())
+
     def rewind(self, sequence: SequenceState, length: int) -> None:
         """Keep the first ``length`` committed tokens, drop the later ones and every scratch node.
 

@@ -165,6 +165,10 @@ class TreeRunner(ModuleModel):
         sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
         sequence.clear_scratch()
 
+    def forget(self, sequence: SequenceState) -> None:
+        self.commit(sequence, ())
+        sequence.cache.blank(sequence.row, self._slots(sequence))
+
     def rewind(self, sequence: SequenceState, length: int) -> None:
         """Keep the first ``length`` committed tokens: the slots behind them are written anew."""
         del sequence.tokens[length:]

@@ -242,11 +242,12 @@ class TreeCache(Cache):
             buffer[target, :, :slots] = buffer[source, :, :slots]
 
     @torch.inference_mode()
-    def blank(self, row: int) -> None:
-        """Zero a row that no text has: masked slots are multiplied by 0, which NaN and infinity outlive."""
+    def blank(self, row: int, start: int = 0) -> None:
+        """Zero the slots of a row from ``start`` on, which no token has: attention multiplies what a mask hides by 0,
+        and NaN and infinity outlive that."""
         self.flush()
         for part in self._parts():
-            part[:, row] = 0
+            part[:, row, :, start:] = 0
 
     @torch.inference_mode()
     def take_row(self, source: TreeCache, row: int, target: int, slots: int) -> None:
