@@ -119,6 +119,20 @@ def test_a_table_is_read_in_pieces_too() -> None:
     assert whole == pieces
 
 
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_prompts_that_are_read_together_take_their_seconds_once(chunk: int | None) -> None:
+    """Each of them waited for all of it, but the engine did not spend it twice."""
+    target, _ = models()
+    llm = engine(target, None, prefill_chunk=chunk)
+    runs = serve(llm, [Request(text(200, seed), max_new_tokens=2) for seed in range(4)])
+    each = [run.stats.prefill_s for run in runs]
+    assert 0 < max(each) <= llm.read_s <= sum(each)
+    assert chunk is not None or each == [llm.read_s] * 4
+    before = llm.read_s
+    (alone,) = serve(llm, [Request(text(200, 9), max_new_tokens=2)])
+    assert llm.read_s - before == pytest.approx(alone.stats.prefill_s)
+
+
 # -- who is read when ------------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,7 @@ class Drafting:
 
     Attributes:
         has_outside: whether the drafter, or a member of a group, is none of ours: its proposals are looked at closely.
+        read_s: seconds in which texts were read in order to draft, those of several requests at once counted once.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Drafting:
         pace: Pace,
     ) -> None:
         self.target, self.drafter, self.controller, self.members = target, drafter, controller, members
-        self.pace = pace
+        self.pace, self.read_s = pace, 0.0
         self.has_outside = has_outside(drafter)
         self._device = getattr(target, "device", None)
 
@@ -96,6 +97,7 @@ class Drafting:
                 turn.tree, turn.rule = run.own.propose(self.target, run.context)
                 turn.planned = False  # the controller has not decided it
                 spent = now(self._device) - began
+                self.read_s += spent
                 run.stats.prefill_s += spent
                 run.stats.total_s += spent
 
@@ -163,6 +165,7 @@ class Drafting:
         """Tell requests what drafters have read of their texts before they drafted; returns the seconds that it
         took."""
         spent = self.pace.spent_s
+        self.read_s += spent
         for turn in turns:
             texts = DraftTexts.of(turn.run.context)
             stats = turn.run.stats

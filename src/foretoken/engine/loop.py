@@ -202,6 +202,14 @@ class Engine:
         return self.requests.running
 
     @property
+    def read_s(self) -> float:
+        """Seconds outside the rounds in which prompts were read.
+
+        Wall time: requests that are read together each count all of it as their own ``prefill_s``, here it counts once.
+        """
+        return self.reader.read_s + self.drafting.read_s
+
+    @property
     def budget(self) -> KvBudget:
         """The memory that requests may take."""
         return self.requests.budget

@@ -74,12 +74,13 @@ class Reader:
 
     Attributes:
         time: what reading takes.
+        read_s: seconds of reading so far; prompts that are read together are counted once.
         pace: how much drafters may read of the texts.
     """
 
     def __init__(self, requests: Requests, chunk: int | None) -> None:
         self.requests, self.target, self.drafter = requests, requests.target, requests.drafter
-        self.chunk, self.time, self.pace = chunk, ReadingTime(), Pace()
+        self.chunk, self.time, self.pace, self.read_s = chunk, ReadingTime(), Pace(), 0.0
         self._device = getattr(self.target, "device", None)
 
     def most(self) -> int:
@@ -115,6 +116,7 @@ class Reader:
                     self.requests.together(self._start, [turn])
             spent = now(self._device) - began
             self.time.note(sum(sizes.values()), spent)
+            self.read_s += spent
             for turn in turns:
                 turn.run.stats.prefill_s += spent
                 turn.run.stats.total_s += spent

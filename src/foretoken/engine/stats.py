@@ -29,7 +29,8 @@ class SpecStats:
             ``num_accepted_prediction_places`` those that were ever kept.
         draft_s, target_s, verify_s, overhead_s: seconds in the drafter, in the target network, in the acceptance
             rule, and in everything else of the rounds.  In a batch every request counts the whole round.
-        prefill_s: seconds before the first round.
+        prefill_s: seconds before the first round.  Prompts that are read together each count all of them; an engine's
+            ``read_s`` counts them once.
         total_s: all of it.
         num_prompt_tokens: tokens of the prompt, ``num_prompt_tokens_computed`` those of them that the target read; the
             others' keys and values were there from an earlier text with the same beginning.

@@ -47,6 +47,17 @@ def test_greedy_ids_are_the_same(spec: str, shared: ArmSetup) -> None:
     assert run.seconds > 0 and run.prefill_s > 0 and rate([run]) > 0
 
 
+@pytest.mark.parametrize("spec", ["none", "ngram,n=2,k=4", "early_exit,layer=1,k=3"])
+def test_a_batch_that_is_read_together_is_read_once(spec: str) -> None:
+    """The seconds of a joint reading are not taken off once for every prompt: the rounds must fit in what is left."""
+    prompts = [[(place * number) % 31 for place in range(600)] for number in (1, 3, 5, 7)]
+    unit = Unit("", 0, range(4), prompts, range(4), 1)
+    arm = make_arm(spec, ArmSetup(HuggingFaceModel(llama(context=1024)), "a toy"))
+    found = arm.run(unit, (0.0, 4))
+    assert found.draft_s is not None and found.target_s is not None and found.verify_s is not None
+    assert found.seconds >= found.draft_s + found.target_s + found.verify_s > 0
+
+
 @pytest.mark.parametrize("options", ["", ",k=3", ",k=3,threshold=0.5", ",k=3,schedule=heuristic"])
 def test_assisted(options: str, shared: ArmSetup, with_draft: str) -> None:
     run = written(f"transformers:assisted,draft={with_draft},dtype=float64{options}", shared, 16)

@@ -166,7 +166,7 @@ class OwnArm(Arm):
     def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
         """Serve the unit's prompts as one batch."""
         self.recorder.start(tracing)
-        runs, spent = self._serve(unit, setting[0])
+        runs, spent, read_s = self._serve(unit, setting[0])
         total, outputs = SpecStats.summed(run.stats for run in runs), [list(run.output) for run in runs]
         recorder = self.recorder
         return UnitResult(
@@ -177,9 +177,9 @@ class OwnArm(Arm):
             unit=unit.number,
             prompts=list(unit.prompts),
             outputs=outputs,
-            seconds=max(spent - total.prefill_s, 1e-9),
+            seconds=max(spent - read_s, 1e-9),
             decoded=sum(map(len, outputs)),
-            prefill_s=total.prefill_s,
+            prefill_s=read_s,
             drafts=total.num_drafts,
             drafted=total.num_draft_tokens,
             accepted=total.num_accepted_tokens,
@@ -190,8 +190,9 @@ class OwnArm(Arm):
             seeds=list(unit.seeds) if setting[0] > 0 and self.coupled else None,
         )
 
-    def _serve(self, unit: Unit, temperature: float) -> tuple[list[Running], float]:
-        """Finished requests in the unit's order, and all seconds that went by: what a controller does counts too."""
+    def _serve(self, unit: Unit, temperature: float) -> tuple[list[Running], float, float]:
+        """Finished requests in the unit's order, all seconds that went by (what a controller does counts too), and
+        those of them in which prompts were read."""
         shared, engine = self.shared, self.llm.engine
         requests = [
             self.llm.request(
@@ -206,6 +207,7 @@ class OwnArm(Arm):
         ]
         numbers = [engine.add(request) for request in requests]
         done: dict[int, Running] = {}
+        read_before = engine.read_s
         try:
             watch = Stopwatch()
             while engine.busy:
@@ -218,7 +220,7 @@ class OwnArm(Arm):
         finally:
             for number in numbers:
                 engine.cancel(number)
-        return [done[number] for number in numbers], spent
+        return [done[number] for number in numbers], spent, engine.read_s - read_before
 
 
 def make_arm(spec: str, shared: ArmSetup) -> Arm:
