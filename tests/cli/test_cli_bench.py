@@ -57,6 +57,25 @@ def test_the_file_the_table_and_the_card(run: Any, target: str, draft: str, prom
     assert run("bench", "report", str(out), "--out", str(page), "--json").json["out"] == str(page)
 
 
+def test_quantised_weights_are_recorded_and_shown(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
+    """They are another model's: neither the file, nor the card, nor the page may call it the one of full weights."""
+    out, card, page = (tmp_path / name for name in ("run.jsonl", "run.md", "report.html"))
+    measured = bench(
+        run, target, "--drafter", "ngram", "--prompts", prompts, "--max-prompts", "1", "--quantize", "int8",
+        "--out", str(out), "--card", str(card),
+    )  # fmt: skip
+    assert measured.code == 0, measured.err
+    summary = lines(out.read_text())[-1]
+    settings = summary["settings"]
+    assert (settings["quantize"], settings["backend"], settings["device"]) == ("int8", "auto", "cpu")
+    assert settings["chat"] is True
+    weights = f"int8, with activations in {settings['dtype']}"
+    assert settings["weights"] == summary["runs_as"]["weights"] == weights
+    assert f"weights: {weights}" in card.read_text()
+    assert run("bench", "report", str(out), "--out", str(page)).code == 0
+    assert f"<dt>weights</dt><dd>{weights}</dd>" in page.read_text()
+
+
 def test_json_lines_on_stdout(run: Any, target: str, prompts: str) -> None:
     for more in (("--json",), ()):  # a pipe gets lines without being asked
         result = bench(run, target, "--drafter", "ngram", "--prompts", prompts, "--category", "prose", *more)

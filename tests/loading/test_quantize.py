@@ -63,6 +63,7 @@ def test_every_linear_layer_is_replaced(kind: str, lean: bool, tmp_path: Path) -
     head = target.model.get_output_embeddings()
     assert [m.product.bits for m in made if m is not head] == [int(kind[3])] * 21 and head.product.bits == 8
     assert {m.product.activations for m in made} == {8 if kind in SHORT else 15}
+    assert target.describe()["weights"].startswith(f"{kind}, with activations in ")
     full = load_model(saved(tmp_path / "full", "qwen2"))
     assert target.weight_bytes < full.weight_bytes / 2
     error = float((logits(target, PROMPTS[0]) - logits(full, PROMPTS[0])).norm() / logits(full, PROMPTS[0]).norm())

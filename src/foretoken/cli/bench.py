@@ -169,6 +169,8 @@ def _run(
         ignore_eos,
         common.filters,
         inflate,
+        common.quantize,
+        common.backend,
     )
     with progress_bar() as on_progress:
         try:

@@ -19,11 +19,19 @@ from foretoken.models.clock import now
 from foretoken.models.forward.native import NativeForward
 from foretoken.models.forward.native_chain import ChainEnd, NativeChains, Pick
 from foretoken.models.forward.network import Network
+from foretoken.models.forward.parts import storage_of
 from foretoken.models.network.alone import alone, lock_of
 from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.watch import Watch
 from foretoken.models.refusals import lost_bits
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
+
+
+def _stored_as(model: Any) -> str:
+    """What a network's weights are, where its dtype does not tell: those of a GGUF file, or quantised ones."""
+    told: str = getattr(model, "stored_as", "")
+    quantised = getattr(model, "quantised_to", "") or storage_of(model)
+    return told or (f"{quantised}, with activations in" if quantised else "")
 
 
 class HuggingFaceModel(TreeRunner):
@@ -61,7 +69,7 @@ class HuggingFaceModel(TreeRunner):
     ) -> None:
         forwards = network(model, exact, lean=lean, in_place=in_place, probe=probe)
         super().__init__(forwards, TreeCache(forwards.depth, forwards.context_length + SCRATCH_ROOM))
-        self.stored_as = getattr(model, "stored_as", "")
+        self.stored_as = _stored_as(model)
         with lock_of(model):
             with alone(model):
                 self._choose()

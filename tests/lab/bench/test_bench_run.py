@@ -391,6 +391,9 @@ def test_another_run_is_not_mixed_in(table: MarkovTable, calls: list[tuple[Any, 
         (BenchSettings(("x",), seed=1), PROMPTS, {}, r"other settings \(seed\)"),
         (BenchSettings(("x",)), {"a": [[1]]}, {}, r"other settings \(prompts\)"),
         (BenchSettings(("x",)), PROMPTS, {"max_new_tokens": 7}, r"other settings \(max_new_tokens\)"),
+        (BenchSettings(("x",)), PROMPTS, {"quantize": "int4"}, r"other settings \(quantize\)"),
+        (BenchSettings(("x",)), PROMPTS, {"backend": "llama.cpp"}, r"other settings \(backend\)"),
+        (BenchSettings(("x",), chat=False), PROMPTS, {}, r"other settings \(chat\)"),
     ):
         with pytest.raises(ValueError, match=words):
             run_bench(shared(table, **more), prompts, settings, out, True)

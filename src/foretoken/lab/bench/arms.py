@@ -31,6 +31,7 @@ class ArmSetup(Subject):
         ignore_eos: go on behind an end-of-text token, so that every arm writes the same number of tokens.
         filters: those of :data:`foretoken.core.sampling.FILTERS` that are not off.
         inflate: the size that the target was inflated to, if it was.
+        quantize, backend: how the target was loaded, for the record.
     """
 
     profile: Path | None = None
@@ -38,6 +39,8 @@ class ArmSetup(Subject):
     ignore_eos: bool = True
     filters: dict[str, Any] = field(default_factory=dict)
     inflate: str | None = None
+    quantize: str | None = None
+    backend: str = "auto"
 
 
 @dataclass(frozen=True)

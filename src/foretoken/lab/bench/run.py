@@ -15,7 +15,7 @@ from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import Key, Setting, UnitResult
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.specs import PLAIN
-from foretoken.lab.bench.summary import BenchResult, Tally, dtype_of, machine
+from foretoken.lab.bench.summary import BenchResult, Tally, dtype_of, machine, runs_as
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.lab.timing import interleave, median_run
 from foretoken.models.call_costs import measure_target
@@ -146,6 +146,10 @@ class Bench:
         return {
             "target": str(shared.source),
             "dtype": dtype_of(shared),
+            "weights": runs_as(shared)["weights"],
+            "device": str(getattr(shared.target, "device", "cpu")),
+            "quantize": shared.quantize,
+            "backend": shared.backend,
             "inflate": shared.inflate,
             "arms": settings.names,
             "temperatures": list(settings.temperatures),
@@ -160,6 +164,7 @@ class Bench:
             "allow_lossy": shared.allow_lossy,
             "ignore_eos": shared.ignore_eos,
             "filters": shared.filters,
+            "chat": settings.chat,
         }
 
     # -- running -----------------------------------------------------------------------------------------------------

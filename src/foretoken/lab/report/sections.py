@@ -96,6 +96,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return [
         ("target", str(run.summary.get("target") or "")),
         ("dtype", str(settings.get("dtype") or "")),
+        ("weights", str(settings.get("weights") or "")),
         ("machine", ", ".join(filter(None, [str(hardware.get("cpu") or ""), f"{cores} cores" if cores else "", gpus]))),
         ("threads", _threads(_object(machine, "threads"))),
         ("versions", ", ".join(f"{name} {value}" for name, value in versions.items())),

@@ -36,6 +36,8 @@ def check_kind(kind: str) -> None:
 def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
     """Replace every ``nn.Linear`` below ``model`` by a quantised one, one after another; returns how many.
 
+    ``model.quantised_to`` is ``kind`` from then on.
+
     Left as they are: weights that are shared with an embedding, and with ``int4`` shapes that do not fit.  The
     vocabulary projection is int8 at the least: its errors are errors of logits.
 
@@ -73,4 +75,5 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
             f"{type(model).__name__} has no nn.Linear that quantize={kind} fits: int4 needs outputs in multiples of 16 "
             f"and inputs in multiples of {GROUP}; use int8, or leave quantize out"
         )
+    model.quantised_to = kind
     return count

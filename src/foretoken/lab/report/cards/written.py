@@ -154,7 +154,7 @@ def _short(value: float) -> float:
 
 
 def markdown_card(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """The markdown_card of a run: machine, versions, threads, dtype and load above one table per setting."""
+    """The markdown_card of a run: machine, versions, threads, dtype, weights and load above one table per setting."""
     return "\n".join([*_head(summary), *_tables(cells, summary), *_notes(summary)]) + "\n"
 
 
@@ -168,7 +168,7 @@ def _head(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"- machine: {hardware['cpu']}, {hardware['cores']} cores" + "".join(f", {gpu}" for gpu in hardware["gpus"])
     yield "- versions: " + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     yield f"- threads: {threads['torch_threads']} ({variables or 'no variables set'}); load over one minute: {load}"
-    yield f"- dtype: {machine['dtype']}"
+    yield f"- dtype: {machine['dtype']}; weights: {summary['runs_as']['weights']}"
     yield f"- prompts: {prompts}; {settings['max_new_tokens']} new tokens each" + (
         "" if settings["ignore_eos"] else " at most"
     )
