@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.lab.bench import run as bench_run
@@ -24,6 +25,7 @@ from foretoken.lab.bench.results import (
     interval,
     positions,
     speedup_ci95,
+    t95,
 )
 from foretoken.lab.bench.run import Bench, BenchSettings, run_bench
 from foretoken.lab.bench.serving import OwnArm
@@ -441,7 +443,8 @@ def test_a_cell_by_hand() -> None:
         "identical": True, "draft_s": pytest.approx(0.4), "target_s": pytest.approx(1.2),
         "overhead_s": pytest.approx(0.4), "predicted_speedup": 2.5,
     }  # fmt: skip
-    assert (low, high) == (pytest.approx(4 / 3), pytest.approx(4.0))
+    # Shares of the arm's seconds are 1/4 and 3/4, so the relative error is 1/2; two units have one degree of freedom
+    assert (low, high) == (0.0, pytest.approx(2 * (1 + 12.7062 / 2), rel=1e-5))
 
 
 def test_another_engine_tells_less() -> None:
@@ -471,6 +474,24 @@ def test_the_interval_covers_the_true_ratio() -> None:
         low, high = speedup_ci95(arm, plain)
         covered += low <= 2.0 <= high
     assert 84 <= covered <= 100
+
+
+@pytest.mark.parametrize("units", [2, 3, 4, 6, 12])
+def test_the_interval_of_few_prompts_covers_the_true_ratio(units: int) -> None:
+    """The lengths of prompts are the same for both arms; what drafting gains of each varies."""
+    draws, covered = np.random.default_rng(units), 0
+    for _ in range(1000):
+        base = draws.lognormal(0.0, 0.1, units)
+        mine = base * draws.lognormal(-(0.15**2) / 2, 0.15, units)
+        arm = [unit(number=i, seconds=float(s)) for i, s in enumerate(mine)]
+        low, high = speedup_ci95(arm, [unit("plain", i, float(s)) for i, s in enumerate(base)])
+        covered += low <= 1.0 <= high
+    assert covered >= 920
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 12, 101])
+def test_students_t(freedom: int) -> None:
+    assert t95(freedom) == pytest.approx(student.ppf(0.975, freedom))
 
 
 def test_positions_are_shares_of_rounds() -> None:
