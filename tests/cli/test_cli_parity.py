@@ -21,7 +21,10 @@ from foretoken.lab.prompts import read_prompts
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.models.other.table import TableModel
 
-FIELDS = {"drafter", "verifier", "mode", "prompts", "identical", "ties", "differences", "p_value"}
+FIELDS = {
+    "drafter", "verifier", "mode", "prompts", "drafted", "tried", "identical", "ties", "differences", "p_value", "sees",
+    "notes",
+}  # fmt: skip
 
 
 def parity(run: Any, target: str, *more: str) -> Any:
@@ -40,8 +43,9 @@ def test_all_that_fit_pass_and_the_json_is_the_contract(run: Any, target: str, t
     )
     assert result.code == 0
     found = result.json
-    assert set(found) == {"passed", "checks", "exactness", "prompts", "identical", "ties"} and found["passed"] is True
-    texts = [check for check in found["checks"] if check["mode"] != "sampled"]
+    assert set(found) == {"passed", "tried", "untried", "checks", "exactness", "prompts", "identical", "ties"}
+    assert found["passed"] is found["tried"] is True
+    texts = [check for check in found["checks"] if check["mode"] != "sampled" and check["tried"]]
     for key in ("prompts", "identical", "ties"):
         assert found[key] == sum(check[key] for check in texts)
     assert found["exactness"] in ("bitwise", "rounding")

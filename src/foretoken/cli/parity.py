@@ -197,7 +197,7 @@ def _print_power(console: Console, report: Report, settings: Settings) -> None:
     console.print(
         f"distribution tests: {settings.samples} outputs each; one that is right fails with a chance of "
         f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one that is off by a "
-        f"total variation of {span} or more is found with a chance of 0.9",
+        f"total variation of {span} or more between the merged cells of every table is found with a chance of 0.9",
         soft_wrap=True,
     )
 

@@ -78,11 +78,16 @@ def test_a_drafter_that_drafted_nothing_was_not_tried() -> None:
     first, last = words(report)
     assert first.startswith("scripted drafted nothing on these prompts: it was not tried")
     assert last == "nothing was drafted on these prompts: whether speculation changes anything was not tried"
+    told = report.public()
+    assert told["tried"] is False and told["untried"] == [first]
+    assert (told["prompts"], told["identical"], told["checks"][0]["tried"]) == (0, 0, False)
 
 
 def test_texts_of_a_drafter_that_drafted_nothing_are_not_counted() -> None:
     report = report_on(models()[0], ScriptedDrafter(), Planted(), prompts=[[0, 1], [2]])
-    assert report.public()["prompts"] == 4  # of all checks
+    told = report.public()
+    assert (told["prompts"], told["identical"], told["tried"]) == (2, 2, True)
+    assert [check["tried"] for check in told["checks"]] == [False, True]
     found = words(report)
     assert found[0].startswith("scripted drafted nothing")
     assert found[1] == "all 2 texts are equal to plain decoding's, token by token"

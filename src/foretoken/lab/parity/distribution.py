@@ -60,6 +60,21 @@ class Evidence:
         """Statistic, degrees of freedom and draws: first tokens, tokens after every frequent beginning, places."""
         return [self.tables(0), self.tables(TABLE_TOKENS), (*uniformity(self.places), len(self.places))]
 
+    def p_value(self) -> float:
+        """Of all tests together, corrected for their number."""
+        tests = self.tests()
+        return min(1.0, len(tests) * min(upper_tail(statistic, freedom) for statistic, freedom, _ in tests))
+
+    def sees(self, limit: float) -> float:
+        """The total variation, between the merged cells of every table, from which on an error is found with a chance
+        of :data:`POWER` where a p-value below ``limit`` fails.
+
+        The test of the places promises nothing: errors of opposite signs cancel in it.
+        """
+        *tables, places = self.tests()
+        level = limit / len([*tables, places])
+        return min(smallest_seen(draws, freedom, level) for _, freedom, draws in tables)
+
 
 def check_sampled(subject: Tested, limit: float) -> Check | None:
     """Three tests of sampled outputs of all prompts; ``None`` for a rule that is right at temperature 0 only.
@@ -73,9 +88,8 @@ def check_sampled(subject: Tested, limit: float) -> Check | None:
     if not samples or (verifier is not None and verifier.greedy_only):
         return None
     check = subject.check("sampled")
-    tests = _collect(subject.reference, _sample(subject, check)).tests()
-    check.p_value = min(1.0, len(tests) * min(upper_tail(statistic, freedom) for statistic, freedom, _ in tests))
-    check.sees = min(smallest_seen(draws, freedom, limit / len(tests)) for _, freedom, draws in tests)
+    evidence = _collect(subject.reference, _sample(subject, check))
+    check.p_value, check.sees = evidence.p_value(), evidence.sees(limit)
     if check.p_value < limit:
         check.differences = 1
         check.notes.append(f"the sampled distribution differs: p = {check.p_value:.2g} (limit {limit:.2g})")
@@ -233,12 +247,12 @@ def uniformity(places: Sequence[float]) -> tuple[float, int]:
 
 
 def smallest_seen(draws: int, freedom: int, level: float) -> float:
-    """The total variation from which on a chi-square test of ``draws`` draws finds a wrong distribution with a chance
-    of :data:`POWER`.
+    """The total variation between the merged cells from which on a chi-square test of ``draws`` draws finds a wrong
+    distribution with a chance of :data:`POWER`.
 
     A distribution q whose cells differ from p's by a total variation d has a noncentrality of draws * sum (q - p)**2 /
-    p, which is at least 4 draws d**2 (Cauchy and Schwarz), so the bound holds for every q.  1 when nothing can be
-    found.
+    p, which is at least 4 draws d**2 (Cauchy and Schwarz), and so have several tables that differ by d each.  What
+    cancels within a merged cell is not seen.  1 when nothing can be found.
 
     Args:
         draws: independent draws.

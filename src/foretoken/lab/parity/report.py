@@ -84,7 +84,8 @@ class Check:
         ties: first differences that rounding explains.
         differences: first differences that it does not, a failed test of the distribution, or a check that broke off.
         p_value: of the test of the distribution.
-        sees: the smallest total variation that this test finds with a probability of 0.9 at least.
+        sees: the smallest total variation, between the merged cells of every table, that this test finds with a
+            probability of 0.9.
         drafted: draft tokens that the target checked.
         notes: what differs, in words.
         gaps: logit gaps of the numerical ties.
@@ -119,7 +120,10 @@ class Check:
 
     def public(self) -> dict[str, Any]:
         """As the CLI's JSON prints it."""
-        keys = ("drafter", "verifier", "mode", "prompts", "identical", "ties", "differences", "p_value")
+        keys = (
+            *("drafter", "verifier", "mode", "prompts", "drafted", "tried"),
+            *("identical", "ties", "differences", "p_value", "sees", "notes"),
+        )
         return {key: getattr(self, key) for key in keys}
 
 
@@ -159,12 +163,21 @@ class Report:
         """Whether the run is complete, something was compared, and nothing differs but ties."""
         return self.complete and bool(self.checks) and not self.differs
 
+    @property
+    def tried(self) -> bool:
+        """Whether anything was drafted in any check."""
+        return any(check.drafted for check in self.checks)
+
     def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it; ``prompts`` counts the texts that were compared, over all checks."""
-        texts = [check for check in self.checks if check.compares_texts]
+        """As the CLI's JSON prints it; ``prompts`` counts the texts that were compared, over all checks in which
+        anything was drafted, and ``untried`` names the others."""
+        ended = [check for check in self.checks if not check.broke_off]
+        texts = [check for check in ended if check.compares_texts and check.tried]
         totals = {key: sum(getattr(check, key) for check in texts) for key in ("prompts", "identical", "ties")}
         return {
             "passed": self.passed,
+            "tried": self.tried,
+            "untried": untried(ended),
             "exactness": self.exactness,
             **totals,
             "checks": [check.public() for check in self.checks],
@@ -247,7 +260,7 @@ def _outcome(report: Report, texts: Sequence[Check]) -> Remark:
         return Remark(f"stopped before the end, {far}: {seen} so far, the rest is not known")
     if not report.checks:
         return Remark("FAILED: nothing could be compared", "bad")
-    if not any(check.drafted for check in report.checks):
+    if not report.tried:
         return Remark("nothing was drafted on these prompts: whether speculation changes anything was not tried")
     inside = [check for check in texts if check.mode != OUTSIDE]
     ties = sum(check.ties for check in inside)
