@@ -305,6 +305,20 @@ def test_a_client_that_is_late_says_so() -> None:
     assert any("late by up to 200 ms" in note for note in notes([late], LoadSettings([]), {"a": []}))
 
 
+def test_an_interrupted_test_counts_the_prompts_that_it_has() -> None:
+    """Not those alone whose requests had ended."""
+    from foretoken.lab.bench.load.client import Sample
+    from foretoken.lab.bench.load.drive import Pass
+    from foretoken.lab.bench.load.run import notes
+    from foretoken.lab.bench.load.settings import Server, ServerArm
+
+    cut = Pass(ServerArm("x", Server("x", "u", "m")), Level("rate", 1.0), 0, [Sample(0, "a")], cut=True)
+    groups = {"a": ["one", "two", "three", "four"], "b": ["five", "six", "seven", "eight"]}
+    told = {count: notes([cut], LoadSettings([], requests=count), groups) for count in (8, 10)}
+    assert not any("prompts for" in note for note in told[8])
+    assert any(note.startswith("There are 8 prompts for 10 requests") for note in told[10])
+
+
 def test_stopping_keeps_what_has_ended(scripted: Any) -> None:
     from foretoken.lab.bench.load.drive import Driver
     from foretoken.lab.bench.load.settings import Server, ServerArm

@@ -218,8 +218,10 @@ def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, 
     found = []
     samples = [sample for one in passes for sample in one.samples]
     good = [sample for sample in samples if sample.ok]
-    distinct = len({(sample.number % len(prompts), _row(sample.number, prompts)) for sample in samples})
-    if samples and distinct < settings.requests:
+    # Of all requests, those too that an interrupted test did not come to
+    asked = range(settings.requests) if samples else ()
+    distinct = len({(number % len(prompts), _row(number, prompts)) for number in asked})
+    if distinct < len(asked):
         found.append(
             f"There are {distinct} prompts for {settings.requests} requests: a server that keeps prompts reads the "
             "repeated ones faster."
