@@ -105,6 +105,16 @@ def test_the_summary_holds_what_a_report_needs(result: BenchResult) -> None:
     assert len(summary["prefill"]) == 12
 
 
+def test_acceptance_by_position_is_of_the_first_setting(table: MarkovTable) -> None:
+    """Temperatures and batch sizes accept differently: together they would be nobody's."""
+    bench = Bench(shared(table), PROMPTS, BenchSettings(("ngram,n=1",), temperatures=(1, 0), batches=(2, 1)))
+    summary = bench.run().summary
+    assert summary["positions_at"] == {"temperature": 1.0, "batch": 1}
+    own = [r for r in bench.results.values() if r.arm == "ngram,n=1" and r.setting == (1.0, 1)]
+    assert summary["positions"] == {"ngram,n=1": positions(own)}
+    assert positions(own) != positions([r for r in bench.results.values() if r.arm == "ngram,n=1"])
+
+
 def test_traces_show_the_first_prompt_of_every_category_and_arm(result: BenchResult) -> None:
     traces = result.summary["traces"]
     keys = [(t["arm"], t["category"], t["temperature"]) for t in traces]

@@ -372,6 +372,15 @@ def test_line_charts_put_points_where_their_numbers_are() -> None:
     assert y1 - y4 == pytest.approx(3 * (y1 - y2), abs=0.05)
 
 
+def test_acceptance_by_position_says_which_setting_it_is_of(tmp_path: Path) -> None:
+    for more, title in (
+        ({"positions_at": {"temperature": 0.0, "batch": 4}}, "Acceptance by position (greedy, batch 4)"),
+        ({}, "Acceptance by position (all settings together)"),
+    ):
+        chart = figures.positions(read_run(written(tmp_path, cell(FAST), summary(**more))))
+        assert chart is not None and chart.title == title
+
+
 def test_positions_and_round_costs_are_the_summary_s(full: Path) -> None:
     run = read_run(full)
     lines, stack = figures.positions(run), figures.round_costs(run)
@@ -596,6 +605,8 @@ def test_a_partial_file_is_reported_too(tmp_path: Path) -> None:
     run = read_run(out)  # the file beside it
     assert run.name == "run.jsonl.partial" and "interrupted" in run.notes[0]
     assert [(c["arm"], c["speedup"]) for c in run.cells] == [("plain", 1.0), (FAST, 4.0)]
+    assert run.part("positions") == {"plain": [1.0], FAST: [1.0]}
+    assert run.part("positions_at") == {"temperature": 0.0, "batch": 1}
     ids = page(out).ids
     assert {"speedup", "positions", "rounds"} <= ids and "trace" not in ids
 

@@ -105,9 +105,9 @@ def rate(results: Iterable[UnitResult]) -> float:
 def speedup_ci95(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> list[float]:
     """95 % interval of the ratio of rates: Student's t with the spread of the linearised ratio over units.
 
-    What unit i adds to the ratio R of sums, relative to R, is to first order z_i = n (a_i/A - s_i/S - p_i/P + q_i/Q): its
-    share of the arm's tokens A and seconds S, and of plain decoding's P and Q.  These add up to 0, and the interval is
-    R (1 -+ t sqrt(sum z^2 / (n (n - 1)))) with n - 1 degrees of freedom; a negative end is 0.
+    What unit i adds to the ratio R of sums, relative to R, is to first order z_i = n (a_i/A - s_i/S - p_i/P + q_i/Q):
+    its share of the arm's tokens A and seconds S, and of plain decoding's P and Q.  These add up to 0, and the interval
+    is R (1 -+ t sqrt(sum z^2 / (n (n - 1)))) with n - 1 degrees of freedom; a negative end is 0.
 
     A single unit has no spread: both ends are then its own ratio, and :func:`interval` shows a dash.
     """
@@ -277,6 +277,13 @@ def positions(results: Sequence[UnitResult]) -> list[float]:
     return (
         [sum(counts) / rounds for counts in zip_longest(*(r.per_pos for r in results), fillvalue=0)] if rounds else []
     )
+
+
+def positions_at(results: Sequence[UnitResult], arms: Sequence[str], setting: Setting) -> dict[str, Any]:
+    """For the summary: :func:`positions` of every arm that has rounds at one setting, and which that is."""
+    shares = {arm: positions([r for r in results if r.arm == arm and r.setting == setting]) for arm in arms}
+    where = {"temperature": setting[0], "batch": setting[1]}
+    return {"positions": {arm: found for arm, found in shares.items() if found}, "positions_at": where}
 
 
 def time_split(results: Sequence[UnitResult]) -> dict[str, float] | None:

@@ -11,7 +11,7 @@ from typing import Any
 from foretoken.core.costs import RoundCosts
 from foretoken.lab.bench.specs import split_arm
 from foretoken.lab.report.charts import NEUTRAL, Bar, BarChart, Guide, LineChart, Point, Series, StackChart
-from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_of
+from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_name, setting_of
 from foretoken.registry import parse_spec
 
 COST_PARTS = ("draft", "target", "verify", "overhead")
@@ -134,8 +134,15 @@ def positions(run: Run) -> LineChart | None:
     deepest = int(max(x for s in series for x, _ in s.points))
     every = 1 if deepest <= 16 else 4
     places = [float(x) for x in range(1, deepest + 1) if x == 1 or x % every == 0]
-    title = "Acceptance by position"
+    title = f"Acceptance by position ({_positions_of(run)})"
     return LineChart(title, "position in the draft", "accepted that far", series, percent=True, x_ticks=places)
+
+
+def _positions_of(run: Run) -> str:
+    """Which setting the acceptance is of; runs of earlier versions have that of all together."""
+    where = run.part("positions_at")
+    temperature, batch = number(where.get("temperature")), number(where.get("batch"))
+    return "all settings together" if temperature is None or batch is None else setting_name((temperature, int(batch)))
 
 
 def round_ms(run: Run, arm: str) -> dict[str, float] | None:

@@ -7,7 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretoken.lab.bench.results import UnitResult
 
 PLAIN = ("none", "plain")
 """Names of the arm that all others are compared with."""
@@ -99,6 +102,12 @@ class Run:
 
 def setting_of(cell: Mapping[str, Any]) -> Setting:
     return float(cell["temperature"]), int(cell["batch"])
+
+
+def setting_name(setting: Setting) -> str:
+    """A setting in words."""
+    temperature, batch = setting
+    return f"{'greedy' if temperature == 0 else f'temperature {temperature:g}'}, batch {batch}"
 
 
 def number(value: Any) -> float | None:
@@ -210,7 +219,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
     Raises:
         ValueError: a result that is none.
     """
-    from foretoken.lab.bench.results import UnitResult, cell, drafted, positions, time_split
+    from foretoken.lab.bench.results import UnitResult, cell, drafted, positions_at, time_split
 
     try:
         results = [UnitResult(**found["result"]) for found in objects if "result" in found]
@@ -237,9 +246,17 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         "target": config.get("target"),
         "arms": list(config.get("arms") or arms),
         "settings": config,
-        "positions": {arm: positions(mine) for arm, mine in arms.items()},
+        **positions_at(results, list(arms), _first_setting(config, results)),
         "rounds": splits,
         "drafted": [drafted(mine) for mine in groups.values()],
         "traces": traces,
     }
     return list(cells), summary
+
+
+def _first_setting(config: Mapping[str, Any], results: Sequence[UnitResult]) -> Setting:
+    """The setting that a summary's costs and acceptance are of: the first temperature, the smallest batch."""
+    temperatures, batches = config.get("temperatures"), config.get("batches")
+    if temperatures and batches:
+        return float(temperatures[0]), int(min(batches))
+    return min((r.setting for r in results), default=(0.0, 1))

@@ -9,9 +9,9 @@ from typing import Any
 from foretoken.lab.report import figures
 from foretoken.lab.report.charts import Chart
 from foretoken.lab.report.markup import Markup, join, tag
-from foretoken.lab.report.read import PLAIN, Run, number
+from foretoken.lab.report.read import PLAIN, Run, number, setting_name
 from foretoken.lab.report.svg import draw
-from foretoken.lab.report.verdict import Remark, setting_name, verdict
+from foretoken.lab.report.verdict import Remark, verdict
 
 LEGEND = {
     "root": "root: the last token that were accepted",

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from foretoken.lab.report.figures import Speedup, equality, overall
-from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_of
+from foretoken.lab.report.read import PLAIN, Run, Setting, number, setting_name, setting_of
 
 FEW = 0.3
 """Fewer accepted tokens per round than this is called few."""
@@ -20,12 +20,6 @@ class Remark:
 
     text: str
     tone: Literal["good", "bad", "even"] = "even"
-
-
-def setting_name(setting: Setting) -> str:
-    """A setting in words."""
-    temperature, batch = setting
-    return f"{'greedy' if temperature == 0 else f'temperature {temperature:g}'}, batch {batch}"
 
 
 def verdict(run: Run) -> list[Remark]:
