@@ -67,7 +67,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(data: Path, start: Path, 
         train_lm([data], tmp_path / name, config, init_from=start, save_every=2)
     cut, whole = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(cut[name], whole[name]) for name in whole)
-    with pytest.raises(ValueError, match=r"other settings \(optimizer=adamw\)"):
+    with pytest.raises(ValueError, match=r"other settings \(run.optimizer=adamw, now muon\)"):
         train_lm([data], tmp_path / "cut", LmConfig(**{**vars(config), "optimizer": "muon"}), init_from=start)
 
 

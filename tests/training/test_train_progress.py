@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 from foretoken.cli.main import main
 from foretoken.cli.train_progress import ProgressLines, TrainingBar, duration, stop_on_signals
+from foretoken.training.checkpoint import check_same, save_checkpoint
 from foretoken.training.config import RunConfig
 from foretoken.training.curves import DrafterCurve
 from foretoken.training.loop import Loop, Progress, Saving, Stopped
@@ -109,6 +111,53 @@ def test_a_run_that_is_asked_to_stop_leaves_its_last_step_and_goes_on_to_the_sam
     assert rest.start == 3
     for one, other in zip(whole.trained.parameters(), rest.trained.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_fewer_steps_than_were_trained_are_refused(tmp_path: Path) -> None:
+    whole, loss = loop(tmp_path)
+    whole.run(loss, save_every=100, eval_every=100)
+    written = (tmp_path / "losses.csv").read_text()
+    with pytest.raises(ValueError, match=r"step-0000006 is trained further than --steps 4: give at least 6, or anoth"):
+        loop(tmp_path, steps=4)
+    assert (tmp_path / "losses.csv").read_text() == written
+    assert loop(tmp_path)[0].start == 6
+
+
+STORED = {
+    "run": {"lr": 0.1},
+    "net": {"layers": 2, "heads": 3},
+    "target": {"layers": "1a", "width": 4},
+    "text": {"x": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"net": {"layers": 4, "heads": 3}}, "other settings (net.layers=2, now 4); give the same ones"),
+        ({"net": {"layers": 2}}, "(net.heads=3, now nothing)"),
+        ({"run": {"lr": 0.1, "mix": 1}}, "(run.mix=nothing, now 1)"),
+        ({"target": {"layers": "2b", "width": 5}}, "other settings (another model); give"),
+        ({"text": {"x": 2}}, "was trained on other text; give the same to resume, or another --out"),
+        ({"text": {"x": 2}, "run": {"lr": 0.2}}, "other settings (run.lr=0.1, now 0.2; other text); give"),
+        ({"run": {str(i): i for i in range(9)}}, " and 4 more); give"),
+    ],
+)
+def test_what_is_not_the_same_is_named_with_both_values(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    found = save_checkpoint(tmp_path, 1, nn.Linear(1, 1), [], {"identity": STORED})
+    check_same(found, STORED)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_same(found, STORED | changes)
+
+
+def test_a_checkpoint_of_an_earlier_version_says_what_was_not_compared(tmp_path: Path) -> None:
+    found = save_checkpoint(tmp_path, 1, nn.Linear(1, 1), [], {"identity": {"run": {"lr": 0.1}}})
+    with pytest.warns(
+        UserWarning, match="step-0000001 is of an earlier version and was not compared by: text, teacher"
+    ):
+        check_same(found, {"run": {"lr": 0.1}, "text": {"x": 1}, "teacher": None})
+    with pytest.raises(ValueError, match=r"run.lr=0.1, now 0.2"):
+        check_same(found, {"run": {"lr": 0.2}, "text": {"x": 1}})
 
 
 def test_checkpoints_come_by_time_too(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from foretoken.core.io.files import replacing
+
+NAMED = {"target": "another model", "student": "another draft model", "text": "other text"}
+"""What differs in words, where the values are hashes."""
+MOST_NAMED = 6
+"""Differences that a message names."""
 
 
 def save_checkpoint(
@@ -62,26 +68,48 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def check_same(path: Path, identity: Mapping[str, Any]) -> None:
-    """Compare the settings that a checkpoint was made with.
+    """Compare what a checkpoint was made with.
+
+    A checkpoint of an earlier version may not say all of it: a warning then names what could not be compared.
 
     Raises:
-        ValueError: they are others (names them), or the checkpoint is damaged.
+        ValueError: other settings (names them with both values), another target or other text, or the checkpoint is
+            damaged.
     """
     mine, stored = json.loads(json.dumps(identity)), read_meta(path).get("identity", {})
-    if stored != mine:
-        then, now = dict(_flat(stored)), dict(_flat(mine))
-        others = ", ".join(f"{key}={then.get(key)}" for key in now if then.get(key) != now[key])
+    unknown = [key for key in mine if key not in stored]
+    others = _differences(stored, {key: value for key, value in mine.items() if key in stored})
+    if others == [NAMED["text"]]:
+        raise ValueError(f"{path} was trained on other text; give the same to resume, or another --out")
+    if others:
+        more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         raise ValueError(
-            f"{path} was trained with other settings ({others}); give the same ones to resume, or another --out"
+            f"{path} was trained with other settings ({'; '.join(others[:MOST_NAMED])}{more}); give the same ones to "
+            "resume, or another --out"
         )
+    if unknown:
+        told = ", ".join(unknown)
+        warnings.warn(f"{path} is of an earlier version and was not compared by: {told}", stacklevel=3)
 
 
-def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _differences(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """What is not the same on both sides, in words."""
+    then, now = dict(_flat(stored)), dict(_flat(mine))
+    found = []
+    for key in dict.fromkeys((*now, *then)):
+        if key not in then or key not in now or then[key] != now[key]:
+            values = f"{key}={then.get(key, 'nothing')}, now {now.get(key, 'nothing')}"
+            found.append(NAMED.get(key.partition(".")[0], values))
+    return list(dict.fromkeys(found))
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by dotted names, so that a name that two parts have is two names."""
     for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value)
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{before}{key}.")
         else:
-            yield key, value
+            yield f"{before}{key}", value
 
 
 def load_checkpoint(path: Path, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

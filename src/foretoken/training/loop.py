@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core.io.files import write_json
-from foretoken.training.checkpoint import check_same, latest_checkpoint, load_checkpoint, save_checkpoint
+from foretoken.training.checkpoint import check_same, latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
 from foretoken.training.config import RunConfig
 from foretoken.training.curves import Curve
 
@@ -77,7 +77,7 @@ class Loop:
         kept: the meta data of the checkpoint that it goes on from; empty for a new run.
 
     Raises:
-        ValueError: ``out`` holds a checkpoint of other settings, or a damaged one.
+        ValueError: ``out`` holds a checkpoint of other settings or of more steps, or a damaged one.
     """
 
     def __init__(
@@ -96,6 +96,11 @@ class Loop:
         self.kept: dict[str, Any] = {}
         if found is not None:
             check_same(found, self.identity)
+            done = int(read_meta(found)["step"])
+            if done > config.steps:
+                raise ValueError(
+                    f"{found} is trained further than --steps {config.steps}: give at least {done}, or another --out"
+                )
             self.kept = load_checkpoint(found, trained, optimizers)
         self.start = int(self.kept.get("step", 0))
         self.curve = curve(out / "losses.csv", self.start)
