@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import foretoken as ft
@@ -107,6 +108,26 @@ def test_a_broken_off_stage_goes_on(target: Path, draft: Path, data: Path, tmp_p
         assert same(weights(whole / number), weights(cut / number))
     with pytest.raises(ValueError, match="other settings"):
         new_boost(target, draft, data, cut, seed=4).run(2)
+
+
+def test_a_series_of_another_target_is_not_taken_up(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    new_boost(target, draft, data, out, steps=2).run(1)
+    shutil.copytree(target, other)
+    tensors = weights(target)
+    tensors["model.layers.0.mlp.up_proj.weight"] += 0.1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"other settings \(another model\)"):
+        new_boost(other, draft, data, out, steps=2).run(1)
+
+
+def test_conversations_are_sent_to_distill(target: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained(target, chat_template=template)
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}))
+    with pytest.raises(ValueError, match=r"text=teacher goes on with texts, .* learned by train distill --text fixed"):
+        Workshop(load_model(target), tokenizer, [tmp_path / "chats.jsonl"], tmp_path / "corpus", RUN)
 
 
 def test_nothing_left_ends_the_series(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -353,6 +354,53 @@ def test_other_settings_on_resume(target: Path, draft: Path, data: Path, tmp_pat
         with pytest.raises(ValueError, match="other settings"):
             new_run(target, draft, data, tmp_path, steps=4, **change).run()
     new_run(target, draft, data, tmp_path, steps=3).run()
+
+
+def changed(folder: Path, to: Path) -> Path:
+    """A copy of a model with other weights in one layer."""
+    shutil.copytree(folder, to)
+    tensors = weights(folder)
+    tensors["model.layers.0.mlp.up_proj.weight"] += 0.1
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_another_target_draft_model_or_text_on_resume(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
+    out, moved = tmp_path / "out", tmp_path / "draft"
+    shutil.copytree(draft, moved)
+    new_run(target, moved, data, out, steps=2).run()
+    with pytest.raises(ValueError, match=r"other settings \(another model\)"):
+        new_run(changed(target, tmp_path / "target"), moved, data, out, steps=4).run()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.jsonl").write_text((data / "a.jsonl").read_text().replace("seven", "neves"))
+    with pytest.raises(ValueError, match="was trained on other text"):
+        new_run(target, moved, other, out, steps=4).run()
+    shutil.rmtree(moved)
+    changed(draft, moved)  # another one by the same name
+    with pytest.raises(ValueError, match=r"other settings \(another draft model\)"):
+        new_run(target, moved, data, out, steps=4).run()
+
+
+def test_a_run_with_a_new_mask_goes_on(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
+    """The mask's row is drawn anew in every process, and is not what tells draft models apart."""
+    new_run(target, draft, data, tmp_path, steps=2, places=2).run()
+    torch.manual_seed(99)
+    new_run(target, draft, data, tmp_path, steps=3, places=2).run()
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_a_batch_without_any_weight_teaches_nothing(
+    places: int, target: Path, draft: Path, data: Path, tmp_path: Path
+) -> None:
+    run = new_run(target, draft, data, tmp_path, places=places)
+    source = run.source
+    run.source = lambda step: replace(source(step), weights=torch.zeros(2, 32))  # type: ignore[assignment]
+    loss = run._loss(0)
+    loss.backward()
+    assert float(loss.detach()) == 0
+    gradients = [p.grad for p in run.student.parameters() if p.grad is not None]
+    assert gradients and all(not bool(gradient.any()) for gradient in gradients)
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

@@ -170,6 +170,28 @@ def test_a_killed_run_resumes_to_the_same_bits(data: Path, whole: Path, tmp_path
     assert (tmp_path / "losses.csv").read_text() == (whole / "losses.csv").read_text()
 
 
+def test_another_teacher_start_or_text_on_resume(data: Path, whole: Path, tmp_path: Path) -> None:
+    """What a run learned from and began with is not changed in the middle of it."""
+    given: dict[str, Any] = {"tokenizer_from": whole, "teacher": whole, "teacher_weight": 0.5, "init_from": whole}
+    out = tmp_path / "out"
+    train_lm([data], out, replace(TINY, steps=2), **given)
+    assert "--teacher-weight 0.5" in (out / "README.md").read_text()
+    other = tmp_path / "other"
+    train_lm([data], other, replace(TINY, steps=1, seed=5), tokenizer_from=whole)
+    assert "--teacher-weight" not in (other / "README.md").read_text()
+    for change, words in (
+        ({"teacher": other}, r"other settings \(teacher.weights=\w+, now \w+\)"),
+        ({"teacher": None}, "teacher.weight=0.5, now nothing"),
+        ({"teacher_weight": 0.7}, r"other settings \(teacher.weight=0.5, now 0.7\)"),
+        ({"init_from": other}, r"other settings \(init_from=\w+, now \w+\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            train_lm([data], out, TINY, **{**given, **change})
+    with pytest.raises(ValueError, match="was trained on other text"):
+        train_lm([data / "b.jsonl"], out, TINY, **given)
+    train_lm([data], out, replace(TINY, steps=3), **given)
+
+
 def test_a_finished_run_is_not_trained_again(data: Path, whole: Path) -> None:
     before = weights(whole)
     steps: list[int] = []

@@ -15,7 +15,7 @@ from foretoken.cli.train_options import Data, keep_freed_memory
 from foretoken.cli.train_progress import stop_on_signals, training_bar
 from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
-from foretoken.training.config import Intervals, LmConfig
+from foretoken.training.config import TEACHER_WEIGHT, Intervals, LmConfig
 
 app = typer.Typer(help="Train a language model or a drafter.", no_args_is_help=True)
 
@@ -51,7 +51,7 @@ def train_lm_command(
     ] = None,
     teacher_weight: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the teacher in the loss; the text has the rest.")
-    ] = 0.7,
+    ] = TEACHER_WEIGHT,
     config: Annotated[LmConfig, FromOptions()],
     compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
     intervals: Annotated[Intervals, FromOptions(omit=("eval_every",))],

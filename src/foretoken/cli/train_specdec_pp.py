@@ -14,7 +14,7 @@ from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out
 from foretoken.cli.train_options import Corpus, Data, Report, keep_freed_memory, key_values, load_target
 from foretoken.cli.train_progress import stop_on_signals, training_bar
-from foretoken.training.config import Intervals, TrainConfig
+from foretoken.training.config import Intervals, TrainConfig, check_context
 
 if TYPE_CHECKING:
     from foretoken.methods.drafters.base import Drafter
@@ -52,9 +52,7 @@ def specdec_pp_command(
     keep_freed_memory()
     with json_only(as_json):
         judge, guesser, tokenizer = load_pair(chosen, draft, device)
-        if config.context > min(judge.context_length, guesser.context_length):
-            longest = min(judge.context_length, guesser.context_length)
-            raise ValueError(f"--context {config.context} is longer than the models' {longest}: give a smaller one")
+        check_context(config.context, min(judge.context_length, guesser.context_length), "models'")
         recipe = SpecdecPpRecipe(judge, guesser, settings, config.seed)
         with stop_on_signals() as stop, training_bar(config.steps, describe) as bar, stop.in_steps(bar.say, out):
             trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written)

@@ -22,6 +22,8 @@ BLOCK_TEXTS = ("fixed", "target")
 TEXTS = ("fixed", "teacher", "policy", "mixed")
 """Text of an alignment: the corpus, what the target writes, what the student writes, or the last two mixed."""
 
+TEACHER_WEIGHT = 0.7
+"""Share of the teacher in the loss of a language model that has one."""
 OPTIMIZER_HELP = "muon (AdamW for what is no matrix) or adamw (faster on most CPUs)."
 PRECISION_HELP = "Of products: bfloat16, or float32 (faster on CPUs without bfloat16)."
 
@@ -221,6 +223,12 @@ class Intervals:
     save_every: int = setting(100, low=1)
     save_minutes: float = setting(5.0, "A checkpoint after so many minutes, too; and on SIGTERM and Ctrl-C.", 0.0)
     eval_every: int = setting(100, low=1)
+
+
+def check_context(context: int, longest: int, whose: str = "target's") -> None:
+    """Raise ``ValueError`` for rows that are longer than a model's context."""
+    if context > longest:
+        raise ValueError(f"--context {context} is longer than the {whose} {longest}: give a smaller one")
 
 
 def check_choices(optimizer: str, precision: str) -> None:

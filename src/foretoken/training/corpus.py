@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.core.io.documents import TEXT_SUFFIXES, Record, iter_records
-from foretoken.core.io.files import checksum, replacing, write_json
+from foretoken.core.io.files import checksum, files_checksum, replacing, write_json
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"
@@ -149,8 +149,10 @@ def build_corpus(
     read, every now and then.
 
     Raises:
-        ValueError: a path that does not exist, or a row that is no text and no conversation (names file and line).
+        ValueError: a path that does not exist, a row that is no text and no conversation (names file and line), or a
+            tokenizer without an end-of-text token.
     """
+    check_end_of_text(tokenizer)
     found = stored_corpus(paths, tokenizer, out)
     if found is not None:
         return found
@@ -172,6 +174,21 @@ def build_corpus(
     description = {**wanted, "dtype": np.dtype(dtype).name, **more, **rows}
     write_json(card, description)
     return description
+
+
+def check_end_of_text(tokenizer: Any) -> None:
+    """Raise ``ValueError`` for a tokenizer without an end-of-text token."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer in {tokenizer.name_or_path} has no end-of-text token, which separates documents"
+        )
+
+
+def text_identity(folder: Path, corpus: Mapping[str, Any]) -> dict[str, Any]:
+    """Tells the text of a corpus in ``folder`` from other text, wherever its files were."""
+    parts = PARTS if corpus.get("chat") else PARTS[:1]
+    files = [part_file(folder, split, part) for split in ("train", "held") for part in parts]
+    return {"vocab": corpus["vocab"], "tokens": files_checksum(files)}
 
 
 @dataclass

@@ -21,9 +21,10 @@ from foretoken.loading import BUILTIN
 from foretoken.methods.drafters.learning.divergences import divergence
 from foretoken.methods.drafters.pard import MASK
 from foretoken.methods.drafters.target_states import FILE, NAME
+from foretoken.models.forward.parts import weights_digest
 from foretoken.models.network.taps import recording
 from foretoken.training.checkpoint import check_same, latest_checkpoint, read_meta
-from foretoken.training.config import DistillConfig
+from foretoken.training.config import DistillConfig, check_context
 from foretoken.training.curves import AlignmentCurve
 from foretoken.training.loop import Loop, Progress, Saving, identity_of
 from foretoken.training.mask_rows import additive, mask_ids, mask_rows, rows_mask, seeds_of, with_text
@@ -60,8 +61,8 @@ class Distiller:
     ) -> None:  # fmt: skip
         config = shop.config
         longest = int(getattr(student.config.get_text_config(), "max_position_embeddings", 0) or 2**20)
-        if config.context > longest:
-            raise ValueError(f"--context {config.context} is longer than the draft model's {longest}")
+        check_context(config.context, longest, "draft model's")
+        self.start = weights_digest(student)  # before a mask's row is drawn
         self.mask = teach_mask(student, config, len(shop.tokenizer)) if config.places > 1 else -1
         layers = config.layers
         self.states = StateRows(student, shop.parts, layers) if layers else None
@@ -84,7 +85,7 @@ class Distiller:
         """Train to the end, resuming from ``out/checkpoints``; write the model; return the report.
 
         Raises:
-            ValueError: a checkpoint of other settings in ``out``.
+            ValueError: a checkpoint of other settings, models, text or of more steps in ``out``.
             FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
         """
         loop = Loop(self.out, self.config, self.student, self.optimizers, AlignmentCurve, self._identity)
@@ -124,7 +125,7 @@ class Distiller:
         """Whether ``out`` holds the model that this run would give.
 
         Raises:
-            ValueError: it holds one of other settings.
+            ValueError: it holds one of other settings, models or text.
         """
         found = latest_checkpoint(self.out / "checkpoints")
         if found is None or not (self.out / "training.json").exists():
@@ -134,7 +135,9 @@ class Distiller:
 
     @property
     def _identity(self) -> dict[str, Any]:
-        return {"draft": self.name, **self.extra}
+        shop = self.shop
+        target = asdict(shop.parts.fingerprint())
+        return {"draft": self.name, **self.extra, "target": target, "student": self.start, "text": shop.text}
 
     def _loss(self, step: int) -> Tensor:
         text = self.source(step)
@@ -185,18 +188,19 @@ class Distiller:
         self, wanted: Tensor, drafted: Tensor, columns: Tensor, weights: Tensor, own: Tensor | None = None
     ) -> Tensor:
         """Weighted mean divergence of the student's logits [b, m, V'] from the target's [b, n, V] at ``columns``
-        [b, m]; ``weights`` [b, m].  With the text's ``own`` next tokens [b, m] their cross entropy counts, too."""
+        [b, m]; ``weights`` [b, m], 0 where none has any.  With the text's ``own`` next tokens [b, m] their cross
+        entropy counts, too."""
         starts = torch.arange(len(wanted), device=columns.device)[:, None] * wanted.shape[1]
         places, weights = (columns + starts).flatten(), weights.to(columns.device).flatten()
         wanted, drafted = wanted.flatten(0, 1), drafted.flatten(0, 1)
-        total = drafted.new_zeros((), dtype=torch.float32)
+        total = drafted[:0].sum(dtype=torch.float32)  # 0 with a gradient, for rows without any weight
         for some in weights.nonzero()[:, 0].split(CPU_CHUNK if columns.device.type == "cpu" else CHUNK):
             p, q = wanted[places[some], : self.width], drafted[some, : self.width]
             each = divergence(self.config.loss, p, q, self.config.beta)
             if own is not None:
                 each = each + OWN_SHARE * F.cross_entropy(q.float(), own.flatten()[some], reduction="none")
             total = total + (each * weights[some]).sum()
-        return total / weights.sum()
+        return total / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
     def _report(self, after: Mapping[str, Any] | None, spent_s: float) -> dict[str, Any]:
         return {

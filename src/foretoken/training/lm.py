@@ -19,16 +19,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.core.io.documents import iter_documents
-from foretoken.core.io.files import save_model
+from foretoken.core.io.files import files_checksum, save_model
+from foretoken.models.forward.parts import weights_digest
 from foretoken.training.cards import CardInfo, command, write_card
-from foretoken.training.config import LmConfig
+from foretoken.training.config import TEACHER_WEIGHT, LmConfig
 from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
+    check_end_of_text,
     no_text,
     read_tokens,
     spread_blocks,
     stored_corpus,
+    text_identity,
     train_tokenizer,
 )
 from foretoken.training.curves import LossCurve
@@ -136,7 +139,7 @@ def train_lm(
     tokenizer_from: Path | None = None,
     init_from: Path | None = None,
     teacher: Path | None = None,
-    teacher_weight: float = 0.7,
+    teacher_weight: float = TEACHER_WEIGHT,
     device: str = "cpu",
     eval_every: int = 100,
     save_every: int = 100,
@@ -153,8 +156,8 @@ def train_lm(
     divergence from that model's distribution, which is what a draft model needs.
 
     Raises:
-        ValueError: empty or too short data, a checkpoint of another architecture in ``out``, or weights of another
-            architecture in ``init_from``.
+        ValueError: empty or too short data, a checkpoint of other settings, text, start or teacher or of more steps in
+            ``out``, or weights of another architecture in ``init_from``.
         FloatingPointError: the loss became NaN or infinite; the last checkpoint is intact.
     """
     tokenizer_from = tokenizer_from or init_from
@@ -168,8 +171,14 @@ def train_lm(
     elif init_from is not None:
         _load_weights(model, init_from)
     sampler = BlockSampler(text / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
-    loop = Loop(out, config, model, make_optimizers(model, config), LossCurve)
-    block_loss = _loss(model, teacher, teacher_weight, device)
+    guide = None if teacher is None else _load_teacher(model, teacher, device)
+    identity = {
+        "text": text_identity(text, corpus),
+        "init_from": None if init_from is None else files_checksum(sorted(init_from.glob("*.safetensors"))),
+        "teacher": None if guide is None else {"weights": weights_digest(guide), "weight": teacher_weight},
+    }
+    loop = Loop(out, config, model, make_optimizers(model, config), LossCurve, identity)
+    block_loss = _loss(model, guide, teacher_weight)
     block_loss = torch.compile(block_loss) if compiled else block_loss
     held_loss = partial(evaluate, model, text / "held.bin", corpus["dtype"], config.context, precision=config.precision)
 
@@ -189,6 +198,8 @@ def train_lm(
     loop.finish(report)
     changed = {key: value for key, value in asdict(config).items() if value != getattr(LmConfig, key)}
     changed.pop("weight_decay", None)  # no option of the command
+    if teacher is not None and teacher_weight != TEACHER_WEIGHT:
+        changed["teacher_weight"] = teacher_weight
     others = {"tokenizer_from": None if init_from else tokenizer_from, "init_from": init_from, "teacher": teacher}
     write_card(out, report, data, command("lm", data, out, changed, others), card)
     return report
@@ -206,9 +217,18 @@ def _measured(held: float | None) -> dict[str, float] | None:
     return None if held is None else {"held_loss": held}
 
 
-def _loss(model: Any, teacher: Path | None, weight: float, device: str) -> Callable[[Tensor], Tensor]:
-    if teacher is None:
+def _loss(model: Any, guide: Any, weight: float) -> Callable[[Tensor], Tensor]:
+    if guide is None:
         return lambda blocks: next_token_loss(model, blocks)
+    return lambda blocks: distillation_loss(model, guide, blocks, weight)
+
+
+def _load_teacher(model: Any, teacher: Path, device: str) -> Any:
+    """The network to learn from.
+
+    Raises:
+        ValueError: its vocabulary is not that of ``model``.
+    """
     from transformers import AutoModelForCausalLM
 
     guide: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16, trust_remote_code=False)
@@ -217,7 +237,7 @@ def _loss(model: Any, teacher: Path | None, weight: float, device: str) -> Calla
         raise ValueError(
             f"the teacher {teacher} has another vocabulary: use --tokenizer-from with the teacher's folder"
         )
-    return lambda blocks: distillation_loss(model, guide, blocks, weight)
+    return guide
 
 
 def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: Path | None) -> Any:
@@ -234,8 +254,7 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
         if not (folder / "tokenizer.json").exists():
             raise ValueError(f"{source} holds no tokenizer.json: give the --out of another run, or a model folder")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer in {folder} has no end-of-text token, which separates documents")
+    check_end_of_text(tokenizer)
     if len(tokenizer) > config.vocab:
         raise ValueError(f"the tokenizer in {folder} has {len(tokenizer)} tokens: --vocab {config.vocab} is too small")
     return tokenizer

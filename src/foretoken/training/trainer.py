@@ -18,7 +18,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.captured import FeatureStore
 from foretoken.training.chat import ChatBlocks
-from foretoken.training.config import TrainConfig
+from foretoken.training.config import TrainConfig, check_context
 from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
@@ -28,6 +28,7 @@ from foretoken.training.corpus import (
     read_chat,
     read_tokens,
     spread_blocks,
+    text_identity,
 )
 from foretoken.training.curves import DrafterCurve
 from foretoken.training.joint import as_served, held_loss, save_target, save_update, start_update
@@ -68,7 +69,7 @@ class Trainer:
         held_learned: which of their tokens are to be guessed, bool [1, n + 1] each; ``None``: all.
 
     Raises:
-        ValueError: empty or too short data, or features of other blocks.
+        ValueError: empty or too short data, a context longer than the target's, or features of other blocks.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Trainer:
         on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.recipe, self.out, self.config, self.tokenizer, self.dtype = recipe, out, config, tokenizer, dtype
+        check_context(config.context, min(recipe.target.context_length, recipe.writer.context_length))
         folder = corpus or out / "corpus"
         self.folder = folder
         self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
@@ -180,13 +182,20 @@ class Trainer:
             weight_bits: in which the finished drafter is stored, 16 or 8.
 
         Raises:
-            ValueError: a checkpoint of other settings or of another target in ``out``, or other ``weight_bits``.
+            ValueError: a checkpoint of other settings or text, of another target or of more steps in ``out``, or other
+                ``weight_bits``.
             FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
             Stopped: ``saving.stop`` asked for an end; a checkpoint of the last step is in ``out``.
         """
         check_bits(weight_bits)
         recipe = self.recipe
-        identity = {"method": recipe.method, "net": asdict(recipe.config), "target": self.fingerprint}
+        identity = {
+            "method": recipe.method,
+            "net": asdict(recipe.config),
+            "target": self.fingerprint,
+            # A recipe's tables of tokens are made from the text and are in no checkpoint.
+            "text": text_identity(self.folder, self.corpus),
+        }
         loop = Loop(self.out, self.config, self.trained, self.optimizers, DrafterCurve, identity)
         if evaluate is not None and not loop.start and self.config.steps:
             fresh = self._evaluated(evaluate)[1]

@@ -15,8 +15,8 @@ from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.chat import ChatBlocks
-from foretoken.training.config import DistillConfig
-from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, no_text, read_tokens
+from foretoken.training.config import DistillConfig, check_context
+from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, no_text, read_tokens, text_identity
 from foretoken.training.text_sources import FixedText, PolicyText, TeacherText, TextSource
 from foretoken.training.written import stored_continuations, write_continuations
 
@@ -60,18 +60,21 @@ class Workshop:
         config: DistillConfig,
         on_rows: Callable[[int, int], None] | None = None,
     ) -> None:
-        if config.context > target.context_length:
-            raise ValueError(f"--context {config.context} is longer than the target's {target.context_length}")
+        check_context(config.context, target.context_length)
         self.target, self.tokenizer, self.folder, self.config = target, tokenizer, folder, config
         self.parts = TargetParts(target)
         self.on_rows = on_rows
         self.corpus = build_corpus(data, tokenizer, folder)
         if self.corpus["train"]["tokens"] == 0:
             raise ValueError(no_text(data))
+        self.text = text_identity(folder, self.corpus)
         self.chats: ChatBlocks | None = None
         if self.corpus.get("chat"):
             if config.text != "fixed":
-                raise ValueError(f"--text {config.text} goes on with texts, not with conversations: use --text fixed")
+                raise ValueError(
+                    f"text={config.text} goes on with texts, not with conversations: those are learned by train "
+                    "distill --text fixed"
+                )
             found = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
             self.chats = found if isinstance(found, ChatBlocks) else None
         self.blocks = self._blocks(config.batch_size)

@@ -94,6 +94,11 @@ def _digest(weights: Iterable[Tensor], count: int) -> str:
     return digest.hexdigest()
 
 
+def weights_digest(network: torch.nn.Module) -> str:
+    """Tells the weights of a network from others, by some rows of each."""
+    return _digest(network.parameters(), SAMPLED_ROWS)
+
+
 def _sampled(module: Any, count: int) -> Any:
     """The weight of a module; of one whose weight is made when it is asked for, the rows that a hash reads."""
     sampled = getattr(module, "sampled", None)
