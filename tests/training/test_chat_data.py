@@ -370,3 +370,12 @@ def test_the_command_lets_the_target_answer_and_trains_on_it(
     assert "for the target to answer" not in capsys.readouterr().err
     assert main(command(target, data, tmp_path / "out", "--answers", "mine")) == 2
     assert "--answers must be data or target, not 'mine'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row", [{"question": "say {}"}, {"turns": ["say {}", "more"]}])
+def test_questions_alone_are_answered_before_they_are_text(row: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    rows = [json.dumps(row).replace("{}", str(i)) for i in range(16)]
+    data = write_rows(tmp_path / "questions.jsonl", rows)
+    more = ["--answers", "target", "--answer-tokens", "24", "--steps", "1"]
+    assert main(command(target, data, tmp_path / "out", *more)) == 0
+    assert len((tmp_path / "out" / "answers.jsonl").read_text().splitlines()) == 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from transformers import AutoTokenizer
 
 import foretoken as ft
 from foretoken.cli.main import main
+from foretoken.cli.train_drafter import needs
 from foretoken.loading import build_drafter, load_model
 from foretoken.models.forward.parts import TargetParts
 from foretoken.registry import rows
 from foretoken.training.config import LmConfig, TrainConfig
+from foretoken.training.corpus import build_corpus
 from foretoken.training.joint import as_served, load_trainable
-from foretoken.training.lm import train_lm
+from foretoken.training.lm import build_model, train_lm
 from foretoken.training.loop import Progress
 from foretoken.training.recipes import RECIPES, find_recipe
 from foretoken.training.trainer import Trainer
@@ -159,6 +162,60 @@ def test_other_settings_on_resume(data: Path, target: Path, tmp_path: Path) -> N
     new_trainer("medusa", target, data, tmp_path / "x", steps=3).run()
 
 
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_other_text_on_resume(method: str, data: Path, target: Path, tmp_path: Path) -> None:
+    """EAGLE-3's table of tokens would be that of the new text, with weights of the old one."""
+    out, other = tmp_path / "x", tmp_path / "other.jsonl"
+    new_trainer(method, target, data, out, steps=2).run()
+    before = weights(out)
+    lines = (data / "a.jsonl").read_text().splitlines()
+    other.write_text("\n".join(lines).replace("two", "owt"))  # as many bytes
+    for steps in (2, 4):
+        with pytest.raises(ValueError, match="was trained on other text; give the same to resume, or another --out"):
+            new_trainer(method, target, other, out, steps=steps).run()
+    assert same(weights(out), before)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "b.jsonl").write_text("\n".join(lines))  # the same text elsewhere
+    new_trainer(method, target, moved, out, steps=3).run()
+
+
+def test_a_tokenizer_without_an_end_of_text_token(data: Path, target: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=f"the tokenizer in {target} has no end-of-text token, which separates docum"):
+        build_corpus([data], tokenizer, tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
+
+
+@pytest.mark.parametrize(("method", "settings"), [("early_exit", {}), ("early_exit", {"rank": "2"}), ("medusa", {})])
+def test_what_is_announced_is_what_is_trained(
+    method: str, settings: dict[str, str], data: Path, target: Path, tmp_path: Path
+) -> None:
+    model = load_trainable(target, None) if method in TRAINS_TARGET else load_model(target)
+    recipe = find_recipe(method)(model, TargetParts(model), settings, 0)
+    config = TrainConfig(steps=1, **RUN)  # type: ignore[arg-type]
+    told = needs(recipe, config)
+    run = Trainer(recipe, [data], tmp_path, config, AutoTokenizer.from_pretrained(target))
+    trained = sum(p.numel() for p in run.trained.parameters() if p.requires_grad)
+    assert told.startswith(f"{method}: {trained:,} parameters to train")
+    assert ("an update of rank 2" in told) == bool(settings)
+
+
+def test_a_gguf_target_is_not_trained(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from gguf_writer import write_model
+
+    file = write_model(tmp_path / "toy.gguf", build_model(replace(TARGET, ffn=64), 0), "Q8_0")
+    with pytest.raises(ValueError, match=r"toy.gguf is stored as GGUF .* and cannot be trained: give the model it was"):
+        load_trainable(file, None)
+
+
+def test_a_context_that_the_target_does_not_have(data: Path, target: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--context 65 is longer than the target's 64"):
+        new_trainer("medusa", target, data, tmp_path / "x", context=65)
+
+
 def test_a_drafter_of_another_target_is_refused(data: Path, target: Path, tmp_path: Path) -> None:
     new_trainer("medusa", target, data, tmp_path / "x", steps=1).run()
     with pytest.raises(ValueError, match="another target"):
@@ -169,11 +226,12 @@ def test_bad_input(data: Path, target: Path, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "empty").mkdir()
     (tmp_path / "short").mkdir()
     (tmp_path / "short/a.txt").write_text("a few words")
-    base = ["train", "medusa", "--target", str(target), "--out", str(tmp_path / "out")]
+    base = ["train", "medusa", "--target", str(target), "--out", str(tmp_path / "out"), "--context", "64"]
     for more, words in (
         (["--data", str(tmp_path / "none")], "no such file"),
         (["--data", str(tmp_path / "empty")], "no text found"),
         (["--data", str(tmp_path / "short")], "too short"),
+        (["--data", str(data), "--context", "65"], "longer than the target's 64: give a smaller one"),
         (["--data", str(data), "--set", "layer=2"], "valid ones: heads, layers"),
         (["--data", str(data), "--set", "heads=many"], "of type int"),
         (["--data", str(data), "--set", "heads"], "not key=value"),

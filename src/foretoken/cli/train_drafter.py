@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from foretoken.cli.train_options import (
     load_target,
 )
 from foretoken.cli.train_progress import Stop, TrainingBar, stop_on_signals, training_bar
-from foretoken.training.config import AnswerConfig, Intervals, TrainConfig
+from foretoken.training.config import AnswerConfig, Intervals, TrainConfig, check_context
 
 if TYPE_CHECKING:
     from foretoken.methods.controllers.base import Controller
@@ -124,7 +125,8 @@ def train(
     from foretoken.training.recipes import find_recipe
     from foretoken.training.trainer import Trainer
 
-    check_text(data)
+    if answers.kind == "data":  # questions alone are no text yet
+        check_text(data)
     keep_freed_memory()
     kind = find_recipe(method)
     config = replace(config, lr=kind.lr if lr is None else lr)
@@ -138,6 +140,7 @@ def train(
                 load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
             )
             recipe = kind(model, TargetParts(model), settings, config.seed)
+        check_context(config.context, model.context_length)
         bar.say(needs(recipe, config))
         read = data
         if answers.kind != "data":
@@ -196,21 +199,33 @@ def needs(recipe: Recipe, config: TrainConfig) -> str:
     """One line: how many parameters are trained, and what memory that takes at least."""
     from foretoken.models.linear.packing import num_parameters, weight_bytes
 
-    trained = [p for p in recipe.net.parameters() if p.requires_grad]
-    if recipe.trains_target:
-        trained += list(recipe.parts.network.parameters())
-    count, frozen = sum(p.numel() for p in trained), num_parameters(recipe.parts.network)
+    shapes = trained_shapes(recipe)
+    count, frozen = sum(map(math.prod, shapes)), num_parameters(recipe.parts.network)
     # Weights, gradients and optimizer states, all float32: Muon keeps one number per weight, AdamW two.
-    numbers = sum(p.numel() * (3 if p.ndim == 2 and config.optimizer == "muon" else 4) for p in trained)
+    numbers = sum(math.prod(shape) * (3 if len(shape) == 2 and config.optimizer == "muon" else 4) for shape in shapes)
     states = 4 * numbers / 2**20
     target = weight_bytes(recipe.parts.network) / 2**20
     logits = 3 * 4 * PLACES * config.batch_size * recipe.parts.vocab_size / 2**20
-    kind = "trained" if recipe.trains_target else "frozen"
+    kind = "frozen"
+    if recipe.trains_target:
+        kind = f"frozen but for an update of rank {recipe.rank}" if recipe.rank else "trained"
     return (
         f"{recipe.method}: {count:,} parameters to train, the target has {frozen:,} ({kind}); memory: "
         f"{target:,.0f} MiB for the target, {states:,.0f} for weights, gradients and optimizer states, about "
         f"{logits:,.0f} for a step's logits"
     )
+
+
+def trained_shapes(recipe: Recipe) -> list[Sequence[int]]:
+    """Shapes of what is trained; of a low-rank update those of the factors that it will have."""
+    from foretoken.models.network.low_rank import factor_shapes
+
+    found: list[Sequence[int]] = [p.shape for p in recipe.net.parameters() if p.requires_grad]
+    if recipe.trains_target and recipe.rank:
+        found += factor_shapes(recipe.parts.network, recipe.rank)
+    elif recipe.trains_target:
+        found += [p.shape for p in recipe.parts.network.parameters()]
+    return found
 
 
 def seen(corpus: Mapping[str, Any]) -> str:

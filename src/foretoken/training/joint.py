@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from foretoken.core.io.files import replacing, save_model
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.models.forward.parts import TargetParts
+from foretoken.models.forward.parts import GGUF, TargetParts, storage_of
 from foretoken.models.network.low_rank import add_low_rank, low_rank_factors, merge_low_rank
 
 CHUNK = 1024
@@ -24,10 +24,19 @@ FOLDER = "target"
 
 
 def load_trainable(source: Any, device: Any) -> LanguageModel:
-    """A target whose weights can be trained: float32, on its public modules."""
+    """A target whose weights can be trained: float32, on its public modules.
+
+    Raises:
+        ValueError: the target is a GGUF file.
+    """
     from foretoken.loading import load_model
 
-    return load_model(source, dtype="float32", device=device, exact="approximate", lean=False)
+    loaded: Any = load_model(source, dtype="float32", device=device, exact="approximate", lean=False)
+    storage = storage_of(loaded.model)
+    if storage.startswith(GGUF):
+        raise ValueError(f"{source} is stored as {storage} and cannot be trained: give the model it was made from")
+    found: LanguageModel = loaded
+    return found
 
 
 def as_served(network: nn.Module, dtype: torch.dtype) -> LanguageModel:

@@ -47,6 +47,12 @@ def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
+def factor_shapes(network: nn.Module, rank: int) -> list[tuple[int, int]]:
+    """Shapes of A and B of every linear layer of the decoder."""
+    weights = [layer.weight for layer in linear_layers(network).values()]
+    return [shape for weight in weights for shape in ((rank, weight.shape[1]), (weight.shape[0], rank))]
+
+
 def add_low_rank(network: nn.Module, rank: int, seed: int = 0) -> None:
     """Freeze a network and give each linear layer of its decoder an update that can be trained.
 
