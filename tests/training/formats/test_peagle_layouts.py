@@ -58,6 +58,29 @@ def test_the_line_for_vllm(target: Path, tmp_path: Path) -> None:
     mine = save_net("peagle", tmp_path / "mine", target)
     ready = export_drafter(f"peagle:{mine}", tmp_path / "out", None, target, "vllm")["ready"]
     assert '"method": "eagle3"' in ready and '"parallel_drafting": true' in ready
+    assert '"num_speculative_tokens": 8' in ready
+
+
+@pytest.mark.parametrize("layout", ["plain", "speculators"])
+def test_trained_places_come_back_and_stand_in_the_line(layout: str, target: Path, tmp_path: Path) -> None:
+    mine = save_net("peagle", tmp_path / "mine", target, places=3)
+    out = tmp_path / "out"
+    assert '"num_speculative_tokens": 3,' in export_drafter(f"peagle:{mine}", out, layout, target, "vllm")["ready"]
+    import_drafter(out, tmp_path / "back", target)
+    assert json.loads((tmp_path / "back" / "drafter.json").read_text())["config"]["places"] == 3
+
+
+def test_other_numbers_of_places(target: Path, tmp_path: Path) -> None:
+    """None is told: eight; too many: as many as can be, with a word; no number: refused."""
+    source = theirs("plain", target, tmp_path, places=3)
+    for number, (told, read) in enumerate([(None, 8), (65, 64)]):
+        change(source, num_speculative_tokens=told)
+        warned = import_drafter(source, tmp_path / str(number), target)["warnings"]
+        assert json.loads((tmp_path / str(number) / "drafter.json").read_text())["config"]["places"] == read
+        assert warned == (["the checkpoint drafts 65 tokens, and this drafter 64 at most"] if told else [])
+    change(source, num_speculative_tokens="many")
+    with pytest.raises(ValueError, match=r"num_speculative_tokens in config\.json is 'many', which is no number"):
+        import_drafter(source, tmp_path / "no", target)
 
 
 @pytest.mark.parametrize("shape", [(1, 3 * SIZE), (3 * SIZE,)])

@@ -18,6 +18,7 @@ from foretoken.training.formats import export_drafter
 from foretoken.training.formats.base import Checkpoint, NetFormat, Target
 from foretoken.training.formats.catalogue import find_layout
 from foretoken.training.formats.folders import Found
+from foretoken.training.formats.llama_layer import layer_shape
 from foretoken.training.formats.values import class_of, flag, listed, number, positive, whole
 
 WRONG: list[Any] = ["x", 5.5, -3, math.nan, 2**70, [], ["x"], {}, True]
@@ -97,6 +98,43 @@ def test_block_drafters(inner: dict[str, Any], words: str, target: Path, tmp_pat
 )
 def test_the_layers_of_block_drafters(config: dict[str, Any], words: str, target: Path, tmp_path: Path) -> None:
     refused(hub_folder(tmp_path / "hub", config), target, words)
+
+
+LAYER = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 8}
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"rope_theta": None, "rope_parameters": ROPE},
+        {"rope_theta": 500, "rope_parameters": ROPE},
+        {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+        {"rope_parameters": {"rope_theta": 500.0, "full_attention": {"rope_type": "default"}}},
+        {"rope_scaling": {"full_attention": ROPE, "sliding_attention": None}},
+    ],
+)
+def test_the_base_of_rotary_embeddings_is_found_wherever_it_stands(told: dict[str, Any]) -> None:
+    assert layer_shape({**LAYER, **told})["rope_theta"] == 500.0
+    assert layer_shape(LAYER)["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (
+            {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 1e4}},
+            "10000 in rope_parameters.sliding",
+        ),
+        ({"full_attention": {**ROPE, "rope_type": "yarn", "factor": 4.0}}, "of the type 'yarn'"),
+        ({"full_attention": {**ROPE, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"full_attention": {"rope_theta": "many"}}, "rope_theta in config.json is 'many', which is no number"),
+        ("yarn", "of the type 'yarn'"),
+    ],
+)
+def test_rotary_embeddings_of_kinds_of_layers_that_ours_has_not(told: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layer_shape({**LAYER, "rope_parameters": told})
 
 
 def test_values() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from foretoken.methods.drafters.pard import TRAINED
+from foretoken.training.formats.values import whole
 
 DEPTH, WIDTH, NODES = 5, 4, 16
 """Levels, children and nodes of a tree, as our own drafters have them."""
 VLLM_METHODS = {"model": "draft_model", "pard": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}
 SGLANG_METHODS = {"model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+DRAFTED = "num_speculative_tokens"
+"""Tokens of a draft: vLLM's word, and our key for them where a layout has none."""
 
 
 def ready_line(engine: str, method: str, out: Path, written: Path) -> str:
@@ -26,6 +30,19 @@ def ready_line(engine: str, method: str, out: Path, written: Path) -> str:
     return {"vllm": _vllm, "sglang": _sglang, "huggingface": _huggingface}[engine](method, out, written)
 
 
+def drafted(config: Mapping[str, Any], default: int) -> int:
+    """Tokens of a draft as a checkpoint is to be served: by speculators' key, by ours, or ``default``.
+
+    Raises:
+        ValueError: no whole number above 0.
+    """
+    told = config.get("speculators_config")
+    methods = told.get("proposal_methods") if isinstance(told, Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    ours = whole(config, DRAFTED, default=default)
+    return whole(first, "speculative_tokens", default=ours) if isinstance(first, Mapping) else ours
+
+
 def _vllm(method: str, out: Path, written: Path) -> str:
     """A chain: vLLM verifies no trees.  A block is drafted whole."""
     told = {} if method == "model" else json.loads((written / "config.json").read_text(encoding="utf-8"))
@@ -36,10 +53,10 @@ def _vllm(method: str, out: Path, written: Path) -> str:
     chosen: dict[str, Any] = {
         "method": VLLM_METHODS.get(method, method),
         "model": str(out),
-        "num_speculative_tokens": heads or DEPTH,
+        DRAFTED: heads or DEPTH,
     }
     if method in ("pard", "peagle"):
-        chosen |= {"num_speculative_tokens": TRAINED, "parallel_drafting": True}
+        chosen |= {DRAFTED: drafted(told, TRAINED), "parallel_drafting": True}
     return f"--speculative-config '{json.dumps(chosen)}'"
 
 

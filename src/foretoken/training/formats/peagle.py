@@ -12,6 +12,7 @@ from foretoken.methods.drafters.nets.eagle3 import Eagle3Config
 from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleNet
 from foretoken.training.formats.base import Checkpoint, Target, Trained, renamed
 from foretoken.training.formats.eagle3 import KEY, Eagle3Plain, Eagle3Speculators
+from foretoken.training.formats.engines import DRAFTED, drafted
 from foretoken.training.formats.folders import Found
 from foretoken.training.formats.llama_layer import layer_names
 from foretoken.training.formats.values import whole
@@ -61,7 +62,7 @@ class ParallelParts(Eagle3Plain):
         base = super().read(Checkpoint(given, tensors), target)
         more = {
             "num_layers": count,
-            "places": _places(told),
+            "places": self._places(told),
             "mask_token": _mask(told),
             "own_embedding": own is not None,
         }
@@ -72,6 +73,12 @@ class ParallelParts(Eagle3Plain):
         if own is not None:
             further[EMBEDDING], names[EMBEDDING] = own, EMBEDDING
         return Trained(config, {**base.tensors, **renamed(further, shapes, names)})
+
+    def _places(self, config: Mapping[str, Any]) -> int:
+        told = drafted(config, USUAL_PLACES)
+        if told > DEEPEST:
+            self.warnings.append(f"the checkpoint drafts {told} tokens, and this drafter {DEEPEST} at most")
+        return min(told, DEEPEST)
 
 
 class PeaglePlain(ParallelParts):
@@ -84,7 +91,8 @@ class PeaglePlain(ParallelParts):
         """``config.json``; readers look for the mask token under different keys."""
         own, told = _peagle(shape), super().described(shape, target)
         masks = dict.fromkeys(MASKS, own.mask_token)
-        return {**told, **masks, "architectures": ["PEagleDraftModel"], "num_hidden_layers": own.num_layers}
+        told |= {"architectures": ["PEagleDraftModel"], "num_hidden_layers": own.num_layers, DRAFTED: own.places}
+        return {**told, **masks}
 
 
 class PeagleSpeculators(ParallelParts, Eagle3Speculators):
@@ -136,13 +144,3 @@ def _mask(config: Mapping[str, Any]) -> int:
     if key is None:
         raise ValueError(f"config.json names no mask token: it needs one of {', '.join(MASKS)}")
     return whole(config, key, least=0)
-
-
-def _places(config: Mapping[str, Any]) -> int:
-    """Tokens of a draft as the checkpoint is to be served."""
-    told = config.get("speculators_config")
-    methods = told.get("proposal_methods") if isinstance(told, Mapping) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    if not isinstance(first, Mapping):
-        return USUAL_PLACES
-    return min(whole(first, "speculative_tokens", default=USUAL_PLACES, least=1), DEEPEST)
