@@ -261,7 +261,7 @@ def test_data_without_text_is_found_before_the_model_is_loaded(
     base = ["train", method, "builtin", "--out", str(tmp_path / "out")]
     for data, words in (
         ([empty], f"{empty} is empty"),
-        ([empty, bad], f"{empty} is empty; {bad} is not UTF-8 text"),
+        ([empty, bad], f"{bad} is not UTF-8 text: line 1 has the byte 0xe9"),
         ([folder], f"no text found below {folder}: give .py, .txt, .md or .jsonl"),
     ):
         assert main([*base, *(part for file in data for part in ("--data", str(file)))]) == 2

@@ -124,7 +124,8 @@ def _text_of(content: Any, name: str) -> str:
 
 
 def from_sharegpt(turns: Any) -> list[dict[str, Any]]:
-    """Messages of ShareGPT's ``{"from", "value"}`` turns; messages with ``role`` and ``content`` stay as they are.
+    """Messages of ShareGPT's ``{"from", "value"}`` turns; messages with ``role`` and ``content`` stay as they are, and
+    so does a ``weight``.
 
     Raises:
         ValueError: other shapes, or an unknown speaker.
@@ -155,7 +156,8 @@ def _from_turn(turn: Any, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} needs texts 'from' and 'value', or 'role' and 'content'")
     if turn["from"] not in _ROLES:
         raise ValueError(f"{name} is from {turn['from'][:32]!r}: known are {', '.join(_ROLES)}")
-    return {"role": _ROLES[turn["from"]], "content": turn["value"]}
+    weight = {"weight": turn["weight"]} if "weight" in turn else {}
+    return {"role": _ROLES[turn["from"]], "content": turn["value"], **weight}
 
 
 def render(

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.conversation import has_template, render
-from foretoken.core.io.documents import CONVERSATIONS, iter_rows
+from foretoken.core.io.documents import CONVERSATIONS, ROWS, asked_of, files_below, iter_rows, kind_of
 from foretoken.core.io.files import checksum, replacing, write_json
-from foretoken.training.chat import messages_of
+from foretoken.training.chat import check_calls, messages_of
 from foretoken.training.config import AnswerConfig
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
-
-QUESTIONS = ("prompt", "question", "text")
-"""Keys of rows that ask one thing."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,9 @@ class Dialogue:
 def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
     """The conversations of JSONL files, without the answers that the target is to write.
 
-    Rows carry ``messages`` or ``conversations``, ``turns`` (a list of the user's texts), or one question: ``prompt``,
-    ``question`` or ``text``.  An assistant's message that calls a tool stays as it is.
+    Rows carry ``messages`` or ``conversations``, ``turns`` (a list of the user's texts), or one question: that of
+    :func:`foretoken.core.io.documents.asked_of`, or a ``text``.  An assistant's message that calls a tool stays as it
+    is.
 
     Raises:
         ValueError: no such rows, or one of another shape; names file and line.
@@ -92,7 +90,7 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
     for root in map(Path, paths):
         if not root.exists():
             raise ValueError(f"no such file or folder: {root}")
-        files = [root] if root.is_file() else sorted(p for p in root.rglob("*.jsonl") if p.is_file())
+        files = [root] if root.is_file() else [file for file in files_below(root) if kind_of(file) == ROWS]
         for file in files:
             for place, _, row in iter_rows(file):
                 try:
@@ -106,7 +104,9 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
 
 def _dialogue(number: int, row: Any) -> Dialogue:
     if not isinstance(row, dict):
-        raise ValueError("a row is an object with messages, conversations, turns, prompt, question or text")
+        raise ValueError(
+            "a row is an object with messages, conversations, turns, prompt, instruction, question or text"
+        )
     asked = _messages(row)
     script: list[dict[str, Any] | None] = []
     for place, message in enumerate(asked):
@@ -123,11 +123,14 @@ def _dialogue(number: int, row: Any) -> Dialogue:
 def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if any(key in row for key in CONVERSATIONS):
         return messages_of(row)
-    turns = row.get("turns") or [row[key] for key in QUESTIONS if isinstance(row.get(key), str)][:1]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        known = "'messages', 'conversations', 'turns', 'prompt', 'question' or 'text'"
-        raise ValueError(f"a row without a question: give {known}")
     answer = {"role": "assistant", "content": ""}
+    asked = [] if row.get("turns") else asked_of(row)
+    if asked:
+        return messages_of({"messages": [*asked, answer]})
+    turns = row.get("turns") or [row.get("text")]
+    if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        known = "'messages', 'conversations', 'turns', 'prompt', 'instruction', 'question' or 'text'"
+        raise ValueError(f"a row without a question: give {known}")
     return [message for turn in turns for message in ({"role": "user", "content": turn}, answer)]
 
 
@@ -227,6 +230,12 @@ def answered(
     """
     if not has_template(llm.tokenizer):
         raise ValueError("--answers target needs a target with a chat template")
+    for asked in dialogues:  # what could not be learned is not answered first
+        script = [message or {"role": "assistant", "content": "answer"} for message in asked.script]
+        try:
+            check_calls(script, llm.tokenizer, asked.tools)
+        except ValueError as error:
+            raise ValueError(f"conversation {asked.number + 1}: {error}") from None
     waiting, running = deque(dialogues), dict[int, Dialogue]()
     began, written = time.perf_counter(), 0
     try:

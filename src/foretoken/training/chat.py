@@ -17,6 +17,8 @@ from foretoken.core.conversation import checked, from_sharegpt, render, turn_end
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who may speak in training data."""
+CALLS = ("tool_calls", "function_call")
+"""Keys of what a message calls."""
 
 Piece = tuple[list[int], list[bool]]
 """Token ids, and which of them are learned."""
@@ -26,7 +28,7 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a row with ``messages`` or ShareGPT's ``conversations``.
 
     Raises:
-        ValueError: both or another shape, or an unknown role.
+        ValueError: both or another shape, an unknown role, or a weight that is neither 0 nor 1.
     """
     if "messages" in row and "conversations" in row:
         raise ValueError("a row has messages or conversations, not both")
@@ -34,6 +36,8 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     for number, message in enumerate(found, 1):
         if message["role"] not in ROLES:
             raise ValueError(f"message {number} has the role {message['role'][:32]!r}: known are {', '.join(ROLES)}")
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError(f"message {number} has the weight {message['weight']!r}: it is learned (1) or not (0)")
     return found
 
 
@@ -41,7 +45,7 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
     """The tokens of a conversation, and which of them the assistant writes, its end of turn included.
 
     A template that writes earlier turns in another way than the last one (without their reasoning, say) gives one
-    piece per answer, in which only that answer is learned.
+    piece per answer, in which only that answer is learned.  An answer of ``weight`` 0 is not learned.
 
     Args:
         row: with ``messages`` or ``conversations``, perhaps ``tools`` for the template, perhaps ``unfinished``: the
@@ -49,7 +53,8 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
         tokenizer: the target's.
 
     Raises:
-        ValueError: as :func:`messages_of`, no answer to learn from, or a template that refuses the messages.
+        ValueError: as :func:`messages_of` and :func:`check_calls`, no answer to learn from, or a template that refuses
+            the messages.
     """
     messages = messages_of(row)
     more = {"tools": row["tools"]} if row.get("tools") else {}
@@ -61,6 +66,10 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
         raise ValueError(
             "no answer of the assistant to learn from: add one, or let the target answer (--answers target)"
         )
+    answers = [i for i in answers if messages[i].get("weight") != 0]
+    if not answers:
+        raise ValueError("all answers of the assistant have the weight 0: leave the row out")
+    check_calls(messages, tokenizer, row.get("tools"))
     for i in answers:
         asked = _asked(messages[:i], tokenizer, more)
         text = render(messages[: i + 1], tokenizer, add_generation_prompt=False, **more)
@@ -72,6 +81,31 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
         else:
             apart.append((text, [place in span for place in range(len(text))]))
     return [*([(whole, learned)] if any(learned) else []), *apart]
+
+
+def check_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any = None) -> None:
+    """Find a call that is to be learned and that the chat template does not write: what is left is an empty answer.
+
+    Raises:
+        ValueError: there is one; names its message.
+    """
+    more = {"tools": tools} if tools else {}
+    for i, message in enumerate(messages):
+        if not i or message["role"] != "assistant" or message.get("weight") == 0:
+            continue
+        if not any(message.get(key) for key in CALLS):
+            continue
+        written = render(messages[: i + 1], tokenizer, add_generation_prompt=False, **more)
+        silent = {key: value for key, value in message.items() if key not in CALLS}
+        try:
+            without = render([*messages[:i], silent], tokenizer, add_generation_prompt=False, **more)
+        except ValueError:  # a template that asks for the call
+            continue
+        if written == without:
+            raise ValueError(
+                f"message {i + 1} calls a tool, which the chat template does not write: leave the row out, or give "
+                'the message "weight": 0'
+            )
 
 
 def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any, more: Mapping[str, Any]) -> list[int]:
@@ -122,7 +156,9 @@ class ChatBlocks:
         filler: int,
     ) -> None:
         self.block, self.batch, self.seed = block, batch, seed
-        spans = [span for span in _spans(starts, len(tokens), block + 1) if bool(learned[span.start : span.stop].any())]
+        # Of its first token nothing is known, so that a piece needs a learned one behind it.
+        cut = _spans(starts, len(tokens), block + 1)
+        spans = [span for span in cut if bool(learned[span.start + 1 : span.stop].any())]
         order = np.random.default_rng((seed, len(spans))).permutation(len(spans))
         rows = _packed([spans[i] for i in order], block + 1)
         self.num_blocks = len(rows)

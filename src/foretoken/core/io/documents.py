@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import logging
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
+ROWS = ".jsonl"
+PACKED = (".zst", ".gz")
+"""Suffixes behind those of compressed files."""
 
 CONVERSATIONS = ("messages", "conversations")
 """Keys of JSONL rows that hold a conversation: OpenAI's messages, and ShareGPT's turns."""
+ASKED = ("prompt", "instruction", "question")
+ANSWERED = ("response", "completion", "answer", "output")
+"""Keys of rows with one question and its answer."""
+SAID = ("role", "from", "content", "value")
+"""Keys of a message that tell a conversation from others; the rest may be numbered by whoever wrote it."""
+
+
+class NotTextError(ValueError):
+    """A file is not UTF-8 text."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +36,9 @@ class Record:
     """One document.
 
     Attributes:
-        content: its text; of a conversation its JSON row.
+        content: its text; of a conversation what is said in it, as JSON, whatever else its row has.
         place: file and line, for messages about it.
-        row: the JSON row of a conversation, else ``None``.
+        row: of a conversation, with ``messages`` or ``conversations``; else ``None``.
     """
 
     content: str
@@ -45,45 +61,149 @@ def iter_documents(paths: Sequence[str | Path]) -> Iterator[str]:
 def iter_records(paths: Sequence[str | Path]) -> Iterator[Record]:
     """Yield the documents below ``paths`` in sorted order.
 
-    Reads text files (``.py .txt .md .rst``), their zstandard-compressed forms (``.zst``), and ``.jsonl`` files whose
-    rows carry ``text`` or ``prompt``, or ``messages`` or ``conversations``.  Undecodable files are skipped.
+    Reads text files (``.py .txt .md .rst``) and ``.jsonl`` files whose rows carry ``text`` or ``prompt``, or are
+    conversations (:func:`conversation_of`); all of them also compressed (``.zst``, ``.gz``).  Below a folder, files of
+    other kinds are passed over, and with a warning text files that are not UTF-8 and rows of another shape in files
+    without a conversation.
 
     Raises:
-        ValueError: a path does not exist, a row of a JSONL file is no JSON, or one among conversations is no
-            conversation; the message names the line.
+        ValueError: a path does not exist, a named file is of another kind or not UTF-8, a JSONL file is not UTF-8, a
+            row is no JSON, or one of a named file or among conversations has another shape; the message names the line.
     """
-    for root in map(Path, paths):
+    roots = list(map(Path, paths))
+    for root in roots:
         if not root.exists():
             raise ValueError(f"no such file or folder: {root}")
-        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
-        for file in files:
-            yield from _records_of(file)
+        if root.is_file() and not kind_of(root):
+            known = ", ".join((*TEXT_SUFFIXES, ROWS))
+            raise ValueError(f"{root} is of a kind that is not read: give {known}, or one of them as .zst or .gz")
+    broken: list[Path] = []
+    for root in roots:
+        named = root.is_file()
+        for file in [root] if named else files_below(root):
+            if kind_of(file) == ROWS:
+                yield from _rows_of(file, named)
+                continue
+            try:
+                text = _read(file)
+            except NotTextError:
+                if named:
+                    raise
+                broken.append(file)
+                continue
+            yield from (Record(piece, str(file)) for piece in _pieces(text))
+    if broken:
+        _warn(f"{_count(broken, 'file')} not UTF-8 text and passed over, the first one {broken[0]}")
 
 
-def _records_of(file: Path) -> Iterator[Record]:
-    name = file.name.removesuffix(".zst")
-    suffix = Path(name).suffix
-    if suffix == ".jsonl":
-        yield from _rows_of(file)
-    elif suffix in TEXT_SUFFIXES:
-        for piece in _pieces(_read(file)):
-            yield Record(piece, str(file))
+def kind_of(file: Path) -> str:
+    """The suffix of a file that is read, without that of its compression; empty for others."""
+    suffix = Path(file.stem).suffix if file.suffix in PACKED else file.suffix
+    return suffix if suffix in (*TEXT_SUFFIXES, ROWS) else ""
 
 
-def _rows_of(file: Path) -> Iterator[Record]:
-    """Texts and conversations; rows that are neither are passed over among texts, and refused behind a conversation."""
-    chats = False
-    for place, line, row in iter_rows(file):
-        if isinstance(row, dict) and any(key in row for key in CONVERSATIONS):
-            chats = True
-            yield Record(line, place, row)
-            continue
-        text = (row.get("text") or row.get("prompt")) if isinstance(row, dict) else None
-        if isinstance(text, str) and text:
-            yield Record(text, place)
-        elif chats:
-            known = "'messages', 'conversations', 'text' or 'prompt'"
-            raise ValueError(f"{place} has no conversation: a row is an object with {known}")
+def files_below(folder: Path) -> list[Path]:
+    """The files that are read, sorted."""
+    return sorted(file for file in folder.rglob("*") if file.is_file() and kind_of(file))
+
+
+def _rows_of(file: Path, named: bool) -> Iterator[Record]:
+    """Texts and conversations; a row that is neither is refused, but for texts in a file that nobody named."""
+    chats, others = False, list[str]()
+    for place, _, row in iter_rows(file):
+        try:
+            record = _record(row, place)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        if record is None:
+            others.append(place)
+        else:
+            chats = chats or record.row is not None
+        if others and (chats or named):
+            known = "'messages', 'conversations', 'text' or 'prompt', or a question and its answer"
+            raise ValueError(
+                f"{others[0]} has no {'conversation' if chats else 'text'}: a row is an object with {known}"
+            )
+        if record is not None and record.content:
+            yield record
+    if others:
+        _warn(f"{_count(others, 'row')} of another shape and passed over, the first one {others[0]}")
+
+
+def _record(row: Any, place: str) -> Record | None:
+    """A row's text (which may be empty) or conversation; ``None``: it has neither."""
+    if not isinstance(row, dict):
+        return None
+    conversation = conversation_of(row)
+    if conversation is not None:
+        return Record(_said(conversation), place, conversation)
+    text = row.get("text") or row.get("prompt")
+    if isinstance(text, str):
+        return Record(text, place)
+    return Record("", place) if text is None and ("text" in row or "prompt" in row) else None
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    """The same for the same conversation, whatever numbers its row and its messages carry."""
+    told = next(row[key] for key in CONVERSATIONS if key in row)
+    turns = told if isinstance(told, list) else [told]
+    said = [{key: turn.get(key) for key in SAID} if isinstance(turn, dict) else turn for turn in turns]
+    return json.dumps([said, row.get("tools")], sort_keys=True)
+
+
+def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The row itself if it holds a conversation; one of a question (:func:`asked_of`) and its answer as ``messages``
+    (``response``, ``completion``, ``answer`` or ``output``: a text, or messages); ``None`` for others, and beside a
+    ``text``.
+
+    Raises:
+        ValueError: several questions or answers, or some that are neither.
+    """
+    if any(key in row for key in CONVERSATIONS):
+        return row
+    answers = [key for key in ANSWERED if row.get(key) is not None]
+    asked = asked_of(row) if answers and not row.get("text") else []
+    if not asked:
+        return None
+    if len(answers) > 1:
+        raise ValueError(f"a question has one answer, and this one has {' and '.join(map(repr, answers))}")
+    more = {"tools": row["tools"]} if row.get("tools") else {}
+    return {"messages": [*asked, *_turns(row, answers[0], "assistant")], **more}
+
+
+def asked_of(row: Mapping[str, Any]) -> list[Any]:
+    """The messages of a row that asks by ``prompt``, ``instruction`` or ``question``; empty if it does not.
+
+    A ``system`` or ``system_prompt`` goes before them; Alpaca's ``input`` and Dolly's ``context`` belong to an
+    ``instruction``.
+
+    Raises:
+        ValueError: several of them, or one that is neither a text nor messages.
+    """
+    keys = [key for key in ASKED if row.get(key)]
+    if not keys:
+        return []
+    if len(keys) > 1:
+        raise ValueError(f"a row asks one thing, and this one has {' and '.join(map(repr, keys))}")
+    beside = [key for key in ("input", "context", "history") if row.get(key)]
+    if beside and (keys[0] != "instruction" or "history" in beside):
+        raise ValueError(f"what {beside[-1]!r} is to {keys[0]!r} is not known: give 'messages'")
+    first = next((_turns(row, key, "system") for key in ("system", "system_prompt") if row.get(key)), [])
+    asked = _turns(row, keys[0], "user")
+    for key in beside:
+        (given,) = _turns(row, key, "user")
+        asked[-1] = {**asked[-1], "content": f"{asked[-1]['content']}\n\n{given['content']}"}
+    return [*first, *asked]
+
+
+def _turns(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
+    """A text as a message of a role; messages as they are."""
+    value = row[key]
+    if isinstance(value, str) and value.strip():
+        return [{"role": role, "content": value}]
+    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        return list(value)
+    raise ValueError(f"{key!r} must be a text that is not empty, or a list of messages")
 
 
 def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:
@@ -114,10 +234,26 @@ def _read(file: Path) -> str:
             raw = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read()
         except zstandard.ZstdError as error:
             raise ValueError(f"{file} is damaged: {error}") from None
+    if file.suffix == ".gz":
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{file} is damaged: {error}") from None
     try:
         return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return ""
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise NotTextError(f"{file} is not UTF-8 text: line {line} has the byte 0x{raw[error.start]:02x}") from None
+
+
+def _count(found: Sequence[object], name: str) -> str:
+    return f"one {name} is" if len(found) == 1 else f"{len(found)} {name}s are"
+
+
+@cache
+def _warn(line: str) -> None:
+    """Once, though files are read several times."""
+    logging.getLogger("foretoken").warning("%s", line)
 
 
 def _pieces(text: str) -> Iterator[str]:

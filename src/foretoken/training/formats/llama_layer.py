@@ -103,10 +103,10 @@ def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_scaling", "rope_parameters"):
         told = config.get(key) or {}
-        rope = told if isinstance(told, Mapping) else {"rope_type": told}
+        rope: Mapping[str, Any] = told if isinstance(told, Mapping) else {"rope_type": told}
         parts = {name: part for name, part in rope.items() if isinstance(part, Mapping)}
         shared = {name: value for name, value in rope.items() if name not in parts}
-        found |= {f"{key}.{name}": {**shared, **part} for name, part in parts.items()} or {key: rope}
+        found.update({f"{key}.{name}": {**shared, **part} for name, part in parts.items()} if parts else {key: rope})
     return found
 
 

@@ -1,0 +1,130 @@
+"""What is read below files and folders: kinds, compression, rows of JSONL, and that nothing is lost without a word."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.core.io.documents import iter_documents, iter_records
+
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+def rows(file: Path, *found: Any) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return file
+
+
+def said(file: Path) -> list[list[tuple[str, Any]]]:
+    """Who says what in the conversations of a file."""
+    found = [record.row for record in iter_records([file])]
+    return [[(one["role"], one["content"]) for one in row["messages"]] if row else [] for row in found]
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"prompt": "q", "response": "a"}, [("user", "q"), ("assistant", "a")]),
+        ({"prompt": "q", "completion": "a", "output": None}, [("user", "q"), ("assistant", "a")]),
+        ({"question": "q", "answer": "a", "id": 3}, [("user", "q"), ("assistant", "a")]),
+        ({"instruction": "q", "input": "", "output": "a"}, [("user", "q"), ("assistant", "a")]),
+        ({"instruction": "q", "input": "i", "output": "a"}, [("user", "q\n\ni"), ("assistant", "a")]),
+        ({"instruction": "q", "context": "c", "response": "a"}, [("user", "q\n\nc"), ("assistant", "a")]),
+        (
+            {"system_prompt": "s", "question": "q", "response": "a"},
+            [("system", "s"), ("user", "q"), ("assistant", "a")],
+        ),
+        ({"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}, [("user", "q"), ("assistant", "a")]),
+    ],
+)
+def test_a_question_and_its_answer_are_a_chat(row: Any, wanted: Any, tmp_path: Path) -> None:
+    file = rows(tmp_path / "a.jsonl", row)
+    assert said(file) == [wanted]
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1 is a conversation"):
+        list(iter_documents([file]))
+
+
+def test_tools_of_a_question_stay(tmp_path: Path) -> None:
+    (record,) = iter_records([rows(tmp_path / "a.jsonl", {"prompt": "q", "response": "a", "tools": [{"name": "f"}]})])
+    assert record.row is not None and record.row["tools"] == [{"name": "f"}]
+
+
+def test_a_text_or_a_lone_prompt_is_a_text(tmp_path: Path) -> None:
+    found = [{"text": "whole", "instruction": "q", "output": "a"}, {"prompt": "def f():", "test": "f()"}, {"text": ""}]
+    assert list(iter_documents([rows(tmp_path / "a.jsonl", *found)])) == ["whole", "def f():"]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "q", "question": "r", "answer": "a"}, "asks one thing, and this one has 'prompt' and 'question'"),
+        ({"prompt": "q", "answer": "a", "output": "b"}, "has one answer, and this one has 'answer' and 'output'"),
+        ({"prompt": "q", "response": ""}, "'response' must be a text that is not empty, or a list of messages"),
+        ({"question": "q", "answer": {"value": "a"}}, "'answer' must be a text"),
+        ({"instruction": "q", "input": "i", "history": ["h"], "output": "a"}, "what 'history' is to 'instruction'"),
+        ({"question": "q", "context": "c", "answer": "a"}, "what 'context' is to 'question' is not known"),
+    ],
+)
+def test_a_question_that_cannot_be_told_is_refused(row: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2: .*{words}"):
+        list(iter_records([rows(tmp_path / "a.jsonl", CHAT, row)]))
+
+
+@pytest.mark.parametrize("found", [[{"question": "lost"}, CHAT], [CHAT, {"question": "lost"}]])
+def test_a_row_of_another_shape_is_refused_before_and_behind_a_chat(found: list[Any], tmp_path: Path) -> None:
+    rows(tmp_path / "a.jsonl", *found)
+    line = found.index({"question": "lost"}) + 1
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line {line} has no conversation: a row is an object"):
+        list(iter_records([tmp_path]))
+
+
+def test_a_row_of_another_shape_among_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Refused in a file that is named, and counted in one that is not."""
+    file = rows(tmp_path / "a.jsonl", {"text": "one"}, {"question": "lost"}, [1], {"text": "two"})
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2 has no text: a row is an object"):
+        list(iter_documents([file]))
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        assert [list(iter_documents([tmp_path])) for _ in "12"] == [["one", "two"]] * 2
+    assert caplog.messages == [f"2 rows are of another shape and passed over, the first one {file}, line 2"]
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text, chats = tmp_path / "a.txt", tmp_path / "chats" / "b.jsonl"
+    text.write_bytes("one\ncaf\u00e9".encode("latin-1"))
+    (tmp_path / "c.txt").write_text("fine")
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: line 2 has the byte 0xe9"):
+        list(iter_documents([text]))
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        assert list(iter_documents([tmp_path])) == ["fine"]
+    assert caplog.messages == [f"one file is not UTF-8 text and passed over, the first one {text}"]
+    chats.parent.mkdir()
+    chats.write_bytes((json.dumps(CHAT) + '\n{"text": "caf\u00e9"}').encode("latin-1"))
+    with pytest.raises(ValueError, match=r"b\.jsonl is not UTF-8 text: line 2 has the byte 0xe9"):
+        list(iter_records([tmp_path]))
+
+
+def test_compressed_files_are_read_and_others_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "one"}).encode()))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"two"))
+    for name in ("c.json", "d.png", "e.png.gz"):
+        (tmp_path / name).write_bytes(b"[]")
+    assert list(iter_documents([tmp_path])) == ["one", "two"]
+    for name in ("c.json", "d.png", "e.png.gz"):
+        with pytest.raises(ValueError, match=rf"{name} is of a kind that is not read: give \.py, .*, \.jsonl, or one"):
+            next(iter_records([tmp_path / "b.txt.gz", tmp_path / name]))
+    for broken in (gzip.compress(b"two")[:-4], b"no gzip", gzip.compress(b"two")[:12] + b"\xff" * 9):
+        (tmp_path / "b.txt.gz").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"b\.txt\.gz is damaged"):
+            list(iter_documents([tmp_path]))
+
+
+def test_a_conversation_is_the_same_whatever_numbers_it_carries(tmp_path: Path) -> None:
+    turns = [{**message, "turn_id": 7} for message in CHAT["messages"]]
+    found = [CHAT, {"id": 1, **CHAT}, {"messages": turns, "unfinished": [1]}, {**CHAT, "tools": [{"name": "f"}]}]
+    same, numbered, turned, other = (one.content for one in iter_records([rows(tmp_path / "a.jsonl", *found)]))
+    assert same == numbered == turned != other
