@@ -35,8 +35,7 @@ class SequenceState:
         tokens: committed token ids, exactly those whose KV is in the cache.
         regime: the length of text for which its tokens were read, where the model reads long texts in another way;
             0 for short ones.  Texts of one regime can take over keys and values from each other.
-        provisional: whether the scratch nodes were run by a part of the network only: they can be drafted from, but
-            not be kept, and the next whole forward states the tree anew.
+        provisional: whether a part of the network ran the scratch nodes, which can be drafted from, but not be kept.
         exit_states: per scratch node its hidden state [D] at layer ``exit_layer``, from which a whole forward goes on.
         exit_layer: how many leading layers the scratch nodes have behind them for good.
         scratch_tokens: token ids of the scratch nodes.
@@ -87,8 +86,7 @@ class SequenceState:
             if not longer:
                 break
             ends = longer
-        path: list[int] = []
-        node = ends[0]
+        path, node = list[int](), ends[0]
         while node >= 0:
             path.append(node)
             node = self.scratch_parents[node]
@@ -213,8 +211,7 @@ class LanguageModel(ABC):
         refused: faster paths that were tried at load and not taken.
         reads: whether its sequences must be fed the text; where not, :meth:`open_beside` takes it over from the target.
         path: the file that it runs from, where that holds everything about it (llama.cpp's models); else ``None``.
-        weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
-            use any more.
+        weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before is void.
         prefill_chunk: most tokens of a prompt that are read in one call.
     """
 
@@ -248,8 +245,7 @@ class LanguageModel(ABC):
         return None
 
     def describe(self) -> dict[str, Any]:
-        """How it runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``,
-        ``graphs_off``."""
+        """How it runs, as the attributes of these names tell, and why not by CUDA graphs."""
         return {
             "forward": self.forward_name,
             "weights": " ".join(filter(None, (self.stored_as, str(getattr(self, "dtype", "")).removeprefix("torch.")))),

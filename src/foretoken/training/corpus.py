@@ -26,6 +26,8 @@ from foretoken.core.io.files import checksum, files_checksum, replacing, write_j
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"
+READING = 2
+"""Counts the ways in which rows became text: a corpus of an earlier one, without answers beside a prompt, is made anew."""
 HELD = 0.01
 """Share of the documents that are held out."""
 PARTS = ("tokens", "learned", "starts")
@@ -126,6 +128,7 @@ def _identity(paths: Sequence[str | Path], tokenizer: Any) -> dict[str, Any]:
         "paths": [str(p) for p in paths],
         "files": _listed(paths),
         "held_fraction": HELD,
+        "reading": READING,
         "vocab": checksum(json.dumps(sorted(tokenizer.get_vocab().items()))),
     }
 
