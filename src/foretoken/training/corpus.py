@@ -27,7 +27,7 @@ from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"
 READING = 2
-"""Counts the ways in which rows became text: a corpus of an earlier one, without answers beside a prompt, is made anew."""
+"""Counts the ways in which rows became text: a corpus of an earlier one is made anew."""
 HELD = 0.01
 """Share of the documents that are held out."""
 PARTS = ("tokens", "learned", "starts")
