@@ -145,6 +145,18 @@ def one_more(header: Header, tensors: Tensors) -> None:
     tensors["blk.1.attn_sinks.weight"] = Stored(np.zeros(4, np.float32), Quant.F32)
 
 
+def own_yarn(header: Header, tensors: Tensors) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "yarn_attn_factor": 2.0}
+    header.update({f"llama.rope.scaling.{key}": value for key, value in scaling.items()})
+
+
+def some_biases(header: Header, tensors: Tensors) -> None:
+    for block in range(2):
+        for part in "qkv":
+            count = tensors[f"blk.{block}.attn_{part}.weight"].data.shape[0]
+            tensors[f"blk.{block}.attn_{part}.bias"] = Stored(np.zeros(count, np.float32), Quant.F32)
+
+
 @pytest.mark.usefixtures("no_weights", "no_llama_cpp")
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -153,7 +165,8 @@ def one_more(header: Header, tensors: Tensors) -> None:
         (without("llama.attention.head_count"), "lacks llama.attention.head_count"),
         (with_value("llama.attention.head_count", 0), "has llama.attention.head_count 0: convert the model again"),
         (with_value("llama.embedding_length", "wide"), "header .* convert the model again"),
-        (with_value("llama.attention.head_count_kv", 3), "convert the model again"),
+        (with_value("llama.attention.head_count_kv", 3), "head_count_kv 3 for 4 heads: convert the model again"),
+        (with_value("llama.expert_count", "many"), "header .* convert the model again"),
         (with_value("llama.embedding_length", 128), "its header makes it .*: convert the model again"),
         (with_value("llama.block_count", 3), "lacks .*: it is incomplete, copy it again"),
         (with_value("llama.block_count", 2**31), "lacks .*: it is incomplete, copy it again"),
@@ -163,6 +176,9 @@ def one_more(header: Header, tensors: Tensors) -> None:
         (with_value("llama.attention.head_count", [4, 2]), "has layers with different attention.head_count"),
         (with_value("split.count", "two"), "is cut off or damaged .*split.count"),
         (with_value("general.alignment", "wide"), "is cut off or damaged .*general.alignment"),
+        (with_value("general.alignment", 24), "is cut off or damaged .*general.alignment is 24, no power of two"),
+        (own_yarn, "has llama.rope.scaling.yarn_attn_factor 2.0, which is not read here: "),
+        (some_biases, "has biases in some products of attention only, which is not read here: "),
         (renamed, f"lacks 1 tensors .first: {DOWN}.: it is incomplete, copy it again"),
         (narrower, rf"{DOWN} in .* is \[64, 32\], and its header makes it \[64, 256\]: convert the model again"),
         (one_more, "has blk.1.attn_sinks.weight, for which llama models have no place: .*llama.cpp"),
@@ -276,6 +292,54 @@ def test_a_model_in_parts(tmp_path: Path, model: Any, good: Path) -> None:
     moved.rename(first)
     second.unlink()
     refused(first, "there is no file .*m-00002-of-00002.gguf", backend="native")
+
+
+def test_parts_of_another_model(tmp_path: Path, model: Any, good: Path) -> None:
+    first, second = split(tmp_path, model)
+    kept = second.read_bytes()
+    second.write_bytes(good.read_bytes())
+    refused(first, r"m-00002-of-00002.gguf is not part 2 of 2 \(.*\): copy all 2 parts again", backend="native")
+    second.write_bytes(first.read_bytes())
+    refused(first, "is not part 2 of 2", backend="native")
+
+    def fewer(header: Header, tensors: Tensors) -> None:
+        for name in [*tensors][:-1]:
+            del tensors[name]
+        header.update({"split.no": 1, "split.count": 2})
+
+    write_model(second, model, change=fewer)
+    refused(first, "and its parts have .* tensors of .*: copy all 2 parts again", backend="native")
+    second.write_bytes(kept)
+    load_model(first, backend="native")
+
+
+@pytest.mark.usefixtures("no_weights", "no_llama_cpp")
+def test_places_between_the_steps_of_the_file(tmp_path: Path, good: Path) -> None:
+    data, file = good.read_bytes(), tmp_path / "m.gguf"
+    name = DOWN.encode()
+    place = data.index(name) + len(name) + 4 + 2 * 8 + 4  # behind the dimensions and the type
+    (offset,) = struct.unpack("<Q", data[place : place + 8])
+    file.write_bytes(data[:place] + struct.pack("<Q", offset - 2) + data[place + 8 :])
+    refused(file, f"is cut off or damaged .*{DOWN} is at {offset - 2}, no multiple of 32", backend="native")
+
+
+@pytest.mark.usefixtures("no_llama_cpp")
+def test_an_end_token_that_is_no_number(tmp_path: Path, model: Any) -> None:
+    file = changed(tmp_path, model, with_value("tokenizer.ggml.eos_token_id", [1, 2]))
+    refused(file, "header .* convert the model again")
+
+
+def test_an_embedding_that_is_not_finite_is_named(tmp_path: Path, model: Any) -> None:
+    """Its rows are looked up in the file, so nothing reads all of them at load."""
+
+    def change(header: Header, tensors: Tensors) -> None:
+        stored = gguf.quantize(tensors["token_embd.weight"].data.astype(np.float32), Quant.Q8_0)
+        stored[7, :2] = np.array([np.inf], np.float16).view(np.uint8)
+        tensors["token_embd.weight"] = Stored(stored, Quant.Q8_0)
+
+    llm = ft.load(changed(tmp_path, model, change), backend="native")
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight in .*m.gguf holds NaN or inf"):
+        llm.generate([7, 8], max_new_tokens=2)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

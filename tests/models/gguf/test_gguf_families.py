@@ -149,6 +149,31 @@ def test_logits_are_the_transformers_models(tmp_path: Path, name: str) -> None:
     assert ft.load(read, drafter="ngram").generate(text, **options).token_ids == wanted_ids
 
 
+def test_older_keys_and_numbers_of_rotary_embeddings(tmp_path: Path) -> None:
+    """A factor without a type is linear, and had another name once; YaRN's own numbers count."""
+    text = prompt_of(45, seed=1)
+    linear = original("llama_linear_positions")
+    for keys in ({"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}):
+
+        def older(header: dict[str, Any], tensors: Any, keys: dict[str, float] = keys) -> None:
+            for name in ("type", "factor"):
+                del header[f"llama.rope.scaling.{name}"]
+            header.update({f"llama.{key}": value for key, value in keys.items()})
+
+        read = load_model(write_model(tmp_path / "m.gguf", linear, change=older), backend="native", dtype="float32")
+        assert near(plain_logits(read.model, text), plain_logits(linear, text)), keys
+    betas = {"beta_fast": 4.0, "beta_slow": 2.0}
+    yarn = new_model("llama", rope_parameters={**YARN, **betas})
+
+    def told(header: dict[str, Any], tensors: Any) -> None:
+        header.update({f"llama.rope.scaling.yarn_{name}": value for name, value in betas.items()})
+
+    read = load_model(write_model(tmp_path / "y.gguf", yarn, change=told), backend="native", dtype="float32")
+    assert near(plain_logits(read.model, text), plain_logits(yarn, text))
+    without = load_model(write_model(tmp_path / "w.gguf", yarn), backend="native", dtype="float32")
+    assert not near(plain_logits(without.model, text), plain_logits(yarn, text)), "they make a difference"
+
+
 @pytest.mark.skipif(not has_llama_cpp(), reason="llama-cpp-python is an extra (pip install 'foretoken[gguf]')")
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_THERE])
 def test_logits_are_llama_cpps(tmp_path: Path, name: str) -> None:

@@ -57,7 +57,10 @@ def weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """A network's weights by name, packed ones included."""
     yield from network.named_parameters()
     for name, module in network.named_modules():
-        if isinstance(module, PackedLinear) and not module.tied:
+        # An embedding without a parameter looks its rows up in a file.
+        if (isinstance(module, PackedLinear) and not module.tied) or (
+            isinstance(module, nn.Embedding) and "weight" not in module._parameters
+        ):
             yield f"{name}.weight", module.weight
 
 

@@ -64,6 +64,9 @@ def _none(file: GgufFile) -> Options:
 
 
 def _llama(file: GgufFile) -> Options:
+    biased = [f"blk.0.attn_{name}.bias" in file.tensors for name in ("q", "k", "v", "output")]
+    if any(biased) and not all(biased):
+        raise UncoveredError(f"{file.path} has biases in some products of attention only, which is not read here")
     return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
 
 
@@ -184,8 +187,9 @@ def architecture_of(file: GgufFile) -> Architecture:
         UncoveredError: one that is not read here.
     """
     name = file.architecture
-    if name == "llama" and int(file.get("expert_count", 0)):
-        name = "mixtral"
+    with header_faults(file):
+        if name == "llama" and int(file.get("expert_count", 0)):
+            name = "mixtral"
     if name not in ARCHITECTURES:
         covered = ", ".join(key for key in ARCHITECTURES if key != "mixtral")
         raise UncoveredError(f"{file.path} is of the architecture {name!r}, and {covered} are read here")
@@ -222,13 +226,18 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
 
     _check_blocks(file)
     width = head_dim(file)
+    heads = int(_one(file, "attention.head_count"))
+    shared = int(_one(file, "attention.head_count_kv", heads))
+    if shared < 1 or heads % shared:
+        key = f"{file.architecture}.attention.head_count_kv"
+        raise GgufError(f"{file.path} has {key} {shared} for {heads} heads: convert the model again")
     values: Options = {
         "vocab_size": _vocabulary(file),
         "hidden_size": file.need("embedding_length"),
         "intermediate_size": _one(file, "feed_forward_length"),
         "num_hidden_layers": file.need("block_count"),
-        "num_attention_heads": _one(file, "attention.head_count"),
-        "num_key_value_heads": _one(file, "attention.head_count_kv", file.get("attention.head_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
         "head_dim": width,
         "max_position_embeddings": file.need("context_length"),
         "rms_norm_eps": _positive(file, "attention.layer_norm_rms_epsilon"),
@@ -275,14 +284,31 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
             rope[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
         original = int(file.need("rope.scaling.original_context_length"))
         return {**rope, "rope_type": "longrope", "original_max_position_embeddings": original}
-    kind, factor = file.get("rope.scaling.type", "none"), _positive(file, "rope.scaling.factor", 1.0)
+    # Older files name the factor otherwise, and no type: it is linear then.
+    factor = _positive(file, "rope.scaling.factor", _positive(file, "rope.scale_linear", 1.0))
+    kind = file.get("rope.scaling.type", "linear")
     if kind in ("linear", "yarn") and factor != 1.0:
         rope.update(rope_type=kind, factor=factor)
     elif kind not in ("none", "linear", "yarn"):
         raise UncoveredError(f"{file.path} scales rotary positions by {kind!r}, which is not read here")
     if rope["rope_type"] == "yarn":
         rope["original_max_position_embeddings"] = int(file.need("rope.scaling.original_context_length"))
+        rope.update(_yarn_of(file))
     return rope
+
+
+def _yarn_of(file: GgufFile) -> Options:
+    """Its own numbers, where they are not the usual ones."""
+    names = ("beta_fast", "beta_slow")
+    found = {
+        name: _positive(file, f"rope.scaling.yarn_{name}") for name in names if file.get(f"rope.scaling.yarn_{name}")
+    }
+    usual = {"rope.scaling.yarn_attn_factor": 1, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_ext_factor": 1}
+    usual["rope.scaling.yarn_log_multiplier"] = 0
+    for key, value in usual.items():
+        if float(file.get(key, value)) != value:
+            raise UncoveredError(f"{file.path} has {file.architecture}.{key} {file.get(key)}, which is not read here")
+    return found
 
 
 def _positive(file: GgufFile, key: str, usual: float | None = None) -> float:

@@ -116,9 +116,24 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
         name = PART.fullmatch(path.name)
         if name is None or int(name[2]) != 1:
             raise GgufError(f"{path} is one of {parts} parts: give the first, ...-00001-of-....gguf")
-        part = _GgufReader(path.with_name(f"{name[1]}{number:05}{name[3]}"))
-        tensors.update(part.tensors(part.metadata()))
+        tensors.update(_part(path.with_name(f"{name[1]}{number:05}{name[3]}"), number, parts, tensors))
+    told = reader.whole(metadata, "split.tensors.count", len(tensors))
+    if parts > 1 and told != len(tensors):
+        raise GgufError(f"{path} and its parts have {len(tensors)} tensors of {told}: copy all {parts} parts again")
     return GgufFile(path, metadata, tensors)
+
+
+def _part(path: Path, number: int, parts: int, known: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
+    """The tensors of a part of a model in several files."""
+    reader = _GgufReader(path)
+    metadata = reader.metadata()
+    said = reader.whole(metadata, "split.no", number - 1) + 1, reader.whole(metadata, "split.count", 1)
+    tensors = reader.tensors(metadata)
+    twice = sorted(tensors.keys() & known.keys())
+    if said != (number, parts) or twice:
+        why = f"{twice[0]} is in another part too" if twice else f"it says that it is part {said[0]} of {said[1]}"
+        raise GgufError(f"{path} is not part {number} of {parts} ({why}): copy all {parts} parts again")
+    return tensors
 
 
 class _GgufReader:
@@ -151,11 +166,15 @@ class _GgufReader:
         """What stands behind the values."""
         entries = [self._entry() for _ in range(self.num_tensors)]
         alignment = self.whole(metadata, "general.alignment", ALIGNMENT) or ALIGNMENT
+        if alignment & (alignment - 1):
+            raise self._damaged(f"general.alignment is {alignment}, no power of two")
         start = self.place + -self.place % alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in entries:
             if name in tensors:
                 raise self._damaged(f"two tensors are called {name}")
+            if offset % alignment:
+                raise self._damaged(f"{name} is at {offset}, no multiple of {alignment}")
             tensors[name] = self._tensor(name, shape, kind, start + offset)
         return tensors
 
@@ -183,6 +202,8 @@ class _GgufReader:
         if width % block:
             raise self._damaged(f"{name} has rows of {width} numbers, and {kind} stores {block} together")
         in_bytes = (*shape[:-1], width // block * size)
+        if max(in_bytes) > len(self.bytes):  # also beside a side of 0
+            raise self._cut_off(place + max(in_bytes))
         count = 1
         for side in in_bytes:
             count *= side

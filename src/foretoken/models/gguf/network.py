@@ -53,7 +53,8 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     fill.check()
     fill.fill()
     _rotate(model, file)
-    model.generation_config.eos_token_id = end_ids(file) or config.eos_token_id
+    with header_faults(file):
+        model.generation_config.eos_token_id = end_ids(file) or config.eos_token_id
     kinds = stored_as(file)
     if kinds != "F32":
         model.stored_as = f"GGUF {kinds}, with activations in"
