@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -468,7 +469,7 @@ def test_a_drafter_that_always_fails_ends_everybody_and_the_engine_stays() -> No
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_refused_draft_whose_states_are_not_finite_changes_nothing(temperature: float, lean: bool) -> None:
     """Plain decoding never reads it: the root's masked slots must not, either."""
-    network = llama()
+    network = copy.deepcopy(llama())  # that of all tests
     plain = ft.load(HuggingFaceModel(network, lean=lean), None)
     options: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": True, "temperature": temperature, "seed": 3}
     prompts = [[5, 9, 3], [8, 8, 4, 7]]
@@ -476,7 +477,7 @@ def test_a_refused_draft_whose_states_are_not_finite_changes_nothing(temperature
     bad = next(token for token in range(32) if all(token not in text for text in (*wanted, *prompts)))
     network.get_input_embeddings().weight.data[bad] = torch.nan
     guesses = [[*text[:2], bad, *text[3:]] for text in wanted]
-    drafted = ft.load(HuggingFaceModel(network, lean=lean), "prediction")
+    drafted = ft.load(HuggingFaceModel(network, lean=lean), "prediction", controller="constant,k=8")
     outputs = drafted.generate(prompts, prediction=guesses, **options)
     assert [output.token_ids for output in outputs] == wanted
     assert all(output.stats.num_accepted_tokens for output in outputs), "it goes on to draft"

@@ -188,7 +188,7 @@ def test_another_teacher_start_or_text_on_resume(data: Path, whole: Path, tmp_pa
         with pytest.raises(ValueError, match=words):
             train_lm([data], out, TINY, **{**given, **change})
     with pytest.raises(ValueError, match="was trained on other text"):
-        train_lm([data / "b.jsonl"], out, TINY, **given)
+        train_lm([data / "a.py"], out, TINY, **given)
     train_lm([data], out, replace(TINY, steps=3), **given)
 
 
