@@ -23,8 +23,10 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.outside import DrafterError
+from foretoken.methods.drafters.scripted import ScriptedDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.other.table import TableModel
 from toys import engine, llama, llamas
 
 POISON = 31
@@ -463,6 +465,22 @@ def test_a_drafter_that_always_fails_ends_everybody_and_the_engine_stays() -> No
     errors = [run.error for run in finished(busy).values()]  # the drafter is none of ours: it is named
     assert all(isinstance(error, DrafterError) and isinstance(error.__cause__, Planted) for error in errors)
     check_free(busy)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_a_draw_that_was_made_is_not_made_again(overflows: bool) -> None:
+    """Half of all texts draw the token whose logits are NaN, drafted or not: they end there, as plain ones do."""
+
+    def scores(prefix: tuple[int, ...]) -> Sequence[float]:
+        return [float("nan")] * 2 if overflows and prefix[-1] == 1 else [0.5, 0.5]
+
+    target, ended = TableModel(scores, 2), 0
+    for _ in range(200):
+        serving = engine(target, ScriptedDrafter("1"), controller=ConstantController(1))
+        serving.add(Request([0], T1, 2))
+        while serving.busy:
+            ended += sum(run.finish_reason == "error" for run, emission in serving.step() if emission.finish_reason)
+    assert 70 < ended < 130 if overflows else ended == 0  # four standard deviations to both sides
 
 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "public"])

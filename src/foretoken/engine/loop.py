@@ -302,13 +302,18 @@ class Engine:
 
     def _verify(self, turns: Sequence[Turn]) -> None:
         """What is accepted.  Where scores are not finite a draft may be why: attention multiplies what a mask hides by
-        0, which infinity outlives.  Plain decoding would not have seen it, so the root is scored without drafts."""
+        0, which infinity outlives.  Plain decoding would not have seen it, so the root is scored without drafts.
+
+        Not where draws have led to such a node: they would be made again, and other tokens would gain by that.
+        """
         try:
             self.acceptance.verify(turns)
         except NonFiniteLogitsError:
-            if len(turns) > 1 or not turns[0].is_drafted:
+            turn = turns[0]
+            if len(turns) > 1 or not turn.is_drafted:
                 raise
-            (turn,) = turns
+            if not turn.scores.sampler.fixed and bool(turn.scores.logits[0].amax().isfinite()):
+                raise
             self.target.forget(turn.run.text)
             turn.tree = TokenTree.root_only(turn.run.context.root)
             self._score(turns)

@@ -35,7 +35,8 @@ class SequenceState:
         tokens: committed token ids, exactly those whose KV is in the cache.
         regime: the length of text for which its tokens were read, where the model reads long texts in another way;
             0 for short ones.  Texts of one regime can take over keys and values from each other.
-        provisional: whether a part of the network ran the scratch nodes, which can be drafted from, but not be kept.
+        provisional: whether the scratch nodes were run by a part of the network only: they can be drafted from, but
+            not be kept, and the next whole forward states the tree anew.
         exit_states: per scratch node its hidden state [D] at layer ``exit_layer``, from which a whole forward goes on.
         exit_layer: how many leading layers the scratch nodes have behind them for good.
         scratch_tokens: token ids of the scratch nodes.
@@ -86,7 +87,8 @@ class SequenceState:
             if not longer:
                 break
             ends = longer
-        path, node = list[int](), ends[0]
+        path: list[int] = []
+        node = ends[0]
         while node >= 0:
             path.append(node)
             node = self.scratch_parents[node]
@@ -142,11 +144,6 @@ def opened(model: LanguageModel, *texts: Sequence[int]) -> Iterator[list[Sequenc
     finally:
         for sequence in reversed(sequences):
             model.release(sequence)
-
-
-def any_text(model: LanguageModel, most: int) -> list[int]:
-    """Up to ``most`` token ids, and half of the context at most: some text, to measure behind."""
-    return [i % model.vocab_size for i in range(1, max(1, min(most, model.context_length // 2)) + 1)]
 
 
 def check_distinct(feeds: Sequence[Feed]) -> None:
@@ -211,7 +208,8 @@ class LanguageModel(ABC):
         refused: faster paths that were tried at load and not taken.
         reads: whether its sequences must be fed the text; where not, :meth:`open_beside` takes it over from the target.
         path: the file that it runs from, where that holds everything about it (llama.cpp's models); else ``None``.
-        weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before is void.
+        weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
+            use any more.
         prefill_chunk: most tokens of a prompt that are read in one call.
     """
 
@@ -245,7 +243,8 @@ class LanguageModel(ABC):
         return None
 
     def describe(self) -> dict[str, Any]:
-        """How it runs, as the attributes of these names tell, and why not by CUDA graphs."""
+        """How it runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``,
+        ``graphs_off``."""
         return {
             "forward": self.forward_name,
             "weights": " ".join(filter(None, (self.stored_as, str(getattr(self, "dtype", "")).removeprefix("torch.")))),

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from foretoken.core.costs import TargetCost
-from foretoken.models.base import Feed, LanguageModel, SequenceState, any_text, opened
+from foretoken.models.base import Feed, LanguageModel, SequenceState, opened
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.clock import now
-from foretoken.models.machine import WORTH_KEEPING_S, KeptResults
+from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, any_text
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Node counts that a target is measured at by default."""

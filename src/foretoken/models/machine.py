@@ -11,12 +11,15 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from time import get_clock_info, perf_counter, thread_time
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from foretoken.core.io.files import cache_folder, write_json
 from foretoken.models.native import library
+
+if TYPE_CHECKING:
+    from foretoken.models.base import LanguageModel
 
 COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20
 """Bounds of :func:`cache_bytes`."""
@@ -66,6 +69,11 @@ def free_bytes() -> int | None:
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------
+
+
+def any_text(model: LanguageModel, most: int) -> list[int]:
+    """Up to ``most`` token ids, and half of the context at most: some text, to measure behind."""
+    return [i % model.vocab_size for i in range(1, max(1, min(most, model.context_length // 2)) + 1)]
 
 
 def timed(calls: Mapping[Name, Sequence[Callable[[], Any]]], turns: int) -> dict[Name, float]:

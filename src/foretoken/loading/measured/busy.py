@@ -14,7 +14,8 @@ from time import perf_counter
 
 import torch
 
-from foretoken.models.base import Feed, LanguageModel, any_text, opened
+from foretoken.models.base import Feed, LanguageModel, opened
+from foretoken.models.machine import any_text
 
 PRESSURE = Path("/proc/pressure/cpu")
 MUCH = 25.0

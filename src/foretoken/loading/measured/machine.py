@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foretoken.models import native
-from foretoken.models.base import LanguageModel, any_text
+from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import COUNTS, measure_target
 from foretoken.models.clock import now
 from foretoken.models.linear.packing import Projection, shapes_of
 from foretoken.models.linear.product_costs import known_times
+from foretoken.models.machine import any_text
 from foretoken.models.native.library import cpu_info
 from foretoken.options import Options
 

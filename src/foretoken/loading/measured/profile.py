@@ -11,9 +11,10 @@ from typing import Any
 
 from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.loading.measured.machine import hardware, threads, versions
-from foretoken.models.base import CapabilityError, LanguageModel, any_text
+from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.call_costs import COUNTS, measure_target
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.machine import any_text
 from foretoken.models.variants.inflated import InflatedModel
 
 FORMAT = 1

@@ -59,12 +59,12 @@ class CachePool:
         cache = sequence.cache
         last = cache.texts.pop()
         freed = last.row
-        if cache.texts or not self._movable:  # else its buffers go
-            cache.blank(sequence.row)
         if last is not sequence:
             cache.move_row(freed, sequence.row, last.num_slots)
+            cache.blank(sequence.row, last.num_slots)
             last.row = sequence.row
             cache.texts[last.row] = last
+        if cache.texts or not self._movable:  # else its buffers go
             cache.blank(freed)
         sequence.cache = None
         if self._movable:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from foretoken.models.base import CapabilityError, Feed, any_text, opened
+from foretoken.models.base import CapabilityError, Feed, opened
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.quantised import make_product
 from foretoken.models.linear.quantised_products import QuantisedProduct
-from foretoken.models.machine import free_bytes, timed
+from foretoken.models.machine import any_text, free_bytes, timed
 from foretoken.models.variants.second_weights import Scheme, check_quantisable, linears
 
 SMALLEST = 50_000_000
