@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def test_a_picture(run: Any, target: str, draft: str, tmp_path: Path, rule: str)
     file = tmp_path / "run.svg"
     result = run(*command(target, draft, "--out", str(file), "--temperature", "1", "--verifier", rule))
     assert result.code == 0, result.err
-    assert "rounds, 12 tokens ->" in result.err
+    told = re.search(r"(\d+) rounds, (\d+) tokens -> (.+)", result.err)  # unseeded, so a text may end early
+    assert told and 1 <= int(told[1]) <= int(told[2]) <= 12 and told[3] == str(file), result.err
     ElementTree.fromstring(file.read_text())
 
 
