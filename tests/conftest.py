@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import random
 import ssl
+import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -40,6 +42,22 @@ def pytest_collection_finish() -> None:
     """What was imported stays: no collection of garbage needs to look at it again."""
     gc.collect()
     gc.freeze()
+
+
+def draw_by(name: str) -> None:
+    """Draws without a seed depend on who draws, not on the tests that ran before in the same process."""
+    torch.default_generator.manual_seed(zlib.crc32(name.encode()))
+    random.seed(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    draw_by(fixturedef.argname)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    draw_by(item.nodeid)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 import selection
 from foretoken import registry
 from foretoken.cli.main import app
+from foretoken.core.noise import random_seed
 
 PER_DRAFTER = {
     "greedy": ["exactness/test_matrix.py::test_greedy_in_a_ragged_batch"],
@@ -160,3 +163,9 @@ def test_parts_of_the_slow_tests_are_all_of_them_once() -> None:
 def test_a_part_that_is_none_is_refused(part: str) -> None:
     with pytest.raises(pytest.UsageError, match="--slow-part takes I/N"):
         selection.in_other_parts([], part)
+
+
+def test_draws_without_a_seed_depend_on_the_test_alone(request: pytest.FixtureRequest) -> None:
+    drawn = random_seed()
+    torch.default_generator.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    assert random_seed() == drawn
