@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -105,7 +106,8 @@ class Import:
         return rest if head == "foretoken" else None
 
 
-def imports_of(file: Path, source: str | None = None) -> Iterator[Import]:
+@functools.cache
+def imports_of(file: Path, source: str | None = None) -> tuple[Import, ...]:
     """Every import of a file that runs (what is under ``TYPE_CHECKING`` does not)."""
 
     def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
@@ -121,7 +123,7 @@ def imports_of(file: Path, source: str | None = None) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, lazy)
 
-    yield from walk(ast.parse(file.read_text() if source is None else source), False)
+    return tuple(walk(ast.parse(file.read_text() if source is None else source), False))
 
 
 def objection(found: Import) -> str | None:

@@ -97,8 +97,7 @@ def test_every_checkpoint_is_loaded_without_the_code_that_comes_with_it() -> Non
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
-            owner = ast.unparse(node.func.value)
-            if node.func.attr == "from_pretrained" and owner.startswith("Auto"):
+            if node.func.attr == "from_pretrained" and (owner := ast.unparse(node.func.value)).startswith("Auto"):
                 words = {word.arg: word.value for word in node.keywords}
                 if not (isinstance(words.get("trust_remote_code"), ast.Constant) or None in words):
                     silent.append(f"{file.relative_to(ROOT)}:{node.lineno} {owner}")
