@@ -26,3 +26,17 @@ def test_coins_are_no_noise() -> None:
     coins = set(Rng(7).uniforms(Rng.BLOCK))
     raw = np.random.Philox(key=7, counter=[0, 0, 0, 0]).random_raw(4 * Rng.BLOCK)
     assert not coins & {float(bits >> np.uint64(11)) * 2.0**-53 for bits in raw}
+
+
+@pytest.mark.parametrize("before", [0, 1, Rng.BLOCK - 1, Rng.BLOCK, Rng.BLOCK + 1, 3 * Rng.BLOCK])
+@pytest.mark.parametrize("after", [0, 1, Rng.BLOCK, 2 * Rng.BLOCK + 5])
+def test_uniforms_are_handed_out_again(before: int, after: int) -> None:
+    rng = Rng(7)
+    rng.tests = [(0.5, 0.25)]
+    rng.uniforms(before)
+    mark = rng.mark()
+    wanted = rng.uniforms(after)
+    rng.tests += [(0.1, 0.2)] * after
+    rng.back_to(mark)
+    assert rng.uniforms(after) == wanted and rng.tests == [(0.5, 0.25)]
+    assert rng.uniforms(9) == Rng(7).uniforms(before + after + 9)[-9:]

@@ -467,20 +467,22 @@ def test_a_drafter_that_always_fails_ends_everybody_and_the_engine_stays() -> No
     check_free(busy)
 
 
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("overflows", [False, True])
-def test_a_draw_that_was_made_is_not_made_again(overflows: bool) -> None:
+def test_a_draw_that_was_made_is_not_made_again(overflows: bool, together: int) -> None:
     """Half of all texts draw the token whose logits are NaN, drafted or not: they end there, as plain ones do."""
 
     def scores(prefix: tuple[int, ...]) -> Sequence[float]:
         return [float("nan")] * 2 if overflows and prefix[-1] == 1 else [0.5, 0.5]
 
     target, ended = TableModel(scores, 2), 0
-    for _ in range(200):
-        serving = engine(target, ScriptedDrafter("1"), controller=ConstantController(1))
-        serving.add(Request([0], T1, 2))
+    for _ in range(400 // together):
+        serving = engine(target, ScriptedDrafter("1"), controller=ConstantController(1), max_batch=together)
+        for _ in range(together):
+            serving.add(Request([0], T1, 2))
         while serving.busy:
             ended += sum(run.finish_reason == "error" for run, emission in serving.step() if emission.finish_reason)
-    assert 70 < ended < 130 if overflows else ended == 0  # four standard deviations to both sides
+    assert 160 < ended < 240 if overflows else ended == 0  # four standard deviations to both sides
 
 
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "public"])

@@ -30,14 +30,36 @@ class Rng:
 
     def __init__(self, seed: int) -> None:
         self.tests: list[tuple[float, float]] | None = None
-        self._numbers = np.random.Generator(np.random.Philox(key=seed + (COINS << 64)))
+        self._key = seed + (COINS << 64)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._numbers = np.random.Generator(np.random.Philox(key=self._key))
         self._block: list[float] = []
+        self._blocks = 0
+
+    def _next_block(self) -> None:
+        self._block = self._numbers.random(self.BLOCK).tolist()
+        self._blocks += 1
 
     def uniform(self) -> float:
         """A fresh uniform in [0, 1)."""
         if not self._block:
-            self._block = self._numbers.random(self.BLOCK).tolist()
+            self._next_block()
         return self._block.pop()
+
+    def mark(self) -> tuple[int, int]:
+        """How many uniforms were handed out and tests made: where :meth:`back_to` leads."""
+        return self._blocks * self.BLOCK - len(self._block), len(self.tests or ())
+
+    def back_to(self, mark: tuple[int, int]) -> None:
+        """Hand out again what was handed out since; its tests were not made."""
+        taken, tests = mark
+        self._begin()
+        while self._blocks * self.BLOCK < taken:
+            self._next_block()
+        del self._block[self._blocks * self.BLOCK - taken :]
+        del (self.tests or [])[tests:]
 
     def uniforms(self, count: int) -> list[float]:
         """``count`` fresh uniforms in [0, 1)."""

@@ -228,8 +228,10 @@ class Requests:
     def together(self, stage: Stage, turns: Sequence[Turn]) -> list[Turn]:
         """Run a stage for all, or, where that raises, for each; returns those for which it did not.
 
+        The same coins are tossed again: with others, tokens after which nothing raises would be drawn too often.
         Where memory was full, kept texts make room before the stage is tried again.
         """
+        marks = [turn.run.context.rng.mark() for turn in turns]
         try:
             if turns:
                 stage(turns)
@@ -241,6 +243,8 @@ class Requests:
             elif len(turns) == 1:
                 self.end(turns[0].run, "error", error)
                 return []
+        for turn, mark in zip(turns, marks, strict=True):
+            turn.run.context.rng.back_to(mark)
         return [turn for each in turns for turn in self.together(stage, [each])]
 
     def each(self, stage: Stage, turns: Sequence[Turn]) -> list[Turn]:
