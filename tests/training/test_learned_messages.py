@@ -103,10 +103,13 @@ def test_a_conversation_that_is_there_twice_is_not_held_out_and_learned(tmp_path
     assert sides[1] and not sides[0] & sides[1]
 
 
-def test_questions_keep_what_stands_beside_them(tmp_path: Path) -> None:
+def test_questions_keep_what_stands_beside_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = [{"instruction": "a", "input": "b", "output": "c"}, {"system_prompt": "s", "question": "q"}]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, found)).encode()))
     one, other = (dialogue.script for dialogue in read_questions([tmp_path]))
+    assert not caplog.messages
+    (tmp_path / "b.txt").write_text("Words.")
+    assert len(read_questions([tmp_path])) == 2 and "ask no questions and are passed over: 1" in caplog.text
     assert one == [{"role": "user", "content": "a\n\nb"}, None]
     assert other == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, None]
 

@@ -7,6 +7,7 @@ A drafter must guess what its target says, so EAGLE-3 (arXiv 2503.01840, section
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from foretoken.training.config import AnswerConfig
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
+
+log = logging.getLogger("foretoken.training")
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,15 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
     for root in map(Path, paths):
         if not root.exists():
             raise ValueError(f"no such file or folder: {root}")
-        files = [root] if root.is_file() else [file for file in files_below(root) if kind_of(file) == ROWS]
+        below = files_below(root) if root.is_dir() else []
+        files = [file for file in below if kind_of(file) == ROWS] if root.is_dir() else [root]
+        others = [file for file in below if kind_of(file) != ROWS]
+        if others:
+            log.warning(
+                "files that are not JSONL ask no questions and are passed over: %d, the first one %s",
+                len(others),
+                others[0],
+            )
         for file in files:
             for place, _, row in iter_rows(file):
                 try:
