@@ -19,10 +19,10 @@ from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import UnitResult
 from foretoken.lab.bench.results import drafted as draft_tokens
 from foretoken.lab.report import figures, verdict, write_plots, write_report
-from foretoken.lab.report.charts import LineChart, Series, ticks
+from foretoken.lab.report.charts import Bar, BarChart, LineChart, Series, ticks
 from foretoken.lab.report.page import embedded, render
 from foretoken.lab.report.read import Run, read_run
-from foretoken.lab.report.svg import draw
+from foretoken.lab.report.svg import WIDTH, draw
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 FAST, SLOW, COSTLY = "ngram,k=2", "ngram,k=8", "model"
@@ -709,3 +709,16 @@ def test_plotted_bars_have_the_values(tmp_path: Path) -> None:
     ax = Figure().subplots()
     _draw(chart, ax)
     assert [patch.get_width() for patch in ax.patches] == pytest.approx([SPEEDUPS[arm] for arm in ARMS[1:]])
+
+
+def test_wide_intervals_leave_the_bars_their_room() -> None:
+    """Those of two prompts are: they are open where they go on, and the hint has their true ends."""
+    wide, narrow = Bar("a", 1.4, -2.0, 9.0), Bar("b", 1.2, 1.1, 1.3)
+    chart = BarChart("Speed-up", "times plain", [wide, narrow], line=1.0)
+    assert chart.x_end == pytest.approx(2.8)
+    assert chart.whisker(wide) == (0.0, chart.x_end, []) and chart.whisker(narrow) == (1.1, 1.3, [1.1, 1.3])
+    assert chart.whisker(Bar("c", 1.0)) is None
+    picture = str(draw(chart))
+    assert "95 % CI -2.00 to 9.00" in picture and picture.count('class="whisker"') == 1 + 3
+    xs = [float(x) for x in re.findall(r'x[12]="([-\d.]+)"', picture)]
+    assert min(xs) >= 0 and max(xs) <= WIDTH

@@ -39,8 +39,19 @@ class BarChart:
 
     @property
     def x_end(self) -> float:
-        """Where the axis ends: behind every bar, whisker and the line."""
-        return max(self.end, self.line or 0.0, *(max(bar.value, bar.high or 0.0) for bar in self.bars))
+        """Where the axis ends: behind every bar, the line, and whiskers of up to as much again.
+
+        Intervals of two prompts are so wide that bars would have no room.
+        """
+        reach = max(self.end, self.line or 0.0, *(bar.value for bar in self.bars))
+        return max(reach, min(2 * reach, max(bar.high or 0.0 for bar in self.bars)))
+
+    def whisker(self, bar: Bar) -> tuple[float, float, list[float]] | None:
+        """From where to where a bar's interval is drawn, and its ends; it is open where it goes on beyond the axis."""
+        if bar.low is None or bar.high is None:
+            return None
+        start, stop = max(bar.low, 0.0), min(bar.high, self.x_end)
+        return start, stop, [x for x in (bar.low, bar.high) if start <= x <= stop]
 
 
 @dataclass(frozen=True)

@@ -134,11 +134,12 @@ def _bars(chart: BarChart, ax: Axes) -> None:
     ax.barh(range(len(values)), values, 0.62, color=[colour(bar.colour) for bar in chart.bars])
     for i, bar in enumerate(chart.bars):
         end = bar.value
-        if bar.low is not None and bar.high is not None:
-            ends = [[max(bar.value - bar.low, 0)], [max(bar.high - bar.value, 0)]]
+        if whisker := chart.whisker(bar):
+            low, high, seen = whisker
             for colour_, width in (("white", 2.6), ("black", 0.8)):  # a white edge, to be seen on dark bars
-                ax.errorbar([bar.value], [i], xerr=ends, color=colour_, elinewidth=width, capsize=2, capthick=width)
-            end = max(end, bar.high)
+                ax.hlines(i, low, high, colour_, linewidth=width)
+                ax.vlines(seen, i - 0.12, i + 0.12, colour_, linewidth=width)
+            end = max(end, high)
         ax.annotate(f"{bar.value:.2f}", (end, i), (3, 0), textcoords="offset points", va="center", fontsize=7)
     _name_rows(ax, [bar.label for bar in chart.bars])
     ax.set_xlim(0, 1.14 * chart.x_end)

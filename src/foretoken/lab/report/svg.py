@@ -123,8 +123,8 @@ def _in_rows(
 
 def _bars(chart: BarChart) -> Markup:
     def content(left: float, scale: float) -> list[Markup]:
-        rows = [_bar(bar, TOP + ROW * i, left, scale) for i, bar in enumerate(chart.bars)]
-        words = [_bar_words(bar, TOP + ROW * i, left, scale) for i, bar in enumerate(chart.bars)]
+        rows = [_bar(chart, bar, TOP + ROW * i, left, scale) for i, bar in enumerate(chart.bars)]
+        words = [_bar_words(chart, bar, TOP + ROW * i, left, scale) for i, bar in enumerate(chart.bars)]
         if chart.line is not None:
             x = left + scale * chart.line
             rows.append(_line(x, TOP - 4, x, TOP + ROW * len(chart.bars), "baseline"))
@@ -133,7 +133,7 @@ def _bars(chart: BarChart) -> Markup:
     return _in_rows(chart, [bar.label for bar in chart.bars], chart.x_end, 108.0, content)
 
 
-def _bar(bar: Bar, y: float, left: float, scale: float) -> Markup:
+def _bar(chart: BarChart, bar: Bar, y: float, left: float, scale: float) -> Markup:
     middle = y + ROW / 2
     interval = "" if bar.low is None or bar.high is None else f" (95 % CI {bar.low:.2f} to {bar.high:.2f})"
     hint = tag("title", f"{bar.label}: {bar.value:.3f}{interval}{', output ' + bar.badge if bar.badge else ''}")
@@ -142,15 +142,17 @@ def _bar(bar: Bar, y: float, left: float, scale: float) -> Markup:
         class_=f"fill {colour_class(bar.colour)}", data_x=f"{bar.value:.6g}",
     )  # fmt: skip
     parts = [shape]
-    if bar.low is not None and bar.high is not None:
-        low, high = left + scale * bar.low, left + scale * bar.high
-        ends = [(low, middle, high, middle), *((x, middle - 4, x, middle + 4) for x in (low, high))]
+    if whisker := chart.whisker(bar):
+        low, high, seen = whisker
+        ends = [(left + scale * low, middle, left + scale * high, middle)]
+        ends += [(x, middle - 4, x, middle + 4) for x in (left + scale * end for end in seen)]
         parts += [_line(*place, class_) for class_ in ("halo", "whisker") for place in ends]
     return tag("g", *parts)
 
 
-def _bar_words(bar: Bar, y: float, left: float, scale: float) -> Markup:
-    middle, end = y + ROW / 2 + 4, left + scale * max(bar.value, bar.high or 0.0)
+def _bar_words(chart: BarChart, bar: Bar, y: float, left: float, scale: float) -> Markup:
+    _, stop, _ = chart.whisker(bar) or (0.0, 0.0, [])
+    middle, end = y + ROW / 2 + 4, left + scale * max(bar.value, stop)
     parts = [_text(left - 8, middle, cut(bar.label), "name", "end", hint=bar.label)]
     parts.append(_text(end + 7, middle, f"{bar.value:.2f}", "value"))
     if bar.badge:
