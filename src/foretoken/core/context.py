@@ -34,11 +34,13 @@ class Rng:
         self._begin()
 
     def _begin(self) -> None:
-        self._numbers = np.random.Generator(np.random.Philox(key=self._key))
+        self._numbers: np.random.Generator | None = None  # made for the first block: many requests toss no coins
         self._block: list[float] = []
         self._blocks = 0
 
     def _next_block(self) -> None:
+        if self._numbers is None:
+            self._numbers = np.random.Generator(np.random.Philox(key=self._key))
         self._block = self._numbers.random(self.BLOCK).tolist()
         self._blocks += 1
 
