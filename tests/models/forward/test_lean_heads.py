@@ -43,6 +43,7 @@ NETS: dict[str, Callable[[Any], nn.Module]] = {
 
 def net_of(name: str, seed: int = 0, shape: Any = SHAPE) -> nn.Module:
     """A network with random weights, in float64."""
+    torch.manual_seed(seed)
     net, generator = NETS[name](shape).double(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in net.parameters():
