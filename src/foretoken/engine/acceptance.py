@@ -24,7 +24,7 @@ class AcceptanceRules:
 
     Attributes:
         is_outside: whether the rule that was asked for is none of ours: its verdicts are looked at, and it decides
-            request by request, so that where it fails nobody else's coins are tossed again.
+            request by request, so that where it fails it is asked about nobody else twice: it may have a state.
 
     Raises:
         ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.

@@ -717,7 +717,7 @@ def test_wide_intervals_leave_the_bars_their_room() -> None:
     chart = BarChart("Speed-up", "times plain", [wide, narrow], line=1.0)
     assert chart.x_end == pytest.approx(2.8)
     assert chart.whisker(wide) == (0.0, chart.x_end, []) and chart.whisker(narrow) == (1.1, 1.3, [1.1, 1.3])
-    assert chart.whisker(Bar("c", 1.0)) is None
+    assert chart.whisker(Bar("c", 1.0)) is None and BarChart("Speed-up", "times plain", [], line=1.0).x_end == 1.0
     picture = str(draw(chart))
     assert "95 % CI -2.00 to 9.00" in picture and picture.count('class="whisker"') == 1 + 3
     xs = [float(x) for x in re.findall(r'x[12]="([-\d.]+)"', picture)]

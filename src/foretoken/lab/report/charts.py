@@ -44,7 +44,7 @@ class BarChart:
         Intervals of two prompts are so wide that bars would have no room.
         """
         reach = max(self.end, self.line or 0.0, *(bar.value for bar in self.bars))
-        return max(reach, min(2 * reach, max(bar.high or 0.0 for bar in self.bars)))
+        return max(reach, min(2 * reach, max((bar.high or 0.0 for bar in self.bars), default=0.0)))
 
     def whisker(self, bar: Bar) -> tuple[float, float, list[float]] | None:
         """From where to where a bar's interval is drawn, and its ends; it is open where it goes on beyond the axis."""
