@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,8 +30,7 @@ PER_DRAFTER = {
         "exactness/test_matrix.py::test_sampled_distribution_while_the_drafter_learns",
     ],
     "caches": ["exactness/test_state.py::test_caches_equal_a_fresh_prefill_after_every_round"],
-    "company": ["exactness/test_state.py::test_joining_and_leaving_requests_change_nothing"],
-    "load": ["exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone"],
+    "company": ["exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone"],
     "graphs": ["exactness/test_graph_steps.py::test_every_drafter"],
 }
 WHOLE = [
@@ -169,3 +169,18 @@ def test_draws_without_a_seed_depend_on_the_test_alone(request: pytest.FixtureRe
     drawn = random_seed()
     torch.default_generator.manual_seed(zlib.crc32(request.node.nodeid.encode()))
     assert random_seed() == drawn
+
+
+def test_every_file_can_be_run_alone(request: pytest.FixtureRequest) -> None:
+    """What a file takes from another folder lies where pytest looks: in ``pythonpath`` or beside a conftest above."""
+    tests = selection.ROOT
+    everywhere = {request.config.rootpath / path for path in request.config.getini("pythonpath")}
+    folders: dict[str, set[Path]] = {}
+    for path in tests.rglob("*.py"):
+        folders.setdefault(path.stem, set()).add(path.parent)
+    found = []
+    for path in tests.rglob("*.py"):
+        above = {folder for folder in path.parents if (folder / "conftest.py").is_file()} | {path.parent} | everywhere
+        taken = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        found += [(path.name, name) for name in taken if name in folders and not folders[name] & above]
+    assert not found
