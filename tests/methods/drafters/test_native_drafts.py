@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.core import TokenTree
-from foretoken.core.sampling import SamplingParams
+from foretoken.core import Budget, Context, Rng, TokenTree
+from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
 from foretoken.loading.tokenizers import load_tokenizer
@@ -18,8 +18,11 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.features import FeatureDrafter
 from foretoken.methods.drafters.heads import HeadsDrafter
-from foretoken.models.base import LanguageModel
+from foretoken.methods.drafters.shared_vocab import SharedVocabDrafter
+from foretoken.methods.drafters.vocabulary import Vocabulary
+from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.native import library
+from foretoken.models.network.layers import WHOLE, LayerPlan
 from toys import engine, serve
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no kernels: {library.why_not()}")
@@ -129,3 +132,65 @@ def test_a_sampled_request_beside_a_greedy_one() -> None:
     drawn, tree = serve(engine(target(), drafter_of("eagle3,nodes=8")), [sampled, greedy])
     assert tree.output == plain("greedy")[1] and len(drawn.output) == TOKENS
     assert drawn.stats.num_draft_tokens > 0
+
+
+# -- drafts that are no plain chains of one whole network: the call for these is not theirs -----------------------------
+
+
+def context_of(tokens: list[int]) -> Context:
+    """A greedy request whose text the target has read."""
+    sequence = target().open()
+    target().prefill(sequence, tokens[:-1])
+    params = SamplingParams()
+    return Context(0, tokens, len(tokens), Sampler(params, len(tokens)), Rng(0), sequence=sequence)
+
+
+def chain_of_layers(context: Context, plan: LayerPlan, length: int) -> list[int]:
+    """What these layers of the target write behind a text."""
+    tokens, parents = [context.root], [-1]
+    for node in range(length):
+        feed = Feed(context.sequence, tokens[-1:], parents[-1:], wanted=1)
+        tokens.append(int(target().forward_part([feed], plan)[0].logits[-1].argmax()))
+        parents.append(node)
+    context.sequence.clear_scratch()
+    return tokens[1:]
+
+
+@pytest.mark.parametrize(
+    "spec", ["early_exit,layer=2,k=4", "layer_skip,attention=2+3+4,mlp=3+4,adaptive=false,k=4", "swift,k=1,nodes=1"]
+)
+def test_the_target_drafts_with_the_chosen_layers_only(spec: str) -> None:
+    drafter: Any = build_drafter(spec, target())
+    model: Any = target()
+    assert model.forwards.native(WHOLE) is not None
+    others = []
+    for tokens in prompts():
+        context = context_of(tokens)
+        drafter.start(context)
+        drafted = list(drafter.propose(context, Budget(drafter.max_depth, drafter.max_depth)).tokens[1:])
+        context.sequence.clear_scratch()
+        assert drafted == chain_of_layers(context, drafter.plan, drafter.max_depth)
+        others.append(drafted != chain_of_layers(context, WHOLE, drafter.max_depth))
+        drafter.finish(context)
+        target().release(context.sequence)
+    assert any(others)
+
+
+def test_another_vocabulary_of_the_same_size_is_translated() -> None:
+    same: Any = build_drafter("shared_vocab,k=4", target(), tokenizer=load_tokenizer("builtin"))
+    own, last = same.target_vocabulary, same.vocab_size - 1
+    reversed_ids = Vocabulary(
+        own.spellings[::-1],
+        special=[last - token for token in own.special],
+        roles={role: last - token for role, token in own.roles.items() if token is not None},
+    )
+    for tokens in prompts():
+        drafts = []
+        for vocabulary, text in ((own, tokens), (reversed_ids, [last - token for token in tokens])):
+            drafter = SharedVocabDrafter(same.model, same.vocabulary, vocabulary, k=4)
+            context = context_of(text)
+            drafter.start(context)
+            drafts.append(drafter.propose(context, Budget(8, 8)).tokens)
+            drafter.finish(context)
+            target().release(context.sequence)
+        assert len(drafts[0]) == 5 and drafts[0] == tuple(last - token for token in drafts[1])

@@ -80,6 +80,8 @@ class ModelDrafter(BatchDrafter):
     draws_together: ClassVar[bool] = True
     """Whether the children of several requests may be drawn by one call: distributions are made here, and drawn from as
     usual."""
+    chains_in_one_call: ClassVar[bool] = True
+    """Whether whole chains may be grown by one call of the model: all of it is what drafts, and in the target's ids."""
     dynamic: DynamicTree | None = None
     head: DraftHead | None = None
     """The vocabulary projection that takes the place of the draft model's, over the tokens that can be guessed."""
@@ -217,7 +219,8 @@ class ModelDrafter(BatchDrafter):
     def _grow(self, trees: Sequence[Growing]) -> None:
         growing = [t for t in trees if self._width(t, 0)]  # children of the root
         feeds = [Feed(t.sequence, self._unread(t), wanted=1) for t in growing]
-        if growing and grow_chains(self.model, self.head, self.max_depth, growing, feeds, self.vocab_size):
+        at_once = bool(growing) and self.chains_in_one_call
+        if at_once and grow_chains(self.model, self.head, self.max_depth, growing, feeds, self.vocab_size):
             return
         for _ in range(self.max_depth):
             if not feeds:

@@ -37,6 +37,7 @@ class OwnLayersDrafter(ModelDrafter):
     """
 
     traits = replace(ModelDrafter.traits, runs_target=True)
+    chains_in_one_call = False  # such a call runs the whole network, whatever the plan
 
     def __init__(self, target: LanguageModel, plan: LayerPlan, k: int, tree: str, draw: str) -> None:
         plan.check(num_layers_of(target))
