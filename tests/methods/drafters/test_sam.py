@@ -134,7 +134,7 @@ def test_from_a_datastore_file(tmp_path: Path) -> None:
 
 
 def test_bad_options() -> None:
-    for options in ({"k": 0}, {"alpha": 0.0}, {"min_match": 0}):
+    for options in ({"k": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"alpha": float("inf")}, {"min_match": 0}):
         with pytest.raises(ValueError, match="sam needs"):
             SamDrafter(**options)  # type: ignore[arg-type]
     for corpus in ([], [[]]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -207,7 +208,12 @@ def test_budget_and_confidence() -> None:
     assert draft(drafter, list(GOLDEN), min_confidence=0.6) == [4]  # 4 was sure to 1/2 and ends the draft
 
 
-@pytest.mark.parametrize("options", [{"k": 0}, {"depth": 1}, {"factor": -1.0}, {"min_prob": 2.0}, {"cached": 0}])
+NO_NUMBERS = [{name: value} for name in ("factor", "offset") for value in (math.nan, math.inf)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"k": 0}, {"depth": 1}, {"factor": -1.0}, {"min_prob": 2.0}, {"cached": 0}, *NO_NUMBERS], ids=str
+)
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="suffix needs"):
         SuffixDrafter(**options)

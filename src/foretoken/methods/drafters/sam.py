@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -121,7 +122,7 @@ class SamDrafter(SourceDrafter):
         bias: int = 5,
         corpus: Iterable[Sequence[int]] | Corpus | None = None,
     ) -> None:
-        if k < 1 or min_match < 1 or alpha <= 0:
+        if k < 1 or min_match < 1 or not 0 < alpha < math.inf:
             raise ValueError(f"sam needs k >= 1, min_match >= 1 and alpha > 0, not {k}, {min_match} and {alpha}")
         self.max_depth, self.alpha, self.min_match, self.bias = k, alpha, min_match, bias
         self.corpus: Corpus | None = AutomatonCorpus(corpus) if isinstance(corpus, Iterable) else corpus

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -242,8 +243,10 @@ class SuffixDrafter(SourceDrafter):
         for name, value, least in (("k", k, 1), ("depth", depth, 2), ("cached", cached, 1), ("tokens", tokens, 1)):
             if value < least:
                 raise ValueError(f"suffix needs {name} >= {least}, not {value}")
-        if factor < 0 or not 0 <= min_prob <= 1:
+        if not 0 <= factor < math.inf or not 0 <= min_prob <= 1:
             raise ValueError(f"suffix needs factor >= 0 and 0 <= min_prob <= 1, not {factor} and {min_prob}")
+        if not math.isfinite(offset):
+            raise ValueError(f"suffix needs a finite offset, not {offset}")
         self.bounds = MatchLimits(k, depth, factor, offset, min_prob, tree)
         self.traits = Traits(draws_trees=tree, shares_state=share, learns=share)
         self.tenants = Tenants(lambda: Outputs(depth, cached, tokens), size=lambda one: one.size, room=tokens)
