@@ -148,6 +148,14 @@ def test_tenants_together_keep_to_their_room() -> None:
     assert len(tenants.of("b")) == 0 and len(tenants.of("a")) == 0
 
 
+def test_tenants_that_grow_together_keep_to_their_room() -> None:
+    tenants: Tenants[list[int]] = Tenants(list, most=10, size=len, room=5)
+    for _ in range(4):  # all of them are known from the first time on
+        for name in ("a", "b", "c"):
+            tenants.of(name).extend([1, 1])
+    assert len(tenants.of("c")) + len(tenants.of("b")) <= 5
+
+
 def test_a_flood_of_salts_keeps_memory_bounded() -> None:
     target, _ = llamas()
     suffix, recycling = SuffixDrafter(k=4, tokens=300), RecyclingDrafter(nodes=6)

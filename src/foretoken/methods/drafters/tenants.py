@@ -37,9 +37,8 @@ class Tenants(Generic[T]):
         found = self._known.get(salt)
         if found is None:
             found = self._known[salt] = self._new()
-            self._forget()
-        else:
-            self._known.move_to_end(salt)
+        self._known.move_to_end(salt)
+        self._forget()  # at every time: those that are known have grown since
         return found
 
     def _forget(self) -> None:
