@@ -142,6 +142,16 @@ def test_the_table_outlives_a_request_only_when_shared() -> None:
         assert not request.state and drafter.traits.shares_state is share
 
 
+def test_the_shape_outlives_a_request_only_when_shared() -> None:
+    target, _ = llamas()
+    for share in (True, False):
+        drafter = RecyclingDrafter(nodes=20, adapt=1, share=share)
+        first = drafter.template
+        outputs(engine(target, drafter), [Request([5, 6, 7], max_new_tokens=20)])
+        assert (drafter.template != first) is share
+        assert bool(sum(drafter.statistics.tried)) is share
+
+
 @pytest.mark.parametrize("options", [{"nodes": 0}, {"depth": 0}, {"adapt": -1}])
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="recycling needs"):

@@ -170,7 +170,7 @@ class RecyclingDrafter(Drafter):
         nodes: draft nodes.
         depth: levels of the tree.
         adapt: rounds after which the shape is made anew from what was accepted (0: never).
-        share: keep the table from request to request, for each salt apart.
+        share: keep table, statistics and shape from request to request, for each salt apart.
 
     Raises:
         ValueError: an option outside its range.
@@ -185,8 +185,8 @@ class RecyclingDrafter(Drafter):
                 raise ValueError(f"recycling needs {name} >= {least}, not {value}")
         self.max_nodes, self.max_depth, self.adapt = nodes, depth, adapt
         self.traits = replace(self.traits, shares_state=share)
-        first = Template.best(PRIOR, nodes, depth)
-        self.tenants = Tenants(lambda: TenantState(first), TENANTS)
+        self._first = Template.best(PRIOR, nodes, depth)
+        self.tenants = Tenants(lambda: TenantState(self._first), TENANTS)
 
     @property
     def template(self) -> Template:
@@ -202,30 +202,32 @@ class RecyclingDrafter(Drafter):
     def _shared(self) -> FollowerTable:
         return self.tenants.of("").followers
 
-    def followers(self, context: Context) -> FollowerTable:
-        """The table that a request uses: its tenant's, or its own."""
+    def learned(self, context: Context) -> TenantState:
+        """What a request uses: what its tenant's requests have taught, or it alone."""
         if self.traits.shares_state:
-            return self.tenants.of(context.salt).followers
-        found: FollowerTable | None = context.state.get(self)
+            return self.tenants.of(context.salt)
+        found: TenantState | None = context.state.get(self)
         if found is None:
-            found = context.state[self] = FollowerTable()
+            found = context.state[self] = TenantState(self._first)
         return found
+
+    def followers(self, context: Context) -> FollowerTable:
+        """The table that a request uses."""
+        return self.learned(context).followers
 
     def start(self, context: Context) -> None:
         """Fill empty rows from the prompt."""
         self.followers(context).read(context.tokens)
 
     def finish(self, context: Context) -> None:
-        """Forget the request's own table."""
+        """Forget what the request alone has taught."""
         context.state.pop(self, None)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Fill the template with followers of followers; nodes without a known token are left out."""
-        table = self.followers(context)
-        table.reserve(context.root + 1)
-        rows = table.rows
-        learned = self.tenants.of(context.salt)
-        template = learned.template
+        learned = self.learned(context)
+        learned.followers.reserve(context.root + 1)
+        rows, template = learned.followers.rows, learned.template
         tokens, parents, place = [context.root], [-1], {0: 0}
         for level in learned.levels(budget):
             followers: dict[int, list[int]] = {}
@@ -245,7 +247,7 @@ class RecyclingDrafter(Drafter):
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Every scored node, accepted or not, gives its token's followers; later nodes overwrite earlier ones."""
-        self._count(self.tenants.of(context.salt), tree, verdict)
+        self._count(self.learned(context), tree, verdict)
         best = scores.logits.topk(min(WIDTH, scores.logits.shape[-1]), dim=-1).indices
         table = self.followers(context)
         table.reserve(scores.logits.shape[-1])
