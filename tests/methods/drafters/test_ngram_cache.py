@@ -140,6 +140,37 @@ def test_requests_feed_the_dynamic_cache_only_when_sharing() -> None:
         assert drafter.traits.shares_state is share
 
 
+def test_old_texts_are_forgotten_and_what_was_loaded_is_not(tmp_path: Path) -> None:
+    first = NgramCacheDrafter(k=2)
+    for _ in range(4):
+        first.remember([1, 2, 3, 4])
+    first.save(tmp_path / "cache")
+    drafter = NgramCacheDrafter(k=2, tokens=64)
+    drafter.load(tmp_path / "cache")
+    for start in range(100, 4_000, 10):
+        for _ in range(2):
+            drafter.remember(list(range(start, start + 8)))
+    assert 32 <= drafter.dynamic.size <= 64
+    assert len(drafter.dynamic.new) + len(drafter.dynamic.old) <= 4 * 64
+    assert draft(drafter, [3_990, 3_991, 3_992]) == [3_993, 3_994]
+    assert draft(drafter, [100, 101, 102]) == [] and draft(drafter, [1, 2]) == [3, 4]
+
+
+def test_counts_of_two_generations_are_added_up() -> None:
+    texts = [[1, 2, 3, 1, 2, 4], [1, 2, 3, 1, 2, 5]]
+    whole, parted = NgramCache(), NgramCache(most=14)
+    for cache in (whole, parted):
+        for text in texts:
+            cache.remember(text)
+    assert parted.old and parted.new
+    for gram in ([1], [2], [1, 2], [3, 1, 2]):
+        one, other = whole.followers(gram), parted.followers(gram)
+        assert one is not None and other is not None
+        assert (one.total, one.by_token(), one.best()) == (other.total, other.by_token(), other.best())
+    one, other = whole.frozen(), parted.frozen()
+    assert all((a == b).all() for a, b in zip(vars(one).values(), vars(other).values(), strict=True))
+
+
 def test_budget_and_confidence() -> None:
     drafter = NgramCacheDrafter(k=8)
     assert len(draft(drafter, GOLDEN, max_depth=2)) == 2
@@ -217,10 +248,14 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_bad_options(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="k >= 1"):
         NgramCacheDrafter(k=0)
+    with pytest.raises(ValueError, match="tokens >= 1"):
+        NgramCacheDrafter(tokens=0)
     with pytest.raises(ValueError, match="No such file"):
         build(tmp_path / "missing")
     with pytest.raises(ValueError, match="a file to save to"):
         build(None, save=True)
+    with pytest.raises(ValueError, match="share=false learns nothing that could be saved"):
+        build(tmp_path / "new", save=True, share=False)
     with pytest.raises(ValueError, match="empty"):
         build_static_cache([""], Words(), tmp_path / "static")
 

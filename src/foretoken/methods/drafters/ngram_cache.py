@@ -81,24 +81,31 @@ class NgramCacheDrafter(SourceDrafter):
     Args:
         k: most draft tokens.
         share: learn from finished requests (the dynamic cache), for each salt apart.
+        tokens: how many tokens of finished requests are remembered, of all salts together (about 600 bytes each); half
+            of them at least, and what was loaded besides.
         static: file of a static cache, see :func:`build_static_cache`.
         save: with a path in the spec: write the dynamic cache of requests without a salt back to it whenever one ends.
 
     Raises:
-        ValueError: ``k`` below 1, or a cache file that is missing, damaged or of another tokenizer.
+        ValueError: ``k`` or ``tokens`` below 1, or a cache file that is missing, damaged or of another tokenizer.
     """
 
     name = "ngram_cache"
 
-    def __init__(self, k: int = 8, share: bool = True, static: str = "", save: bool = False) -> None:
-        if k < 1:
-            raise ValueError(f"ngram_cache needs k >= 1, not {k}")
+    def __init__(
+        self, k: int = 8, share: bool = True, static: str = "", save: bool = False, tokens: int = 400_000
+    ) -> None:
+        for name, value in (("k", k), ("tokens", tokens)):
+            if value < 1:
+                raise ValueError(f"ngram_cache needs {name} >= 1, not {value}")
         self.max_depth, self.save_always = k, save
         self.traits = Traits(shares_state=share, learns=share)
         self.path: Path | None = None
         self.fingerprint = ""
         self._loaded = NgramCache()
-        self.tenants = Tenants(lambda: NgramCache(self._loaded.sizes, self._loaded.table))
+        self.tenants = Tenants(
+            lambda: NgramCache(self._loaded.sizes, self._loaded.table, tokens), size=lambda one: one.size, room=tokens
+        )
         self.static = NgramCache.load(static) if static else None
 
     @classmethod
@@ -109,6 +116,8 @@ class NgramCacheDrafter(SourceDrafter):
         drafter.fingerprint = fingerprint(context.tokenizer) if context.tokenizer is not None else ""
         if static:
             drafter.static = NgramCache.load(static, drafter.fingerprint)
+        if drafter.save_always and not drafter.traits.shares_state:
+            raise ValueError("ngram_cache with share=false learns nothing that could be saved: leave out save=true")
         if drafter.save_always and path is None:
             raise ValueError("ngram_cache needs a file to save to: ngram_cache:FILE,save=true")
         if path is not None:
@@ -139,7 +148,7 @@ class NgramCacheDrafter(SourceDrafter):
     def remember(self, text: Sequence[int], salt: str = "") -> None:
         """A request ended: add its text to the tenant's dynamic cache."""
         if self.traits.shares_state:
-            self.tenants.of(salt).count(text)
+            self.tenants.of(salt).remember(text)
             if self.save_always and self.path is not None and not salt:
                 self.save(self.path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ def key_of(tokens: Sequence[int]) -> int:
     return key
 
 
-@dataclass
+@dataclass(slots=True)
 class _RowCounts:
     total: int = 0
     most: int = 0
@@ -38,16 +39,16 @@ class _RowCounts:
 
 
 class FollowerCounts:
-    """What followed one n-gram: the counts of a new row and those of a table's rows, added up when they are needed.
+    """What followed one n-gram: the counts of new rows and those of a table's rows, added up when they are needed.
 
     Attributes:
         total: samples.
         most: an upper bound for the largest count.
     """
 
-    def __init__(self, row: _RowCounts | None, tokens: Array, counts: Array) -> None:
-        self._row, self._tokens, self._counts = row or _RowCounts(), tokens, counts
-        self.total, self.most = self._row.total, self._row.most
+    def __init__(self, new: Sequence[_RowCounts], tokens: Array, counts: Array) -> None:
+        self._new, self._tokens, self._counts = new, tokens, counts
+        self.total, self.most = sum(row.total for row in new), sum(row.most for row in new)
         if len(counts):
             self.total += int(counts.sum())
             self.most += int(counts[0])
@@ -55,15 +56,16 @@ class FollowerCounts:
     def of(self, token: int) -> int:
         """How often ``token`` followed."""
         found = self._counts[self._tokens == token] if len(self._tokens) else _NONE
-        return self._row.counts.get(token, 0) + (int(found[0]) if len(found) else 0)
+        return sum(row.counts.get(token, 0) for row in self._new) + (int(found[0]) if len(found) else 0)
 
     def by_token(self) -> dict[int, int]:
         """All counts."""
-        if not len(self._tokens):
-            return self._row.counts
+        if not len(self._tokens) and len(self._new) == 1:
+            return self._new[0].counts
         merged: dict[int, int] = dict(zip(self._tokens.tolist(), self._counts.tolist(), strict=True))
-        for token, count in self._row.counts.items():
-            merged[token] = merged.get(token, 0) + count
+        for row in self._new:
+            for token, count in row.counts.items():
+                merged[token] = merged.get(token, 0) + count
         return merged
 
     def best(self, static: FollowerCounts | None = None) -> tuple[int, int]:
@@ -76,7 +78,7 @@ class FollowerCounts:
             known = static.of(item[0]) if static is not None else 0
             return -item[1] * (STATIC_WEIGHT * known if known else 1), item[0]
 
-        if static is None and not self._row.counts:
+        if static is None and not self._new:
             return int(self._tokens[0]), int(self._counts[0])
         return min(self.by_token().items(), key=rank)
 
@@ -138,11 +140,33 @@ def _keys(text: Array, n: int) -> Array:
 
 
 class NgramCache:
-    """n-gram -> counts of the next token.  ``table`` was loaded; ``new`` has been counted since."""
+    """n-gram -> counts of the next token.  ``table`` was loaded; ``new`` has been counted since, and ``old`` before
+    that: it is dropped when ``new`` is full, so there is no pause for taking out single n-grams.
 
-    def __init__(self, sizes: range = SIZES, table: CountTable | None = None) -> None:
-        self.sizes, self.table = sizes, table
+    Args:
+        sizes: n.
+        table: counts to begin with, which stay.
+        most: tokens of texts whose counts are kept beside it, half of them at least; 0: of all texts.
+    """
+
+    def __init__(self, sizes: range = SIZES, table: CountTable | None = None, most: int = 0) -> None:
+        self.sizes, self.table, self.most = sizes, table, most
         self.new: dict[int, _RowCounts] = {}
+        self.old: dict[int, _RowCounts] = {}
+        self._num_new = self._num_old = 0
+
+    @property
+    def size(self) -> int:
+        """Tokens whose counts are kept, beside the table's."""
+        return self._num_new + self._num_old
+
+    def remember(self, text: Sequence[int]) -> None:
+        """Count a whole text, and forget old ones where there are too many."""
+        if self.most and self._num_new and self._num_new + len(text) > self.most // 2:
+            self.old, self.new = self.new, {}
+            self._num_old, self._num_new = self._num_new, 0
+        self._num_new += len(text)
+        self.count(text)
 
     def count(self, text: Sequence[int], start: int = 0) -> None:
         """Count the n-grams that are followed by ``text[start:]``."""
@@ -163,17 +187,18 @@ class NgramCache:
     def followers(self, ngram: Sequence[int]) -> FollowerCounts | None:
         """What followed an n-gram; ``None`` when nothing did."""
         key = key_of(ngram)
-        row = self.new.get(key)
+        new = [row for row in (self.new.get(key), self.old.get(key)) if row is not None]
         rows = slice(0, 0) if self.table is None else self.table.rows(key)
-        if row is None and rows.stop == rows.start:
+        if not new and rows.stop == rows.start:
             return None
         if self.table is None:
-            return FollowerCounts(row, _NONE, _NONE)
-        return FollowerCounts(row, self.table.tokens[rows], self.table.counts[rows])
+            return FollowerCounts(new, _NONE, _NONE)
+        return FollowerCounts(new, self.table.tokens[rows], self.table.counts[rows])
 
     def frozen(self) -> CountTable:
         """Everything as one table."""
-        rows = [(key, token, count) for key, row in self.new.items() for token, count in row.counts.items()]
+        counted = itertools.chain(self.old.items(), self.new.items())
+        rows = [(key, token, count) for key, row in counted for token, count in row.counts.items()]
         columns = [np.array([row[i] for row in rows], dtype) for i, dtype in enumerate((np.uint64, np.int32, np.int32))]
         if self.table is not None:
             old = (self.table.keys, self.table.tokens, self.table.counts)
