@@ -10,6 +10,7 @@ import pytest
 from foretoken.core import Budget, Context
 from foretoken.core.sampling import SamplingParams
 from foretoken.engine.request import Request, Running
+from foretoken.loading import build_drafter, load_model
 from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.known import KnownDrafter
 from foretoken.methods.drafters.model import ModelDrafter
@@ -105,3 +106,10 @@ def test_a_wrong_prediction_changes_nothing_but_the_counts() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="k >= 1"):
         KnownDrafter(k=0)
+
+
+@pytest.mark.parametrize("inner", ["(ngram,n=2)", "(router,drafters=(ngram|suffix))", "(cascade,inner=(ngram,n=2))"])
+def test_an_inner_spec_may_hold_brackets_of_its_own(inner: str) -> None:
+    drafter = build_drafter(f"known,inner={inner}", load_model("builtin"))
+    assert isinstance(drafter, KnownDrafter) and drafter.inner is not None
+    assert drafter.inner.spec == inner[1:-1]

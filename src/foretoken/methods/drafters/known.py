@@ -71,8 +71,7 @@ class KnownDrafter(GroupDrafter):
         """
         if path is not None:
             raise ValueError("drafter 'known' takes no path: known,inner=(model:PATH,k=4)")
-        spec = inner.strip().removeprefix("(").removesuffix(")")
-        made = cls(context.drafter(spec), k)
+        made = cls(context.drafter(inner.strip()), k)  # the brackets around it went when the outer spec was read
         made.prediction.vocab_size = context.target.vocab_size
         return made
 
