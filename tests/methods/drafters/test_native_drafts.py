@@ -134,7 +134,7 @@ def test_a_sampled_request_beside_a_greedy_one() -> None:
     assert drawn.stats.num_draft_tokens > 0
 
 
-# -- drafts that are no plain chains of one whole network: the call for these is not theirs -----------------------------
+# -- drafts that are no plain chains of one whole network: the call for these is not theirs ----------------------------
 
 
 def context_of(tokens: list[int]) -> Context:
@@ -194,3 +194,13 @@ def test_another_vocabulary_of_the_same_size_is_translated() -> None:
             drafter.finish(context)
             target().release(context.sequence)
         assert len(drafts[0]) == 5 and drafts[0] == tuple(last - token for token in drafts[1])
+
+
+@pytest.mark.parametrize("second", ["layer_skip,attention=2", "swift"])
+def test_a_self_drafter_that_guesses_nothing_leaves_the_target_to_the_next(second: str) -> None:
+    router: Any = build_drafter(f"router,drafters=((early_exit,vocab=256)|({second}))", target())
+    guessable = set(router.drafters[0].head.ids.tolist())
+    allowed = [token for token in range(target().vocab_size) if token not in guessable][:50]
+    request = Request(prompts()[0], max_new_tokens=8, allowed_token_ids=frozenset(allowed), ignore_eos=True)
+    (plain,), (run,) = serve(engine(target()), [request]), serve(engine(target(), router), [request])
+    assert run.output == plain.output and run.stats.num_draft_tokens > 0

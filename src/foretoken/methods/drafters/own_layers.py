@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from foretoken.core import Context
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.model import ModelDrafter
@@ -78,6 +78,18 @@ class OwnLayersDrafter(ModelDrafter):
     def finish(self, context: Context) -> None:
         """The sequence belongs to the engine."""
         context.state.pop(self, None)
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Grow all trees; where nothing was guessed nothing is left in the target's sequence, on which another drafter
+        may be asked."""
+        trees: list[TokenTree] = []
+        try:
+            trees = super().propose_batch(contexts, budgets)
+        finally:
+            for i, context in enumerate(contexts):
+                if not trees or not trees[i].num_drafts:
+                    context.sequence.clear_scratch()
+        return trees
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
         """The target has read them."""
