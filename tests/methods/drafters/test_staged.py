@@ -231,7 +231,12 @@ def test_shapes_that_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({"width": 0}, "staged needs width >= 1, not 0"), ({"k": 0}, "staged needs k >= 1, not 0")]
+    ("options", "words"),
+    [
+        ({"width": 0}, "staged needs width >= 1, not 0"),
+        ({"k": 0}, "staged needs k >= 1, not 0"),
+        ({"k": 16, "width": 17}, "staged needs a tree of at most 256 nodes, not k=16 times width=17"),
+    ],
 )
 def test_wrong_options(options: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):

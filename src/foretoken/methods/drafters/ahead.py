@@ -28,6 +28,9 @@ from foretoken.methods.drafters.texts import BESIDE
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 from foretoken.models.cache.window import Window
 
+MOST_OUTCOMES = 256
+"""Outcomes of a round that are drafted for at most: each is a row of every one of the second thread's calls."""
+
 
 @dataclass
 class OutcomeGuess:
@@ -115,6 +118,11 @@ class AheadDrafter(ModelDrafter):
         if draw == "without_replacement":
             raise ValueError("ahead drafts chains: draw must be iid or greedy")
         super().__init__(model, k, "", draw, target)
+        if (k + 1) * fanout > MOST_OUTCOMES:
+            raise ValueError(
+                f"ahead drafts behind (k + 1) * fanout outcomes, and {MOST_OUTCOMES} are the most: "
+                f"not k={k}, fanout={fanout}"
+            )
         check_growth(model, branches=True)
         sibling = getattr(model, "sibling", None)
         if sibling is None:

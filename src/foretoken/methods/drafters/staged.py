@@ -117,6 +117,8 @@ class StagedDrafter(CascadeDrafter):
             raise ValueError(f"staged needs width >= 1, not {width}")
         self.choices = listed(places_of(tree, self.name)) if tree else comb(k, width)
         super().__init__(model, inner, rule, max(map(len, self.choices)) if tree else k, target=target)
+        if len(self.choices) > MOST_NODES:
+            raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes, not k={k} times width={width}")
         self._parents, branches = Ranks(self.choices).parents, Ranks(self.choices).branches
         self.max_nodes = len(self.choices)
         if branches:  # the first child is drawn first, its siblings after it with earlier ones removed
