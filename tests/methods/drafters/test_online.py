@@ -305,6 +305,26 @@ def test_an_update_that_is_not_finite_is_dropped() -> None:
     assert (report["updates"], report["dropped"], report["positions"]) == (1, 1, 1)
 
 
+def test_an_update_that_fails_half_way_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = llamas(torch.float32)
+    one, other = ([5, 6, 7], [9, 1, 2])
+    changed = []
+    for fails in (False, True):
+        learner = Learner(draft, LearnConfig())
+        first, second = (Lesson(text, [learner.mistake(3, next_logits(target, text))]) for text in (one, other))
+        if fails:
+            losses = learner.losses
+            parts = iter([losses, None])  # the first lesson has left its gradients when memory is full
+            monkeypatch.setattr(learner, "losses", lambda lesson, parts=parts: next(parts)(lesson))
+            with pytest.raises(TypeError):
+                learner._learned([first, second])
+            monkeypatch.setattr(learner, "losses", losses)
+        learner.lessons.append(second)
+        assert learner.update() is True
+        changed.append(weights_of(learner.served))
+    assert same(*changed)
+
+
 def test_weights_that_became_not_finite_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = llamas(torch.float32)
     learner = Learner(draft, LearnConfig())

@@ -270,6 +270,7 @@ class Learner:
         began = self.clock()
         # The engine runs in inference mode, in which nothing can be differentiated.
         with torch.inference_mode(False), torch.enable_grad():
+            self.optimizer.zero_grad(set_to_none=True)  # an update that has failed may have left some
             loss = self._backward(lessons)
             norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
             good = bool(torch.isfinite(norm)) and loss < float("inf")
