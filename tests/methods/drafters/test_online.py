@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -305,6 +305,19 @@ def test_an_update_that_is_not_finite_is_dropped() -> None:
     assert (report["updates"], report["dropped"], report["positions"]) == (1, 1, 1)
 
 
+def failing_behind_the_first(losses: Callable[[Lesson], torch.Tensor]) -> Callable[[Lesson], torch.Tensor]:
+    """The first lesson has left its gradients when memory is full."""
+    lessons: list[Lesson] = []
+
+    def some(lesson: Lesson) -> torch.Tensor:
+        lessons.append(lesson)
+        if len(lessons) > 1:
+            raise MemoryError
+        return losses(lesson)
+
+    return some
+
+
 def test_an_update_that_fails_half_way_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = llamas(torch.float32)
     one, other = ([5, 6, 7], [9, 1, 2])
@@ -314,9 +327,8 @@ def test_an_update_that_fails_half_way_leaves_nothing_to_the_next(monkeypatch: p
         first, second = (Lesson(text, [learner.mistake(3, next_logits(target, text))]) for text in (one, other))
         if fails:
             losses = learner.losses
-            parts = iter([losses, None])  # the first lesson has left its gradients when memory is full
-            monkeypatch.setattr(learner, "losses", lambda lesson, parts=parts: next(parts)(lesson))
-            with pytest.raises(TypeError):
+            monkeypatch.setattr(learner, "losses", failing_behind_the_first(losses))
+            with pytest.raises(MemoryError):
                 learner._learned([first, second])
             monkeypatch.setattr(learner, "losses", losses)
         learner.lessons.append(second)
