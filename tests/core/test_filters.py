@@ -51,7 +51,7 @@ def scores_of(kind: str, dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_candidates_are_enough(name: str, kind: str, temperature: float) -> None:
     filters, scores = FILTERS[name], scores_of(kind)
-    wanted = filters.cut(torch.softmax(scores / temperature, -1))
+    wanted = filters.cut(torch.softmax(scores / temperature, -1), scores)
     left = filters.filtered(scores, temperature)
     if (kind, name) != ("even", "top_k"):  # which of tokens that rounding alone tells apart
         assert torch.equal(left > 0, wanted > 0)
@@ -103,3 +103,12 @@ def test_the_race_of_what_is_left_is_that_of_all_tokens(kind: str) -> None:
     every = torch.stack([noise.gumbels(length - 4, SIZE, scores.device) for length in lengths])
     torch.testing.assert_close(ranking, logs + every, rtol=1e-13, atol=1e-13)
     assert ranking.dtype == torch.float64 and np.isneginf(ranking.numpy()).sum() > 0
+
+
+@pytest.mark.parametrize("temperature", [1e8, 1e30])
+def test_top_k_goes_by_scores_where_a_high_temperature_makes_all_tokens_equally_likely(temperature: float) -> None:
+    scores, filters = scores_of("likely", torch.float32), Filters(top_k=3)
+    best = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(3).indices, True)
+    assert torch.equal(filters.filtered(scores, temperature) > 0, best)
+    distributions = torch.softmax((scores - scores.amax(-1, keepdim=True)) / temperature, -1)
+    assert torch.equal(filters.cut(distributions, scores) > 0, best)

@@ -69,6 +69,9 @@ class Filters:
         np.exp(weights, out=weights)
         total = float(weights.sum())
         ids = np.flatnonzero(weights >= self._least(weights, total))
+        if 0 < self.top_k < len(ids):  # a high temperature makes weights equal, though the scores are not
+            near = scores[ids]
+            ids = ids[near >= np.partition(near, -self.top_k)[-self.top_k]]
         weights = weights[ids] / total
         if 0 < self.top_k < len(scores):  # else ids may already lack tokens that count for top-p
             weights /= weights.sum()
@@ -95,11 +98,11 @@ class Filters:
             least = (LIKELY if enough else (1 - self.top_p) / (2 * len(weights))) * total
         return max(least, float(np.finfo(weights.dtype).smallest_subnormal))
 
-    def cut(self, distributions: Tensor) -> Tensor:
-        """[N, V] what is left of distributions [N, V]: the plain form, for a device."""
-        if self.top_k > 0:
-            threshold = distributions.topk(min(self.top_k, distributions.shape[-1]), -1).values[..., -1:]
-            distributions = _normalised(distributions.where(distributions >= threshold, 0.0))
+    def cut(self, distributions: Tensor, scores: Tensor) -> Tensor:
+        """[N, V] what is left of the distributions [N, V] that scores [N, V] make: the plain form, for a device."""
+        if self.top_k > 0:  # by scores: a high temperature makes probabilities equal that are not
+            threshold = scores.topk(min(self.top_k, scores.shape[-1]), -1).values[..., -1:]
+            distributions = _normalised(distributions.where(scores >= threshold, 0.0))
         if self.top_p < 1:
             ordered, order = distributions.sort(dim=-1, descending=True, stable=True)
             keep = ordered.cumsum(-1) - ordered < self.top_p

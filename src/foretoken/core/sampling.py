@@ -253,7 +253,7 @@ class Sampler:
         if self.cuts and scores.device.type == "cpu":
             return self._filters.filtered(scores, self.params.temperature)
         distributions = torch.softmax(self._tempered(scores), -1)
-        return self._filters.cut(distributions) if self.cuts else distributions
+        return self._filters.cut(distributions, scores) if self.cuts else distributions
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         """Processed scores [N, V] -> log-probabilities [N, V], up to a constant per row; -inf for the impossible."""
