@@ -156,6 +156,21 @@ def test_batch_sizes_are_told_apart_within_a_factor_of_two() -> None:
     assert controller._table(request, 4) is not controller._table(request, 3)
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_an_arm_is_paid_for_its_own_round_where_others_of_the_batch_were_not_asked_about(share: bool) -> None:
+    """Of the two requests of every round one brings its own tree; once the other's first arm stayed the last."""
+    controller, request = BanditController("4", explore=0.0, c="0.1", share=share), context()
+    controller.attach(EIGHT)
+    played = []
+    for _ in range(4):
+        (budget,) = controller.budgets([request])
+        played.append(budget.max_depth)
+        controller.observe(request, record(budget.max_depth, budget.max_depth, batch=2))
+    assert played == [0, 4, 4, 4]
+    (arms,) = [table.arms for table in (controller._tables if share else request.state[controller]).values()]
+    assert [(arm.rounds, arm.tokens) for arm in arms] == [(1, 1), (3, 15)]
+
+
 def test_sharing_is_a_choice() -> None:
     one, other = context(0), context(1)
     for share in (True, False):

@@ -126,13 +126,16 @@ class BanditController(Controller):
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The best arm's budget: nothing is learned within a round, so requests that share a table get the same."""
-        table = self._table(context, batch_size)
+        table = context.state[self, "table"] = self._table(context, batch_size)
         scores = table.scores(self.explore, self.delta)
         table.playing = scores.index(max(scores))
         return table.arms[table.playing].budget
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        table = self._table(context, record.batch_size)
+        # Of the table that the arm was taken from: a round may hold more requests than those that were asked about
+        # (one that brings its own tree), and the arm of another size would be paid for what this one did.
+        table: Table | None = context.state.get((self, "table"))
+        table = table or self._table(context, record.batch_size)
         arm = table.arms[table.playing]
         arm.rounds += 1
         arm.tokens += 1 + record.num_accepted_tokens
