@@ -132,6 +132,17 @@ def test_auto_falls_back_and_comes_back() -> None:
     assert again >= 0.9 * best_fixed(lambda: World([Member(0.03, 0.8)]), 1, rounds=3000)
 
 
+@pytest.mark.parametrize("accepts", [0.45, 0.6])
+@pytest.mark.parametrize("seed", range(3))
+def test_auto_drafts_beside_requests_that_it_is_not_asked_about(accepts: float, seed: int) -> None:
+    """Nothing is learned of plain rounds of this batch then, which once was a reason to try them for ever."""
+    played = World([Member(0.02, accepts)], others=1, seed=seed)
+    controller = attached(played)
+    played.play(controller, contexts(1), 200)
+    rate = played.play(controller, contexts(1, start=1), 600)
+    assert rate >= 0.93 * best_fixed(lambda: World([Member(0.02, accepts)], others=1), 1, rounds=2000)
+
+
 def test_auto_is_not_misled_by_a_machine_that_changes_speed() -> None:
     def world() -> World:
         return World([Member(0.02, 0.75)], speed=lambda round_: 3.0 if (round_ // 80) % 2 else 1.0)

@@ -40,7 +40,8 @@ class Member:
 @dataclass
 class World:
     """What rounds cost and give; a target whose weights a draft has pushed out of the processor's cache takes
-    ``evicted`` times as long, then and in the next round.  With ``shows`` free members are guessed beside others."""
+    ``evicted`` times as long, then and in the next round.  With ``shows`` free members are guessed beside others.
+    So many ``others`` in every round bring their own tree, of one node: the controller is not asked about them."""
 
     members: list[Member]
     node_s: float = 0.001
@@ -52,6 +53,7 @@ class World:
     rounds: int = 0
     is_warm: bool = True
     shows: bool = False
+    others: int = 0
     rng: random.Random = field(init=False)
     written: dict[int, int] = field(default_factory=dict)
 
@@ -80,7 +82,7 @@ class World:
         self.rounds += 1
         budgets = controller.budgets(contexts)
         drafts = [self.drafted(budget, c) for budget, c in zip(budgets, contexts, strict=True)]
-        nodes = sum(1 + depth for _, depth, _ in drafts)
+        nodes = sum(1 + depth for _, depth, _ in drafts) + self.others
         slow = self.speed(self.rounds) * self.rng.lognormvariate(0.0, self.noise)
         asked = {member: depth for member, depth, _ in drafts if depth}
         ran = any(not self.members[member].is_free for member in asked)
@@ -91,8 +93,8 @@ class World:
         tokens = 0
         for context, (member, depth, accepted) in zip(contexts, drafts, strict=True):
             record = StepRecord(
-                context.request_id, 1 + depth, depth, accepted, len(contexts), draft_s, target_s, 0.0, total_s,
-                nodes, member if depth else -1, depth,
+                context.request_id, 1 + depth, depth, accepted, len(contexts) + self.others, draft_s, target_s, 0.0,
+                total_s, nodes, member if depth else -1, depth,
             )  # fmt: skip
             if self.shows and depth and not self.members[member].is_free:
                 free = [i for i, one in enumerate(self.members) if one.is_free]

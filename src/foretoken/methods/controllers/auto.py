@@ -73,6 +73,7 @@ class AutoController(Controller):
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
         self._credit = CREDIT
         self._waited, self._again = 0, False  # choices since plain decoding was measured again, and whether it is now
+        self._repeats: dict[int, int] = {}  # how often it was, by size of the batch
         self._measures, self._pads, self._batch, self._seen = False, False, 1, list[tuple[Context, StepRecord]]()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -144,12 +145,14 @@ class AutoController(Controller):
         if self._again:
             self._again = False
             return True
-        seen = self.costs.plain_rounds(batch)
+        # Of a round with more requests than are asked about (one that brings its own tree) nothing is learned about
+        # plain decoding of this batch: what was tried counts as well, or it would be due for ever.
+        seen = max(self.costs.plain_rounds(batch), self._repeats.get(batch, 0))
         self._waited += 1
         close = self.chosen.goodput * self.costs.round_s(batch, batch) < CLOSE
         if not (self.chosen.drafts and close and seen < SAMPLES and self._waited > seen):
             return False
-        self._waited = 0
+        self._waited, self._repeats[batch] = 0, seen + 1
         self._again = any(self.members[draft.member].relative_cost for draft in self.chosen.drafts)
         return True
 
