@@ -68,6 +68,11 @@ def test_what_a_shape_promises_by_hand() -> None:
         ('{"method": "medusa", "choices": [[0, 0, 0]]}', "lacks the parent"),
         ('{"method": "medusa", "choices": [[0], [0, 0]]}', "does not fit 1 heads"),
         ('{"method": "medusa", "choices": []}', "does not fit"),
+        ('{"method": "medusa", "choices": [[0], [0]]}', "twice"),
+        ('{"method": "medusa", "choices": [[], [0]]}', "twice: list every place once, and the root"),
+        ('{"method": "medusa", "choices": [[0], [1.9]]}', "holds no tree"),
+        ('{"method": "medusa", "choices": [[true]]}', "holds no tree"),
+        ('{"method": "medusa", "choices": ["0", "1"]}', "holds no tree"),
     ],
 )
 def test_a_bad_file(text: str, words: str, tmp_path: Path) -> None:

@@ -49,13 +49,15 @@ def choice_parents(choices: Sequence[Choice]) -> list[int]:
     """Parent index of every choice in the tree whose node 0 is the root (choice i is node i + 1).
 
     Raises:
-        ValueError: a choice whose parent does not come before it.
+        ValueError: a choice whose parent does not come before it, one that is there twice, or the root, which is none.
     """
     place: dict[Choice, int] = {(): 0}
     parents = []
     for node, choice in enumerate(choices, 1):
         if choice[:-1] not in place:
             raise ValueError(f"the tree lacks the parent of {choice}: list parents before children")
+        if choice in place:
+            raise ValueError(f"the tree has {choice} twice: list every place once, and the root () not at all")
         parents.append(place[choice[:-1]])
         place[choice] = node
     return parents
@@ -96,7 +98,9 @@ def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[C
     try:
         content = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
         stored = content["method"]
-        choices = [tuple(int(rank) for rank in choice) for choice in content["choices"]]
+        choices = [tuple(choice) for choice in content["choices"]]
+        if not all(type(rank) is int for choice in choices for rank in choice):
+            raise TypeError("a rank is a whole number")
     except OSError as error:
         raise ValueError(f"cannot read the tree {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
