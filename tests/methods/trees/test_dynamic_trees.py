@@ -200,7 +200,12 @@ def test_a_level_is_drafted_while_the_last_one_raised_the_rate() -> None:
     ("spec", "words"),
     [
         ("opt_tree,threshold=-1", "threshold >= 0"),
+        ("opt_tree,threshold=nan", "threshold >= 0"),
+        ("opt_tree,threshold=inf", "threshold >= 0"),
         ("cost_aware,step_cost=-1", "step_cost >= 0"),
+        ("cost_aware,step_cost=nan", "step_cost >= 0"),
+        ("cost_aware,node_cost=nan", "node_cost >= 0"),
+        ("cost_aware,node_cost=inf", "node_cost >= 0"),
         ("cost_aware,free=-1", "free >= 0"),
         ("eagle2,width=3", "unknown option 'width' of tree 'eagle2'"),
     ],

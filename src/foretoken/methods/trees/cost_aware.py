@@ -5,6 +5,7 @@ Section 8 of the specification; the same trade is made for chains by SmartSpec (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from foretoken.core.costs import TargetCost
@@ -100,7 +101,7 @@ class CostAware(Growth):
         cost: the measured v(n) instead of that line, in target steps.
 
     Raises:
-        ValueError: a negative cost.
+        ValueError: a cost that is negative, infinite or NaN.
     """
 
     name = "cost_aware"
@@ -109,8 +110,8 @@ class CostAware(Growth):
         self, node_cost: float = 0.01, step_cost: float = 0.1, free: int = 0, cost: Cost | None = None
     ) -> None:
         for key, value in (("node_cost", node_cost), ("step_cost", step_cost), ("free", free)):
-            if value < 0:
-                raise ValueError(f"cost_aware needs {key} >= 0, not {value}")
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"cost_aware needs {key} >= 0 and finite, not {value}")
         self.step_cost = step_cost
         self.cost: Cost = cost or (lambda nodes: 1.0 + node_cost * max(0, nodes - 1 - free))
 

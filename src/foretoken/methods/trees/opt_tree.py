@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from foretoken.methods.trees.base import Candidates, Growth
 
 
@@ -17,14 +19,14 @@ class OptTree(Growth):
             tokens that plain decoding would have written meanwhile.
 
     Raises:
-        ValueError: a negative threshold.
+        ValueError: a threshold that is negative, infinite or NaN.
     """
 
     name = "opt_tree"
 
     def __init__(self, threshold: float = 0.2) -> None:
-        if threshold < 0:
-            raise ValueError(f"opt_tree needs threshold >= 0, not {threshold}")
+        if not (math.isfinite(threshold) and threshold >= 0):
+            raise ValueError(f"opt_tree needs threshold >= 0 and finite, not {threshold}")
         self.threshold = threshold
 
     def frontier(self, seen: Candidates, first: int, width: int, nodes: int) -> list[int]:
