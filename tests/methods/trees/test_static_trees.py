@@ -113,6 +113,16 @@ def test_the_programme_equals_brute_force(seed: int, falling: bool) -> None:
         assert expected_length(mine, rows) == pytest.approx(solved.expected_length(nodes, depth))
 
 
+def test_a_rank_that_was_never_right_does_not_hide_those_behind_it() -> None:
+    """A measured chance of 0 (the third one's) once became NaN, and what lies behind it got no tree."""
+    acceptance = (0.4, 0.2, 0.0, 0.2, 0.1)
+    solved, nearly = (solve([chance or least for chance in acceptance], 30, 3) for least in (0.0, 1e-300))
+    for nodes, depth in itertools.product((8, 16, 20, 30), (1, 2, 3)):
+        assert solved.expected_length(nodes, depth) == pytest.approx(nearly.expected_length(nodes, depth))
+    tree = solved.choices(30, 2)
+    assert is_closed(tree) and expected_length(tree, [acceptance] * 2) == pytest.approx(2.71)
+
+
 def test_falling_chances_make_it_medusas_tree() -> None:
     """With one falling vector for all levels the greedy construction is optimal too: two ways to one number."""
     acceptance = vector(9, 5, True)
@@ -197,6 +207,8 @@ def test_free_nodes_and_expensive_nodes() -> None:
         ("sequoia,acceptance=0.5 x", "separated by spaces"),
         ("sequoia,acceptance=0.9 0.3", "at most 1"),
         ("sequoia,acceptance=0.5 -0.1", "at most 1"),
+        ("sequoia,acceptance=nan 0.2", "at most 1"),
+        ("sequoia,acceptance=0.2 nan", "at most 1"),
         ("sequoia,width=3", "valid ones: nodes, depth, acceptance"),
         ("medusa_tree,nodes=0", "nodes >= 1"),
         ("oak", "unknown tree 'oak': choose one of expansion"),

@@ -88,7 +88,8 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
             wider = [-math.inf] * sizes
             for m in range(b + 1, sizes):
                 below = best[level - 1]
-                value, y = max((row[y] + chance * below[m - y], -y) for y in range(b, m))
+                # (Sizes that no tree has stay out: a chance of 0 times -inf would be NaN.)
+                value, y = max((row[y] + chance * below[m - y], -y) for y in range(b, m) if below[m - y] > -math.inf)
                 if value > -math.inf:
                     wider[m], left[level, b, m] = value, -y
                 if value > most[m]:
@@ -103,7 +104,7 @@ def _check_acceptance(acceptance: Sequence[float]) -> None:
     """Raises:
     ValueError: not chances of which at most one comes true.
     """
-    if not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6:
+    if not acceptance or not all(chance >= 0 for chance in acceptance) or sum(acceptance) > 1 + 1e-6:  # NaN as well
         raise ValueError(f"a positional acceptance vector holds chances that sum up to at most 1, not {acceptance}")
 
 
