@@ -88,6 +88,14 @@ def test_heuristic_keeps_within_its_limits() -> None:
     assert controller.budget(request, 1).max_depth == 2
 
 
+@pytest.mark.parametrize(("low", "high", "first"), [(1, 4, 4), (11, 20, 11), (1, 20, 9)])
+def test_heuristic_begins_within_its_limits(low: int, high: int, first: int) -> None:
+    """Also where the drafter's own length lies outside."""
+    controller = HeuristicController(low=low, high=high)
+    controller.attach(Limits("toy", 9, 64))
+    assert controller.budget(context(), 1).max_depth == first
+
+
 def test_heuristic_ignores_rounds_without_drafts() -> None:
     controller, request = HeuristicController(start=4), context()
     controller.observe(request, record(0, 0))
@@ -177,6 +185,8 @@ def test_a_budget_stops_after_the_unlikely_token() -> None:
         ("constant", "k=-1"),
         ("constant", "nodes=-1"),
         ("heuristic", "start=0"),
+        ("heuristic", "start=9,high=8"),
+        ("heuristic", "start=2,low=3"),
         ("heuristic", "low=0"),
         ("heuristic", "low=5,high=4"),
         ("heuristic", "up=-1"),

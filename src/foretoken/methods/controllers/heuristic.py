@@ -14,7 +14,7 @@ class HeuristicController(Controller):
     can be right.
 
     Args:
-        start: first length; the drafter's own by default.
+        start: first length, from ``low`` to ``high``; by default the drafter's own, or the nearest to it within these.
         up: growth after a full acceptance.
         down: shrinkage otherwise.
         low: smallest length.
@@ -28,8 +28,8 @@ class HeuristicController(Controller):
     def __init__(
         self, start: int | None = None, up: int = 2, down: int = 1, low: int = 1, high: int = 20, persist: bool = False
     ) -> None:
-        if not (0 < low <= high) or up < 0 or down < 0 or (start is not None and start < 1):
-            raise ValueError("heuristic needs 1 <= low <= high, start >= 1, up >= 0 and down >= 0")
+        if not (0 < low <= high) or up < 0 or down < 0 or (start is not None and not low <= start <= high):
+            raise ValueError("heuristic needs 1 <= low <= high, start within them, up >= 0 and down >= 0")
         self.start, self.up, self.down, self.low, self.high = start, up, down, low, high
         self.persist = persist
         self._last: int | None = None
@@ -43,7 +43,8 @@ class HeuristicController(Controller):
         return Budget(self._length(context), self._nodes)
 
     def _length(self, context: Context) -> int:
-        length: int = context.state.setdefault(self, self._last or self.start or 5)
+        first = self._last or self.start or 5
+        length: int = context.state.setdefault(self, min(max(first, self.low), self.high))
         return length
 
     def observe(self, context: Context, record: StepRecord) -> None:
