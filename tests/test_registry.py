@@ -130,6 +130,7 @@ def test_specs(text: str, name: str, path: str | None, options: dict[str, str]) 
         ("ngram,k", "'k' in 'ngram,k'"),
         ("ngram,=5", "is not key=value"),
         ("ngram,", "is not key=value"),
+        ("ngram,k=4,n=2,k =7", "gives k twice"),
         ("a,inner=(b,k=1", "unbalanced parentheses"),
         ("a,inner=b,k=1)", "unbalanced parentheses"),
         ("a,inner=)b(", "unbalanced parentheses"),

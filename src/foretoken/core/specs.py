@@ -28,7 +28,7 @@ def parse_spec(text: str) -> Spec:
     value that is wrapped in parentheses loses the outer pair.  A name may be a class in a file, ``file.py:Class``.
 
     Raises:
-        ValueError: an option without ``=``, an empty name, or parentheses that do not close.
+        ValueError: an option without ``=`` or given twice, an empty name, or parentheses that do not close.
     """
     head, *rest = split_outside(text, ",")
     name, _, path = (part.strip() for part in head.partition(":"))
@@ -40,6 +40,8 @@ def parse_spec(text: str) -> Spec:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{item!r} in {text!r} is not key=value; a spec is name[:path][,key=value...]")
+        if key.strip() in options:
+            raise ValueError(f"{text!r} gives {key.strip()} twice: which one is meant?")
         options[key.strip()] = _unwrap(value.strip())
     if not name:
         raise ValueError(f"{text!r} names no method; a spec is name[:path][,key=value...]")
