@@ -211,6 +211,9 @@ def test_free_nodes_and_expensive_nodes() -> None:
         ("sequoia,acceptance=0.2 nan", "at most 1"),
         ("sequoia,width=3", "valid ones: nodes, depth, acceptance"),
         ("medusa_tree,nodes=0", "nodes >= 1"),
+        ("expansion,widths=1000x1000x1000", "1001001000 nodes: at most 65536"),
+        ("expansion,widths=1_0x2", "positive child counts per level"),
+        ("expansion,widths=+3x2", "positive child counts per level"),
         ("oak", "unknown tree 'oak': choose one of expansion"),
     ],
 )

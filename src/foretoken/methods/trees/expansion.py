@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 from foretoken.methods.trees.base import Shape
@@ -15,10 +16,9 @@ def parse_widths(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: not positive integers joined by ``x``.
     """
-    try:
-        widths = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        widths = ()
+    parts = text.lower().split("x")
+    # (Of anything but digits int() would read more than is meant: 1_0, +2.)
+    widths = tuple(map(int, parts)) if all(part.strip().isdecimal() for part in parts) else ()
     if not widths or min(widths) < 1:
         raise ValueError(f"tree={text!r} must be positive child counts per level, for example 3x2x1")
     return widths
@@ -30,6 +30,10 @@ def expansion_choices(widths: Sequence[int]) -> list[Choice]:
     return [path for depth in levels for path in itertools.product(*map(range, widths[:depth]))]
 
 
+MOST_NODES = 1 << 16
+"""No target scores as many; to list the nodes of 1000x1000x1000 would take all memory."""
+
+
 class Expansion(Shape):
     """Full levels.
 
@@ -37,13 +41,16 @@ class Expansion(Shape):
         widths: children per node, one number per level, joined by ``x``.
 
     Raises:
-        ValueError: not positive integers joined by ``x``.
+        ValueError: not positive integers joined by ``x``, or more than 65,536 nodes.
     """
 
     name = "expansion"
 
     def __init__(self, widths: str = "3x2x1") -> None:
         self.widths = parse_widths(widths)
+        nodes = sum(itertools.accumulate(self.widths, operator.mul))
+        if nodes > MOST_NODES:
+            raise ValueError(f"tree={widths!r} has {nodes} nodes: at most {MOST_NODES} can be listed")
 
     def choices(self) -> list[Choice]:
         """Level by level."""
