@@ -49,3 +49,8 @@ def test_an_unknown_method_is_one_line(run: Any) -> None:
     result = run("methods", "eagle7")
     assert result.code == 2
     assert "unknown method 'eagle7'" in result.err
+
+
+def test_a_method_of_another_role_is_named_with_its_own(run: Any) -> None:
+    result = run("methods", "ngram", "--role", "verifier")
+    assert result.code == 2 and result.err == "error: ngram is a drafter: leave out --role, or give --role drafter\n"

@@ -25,8 +25,7 @@ def methods_command(
         raise unknown(f"unknown role {role!r}", role, ROLES)
     found = [row for row in foretoken.methods() if role in (None, row["role"]) and name in (None, row["name"])]
     if not found:
-        near = did_you_mean(str(name), list(dict.fromkeys(row["name"] for row in foretoken.methods())))
-        raise ValueError(f"unknown method {name!r}: {near}`foretoken methods` lists all")
+        raise _not_found(str(name), foretoken.methods())
     if as_json:
         print_json({"methods": found})
     elif name is None:
@@ -34,6 +33,14 @@ def methods_command(
     else:
         for row in found:
             _print_details(row)
+
+
+def _not_found(name: str, every: list[dict[str, Any]]) -> ValueError:
+    """Of a name that no method has, or none of the role that was asked for."""
+    if roles := [row["role"] for row in every if row["name"] == name]:
+        return ValueError(f"{name} is a {' and a '.join(roles)}: leave out --role, or give --role {roles[0]}")
+    near = did_you_mean(name, list(dict.fromkeys(row["name"] for row in every)))
+    return ValueError(f"unknown method {name!r}: {near}`foretoken methods` lists all")
 
 
 def _print_lists(found: list[dict[str, Any]]) -> None:
