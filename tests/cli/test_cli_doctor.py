@@ -104,3 +104,9 @@ def test_recommendations(change: dict[str, Any], words: str) -> None:
         ],
     }
     assert any(words in line for line in recommendations({**report, **change}))
+
+
+@pytest.mark.parametrize("option", ["--max-new-tokens", "--temperature", "--top-p", "--seed"])
+def test_options_of_requests_that_would_change_nothing_are_refused(run: Any, target: str, option: str) -> None:
+    result = run("doctor", target, option, "1")
+    assert result.code == 2 and f"No such option: {option}" in result.err

@@ -8,12 +8,13 @@ import typer
 
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
+from foretoken.options import COMMAND_LINE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-@with_common()
+@with_common(omit=COMMAND_LINE)
 def doctor_command(
     repeat: Annotated[int, typer.Option(help="Timed runs per size; medians are shown.")] = 10,
     as_json: Json = False,
