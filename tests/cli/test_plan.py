@@ -192,6 +192,7 @@ def check(result: Any, *words: str) -> None:
         (("--alpha", "0.7", "--tree", "3x2", "--positions", "0.6,0.2"), ("tries 3 siblings",)),
         (("--alpha", "0.7", "--tree", "2", "--positions", "0.6,0.5"), ("sum to 1.1 > 1",)),
         (("--alpha", "0.7", "--positions", "a"), ("--positions",)),
+        (("--alpha", "0.7", "--positions", "0.6,0.2"), ("--positions", "give --tree or --ahead")),
         (("--alpha", "0.7", "--drafter", "ngram"), ("--profile",)),
         (("--alpha", "0.7", "--plot", "plan.pdf"), (".png",)),
         (("--profile", "no/such/profile.json"), ("cannot read the profile", "no/such/profile.json")),

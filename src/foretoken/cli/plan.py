@@ -80,6 +80,8 @@ def plan_command(
 
     from foretoken.lab.plan.planner import plan, summary
 
+    if siblings is not None and not shapes and ahead is None:
+        raise ValueError("--positions are the chances of siblings in a tree: give --tree or --ahead, or leave it out")
     given, name = _assumptions(alpha, survival, c, overhead, v, operations, profile, drafter, lengths, batches[0])
     given = replace(given, guesses=guesses)
     ahead_rows = _ahead_rows(given, lengths, batches, siblings, ahead, contention)
