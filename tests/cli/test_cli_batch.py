@@ -175,6 +175,9 @@ def test_files_that_cannot_be_used(run: Any, source: Path, tmp_path: Path) -> No
     assert other.read_text() == "my notes\n"
     assert "give three: MODEL IN OUT" in run("batch", str(tmp_path), str(source)).err
     assert "No such file" in run("batch", str(tmp_path / "none"), str(tmp_path / "out")).err
+    if hasattr(os, "mkfifo"):  # as /dev/stdout of a pipe: its answers would be waited for, which never ends
+        os.mkfifo(tmp_path / "pipe")
+        assert "is no ordinary file" in run("batch", str(source), str(tmp_path / "pipe")).err
     with output_file(tmp_path / "busy.jsonl"):
         assert "another run writes" in run("batch", str(source), str(tmp_path / "busy.jsonl")).err
 

@@ -60,6 +60,8 @@ def batch_command(
         raise ValueError(f"IN {source} is a folder; with a model first, give three: MODEL IN OUT")
     if out.exists() and source.exists() and source.samefile(out):
         raise ValueError(f"IN and OUT are the same file, {out}: answers go into another one")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"OUT {out} is no ordinary file, whose answers another run could read: give the name of one")
     common.check()
     jobs = read_jobs(source, common.asked)
     with output_file(out) as file:
