@@ -233,3 +233,6 @@ def test_one_or_two_words() -> None:
     assert model_before(["a", "b"], "IN OUT") == (None, ["a", "b"])
     assert model_before(["m", "a", "b"], "IN OUT") == ("m", ["a", "b"])
     assert (one_model(None, None), one_model("a", None), one_model(None, "b")) == ("builtin", "a", "b")
+    for empty in (("", None), (None, ""), ("a", "")):  # of an unset variable the built-in model would write nonsense
+        with pytest.raises(ValueError, match="MODEL is empty"):
+            one_model(*empty)

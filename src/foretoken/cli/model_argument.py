@@ -27,8 +27,10 @@ def one_model(model: str | None, target: str | None) -> str:
     """The model of a command that was given MODEL, ``--target``, both or neither (``builtin``).
 
     Raises:
-        ValueError: two different ones.
+        ValueError: two different ones, or an empty name: often a shell variable that is not set.
     """
+    if "" in (model, target):
+        raise ValueError("MODEL is empty: name a model, or leave it out for the built-in one")
     if model is not None and target is not None and model != target:
         raise ValueError(f"MODEL is {model!r} and --target is {target!r}: give one of them")
     return model or target or BUILTIN
