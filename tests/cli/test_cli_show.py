@@ -43,6 +43,8 @@ def test_mistakes_are_one_line(run: Any, target: str, draft: str, tmp_path: Path
     for more, words in (
         (["--out", "run.png"], "must end in .html, .svg or .jsonl"),
         (["--out", str(tmp_path / "a.svg"), "--round", "99"], "there is no round 99: the run has"),
+        (["--out", str(tmp_path / "a.html"), "--round", "2"], "--round chooses what an .svg draws"),
+        (["--round", "2"], "show.html has all rounds"),
         (["--out", str(tmp_path / "no" / "a.svg")], "cannot be written: No such file or directory"),
     ):
         result = run(*command(target, draft, *more))
@@ -98,7 +100,10 @@ def test_a_trace_is_written_and_shown_again(run: Any, target: str, draft: str, t
     assert page.read_text().count("<section") == made.json["rounds"]
     assert run("show", str(trace), "--out", str(picture), "--round", "1").code == 0
     (total,) = run("show", str(trace), "--json").json["totals"]
-    assert total["rounds"] == made.json["rounds"] and total["accepted"] == made.json["stats"]["num_accepted_tokens"]
+    stats = made.json["stats"]
+    assert total["rounds"] == made.json["rounds"] and total["accepted"] == stats["num_accepted_tokens"]
+    assert total["acceptance_rate"] == pytest.approx(stats["acceptance_rate"])
+    assert total["tokens_per_round"] == pytest.approx(1 + total["accepted"] / total["rounds"])
 
 
 def test_mistakes_with_traces_are_one_line(run: Any, tmp_path: Path) -> None:
@@ -111,6 +116,9 @@ def test_mistakes_with_traces_are_one_line(run: Any, tmp_path: Path) -> None:
         ((str(trace), "--request", "x"), "the trace has no request 'x'; it has none with rounds"),
         ((str(trace), "--out", "a.jsonl"), "must end in .html or .svg"),
         ((str(trace), "--out", str(tmp_path / "a.svg")), "tells no rounds, only totals"),
+        ((str(trace), "--out", str(tmp_path / "a.html"), "--round", "1"), "--round chooses what an .svg draws"),
+        ((str(trace), "--json", "--request", "x"), "--json prints the totals of the whole trace"),
+        ((str(trace), "--json", "--round", "1"), "--json prints the totals of the whole trace"),
         (("a prompt", "--request", "x"), "--request chooses from a trace"),
     ):
         result = run("show", *more)

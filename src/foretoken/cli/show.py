@@ -53,7 +53,11 @@ def show_command(
     ] = None,
     request: Annotated[str | None, typer.Option(help="Which request of a trace.", show_default="the first")] = None,
     number: Annotated[
-        int | None, typer.Option("--round", help="Round that an .svg draws, from 1; the most telling one by default.")
+        int | None,
+        typer.Option(
+            "--round",
+            help="Round that an .svg draws, from 1; the most telling one by default. Of a printed trace: the first.",
+        ),
     ] = None,
     as_json: Json = False,
     *,
@@ -72,6 +76,8 @@ def show_command(
         return
     if request is not None:
         raise ValueError("--request chooses from a trace: give TRACE.jsonl")
+    if number is not None and (out or PAGE).suffix.lower() != ".svg":
+        raise ValueError(f"--round chooses what an .svg draws, and {out or PAGE} has all rounds: leave it out")
     check_turn(system, raw)
     out = PAGE if out is None else out
     kind = out.suffix.lower()
@@ -208,6 +214,10 @@ def show_trace(file: Path, asked: ShowOptions) -> None:
 
     if asked.out is not None:
         check_out(asked.out)
+        if asked.number is not None and asked.out.suffix.lower() != ".svg":
+            raise ValueError(f"--round chooses what an .svg draws, and {asked.out} has all rounds: leave it out")
+    elif asked.as_json and (asked.number is not None or asked.request is not None):
+        raise ValueError("--json prints the totals of the whole trace: leave out --round and --request")
     trace = read_trace(file)
     run = trace.choose(asked.request)
     if asked.number is not None and not 1 <= asked.number <= len(run.rounds):
@@ -215,7 +225,7 @@ def show_trace(file: Path, asked: ShowOptions) -> None:
     if asked.out is not None:
         _write_trace(asked.out, trace, run, asked.number)
     if asked.as_json:
-        totals = [dict(vars(total)) for total in trace.totals]
+        totals = [dict(vars(total.whole())) for total in trace.totals]
         print_json({"out": str(asked.out) if asked.out else None, "facts": dict(trace.facts), "totals": totals})
     elif asked.out is None:
         _print_trace(screen(), trace, run, asked.number)

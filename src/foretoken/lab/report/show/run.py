@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foretoken.lab.report.show.texts import printable, quoted, token_text, token_texts
@@ -156,14 +156,20 @@ class Total:
     tokens_per_s: float | None = None
     per_position: Sequence[float] = ()
 
-    @property
-    def cells(self) -> list[str]:
-        """The cells of a table with :data:`HEADS`; what follows from other figures is worked out."""
+    def whole(self) -> Total:
+        """What follows from other figures is worked out."""
         rate, length = self.acceptance_rate, self.tokens_per_round
         if rate is None and self.drafted and self.accepted is not None:
             rate = self.accepted / self.drafted
         if length is None and self.rounds and self.accepted is not None:
             length = 1.0 + self.accepted / self.rounds
+        return replace(self, acceptance_rate=rate, tokens_per_round=length)
+
+    @property
+    def cells(self) -> list[str]:
+        """The cells of a table with :data:`HEADS`, of the :meth:`whole` total."""
+        whole = self.whole()
+        rate, length = whole.acceptance_rate, whole.tokens_per_round
         counts = [_as(value, ".0f") for value in (self.rounds, self.drafted, self.accepted)]
         positions = " ".join(f"{share:.2f}" for share in self.per_position)
         return [self.name, *counts, _as(rate, ".0%"), _as(length, ".2f"), _as(self.tokens_per_s, ".1f"), positions]
