@@ -165,6 +165,8 @@ def test_prompts_that_are_not_utf_8(run: Any, tmp_path: Path) -> None:
     bad.write_bytes(b'{"prompt": "\xff"}\n')
     result = run("batch", str(bad), str(tmp_path / "out.jsonl"))
     assert result.code == 2 and result.err == f"error: {bad} is not UTF-8 text\n"
+    bad.write_text('{"prompt": "a"}\n', encoding="utf-8-sig")  # a byte order mark, as some editors write it
+    assert [job.prompt for job in read_jobs(bad, {})] == ["a"]
 
 
 def test_files_that_cannot_be_used(run: Any, source: Path, tmp_path: Path) -> None:

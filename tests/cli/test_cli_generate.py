@@ -61,7 +61,7 @@ def test_the_prompt_comes_from_a_file_or_stdin(
     run: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     file = tmp_path / "prompt.txt"
-    file.write_text(PROMPT)
+    file.write_text(PROMPT, encoding="utf-8-sig")  # with a byte order mark, which is no part of the prompt
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT if source != "file" else ""))
     arguments = {"file": ["--prompt-file", str(file)], "stdin": [], "dash": ["-"]}[source]
     result = run("generate", *arguments, "--target", target, "--max-new-tokens", "12", "--json")
@@ -297,3 +297,15 @@ def test_a_busy_machine_is_told_once_and_changes_no_text(
     busy = run(*command)
     assert busy.err.splitlines().count("warning: two threads are slower here") == 1
     assert busy.json["token_ids"] == quiet.json["token_ids"] and "threads" not in quiet.err
+
+
+def test_explain_tells_json_origins_and_rounds(run: Any, target: str, draft: str) -> None:
+    drafts = ("--drafter", f"model:{draft},k=3", "--controller", "constant", "--max-new-tokens", "12")
+    asked = ("generate", PROMPT, "--target", target, *drafts, "--json", "--explain")
+    found = run(*asked).json
+    assert len(found["origins"]) == len(found["token_ids"]) == 12
+    assert len(found["rounds"]) == found["stats"]["num_drafts"]
+    first = found["rounds"][0]
+    assert len(first["texts"]) == len(first["tokens"]) == 4 and first["drafter"] == "model" and first["next_text"]
+    compared = run(*asked, "--compare", "--repeat", "1").json
+    assert len(compared["speculative"]["origins"]) == 12

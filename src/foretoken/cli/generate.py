@@ -54,7 +54,9 @@ def generate_command(
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Plain and speculative decoding in one run.")] = False,
     repeat: Annotated[int, typer.Option(help="Runs of each arm with --compare (medians are shown).")] = 3,
-    explain: Annotated[bool, typer.Option("--explain", help="Colour tokens by where they came from.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Colour tokens by where they came from; with --json: origins, rounds.")
+    ] = False,
     tensor_parallel: Annotated[
         int, typer.Option(help="Processes of this machine, on CUDA devices, that the target is split over.")
     ] = 1,
@@ -81,10 +83,12 @@ def generate_command(
         if compare:
             result = compared(task.llm, task.prompt, options, repeat)
             report = result.public()
+            if explain:
+                report["speculative"]["origins"] = result.speculative.output.origins
         elif as_json or (explain and not has_colour(screen())):
             output = llm.generate(task.prompt, **options, explain=explain)
             tell_empty(llm, output.note, raw)
-            report = _report(output)
+            report = _report(output) | (_explained(output, llm.tokenizer) if explain else {})
     if as_json:
         print_json({**report, **_used(llm, options), **_inflated(llm)})
     elif compare:
@@ -157,6 +161,21 @@ def _report(output: Output) -> dict[str, Any]:
     }
 
 
+def _explained(output: Output, tokenizer: Any) -> dict[str, Any]:
+    """What ``--explain`` adds to JSON: where each token came from, and the rounds as the server tells them."""
+    from foretoken.lab.report.show.texts import token_text
+
+    rounds = [
+        {
+            **one.as_dict(),
+            "texts": [token_text(tokenizer, token) for token in one.tokens],
+            "next_text": token_text(tokenizer, one.next_token),
+        }
+        for one in output.rounds
+    ]
+    return {"origins": output.origins, "rounds": rounds}
+
+
 def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling of a model that has defaults of its own, for JSON; nothing of another one."""
     own = llm.defaults.sampling
@@ -208,14 +227,14 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file.
+    """A UTF-8 text file; a byte order mark in front is no part of the text.
 
     Raises:
         ValueError: not UTF-8.
         OSError: no such file.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text") from None
 
