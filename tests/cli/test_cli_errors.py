@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -273,3 +275,11 @@ def test_the_version_is_the_packages(run: Any) -> None:
 
     asked = run("--version")
     assert (asked.code, asked.out, asked.err) == (0, f"foretoken {foretoken.__version__}\n", "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes them")
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_lead_nowhere(closed: str) -> None:
+    command = [sys.executable, "-m", "foretoken", "methods", "--json"]
+    done = subprocess.run(["sh", "-c", f"{shlex.join(command)} {closed}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     A user's mistake is one line on stderr and exit code 2 (``FORETOKEN_DEBUG=1`` shows the traceback); Ctrl-C is one
     line and exit code 130.
     """
+    _keep_standard_streams()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -101,6 +102,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         print("interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+def _keep_standard_streams() -> None:
+    """What was closed at the start (``>&-``, some services) leads nowhere; Python has ``None`` there."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor > number:  # else it has the number that was free
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
 
 
 @cache
