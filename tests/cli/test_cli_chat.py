@@ -70,6 +70,15 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full(
     assert session.messages[0]["role"] == "user"
 
 
+def test_a_limit_as_long_as_the_context_forgets_nothing(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    llm = ft.load(target, drafter=None)
+    asked = Session(llm, {**OPTIONS, "max_new_tokens": llm.target.context_length})
+    asked.messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    asked.handle("three")
+    assert "forgot" not in capsys.readouterr().err
+    assert [message["content"] for message in asked.messages[:3]] == ["one", "two", "three"]
+
+
 def test_a_message_beyond_the_context_is_refused_and_the_chat_goes_on(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:

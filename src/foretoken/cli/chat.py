@@ -169,13 +169,15 @@ class Session:
     def _fitting_prompt(self) -> tuple[list[int], int]:
         """Token ids and the room for an answer; the oldest turns go when the context is full.
 
+        Turns make room for an answer of at most half the context: a larger ``--max-new-tokens`` would leave none.
+
         Raises:
             ValueError: the last message alone fills the context, or the template refuses it.
         """
         context, wanted = self.llm.target.context_length, int(self.options["max_new_tokens"])
         prompt = self._prompt()
         whole, dropped = len(prompt), 0
-        while len(prompt) + wanted > context and len(self.messages) > 2:
+        while len(prompt) + min(wanted, context // 2) > context and len(self.messages) > 2:
             del self.messages[:2]
             dropped += 2
             prompt = self._prompt()
