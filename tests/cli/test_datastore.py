@@ -97,3 +97,10 @@ def test_an_interrupt_leaves_the_old_file(
     assert "interrupted" in capsys.readouterr().err
     assert out.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "store"]
+
+
+def test_without_a_terminal_no_bar_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x\n" * 20)
+    assert main(["datastore", "build", str(text), "--out", str(tmp_path / "store.bin")]) == 0
+    assert capsys.readouterr().err == ""

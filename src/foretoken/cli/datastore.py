@@ -41,10 +41,9 @@ def build_command(
     source = existing_model(model, target)
     check_inputs(data)
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from foretoken.cli.output import json_only, print_json
+    from foretoken.cli.output import json_only, print_json, screen
     from foretoken.loading import load_tokenizer
     from foretoken.methods.drafters.datastore import build_datastore
 
@@ -53,7 +52,8 @@ def build_command(
         if tokenizer is None:
             raise ValueError(f"{source} has no tokenizer: give a MODEL that has one")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
+        console = screen(stderr=True)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("reading", total=None)
 
             def show(what: str, done: int, total: int | None) -> None:
