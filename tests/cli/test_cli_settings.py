@@ -111,3 +111,17 @@ def test_every_setting_of_a_training_is_an_option(
     for one in fields(kind):
         option = f"--{prefix}{one.name.replace('_', '-')} "
         assert (option in page) == (one.name not in without), option
+
+
+def test_every_option_of_every_command_is_explained() -> None:
+    """``--help`` says of each what it is, whoever declares it."""
+    from foretoken.cli.main import app
+
+    bare = []
+    waiting: list[tuple[str, Any]] = [("foretoken", typer.main.get_command(app))]
+    while waiting:
+        name, command = waiting.pop()
+        waiting += [(f"{name} {part}", inner) for part, inner in getattr(command, "commands", {}).items()]
+        options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
+        bare += [f"{name} {one.opts[0]}" for one in options if not one.help]
+    assert bare == []

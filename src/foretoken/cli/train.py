@@ -55,7 +55,7 @@ def train_lm_command(
     config: Annotated[LmConfig, FromOptions()],
     compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
     intervals: Annotated[Intervals, FromOptions(omit=("eval_every",))],
-    device: str = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or mps.")] = "cpu",
     data_note: Annotated[str, typer.Option(help="Where the text comes from, for the model card.")] = "",
     licence: Annotated[str, typer.Option(help="SPDX name of the weights' licence, for the model card.")] = "",
 ) -> None:

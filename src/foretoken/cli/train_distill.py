@@ -14,7 +14,7 @@ from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
 from foretoken.cli.settings import FromOptions, with_settings
-from foretoken.cli.train_options import Data, keep_freed_memory, load_target
+from foretoken.cli.train_options import Data, Device, keep_freed_memory, load_target
 from foretoken.cli.train_progress import progress_bars, stop_on_signals
 from foretoken.training.config import DistillConfig, Intervals
 
@@ -40,7 +40,7 @@ def distill_command(
     config: Annotated[DistillConfig, FromOptions()],
     corpus: Corpus = None,
     intervals: Annotated[Intervals, FromOptions()],
-    device: str | None = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Align a draft model with its target (DistillSpec); resumes by itself from OUT/checkpoints."""
@@ -81,7 +81,7 @@ def boost_command(
     config: Annotated[DistillConfig, FromOptions(omit=BOOST_OMITS, fixed={"text": "teacher"})],
     corpus: Corpus = None,
     intervals: Annotated[Intervals, FromOptions()],
-    device: str | None = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Train draft models one after another, each on what the earlier ones miss (SpecInfer's boost-tuning)."""

@@ -17,6 +17,7 @@ from foretoken.cli.train_options import (
     Answers,
     Corpus,
     Data,
+    Device,
     Report,
     WeightBits,
     keep_freed_memory,
@@ -81,7 +82,7 @@ def make_command(method: str) -> Callable[..., None]:
         answer: Annotated[AnswerConfig, FromOptions("answer_")],
         intervals: Annotated[Intervals, FromOptions()],
         weight_bits: WeightBits = 16,
-        device: str | None = None,
+        device: Device = None,
         as_json: Report = False,
     ) -> None:
         check_inputs(data)

@@ -12,7 +12,7 @@ from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import json_only, print_json, screen
 from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out
-from foretoken.cli.train_options import Corpus, Data, Report, keep_freed_memory, key_values, load_target
+from foretoken.cli.train_options import Corpus, Data, Device, Report, keep_freed_memory, key_values, load_target
 from foretoken.cli.train_progress import stop_on_signals, training_bar
 from foretoken.training.config import Intervals, TrainConfig, check_context
 
@@ -37,7 +37,7 @@ def specdec_pp_command(
     setting: Annotated[list[str] | None, typer.Option("--set", help="key=value: blocks, mix or mismatch.")] = None,
     corpus: Corpus = None,
     intervals: Annotated[Intervals, FromOptions()],
-    device: str | None = None,
+    device: Device = None,
     as_json: Report = False,
 ) -> None:
     """Train a head that stops drafts before a rejection (SpecDec++); resumes by itself from OUT/checkpoints."""

@@ -42,13 +42,13 @@ class RunConfig:
         seed: of the data order and of everything drawn.
     """
 
-    steps: int = setting(500, low=1)
+    steps: int = setting(500, "Optimizer steps.", 1)
     batch_size: int = setting(4, "Blocks per step.", 1)
     context: int = setting(512, "Tokens per block.", 16)
     lr: float = setting(1e-3, "Peak learning rate.", 0.0)
     warmup: float = 0.05
     decay: float = 0.4
-    seed: int = setting(0)
+    seed: int = setting(0, "Of the order of the data and of everything drawn.")
 
     @property
     def tokens(self) -> int:
@@ -65,17 +65,17 @@ class RunConfig:
 class LmConfig(RunConfig):
     """Architecture and recipe of a language model."""
 
-    steps: int = setting(2000, low=1)
+    steps: int = setting(2000, "Optimizer steps.", 1)
     batch_size: int = setting(8, "Blocks per step.", 1)
     context: int = setting(1024, "Tokens per block and the model's context.", 8)
-    lr: float = setting(4e-3, low=0.0)
+    lr: float = setting(4e-3, "Peak learning rate.", 0.0)
     warmup: float = setting(0.02, "Share of the steps in which the rate rises.", 0.0, 1.0)
     decay: float = setting(0.35, "Share in which it falls to zero.", 0.0, 1.0)
-    hidden: int = setting(384, low=8)
-    layers: int = setting(8, low=1)
-    heads: int = setting(6, low=1)
-    kv_heads: int = setting(2, low=1)
-    ffn: int = setting(1024, low=8)
+    hidden: int = setting(384, "Width of the residual stream.", 8)
+    layers: int = setting(8, "Decoder layers.", 1)
+    heads: int = setting(6, "Attention heads of a layer.", 1)
+    kv_heads: int = setting(2, "Heads of keys and values, by which --heads must be divisible.", 1)
+    ffn: int = setting(1024, "Units of a layer's MLP.", 8)
     vocab: int = setting(8192, "Size of a newly trained tokenizer.", 300)
     weight_decay: float = 0.05
     hybrid: bool = setting(
@@ -220,9 +220,9 @@ class Intervals:
         eval_every: steps between two measurements.
     """
 
-    save_every: int = setting(100, low=1)
+    save_every: int = setting(100, "Steps between two checkpoints.", 1)
     save_minutes: float = setting(5.0, "A checkpoint after so many minutes, too; and on SIGTERM and Ctrl-C.", 0.0)
-    eval_every: int = setting(100, low=1)
+    eval_every: int = setting(100, "Steps between two measurements on held-out text.", 1)
 
 
 def check_context(context: int, longest: int, whose: str = "target's") -> None:
