@@ -106,6 +106,15 @@ def test_a_trace_is_written_and_shown_again(run: Any, target: str, draft: str, t
     assert total["tokens_per_round"] == pytest.approx(1 + total["accepted"] / total["rounds"])
 
 
+def test_heads_of_a_narrow_table_break_between_words(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    trace, numbers = tmp_path / "run.jsonl", {"tokens_per_s": 65.5, "per_position": [0.83, 0.67, 0.17]}
+    total = {"type": "total", "label": "1", "rounds": 6, "drafted": 10, "accepted": 10, **numbers}
+    trace.write_text(f'{{"foretoken_trace": 1}}\n{json.dumps(total)}\n')
+    words = set(run("show", str(trace)).out.split())
+    assert {"rounds", "drafted", "accepted", "rate", "tokens", "tokens/s", "position"} <= words
+
+
 def test_mistakes_with_traces_are_one_line(run: Any, tmp_path: Path) -> None:
     trace = tmp_path / "run.jsonl"
     trace.write_text('{"foretoken_trace": 1}\n{"type": "total", "rounds": 3}\n')

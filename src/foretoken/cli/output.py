@@ -55,7 +55,8 @@ def print_table(console: Console, shown: Table) -> None:
         if i == 0 or column.no_wrap:
             column.no_wrap, column.min_width = True, whole
         else:
-            column.min_width = cells if column.justify == "right" else min(whole, LEAST)
+            word = max(map(cell_len, str(column.header).split()), default=0)  # a head breaks between its words first
+            column.min_width = max(cells, min(word, LEAST)) if column.justify == "right" else min(whole, LEAST)
             needed -= whole - column.min_width
     if needed > console.width:
         shown.width = needed
