@@ -309,3 +309,10 @@ def test_explain_tells_json_origins_and_rounds(run: Any, target: str, draft: str
     assert len(first["texts"]) == len(first["tokens"]) == 4 and first["drafter"] == "model" and first["next_text"]
     compared = run(*asked, "--compare", "--repeat", "1").json
     assert len(compared["speculative"]["origins"]) == 12
+
+
+def test_a_terminal_is_told_what_takes_long(run: Any, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = ("generate", "def", "--target", target, "--drafter", "none", "--max-new-tokens", "2")
+    assert "loading" not in run(*ask).err
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    assert f"loading {target} ..." in run(*ask).err

@@ -119,3 +119,11 @@ def test_silence_and_refusals_mean_that_there_is_none(monkeypatch: pytest.Monkey
         assert not hub_ids._answers(f"http://127.0.0.1:{silent.getsockname()[1]}", 0)
         closed = silent.getsockname()[1]
     assert not hub_ids._answers(f"http://127.0.0.1:{closed}", 1)
+
+
+def test_a_name_that_is_nearly_one_of_ours_is_told_it(unreachable: None) -> None:
+    with pytest.raises(LoadError, match="did you mean smollm2\\? `foretoken models` lists names"):
+        ft.load("smolm2")
+    with pytest.raises(LoadError) as other:
+        ft.load("somebody/another-model")
+    assert "foretoken models" not in str(other.value)

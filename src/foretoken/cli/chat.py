@@ -27,8 +27,6 @@ def chat_command(system: System = None, *, common: Common) -> None:
     """Talk to the target, turn by turn."""
     common.check()
     interactive = sys.stdin.isatty()
-    if interactive:
-        screen(stderr=True).print(f"loading {common.target} ...", style="dim", soft_wrap=True)
     llm = common.load(own_sampling=True)
     if llm.tokenizer is None:
         raise ValueError(f"chat needs a tokenizer, and {common.target} has none")

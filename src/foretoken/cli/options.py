@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.model_argument import HELP, GroupModel, Model, existing_model, one_model
+from foretoken.cli.output import doing
 from foretoken.options import COMMAND_LINE, FIELDS, FILTERS, Field
 from foretoken.registry import find, parse_spec
 
@@ -150,24 +151,25 @@ class Common:
             ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.
         """
         self.check()
-        from foretoken.llm import load
-
         chosen = drafter or self.drafter
-        llm = load(
-            self.target,
-            None if chosen == "none" else chosen,
-            self.verifier,
-            self.controller,
-            dtype=None if self.dtype == "auto" else self.dtype,
-            device=self.device,
-            allow_lossy=self.allow_lossy,
-            profile=self.profile,
-            inflate=self.inflate,
-            quantize=self.quantize,
-            tensor_parallel=tensor_parallel,
-            backend=self.backend,
-            generation_config="auto" if own_sampling else None,
-        )
+        with doing(f"loading {self.target} ..."):
+            from foretoken.llm import load
+
+            llm = load(
+                self.target,
+                None if chosen == "none" else chosen,
+                self.verifier,
+                self.controller,
+                dtype=None if self.dtype == "auto" else self.dtype,
+                device=self.device,
+                allow_lossy=self.allow_lossy,
+                profile=self.profile,
+                inflate=self.inflate,
+                quantize=self.quantize,
+                tensor_parallel=tensor_parallel,
+                backend=self.backend,
+                generation_config="auto" if own_sampling else None,
+            )
         self._tell_inflated(llm.target)
         for name in ("verifier", "controller"):
             if llm.drafter is None and name in self.given:

@@ -27,6 +27,14 @@ def screen(stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """A line on a terminal's stderr for as long as something takes: nobody should wonder whether it hangs."""
+    console = screen(stderr=True)
+    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
 def table(title: str | None = None, words: Sequence[str] = (), numbers: Sequence[str] = ()) -> Table:
     """A table with a line below its head; columns of words break their lines, those of numbers end at the right."""
     from rich import box

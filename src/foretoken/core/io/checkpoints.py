@@ -8,7 +8,8 @@ from pathlib import Path
 from foretoken.core.io import hub_ids
 from foretoken.core.io.drafter_folders import header_of as header_of
 from foretoken.core.io.drafter_folders import not_a_model
-from foretoken.core.io.named_models import MB, NamedModel, named_model
+from foretoken.core.io.named_models import MB, MODELS, NamedModel, named_model
+from foretoken.core.names import did_you_mean
 
 BUILTIN = "builtin"
 ZOO = Path(__file__).parents[2] / "zoo"
@@ -33,12 +34,13 @@ def place_of(path: str) -> str:
     """Where Transformers reads a folder or a hub id from (:func:`foretoken.core.io.hub_ids.place_of`).
 
     Raises:
-        LoadError: neither is there, and the hub does not answer.
+        LoadError: neither is there, and the hub does not answer; with the names of models that it may be meant for.
     """
     try:
         return hub_ids.place_of(path)
     except hub_ids.UnreachableError as error:
-        raise LoadError(str(error)) from None
+        near = did_you_mean(path, [*MODELS, *built_in_models()])
+        raise LoadError(f"{error}; {near}`foretoken models` lists names" if near else str(error)) from None
 
 
 def resolve(name: str | Path, role: str = "target") -> str:
