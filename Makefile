@@ -13,6 +13,8 @@ TORCH  ?= torch==2.13.0
 NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 # Which of how many parts of the slow tests `make test-slow` runs: PART=1/2 and PART=2/2 have run each of them once.
 PART   ?= 1/1
+# A part of them that `make test` runs besides, in the same processes, such as SLOW=1/64: tests are collected once.
+SLOW   ?=
 
 .PHONY: help setup demo test test-slow test-all gguf check format docs reference readme plots first-hour wheels release docs-version hooks clean
 .DEFAULT_GOAL := help
@@ -40,7 +42,7 @@ demo: $(READY) ## a chat model (fetched once, 93 MB; else the built-in one), pla
 	@$(BIN)/foretoken demo --fetch
 
 test: $(STAMP) ## the tests that every change needs: minutes, and every kind of cell at least once
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(SLOW),--slow-part $(SLOW),-m "not slow")
 
 test-slow: $(STAMP) ## the other tests: all cells of the matrices, training, other families
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --slow-part $(PART)
