@@ -65,7 +65,7 @@ SLOW: dict[str, Sequence[Key]] = {
     ],
     "exactness/test_seeds.py::test_every_drafter_writes_the_text_of_the_seed": [drafter, parameter("batch")],
     "exactness/test_state.py::test_caches_equal_a_fresh_prefill_after_every_round": [drafter],
-    "exactness/test_state.py::test_joining_and_leaving_requests_change_nothing": [once],
+    "exactness/test_state.py::test_joining_and_leaving_requests_change_nothing": [drafter],
     "exactness/test_state.py::test_proposals_keep_to_the_budget": [drafter],
     "exactness/test_state.py::test_the_context_may_be_filled_to_the_last_token": [drafter, parameter("temperature")],
     "exactness/test_tenants.py::test_drafts_after_a_kept_text_are_those_after_a_text_that_was_read": [once],
@@ -380,6 +380,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "server/test_hardening.py::test_of_many_unread_answers_the_oldest_is_cut": [],
     "server/test_served_graphs.py::test_a_ladder_that_does_not_fit_turns_graphs_off_and_serves": [],
     "server/test_exactness.py::test_llama_cpp_cannot_be_bitwise_and_the_start_says_so": [],
+    # What else takes long, one by one or in numbers: of files that keep other tests in `make test`.
     "models/test_joined.py::test_rounds_of_several_texts": [once],
     "models/test_encoder_decoder.py::test_drafts_change_no_seeded_text": [once],
     "models/cache/test_pool.py::test_one_forward_over_several_bands_equals_separate_ones": [once],

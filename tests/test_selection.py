@@ -30,7 +30,8 @@ PER_DRAFTER = {
         "exactness/test_matrix.py::test_sampled_distribution_while_the_drafter_learns",
     ],
     "caches": ["exactness/test_state.py::test_caches_equal_a_fresh_prefill_after_every_round"],
-    "company": ["exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone"],
+    "company": ["exactness/test_state.py::test_joining_and_leaving_requests_change_nothing"],
+    "load": ["exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone"],
     "graphs": ["exactness/test_graph_steps.py::test_every_drafter"],
 }
 WHOLE = [

@@ -55,7 +55,7 @@ def generate_command(
     compare: Annotated[bool, typer.Option("--compare", help="Plain and speculative decoding in one run.")] = False,
     repeat: Annotated[int, typer.Option(help="Runs of each arm with --compare (medians are shown).")] = 3,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Colour tokens by where they came from; with --json: origins, rounds.")
+        bool, typer.Option("--explain", help="Colour tokens by origin; JSON has origins, rounds.")
     ] = False,
     tensor_parallel: Annotated[
         int, typer.Option(help="Processes of this machine, on CUDA devices, that the target is split over.")
@@ -82,9 +82,7 @@ def generate_command(
         options: dict[str, Any] = {**llm.defaults.sampling, **common.asked, "stop": stop or None, **expected}
         if compare:
             result = compared(task.llm, task.prompt, options, repeat)
-            report = result.public()
-            if explain:
-                report["speculative"]["origins"] = result.speculative.output.origins
+            report = _compared_report(result, explain)
         elif as_json or (explain and not has_colour(screen())):
             output = llm.generate(task.prompt, **options, explain=explain)
             tell_empty(llm, output.note, raw)
@@ -159,6 +157,13 @@ def _report(output: Output) -> dict[str, Any]:
         **({} if output.seed is None else {"seed": output.seed}),
         "stats": output.stats.as_dict(),
     }
+
+
+def _compared_report(result: Comparison, explain: bool) -> dict[str, Any]:
+    report = result.public()
+    if explain:
+        report["speculative"]["origins"] = result.speculative.output.origins
+    return report
 
 
 def _explained(output: Output, tokenizer: Any) -> dict[str, Any]:

@@ -55,8 +55,7 @@ def show_command(
     number: Annotated[
         int | None,
         typer.Option(
-            "--round",
-            help="Round that an .svg draws, from 1; the most telling one by default. Of a printed trace: the first.",
+            "--round", help="Round, from 1, that an .svg draws (the most telling) or that is printed (the first)."
         ),
     ] = None,
     as_json: Json = False,
@@ -76,11 +75,9 @@ def show_command(
         return
     if request is not None:
         raise ValueError("--request chooses from a trace: give TRACE.jsonl")
-    if number is not None and (out or PAGE).suffix.lower() != ".svg":
-        raise ValueError(f"--round chooses what an .svg draws, and {out or PAGE} has all rounds: leave it out")
     check_turn(system, raw)
     out = PAGE if out is None else out
-    kind = out.suffix.lower()
+    _check_round(out, number)
     check_out(out)
     row = _row_of(prompt_file)
     common, text = common_and_prompt(common, words, prompt_file)
@@ -95,7 +92,7 @@ def show_command(
 
         text = str(_in_words(llm, prompt)) if row is not None and row.messages else text
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
-        page, rounds = _drawn(shown(output, llm.tokenizer, text, about), kind, number)
+        page, rounds = _drawn(shown(output, llm.tokenizer, text, about), out.suffix.lower(), number)
     write_whole(out, page)
     _tell_plain_rounds(llm, output)
     if as_json:
@@ -204,6 +201,11 @@ def trace_file(words: Sequence[str] | None, given: Collection[str]) -> Path | No
     return file
 
 
+def _check_round(out: Path, number: int | None) -> None:
+    if number is not None and out.suffix.lower() != ".svg":
+        raise ValueError(f"--round chooses what an .svg draws, and {out} has all rounds: leave it out")
+
+
 def show_trace(file: Path, asked: ShowOptions) -> None:
     """Show a trace.
 
@@ -214,8 +216,7 @@ def show_trace(file: Path, asked: ShowOptions) -> None:
 
     if asked.out is not None:
         check_out(asked.out)
-        if asked.number is not None and asked.out.suffix.lower() != ".svg":
-            raise ValueError(f"--round chooses what an .svg draws, and {asked.out} has all rounds: leave it out")
+        _check_round(asked.out, asked.number)
     elif asked.as_json and (asked.number is not None or asked.request is not None):
         raise ValueError("--json prints the totals of the whole trace: leave out --round and --request")
     trace = read_trace(file)

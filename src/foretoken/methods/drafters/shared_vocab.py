@@ -61,9 +61,7 @@ class SharedVocabDrafter(ModelDrafter):
     name = "shared_vocab"
     traits = replace(ModelDrafter.traits, rewinds=False)
     draws_together = False  # a distribution is carried over from the other vocabulary, request by request
-    chains_in_one_call = (
-        False  # such a call knows one vocabulary, and two of one size may number their tokens differently
-    )
+    chains_in_one_call = False  # vocabularies of one size may number their tokens differently
 
     def __init__(
         self,

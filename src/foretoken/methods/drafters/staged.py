@@ -115,10 +115,12 @@ class StagedDrafter(CascadeDrafter):
     ) -> None:
         if width < 1:
             raise ValueError(f"staged needs width >= 1, not {width}")
-        self.choices = listed(places_of(tree, self.name)) if tree else comb(k, width)
+        shape = listed(places_of(tree, self.name)) if tree else None
+        if (k * width if shape is None else len(shape)) > MOST_NODES:
+            what = f"tree={tree}" if tree else f"k={k} times width={width}"
+            raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes, not {what}")
+        self.choices = comb(k, width) if shape is None else shape
         super().__init__(model, inner, rule, max(map(len, self.choices)) if tree else k, target=target)
-        if len(self.choices) > MOST_NODES:
-            raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes, not k={k} times width={width}")
         self._parents, branches = Ranks(self.choices).parents, Ranks(self.choices).branches
         self.max_nodes = len(self.choices)
         if branches:  # the first child is drawn first, its siblings after it with earlier ones removed
