@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 from collections.abc import Callable
@@ -247,6 +248,25 @@ def test_numbers_that_are_none(tmp_path: Path, model: Any, kind: str, value: flo
     refused(
         changed(tmp_path, model, change), f"{name} in .* holds NaN or inf: copy the file again, or take another one"
     )
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_pytorch_has_its_threads_again(tmp_path: Path, model: Any, value: float) -> None:
+    """Matrices are read by threads with one each; so it is after a file that is refused, too."""
+
+    def change(header: Header, tensors: Tensors) -> None:
+        raw = random_bytes("Q8_0", 64, 256)
+        raw[7, :2] = np.array([value], np.float16).view(np.uint8)
+        tensors[DOWN] = Stored(raw, Quant["Q8_0"])
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with contextlib.nullcontext() if value == 0.5 else pytest.raises(LoadError, match="NaN"):
+            load_model(changed(tmp_path, model, change), backend="native")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_draft_models_plain_numbers_are_looked_at(tmp_path: Path, model: Any) -> None:

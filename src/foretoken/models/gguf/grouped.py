@@ -173,9 +173,9 @@ def widened_together(shape: tuple[int, int]) -> Iterator[slice]:
 def _kept(values: Tensor, how: QuantisedType) -> Tensor:
     """Values [n, b] as they are kept in memory."""
     if how.bits == 8:
-        return values.to(torch.int8) - how.middle
-    low, high = values.unflatten(1, (-1, 2, how.group // 2)).unbind(2)
-    return low | high << 4
+        return values.view(torch.int8) - how.middle
+    low, high = values.view(torch.int32).unflatten(1, (-1, 2, how.group // 8)).unbind(2)  # four values at a time
+    return (low | high << 4).view(torch.uint8)
 
 
 def _block(kind: str) -> tuple[int, int]:

@@ -21,6 +21,8 @@ from foretoken.models.native.linear import Linear, bytes_linear
 
 BLOCK = 32
 """Inputs that come together."""
+HALVES = 0x0F0F0F0F
+"""The low halves of four bytes."""
 
 
 class GroupedProduct(NativeProduct):
@@ -133,10 +135,14 @@ def _packed(weight: GroupedWeight) -> Tensor:
     """Values as the kernel reads them: signed bytes, or those of 4 bits without sign."""
     if weight.bits == 8:
         return integers.packed8(weight.values)
-    values = torch.empty(weight.shape, dtype=torch.uint8)
-    for rows in widened_together(weight.shape):
-        values[rows] = (weight.integers(rows).flatten(1) + weight.middle).view(torch.uint8)
-    return integers.packed4(values)
+    packed = torch.empty_like(weight.values)
+    for rows in widened_together(weight.shape):  # four bytes, that is values, at a time
+        fours = weight.values[rows].view(torch.int32).unflatten(1, (-1, weight.group // 16, 2))
+        first, second = fours.unbind(3)
+        low = first & HALVES | (second & HALVES) << 4
+        high = first >> 4 & HALVES | second & ~HALVES
+        packed[rows] = torch.stack([low, high], 2).view(torch.uint8).flatten(1)
+    return integers.blocks(packed)
 
 
 def _side_by_side(scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,14 +132,14 @@ class _WeightFiller:
     def fill(self) -> None:
         """Give every module its weights."""
         modules = dict(self.model.named_modules())
+        linear: list[str] = []
         for name in self.sources:
             owner, _, leaf = name.rpartition(".")
             module, tensors = modules[owner], [self.file.tensors[source] for source in self.sources[name]]
             if isinstance(module, nn.Embedding):
                 self._put(owner, self._embedding(module, tensors[0]))
             elif isinstance(module, nn.Linear):
-                if leaf == "weight":
-                    self._put(owner, self._linear(module, tensors[0]))
+                linear += [owner] if leaf == "weight" else []
             else:
                 numbers = torch.cat([numbers_of(tensor) for tensor in tensors], 1) if len(tensors) > 1 else None
                 numbers = numbers_of(tensors[0]) if numbers is None else numbers
@@ -145,6 +147,10 @@ class _WeightFiller:
                 if owner.endswith("norm"):
                     numbers = numbers.float() - self.architecture.norm_offset
                 setattr(module, leaf, _parameter(numbers.to(self.dtype)))
+        tensors = [self.file.tensors[self.sources[f"{owner}.weight"][0]] for owner in linear]
+        with _one_thread_each() as threads:
+            for owner, module in zip(linear, threads.map(self._linear, map(modules.get, linear), tensors), strict=True):
+                self._put(owner, module)
         if self.config.tie_word_embeddings:
             self._tie()
 
@@ -198,6 +204,19 @@ class _WeightFiller:
             self.model.lm_head = self._multiplied(tensor, tensor.data, None)
         else:
             self.model.lm_head.weight = embedding.weight
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as PyTorch has, each for an operation of its own: the operations on some rows of a matrix are
+    short, and threads that share one spend more time in waiting for each other, ten times more on a busy machine."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count, "gguf") as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(count)
 
 
 def _rotate(model: Any, file: GgufFile) -> None:

@@ -63,8 +63,16 @@ def _half(blocks: Tensor, start: int, stop: int) -> Tensor:
 
 def _split(bytes_: Tensor, count: int, bits: int, width: int) -> Tensor:
     """Values [n, k, count, width]: of every ``width`` bytes of [n, k * width] first the lowest ``bits``, and so on."""
-    shifts = torch.arange(0, count * bits, bits, dtype=torch.uint8).view(1, 1, count, 1)
-    return (bytes_.unflatten(1, (-1, 1, width)) >> shifts) & (2**bits - 1)
+    words = bytes_.contiguous().view(torch.int32).unflatten(1, (-1, width // 4))  # four bytes at a time
+    values = words.new_empty(*words.shape[:2], count, width // 4)
+    for place in range(count):
+        torch.bitwise_right_shift(words, place * bits, out=values[:, :, place])
+    return values.bitwise_and_((2**bits - 1) * 0x01010101).view(torch.uint8)
+
+
+def _above(low: Tensor, high: Tensor, bits: int) -> Tensor:
+    """Values [n, b] of their lowest bits and those above them."""
+    return (low.view(torch.int32) | high.view(torch.int32) << bits).view(torch.uint8)
 
 
 def _q4_0(blocks: Tensor) -> Parts:
@@ -77,15 +85,16 @@ def _q4_1(blocks: Tensor) -> Parts:
 
 def _fifth(bytes_: Tensor) -> Tensor:
     """Fifth bits [n, 32] of 32 values, from four bytes."""
-    return _split(bytes_, 8, 1, 1).flatten(1) << 4
+    eights = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).to(torch.uint8).view(torch.int64)  # [256, 1]
+    return eights[bytes_.int()].view(torch.uint8).flatten(1)
 
 
 def _q5_0(blocks: Tensor) -> Parts:
-    return Parts(_split(blocks[:, 6:], 2, 4, 16).flatten(1) | _fifth(blocks[:, 2:6]), _half(blocks, 0, 2))
+    return Parts(_above(_split(blocks[:, 6:], 2, 4, 16).flatten(1), _fifth(blocks[:, 2:6]), 4), _half(blocks, 0, 2))
 
 
 def _q5_1(blocks: Tensor) -> Parts:
-    values = _split(blocks[:, 8:], 2, 4, 16).flatten(1) | _fifth(blocks[:, 4:8])
+    values = _above(_split(blocks[:, 8:], 2, 4, 16).flatten(1), _fifth(blocks[:, 4:8]), 4)
     return Parts(values, _half(blocks, 0, 2), _half(blocks, 2, 4))
 
 
@@ -122,13 +131,13 @@ def _q4_k(blocks: Tensor) -> Parts:
 def _q5_k(blocks: Tensor) -> Parts:
     low = _split(blocks[:, 48:], 2, 4, 32).flatten(1)
     high = _split(blocks[:, 16:48], 8, 1, 32).flatten(1)
-    return _stepped(low | high << 4, blocks)
+    return _stepped(_above(low, high, 4), blocks)
 
 
 def _q6_k(blocks: Tensor) -> Parts:
     low = _split(blocks[:, :128], 2, 4, 64).flatten(1)
     high = _split(blocks[:, 128:192], 4, 2, 32).flatten(1)
-    return Parts(low | high << 4, _half(blocks, 208, 210), steps=blocks[:, 192:208].view(torch.int8))
+    return Parts(_above(low, high, 4), _half(blocks, 208, 210), steps=blocks[:, 192:208].view(torch.int8))
 
 
 def _q2_k(blocks: Tensor) -> Parts:
@@ -143,7 +152,7 @@ def _q3_k(blocks: Tensor) -> Parts:
     high = _split(blocks[:, :32], 8, 1, 32).flatten(1)  # where it is not set, four is subtracted
     packed = blocks[:, 96:108]
     scales = _split(packed[:, :8], 2, 4, 8).flatten(1) | _split(packed[:, 8:], 4, 2, 4).flatten(1) << 4
-    return Parts(low | high << 2, _half(blocks, 108, 110), steps=scales.to(torch.int8) - 32)
+    return Parts(_above(low, high, 2), _half(blocks, 108, 110), steps=scales.to(torch.int8) - 32)
 
 
 KINDS: dict[str, QuantisedType] = {

@@ -32,7 +32,7 @@ def laid_out8(weight: Int8Weight) -> tuple[Tensor, Tensor]:
 
 def packed8(values: Tensor) -> Tensor:
     """Signed values [out, in] as :func:`laid_out8` stores them."""
-    return _blocks(values.view(torch.uint8) ^ MIDDLE8)  # plus 128
+    return blocks(values.view(torch.uint8) ^ MIDDLE8)  # plus 128
 
 
 def values8(packed: Tensor, out: int) -> Tensor:
@@ -50,7 +50,7 @@ def packed4(values: Tensor) -> Tensor:
     """Values [out, in] of 0 to 15 as bytes [ceil(out / 32), in / 8, 32, 4], of eight inputs the first four in the low
     halves."""
     eights = values.unflatten(1, (-1, 2, FOUR))
-    return _blocks((eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1))
+    return blocks((eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1))
 
 
 def values4(packed: Tensor, out: int) -> Tensor:
@@ -80,14 +80,14 @@ def product(x: Tensor, packed: Tensor, scales: Tensor, out: int, group: int) -> 
     return result
 
 
-def _blocks(rows: Tensor) -> Tensor:
+def blocks(rows: Tensor) -> Tensor:
     """Bytes [out, n] as [ceil(out / 32), n / 4, 32, 4]; four of them move as one number."""
     words = _filled(rows.contiguous()).view(torch.int32)  # [out, n / 4]
     return words.view(-1, WIDTH, words.shape[1]).transpose(1, 2).contiguous()[..., None].view(torch.uint8)
 
 
 def _rows(packed: Tensor, out: int) -> Tensor:
-    """The bytes [out, n] that :func:`_blocks` was given."""
+    """The bytes [out, n] that :func:`blocks` was given."""
     words = packed.view(torch.int32)[..., 0]
     return words.transpose(1, 2).reshape(len(packed) * WIDTH, -1)[:out].contiguous().view(torch.uint8)
 
