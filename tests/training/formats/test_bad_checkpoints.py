@@ -109,6 +109,16 @@ def test_configurations_of_eagle3(keys: dict[str, Any], words: str, target: Path
     refused(source, target, words)
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "peagle"])
+def test_a_window_that_is_switched_off(method: str, target: Path, tmp_path: Path) -> None:
+    """SpecForge's configurations repeat the target's ``sliding_window`` beside ``use_sliding_window: false``."""
+    source = theirs(method, "plain", target, tmp_path)
+    change(source, None, sliding_window=131072, use_sliding_window=False)
+    assert import_drafter(source, tmp_path / "ours", target)["method"] == method
+    change(source, None, use_sliding_window=True)
+    refused(source, target, "sliding_window = 131072")
+
+
 def test_vocabulary_maps(target: Path, tmp_path: Path) -> None:
     source = theirs("eagle3", "plain", target, tmp_path)
     (file,) = source.glob("*.safetensors")

@@ -7,7 +7,7 @@ from typing import Any
 
 from foretoken.methods.drafters.nets.decoder import LayerConfig
 from foretoken.training.formats.base import Target
-from foretoken.training.formats.values import listed, number, positive, whole
+from foretoken.training.formats.values import flag, listed, number, positive, whole
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 REFUSED: dict[str, Any] = {
@@ -126,6 +126,7 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise ValueError(f"the checkpoint has {config['num_hidden_layers']} layers, and our network has one")
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"the checkpoint's hidden_act is {config['hidden_act']!r}, and our layer has 'silu'")
-    refuse_others(config, REFUSED)
+    is_off = flag(config, "use_sliding_window") is False  # the target's window may stand beside
+    refuse_others({key: value for key, value in config.items() if not (is_off and key == "sliding_window")}, REFUSED)
     if "sliding_attention" in (listed(config, "layer_types") or ()):
         raise ValueError("the checkpoint has a sliding window, which our layer does not do")
