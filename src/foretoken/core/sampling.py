@@ -14,7 +14,8 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -142,6 +143,18 @@ class Sampler:
     def context_free(self) -> bool:
         """Whether the distribution depends on the logits alone, the same for every prefix."""
         return self._context_free and not self.params.logit_bias
+
+    @property
+    def restricts(self) -> bool:
+        """Whether rules of the request may rule out tokens (processors, a grammar among them, or a bias)."""
+        return bool(self.params.processors or self.params.logit_bias)
+
+    @cached_property
+    def unprocessed(self) -> Sampler:
+        """The same without processors, for places whose text is not known; itself where there are none."""
+        if not self.params.processors:
+            return self
+        return Sampler(replace(self.params, processors=()), self.prompt_length, self.noise, self.skipped)
 
     @property
     def recipe(self) -> Hashable:

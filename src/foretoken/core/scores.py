@@ -64,6 +64,14 @@ class SamplingPipeline(Protocol):
         """Whether the distribution depends on the logits alone, not on the prefix."""
 
     @property
+    def restricts(self) -> bool:
+        """Whether rules of the request may rule out tokens."""
+
+    @property
+    def unprocessed(self) -> SamplingPipeline:
+        """The same without processors, for places whose text is not known."""
+
+    @property
     def recipe(self) -> Hashable:
         """What makes the distribution, besides the logits: equal recipes make equal distributions.  ``None`` where the
         prefix counts."""

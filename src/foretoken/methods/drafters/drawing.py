@@ -41,6 +41,19 @@ def ranked(
     return torch.cat([row.to(wide) for row in rows])
 
 
+def is_ranked(sampler: SamplingPipeline, likeliest: bool = False) -> bool:
+    """Whether candidates are chosen by :func:`ranked`: with noise by the race, and for a greedy request with rules that
+    rule out tokens by what its pipeline leaves, because nothing else is ever accepted.
+
+    Penalties alone are no reason: a draft is flatter than the target, so that they change far more of its ranks.
+
+    Args:
+        sampler: of the request.
+        likeliest: whether requests with noise get the likeliest tokens instead.
+    """
+    return not likeliest if sampler.noise is not None else sampler.greedy and sampler.restricts
+
+
 def distribution_of(sampler: SamplingPipeline, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
     """:meth:`SamplingPipeline.distribution` of draft logits [V]; ``None`` where the request allows nothing.
 
@@ -78,17 +91,23 @@ def raced_ahead(
         head: what the logits are of, if not of the target's vocabulary.  A race needs all of that.
     """
     rows_of: dict[int, list[int]] = {}
-    for row, context in enumerate(contexts):
-        if context.sampler.noise is not None:
-            rows_of.setdefault(id(context), []).append(row)
+    pipelines: dict[int, SamplingPipeline] = {}
+    for row, (context, count) in enumerate(zip(contexts, ahead, strict=True)):
+        # A grammar is not asked further on: there it allows other tokens than right behind the text.
+        knows_text = not count or context.constraint is None
+        sampler = context.sampler if knows_text else context.sampler.unprocessed
+        if is_ranked(sampler):
+            pipelines[id(sampler)] = sampler
+            rows_of.setdefault(id(sampler), []).append(row)
     if rows_of:
         logits, head = (logits if head is None else head.widened(logits)), None
         logits = logits.to(torch.float32, copy=True)  # near-ties of guesses do not matter
-    for rows in rows_of.values():
-        context = contexts[rows[0]]
-        text = context.tokens  # without the drafts before, which are not all known: penalties are nearly right
+    for key, rows in rows_of.items():
+        text = contexts[
+            rows[0]
+        ].tokens  # without the drafts before, which are not all known: penalties are nearly right
         lengths = [len(text) + ahead[row] for row in rows]
-        logits[rows] = ranked(context.sampler, logits[rows], lengths, [text] * len(rows)).to(logits)
+        logits[rows] = ranked(pipelines[key], logits[rows], lengths, [text] * len(rows)).to(logits)
     return logits, head
 
 

@@ -16,7 +16,7 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
+from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import check_draw, drawn_places, paying_places, traits_of
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree
 from foretoken.methods.drafters.growing import Growing
@@ -157,7 +157,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
 
     def _begin(self, context: Context, budget: Budget, batch: int) -> Growing:
         fixed = context.sampler.fixed
-        draws, races = self.draw != "greedy" and not fixed, context.sampler.noise is not None and self.draw != "greedy"
+        draws, races = self.draw != "greedy" and not fixed, is_ranked(context.sampler, self.draw == "greedy")
         return Growing(
             context,
             self.places,

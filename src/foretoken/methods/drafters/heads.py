@@ -16,7 +16,7 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.drawing import distribution_of, largest, raced_ahead
+from foretoken.methods.drafters.drawing import distribution_of, is_ranked, largest, raced_ahead
 from foretoken.methods.drafters.drawn_tree import DrawnTree, traits_of
 from foretoken.methods.drafters.nets.store import build_net, read_description
 from foretoken.methods.trees.cost_aware import paying_count
@@ -262,7 +262,7 @@ class HeadsDrafter(BatchDrafter):
         """
         if self._native:
             found = self._native[head](inputs, count)
-            races = any(context.sampler.noise is not None for context in contexts)
+            races = any(is_ranked(context.sampler) for context in contexts)
             looked_at = races or any(budget.asks_for_confidence for budget in budgets)
             if found.tokens and not looked_at:
                 return found.tokens, None

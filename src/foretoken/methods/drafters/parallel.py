@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import BatchDrafter
-from foretoken.methods.drafters.drawing import distribution_of, log_beliefs, ranked
+from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
 from foretoken.methods.trees.cost_aware import PayingNodes
 from foretoken.methods.trees.counts import StaticTree
@@ -217,7 +217,7 @@ class ParallelDrafter(BatchDrafter):
         self._paying_of = dict[int, PayingNodes]()  # by the requests that share a call
 
     def _races(self, context: Context) -> bool:
-        return context.sampler.noise is not None and self.draw != "greedy"
+        return is_ranked(context.sampler, self.draw == "greedy")
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One pass for the whole batch; a text that has not been read yet, or that leaves no room, waits."""

@@ -1,0 +1,133 @@
+"""Drafts of a request whose rules rule out tokens: a grammar, banned words, a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from block_toys import random_net, started, target
+from test_features import FAMILIES, PROMPT, new_drafter
+from torch import Tensor
+
+from foretoken.core import Budget, Context, Rng, TokenTree
+from foretoken.core.noise import Noise
+from foretoken.core.sampling import Sampler, SamplingParams
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.bpd import BpdDrafter
+from foretoken.methods.drafters.dflash import DflashDrafter
+from foretoken.methods.drafters.dflash2 import Dflash2Drafter
+from foretoken.methods.drafters.drawing import is_ranked, raced_ahead
+from foretoken.methods.drafters.medusa import MedusaDrafter
+from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
+from foretoken.methods.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.models.forward.parts import TargetParts
+
+CLASSES = 4
+
+
+def by_place(ids: Tensor, scores: Tensor) -> Tensor:
+    """The token behind n tokens must be n modulo 4."""
+    tokens = torch.arange(scores.shape[-1])
+    return scores.masked_fill(tokens % CLASSES != ids.shape[-1] % CLASSES, -torch.inf)
+
+
+RULED = SamplingParams(processors=(by_place,))
+
+
+class ByPlace:
+    """The same as a grammar."""
+
+    ends: frozenset[int] = frozenset()
+
+    def processor(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return by_place(ids, scores)
+
+    def forced(self, output: Sequence[int]) -> list[int]:
+        return []
+
+    def may_end(self, output: Sequence[int]) -> bool:
+        return True
+
+
+def depths_of(tree: TokenTree) -> list[int]:
+    return [len(tree.path(node)) - 1 for node in range(len(tree))]
+
+
+def follows_rule(tree: TokenTree, length: int) -> bool:
+    """Whether every draft is what the rule allows behind its own path."""
+    pairs = zip(tree.tokens[1:], depths_of(tree)[1:], strict=True)
+    return all(token % CLASSES == (length + depth - 1) % CLASSES for token, depth in pairs)
+
+
+def begun(drafter: Any, model: Any, params: SamplingParams, noise: Noise | None = None) -> Context:
+    sequence = model.open()
+    context = Context(0, list(PROMPT), len(PROMPT), Sampler(params, len(PROMPT), noise), Rng(0))
+    context.hidden = model.prefill(sequence, PROMPT[:-1], drafter.taps)
+    model.release(sequence)
+    drafter.start(context)
+    return context
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_feature_trees_of_a_greedy_request_follow_its_rules(family: Any) -> None:
+    model = target()
+    drafter = new_drafter(family, model, nodes=8, depth=3, width=2)
+    tree = drafter.propose(begun(drafter, model, RULED), Budget(3, 8))
+    assert len(tree) == 9 and follows_rule(tree, len(PROMPT))
+
+
+@pytest.mark.parametrize("kind", [DflashDrafter, Dflash2Drafter])
+def test_lattices_of_a_greedy_request_follow_its_rules(kind: Any) -> None:
+    model = target()
+    more = {} if kind is DflashDrafter else {"rank": 4, "top": 16, "group": 4}
+    drafter = kind.of(random_net(kind, model, **more), TargetParts(model), model, nodes=6, width=2)
+    tree = drafter.propose(started(drafter, model, PROMPT, RULED), Budget(3, 6))
+    assert len(tree) == 7 and follows_rule(tree, len(PROMPT))
+
+
+def heads_drafter(name: str, model: Any) -> Drafter:
+    parts = TargetParts(model)
+    if name == "medusa":
+        heads: Any = MedusaHeads(MedusaConfig(parts.hidden_size, parts.vocab_size, 3))
+        return MedusaDrafter(scattered(heads), parts, nodes=6)
+    return BpdDrafter(scattered(BpdHeads(BpdConfig(parts.hidden_size, k=4, width=8))), parts)
+
+
+def scattered(net: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    return net
+
+
+@pytest.mark.parametrize("noise", [None, Noise(4)])
+@pytest.mark.parametrize("name", ["medusa", "bpd"])
+def test_heads_ask_a_grammar_about_the_next_token_alone(name: str, noise: Noise | None) -> None:
+    """What it says there is not true further on, where the heads do not know the text."""
+    model = target()
+    drafter, temperature = heads_drafter(name, model), 0.0 if noise is None else 1.0
+    trees = []
+    for processors in ((by_place,), ()):
+        context = begun(drafter, model, SamplingParams(temperature=temperature, processors=processors), noise)
+        context.constraint = ByPlace() if processors else None
+        trees.append(drafter.propose(context, Budget(3, 6)))
+    depths = depths_of(trees[0])
+    assert all(t % CLASSES == len(PROMPT) % CLASSES for t, d in zip(trees[0].tokens, depths, strict=True) if d == 1)
+    below = [[t for t, d in zip(tree.tokens, depths_of(tree), strict=True) if d > 1] for tree in trees]
+    assert below[0] == below[1] and below[0]
+
+
+def test_a_bias_counts_everywhere_and_penalties_alone_nowhere() -> None:
+    """A greedy request's penalties change a flat draft's ranks far more than the target's."""
+    banned = Sampler(SamplingParams(logit_bias={5: -100.0}))
+    context = Context(0, list(PROMPT), len(PROMPT), banned, Rng(0))
+    logits = torch.zeros(2, 8)
+    logits[:, 5] = 1.0
+    ranking, _ = raced_ahead(logits, [context, context], [0, 2])
+    assert ranking[:, 5].tolist() == [-99.0, -99.0]
+    assert is_ranked(banned) and not is_ranked(Sampler(SamplingParams(repetition_penalty=1.3)))
+    assert is_ranked(Sampler(SamplingParams(temperature=1.0), noise=Noise(1)))
+    assert not is_ranked(Sampler(SamplingParams(temperature=1.0), noise=Noise(1)), likeliest=True)
