@@ -103,9 +103,8 @@ def raced_ahead(
         logits, head = (logits if head is None else head.widened(logits)), None
         logits = logits.to(torch.float32, copy=True)  # near-ties of guesses do not matter
     for key, rows in rows_of.items():
-        text = contexts[
-            rows[0]
-        ].tokens  # without the drafts before, which are not all known: penalties are nearly right
+        # Without the drafts before, which are not all known: penalties are nearly right.
+        text = contexts[rows[0]].tokens
         lengths = [len(text) + ahead[row] for row in rows]
         logits[rows] = ranked(pipelines[key], logits[rows], lengths, [text] * len(rows)).to(logits)
     return logits, head
