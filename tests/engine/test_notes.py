@@ -92,8 +92,19 @@ def test_a_stop_that_comes_first_is_named() -> None:
     assert llm.chat(ASK, stop="The").note == "the answer began with what was to stop it, 'The'"
     assert llm.chat(ASK, stop="The", include_stop=True).note == ""
     assert llm.chat(ASK, stop="cat").note == ""
-    first = llm.chat(ASK, max_new_tokens=1).token_ids
-    assert llm.chat(ASK, stop_token_ids=first).note == f"the answer began with what was to stop it, {first[0]}"
+
+
+def test_a_stop_behind_blanks_is_named() -> None:
+    assert writer(" \n The cat.").chat(ASK, stop="The").note == "the answer began with what was to stop it, 'The'"
+
+
+def test_a_stop_token_is_named_where_it_shows_nothing() -> None:
+    llm = writer("The cat.")
+    out = llm.chat(ASK, stop_token_ids=llm.chat(ASK, max_new_tokens=1).token_ids)
+    assert (out.text, out.finish_reason, out.note) == ("The", "stop", "")
+    blank = writer(" \n ")
+    first = blank.chat(ASK, max_new_tokens=1).token_ids
+    assert blank.chat(ASK, stop_token_ids=first).note == f"the answer began with what was to stop it, {first[0]}"
 
 
 def test_an_answer_of_blanks_says_so() -> None:

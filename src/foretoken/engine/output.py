@@ -166,8 +166,8 @@ def note_of(run: Running, tokenizer: Any | None, text: str) -> str:
     """Why a finished text shows nothing; empty where it shows something, or where there is no tokenizer to show it."""
     stopper, ids = run.stopper, run.output
     if run.finish_reason == "stop" and stopper.reason is not None:
-        empty = not stopper.suffix and (stopper.cut == 0 if stopper.cut is not None else len(ids) == 1)
-        if empty:
+        began = stopper.cut is not None or len(ids) == 1  # a stop string, or a stop token, with nothing before it
+        if began and not text.strip() and not stopper.suffix:
             return f"the answer began with what was to stop it, {stopper.reason!r}"
     ended_at_once = run.finish_reason == "eos" and len(ids) == 1
     if not ids or text.strip() or (tokenizer is None and not ended_at_once):
