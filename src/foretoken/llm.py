@@ -10,10 +10,10 @@ from typing import Any, NoReturn, Unpack, overload
 
 import torch
 
-from foretoken.core.conversation import Message, conversations_of, render, turn_ends
+from foretoken.core.conversation import Message, conversations_of, render_with, turn_ends
 from foretoken.core.noise import samples_of, seeds_of
 from foretoken.core.prompts import prompts_of
-from foretoken.core.values import check_whole
+from foretoken.core.values import check_whole, numbered
 from foretoken.engine.calls import Calls
 from foretoken.engine.loop import Engine
 from foretoken.engine.output import Output as Output
@@ -26,6 +26,7 @@ from foretoken.loading import (
     build_controller,
     build_drafter,
     check_specs,
+    check_tokenizer,
     default_drafter,
     load_model,
     load_tokenizer,
@@ -40,7 +41,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.verifiers.base import Verifier
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.graphed import with_graphs
-from foretoken.options import BatchOptions, Options, Prompt, beside, encode, make_request
+from foretoken.options import BatchOptions, Options, Prompt, beside, encode, make_request, predictions_of
 from foretoken.registry import make
 
 PREFIX_BYTES = 64 * 2**20
@@ -123,6 +124,7 @@ class Llm:
             ValueError: ``n`` below 1, or above 1 at temperature 0, or a list of seeds of another length than the
                 prompts'; and what :meth:`request` refuses.
         """
+        check_whole("n", n)
         if n < 1:
             raise ValueError(f"n must be at least 1, not {n}")
         if n > 1 and not options.get("temperature", self.defaults.sampling.get("temperature")):
@@ -130,12 +132,15 @@ class Llm:
         batch, single = prompts_of(prompts, self.tokenizer)
         if not single and not batch:
             return []
-        predictions = options.pop("prediction", None)
-        requests = [
-            self.request(p, seed=seed, prediction=_prediction_of(predictions, i, single), **options)
-            for i, (p, given) in enumerate(zip(batch, seeds_of(options.pop("seed", None), len(batch)), strict=True))
-            for seed in samples_of(given, n)
-        ]
+        seeds = seeds_of(options.pop("seed", None), len(batch))
+        predictions = predictions_of(options.pop("prediction", None), len(batch), single)
+        requests = []
+        for i, one in enumerate(batch):
+            with numbered(i, len(batch)):
+                for seed in samples_of(seeds[i], n):
+                    requests.append(self.request(one, seed=seed, prediction=predictions[i], **options))
+                if len(batch) > 1:
+                    self.engine.check(requests[-1])
         outputs = self._run(requests)
         if n > 1:
             found = [outputs[i : i + n] for i in range(0, len(outputs), n)]
@@ -156,7 +161,8 @@ class Llm:
         Args:
             messages: ``[{"role": "user", "content": "Hello"}]``, or a list of such lists.
             n: samples of each, as in :meth:`generate`.
-            template_kwargs: for the template: ``{"tools": [...]}``, ``{"enable_thinking": False}``, ...
+            template_kwargs: for the template: ``{"tools": [...]}``, ``{"enable_thinking": False}``, ...  A template
+                that shows the model nothing of its tools is refused; other names that it does not know do nothing.
             options: as in :meth:`generate`.
 
         Raises:
@@ -164,7 +170,7 @@ class Llm:
                 :meth:`generate` refuses.
         """
         conversations, single = conversations_of(messages)
-        ids = [render(one, self.tokenizer, **(template_kwargs or {})) for one in conversations]
+        ids = render_with(conversations, self.tokenizer, template_kwargs)
         return self.generate(ids[0] if single else ids, n=n, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
@@ -233,12 +239,6 @@ class Llm:
         llm = Llm(self.target, None, None, None, self.tokenizer)
         llm.defaults = self.defaults
         return llm
-
-
-def _prediction_of(value: Any, index: int, single: bool) -> Any:
-    if value is None or single or isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int)):
-        return value
-    return value[index]
 
 
 @explains_full_memory
@@ -319,12 +319,14 @@ def load(
             fit each other.
     """
     if generation_config not in ("auto", None):
-        raise ValueError(f"generation_config must be 'auto' or None, not {generation_config!r}")
+        given = " ".join(repr(generation_config).split())[:60]
+        raise ValueError(f"generation_config must be 'auto' or None, not {given}: requests take such options")
     tuned = {} if profile is None else read_profile(profile, runs_code=not _is_auto(drafter))
     if tuned:
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
+    check_tokenizer(tokenizer)
     check_specs(allow_lossy=allow_lossy, drafter=drafter, verifier=verifier, controller=controller)
     defaults = GenerationDefaults() if generation_config is None else read_defaults(target)
     how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}

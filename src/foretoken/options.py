@@ -7,13 +7,14 @@ Requests, lines of batch jobs, options of commands, bodies of the server and the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from foretoken.core.names import did_you_mean
 from foretoken.core.prompts import Prompt as Prompt
 from foretoken.core.prompts import encode as encode
-from foretoken.core.values import check_text, ids_of, texts_of
+from foretoken.core.values import OptionError, check_text, ids_of, plain, texts_of, with_article
 
 if TYPE_CHECKING:
     from foretoken.core.constraints import OutputRule
@@ -109,6 +110,16 @@ FIELDS: Mapping[str, Field] = {
 }  # fmt: skip
 """All options, by name."""
 FILTERS = tuple(name for name, field in FIELDS.items() if field.filters)
+OTHER_NAMES = {
+    "max_tokens": "this is max_new_tokens here; ",
+    "do_sample": "temperature above 0 samples; ",
+    "num_return_sequences": "llm.generate and llm.chat take n; ",
+    "n": "llm.generate and llm.chat take it; ",
+    "tools": "llm.chat takes template_kwargs={'tools': [...]}; ",
+    "system": 'a system prompt is a message {"role": "system", "content": ...}; ',
+    "stop_strings": "this is stop here; ",
+}
+"""What to write for names of other libraries."""
 COMMAND_LINE = tuple(name for name, field in FIELDS.items() if field.help)
 """Options of every command that generates."""
 
@@ -216,15 +227,16 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
 
     unknown = [name for name in options if name not in FIELDS]
     if unknown:
-        raise TypeError(f"unknown option {unknown[0]!r}: known are {', '.join(FIELDS)}")
+        hint = OTHER_NAMES.get(unknown[0]) or did_you_mean(unknown[0], list(FIELDS))
+        raise TypeError(f"unknown option {unknown[0]!r}: {hint}known are {', '.join(FIELDS)}")
     given: dict[str, Any] = dict(options)
     bias, allowed, stops = (given.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
-    rule = given.get("constraint")
-    plain = {name: value for name, value in given.items() if FIELDS[name].kind is not None}
+    rule = _rule(given.get("constraint"))
+    as_given = {name: value for name, value in given.items() if FIELDS[name].kind is not None}
     params = SamplingParams(
-        **{name: value for name, value in plain.items() if FIELDS[name].sampling},
+        **{name: value for name, value in as_given.items() if FIELDS[name].sampling},
         logit_bias={} if bias is None else bias,
-        processors=tuple(given.get("logits_processor") or ()),
+        processors=_processors(given.get("logits_processor")),
     )
     return Request(
         encode(prompt, tokenizer),
@@ -236,7 +248,7 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
         prediction=_prediction(given.get("prediction"), tokenizer),
         constraint=None if isinstance(rule, FiniteLanguage) else rule,
         language=rule if isinstance(rule, FiniteLanguage) else None,
-        **{name: value for name, value in plain.items() if not FIELDS[name].sampling},
+        **{name: value for name, value in as_given.items() if not FIELDS[name].sampling},
     )
 
 
@@ -252,6 +264,54 @@ def beside(defaults: Mapping[str, Any], constraint: OutputRule | None) -> dict[s
     return {name: value for name, value in defaults.items() if name not in left_out}
 
 
+def predictions_of(value: Any, count: int, single: bool) -> list[Any]:
+    """One prediction per prompt: as given, or the one that was given for each.
+
+    Args:
+        value: text or ids; for several prompts also a list with one (or ``None``) for each.
+        count: how many prompts there are.
+        single: whether one prompt was given, not a list.
+
+    Raises:
+        OptionError: another number of predictions than prompts.
+    """
+    value = plain(value)
+    several = isinstance(value, list | tuple) and len(value) > 0 and not isinstance(plain(value[0]), int)
+    if single or not several:
+        return [value] * count
+    if len(value) != count:
+        raise OptionError(
+            "prediction", f"{len(value)} predictions for {count} prompts: give one for all, or one per prompt"
+        )
+    return list(value)
+
+
+def _rule(rule: Any) -> Any:
+    """A constraint, if it is one."""
+    from foretoken.core.constraints import FiniteLanguage
+
+    if rule is None or isinstance(rule, FiniteLanguage) or hasattr(rule, "processor"):
+        return rule
+    raise OptionError(
+        "constraint",
+        "constraint must be what foretoken.server.grammar.compile_constraint or compile_language makes, "
+        f"not {with_article(type(rule).__name__)}",
+    )
+
+
+def _processors(given: Any) -> tuple[LogitsProcessor, ...]:
+    """The caller's logits processors."""
+    if given is None:
+        return ()
+    listed = isinstance(given, Iterable) and not isinstance(given, str)
+    found = tuple(given) if listed else (given,)
+    for one in found:
+        if not listed or not callable(one):
+            kind = with_article(type(one).__name__)
+            raise OptionError("logits_processor", f"logits_processor must be a list of logits processors, not {kind}")
+    return found
+
+
 def _spelled(words: Sequence[str], tokenizer: Any | None) -> list[list[int]]:
     """Token ids of words; inside a text they are spelled with the space before them."""
     return [_ids(form, tokenizer, "bad_words") for word in words for form in (word, f" {word.lstrip()}")]
@@ -262,7 +322,7 @@ def _prediction(prediction: Prediction | None, tokenizer: Any | None) -> list[in
     if prediction is None:
         return None
     if not isinstance(prediction, str):
-        return list(ids_of("prediction", prediction)) or None
+        return list(ids_of("prediction", plain(prediction))) or None
     check_text("prediction", prediction)
     return _ids(prediction, tokenizer, "prediction") or None
 

@@ -154,6 +154,30 @@ def test_chat_wants_conversations(messages: Any, words: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_of_several_conversations_the_wrong_one_is_named() -> None:
+    with pytest.raises(ValueError, match="prompt 2 of 2: message 1 needs a 'content'"):
+        llm(chat_tokenizer()).chat([[USER], [{"role": "user"}]])
+
+
+def test_tools_reach_the_template_or_are_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    shown = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ messages[0].content }}"
+    out = llm(chat_tokenizer(shown)).chat([USER], template_kwargs={"tools": tools}, max_new_tokens=2)
+    assert (
+        out.stats.num_prompt_tokens > llm(chat_tokenizer(shown)).chat([USER], max_new_tokens=2).stats.num_prompt_tokens
+    )
+    with pytest.raises(ValueError, match="chat template has no place for tools"):
+        llm(chat_tokenizer()).chat([USER], template_kwargs={"tools": tools})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [([1], "not a list"), ({"tokenize": True}, "'tokenize', which is set here")]
+)
+def test_what_a_template_reads_is_a_mapping(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"template_kwargs must be a mapping .*{words}"):
+        llm(chat_tokenizer()).chat([USER], template_kwargs=given)
+
+
 def test_models_without_a_template_or_a_tokenizer_say_so() -> None:
     with pytest.raises(ValueError, match=r"no chat template: give its prompt as text, or set tokenizer\.chat_template"):
         llm(tokenizer()).chat(ASK)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tiny_tokenizer import tokenizer
 
 from foretoken.core import Budget, Context, TokenTree
@@ -14,6 +16,7 @@ from foretoken.methods.controllers.constant import ConstantController
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.drafters.prediction import PredictionDrafter
 from toys import llamas, tables
 
 PROMPTS = [[0, 1, 2, 3, 0, 1], [3], [2, 2]]
@@ -133,6 +136,12 @@ def test_a_dropped_stream_says_so() -> None:
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\]"),
         ({"stop": ""}, "stop"),
+        ({"constraint": "json"}, "constraint must be what .*compile_constraint or compile_language makes, not a str"),
+        ({"logits_processor": 5}, "logits_processor must be a list of logits processors, not an int"),
+        ({"logits_processor": [5]}, "logits_processor must be a list of logits processors, not an int"),
+        ({"logits_processor": lambda ids, scores: scores}, "must be a list of logits processors, not a function"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias token -1 is negative"),
+        ({"drafter": "ngram"}, "names a member of a router or ensemble: only one drafts here"),
     ],
 )
 def test_bad_options_are_one_line(options: dict[str, Any], words: str) -> None:
@@ -142,6 +151,48 @@ def test_bad_options_are_one_line(options: dict[str, Any], words: str) -> None:
             call()
         assert "\n" not in str(error.value)
     assert not llm.engine.busy
+
+
+@pytest.mark.parametrize("n", [None, "2", 2.0, True])
+def test_the_number_of_samples_is_whole(n: Any) -> None:
+    with pytest.raises(ValueError, match="n must be a whole number"):
+        toy().generate([0, 1], n=n, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("max_tokens", "this is max_new_tokens here; known are max_new_tokens, "),
+        ("tools", r"llm.chat takes template_kwargs=\{'tools': \[...\]\}; known"),
+        ("temprature", r"did you mean temperature\? known are"),
+    ],
+)
+def test_an_unknown_option_is_told_the_right_name(name: str, words: str) -> None:
+    options: dict[str, Any] = {name: 1}
+    with pytest.raises(TypeError, match=f"unknown option '{name}': {words}"):
+        toy().generate([0, 1], **options)
+
+
+def test_a_prediction_may_be_a_tensor_or_an_array() -> None:
+    llm = toy(PredictionDrafter())
+    plain = llm.generate([0, 1], max_new_tokens=6)
+    for given in (torch.tensor(plain.token_ids), np.array(plain.token_ids)):
+        for out in (llm.generate([0, 1], max_new_tokens=6, prediction=given), *_last(llm, given)):
+            assert out.stats is not None and out.stats.num_accepted_prediction_tokens > 0
+
+
+def _last(llm: Llm, given: Any) -> list[Piece]:
+    return list(llm.stream([0, 1], max_new_tokens=6, prediction=given))[-1:]
+
+
+def test_predictions_of_a_batch() -> None:
+    llm = toy()
+    expected = [llm.generate(prompt, max_new_tokens=6).token_ids for prompt in PROMPTS[:2]]
+    for given in (np.array([0, 1, 2]), torch.tensor([0, 1]), [np.int64(0)], [[0, 1], None], torch.tensor([[0], [1]])):
+        assert [out.token_ids for out in llm.generate(PROMPTS[:2], max_new_tokens=6, prediction=given)] == expected
+    for wrong in ([[0, 1]], [[0], [1], [2]]):
+        with pytest.raises(ValueError, match="predictions for 2 prompts: give one for all, or one per prompt"):
+            llm.generate(PROMPTS[:2], max_new_tokens=6, prediction=wrong)
 
 
 def test_an_empty_text_is_refused() -> None:

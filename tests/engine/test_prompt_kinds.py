@@ -126,3 +126,25 @@ def test_no_prompts_and_no_prompt() -> None:
     assert llm(None).generate([]) == []
     with pytest.raises(ValueError, match="prompt is empty"):
         encode([], None)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([IDS, [], IDS], "prompt 2 of 3: the prompt is empty"),
+        (["The cat", None], "prompt 2 of 2: a prompt is text"),
+        ([[], IDS], "prompt 1 of 2: the prompt is empty"),
+        ([IDS, [10**6]], "prompt 2 of 2: prompt token 1000000 is outside the vocabulary"),
+    ],
+    ids=repr,
+)
+def test_of_several_prompts_the_wrong_one_is_named(prompts: Any, words: str) -> None:
+    one = llm(chat_tokenizer())
+    with pytest.raises(ValueError, match=words):
+        one.generate(prompts, max_new_tokens=2)
+    assert not one.engine.busy
+
+
+def test_an_option_is_not_blamed_on_a_prompt() -> None:
+    with pytest.raises(ValueError, match=r"^max_new_tokens must be at least 1"):
+        llm(None).generate(ROWS, max_new_tokens=0)

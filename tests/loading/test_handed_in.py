@@ -139,6 +139,19 @@ def test_layers_that_were_cut_off() -> None:
     assert written(network)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("some/folder", r"not 'some/folder': give AutoTokenizer.from_pretrained\('some/folder'\)"),
+        (5, "not an int: give AutoTokenizer's"),
+        (LlamaConfig, "not a type: give AutoTokenizer's"),
+    ],
+)
+def test_a_tokenizer_that_is_none(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"tokenizer must be a Transformers tokenizer, {words}"):
+        ft.load(new_model("llama"), "ngram", tokenizer=given)
+
+
 def test_a_backend_for_a_model_names_its_class() -> None:
     with pytest.raises(ValueError, match=r"and a LlamaForCausalLM is none: leave backend out$"):
         ft.load(new_model("llama"), backend="llama.cpp")

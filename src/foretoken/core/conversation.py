@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.values import check_text
+from foretoken.core.values import check_text, numbered
 
 Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` as in OpenAI's interface; more keys reach the template as they are."""
@@ -197,6 +197,33 @@ def render(
     if not ids:
         raise ValueError("the chat template writes nothing for these messages")
     return ids
+
+
+def render_with(
+    conversations: Sequence[Sequence[Message]], tokenizer: Any, template_kwargs: Mapping[str, Any] | None
+) -> list[list[int]]:
+    """:func:`render` each conversation for a caller who has named what else the template gets.
+
+    Args:
+        conversations: of messages, in order.
+        tokenizer: with a chat template.
+        template_kwargs: for the template, or ``None``.
+
+    Raises:
+        ValueError: what :func:`render` refuses, tools of which the template shows nothing, and ``template_kwargs``
+            that are none.
+    """
+    more = {} if template_kwargs is None else template_kwargs
+    if not isinstance(more, Mapping) or "tokenize" in more:
+        given = "with 'tokenize', which is set here" if isinstance(more, Mapping) else f"not {_kind(more)}"
+        raise ValueError(f"template_kwargs must be a mapping of what the chat template reads, {given}")
+    found = []
+    for place, messages in enumerate(conversations):
+        with numbered(place, len(conversations)):
+            found.append(render(messages, tokenizer, **more))
+            if more.get("tools") and found[-1] == render(messages, tokenizer, **{**more, "tools": None}):
+                raise ValueError("this model's chat template has no place for tools, so it cannot be told of them")
+    return found
 
 
 def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:

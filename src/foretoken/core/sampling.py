@@ -10,7 +10,6 @@ of largest logit: in both, the token after a prefix is fixed, whoever asks for i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -85,7 +84,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError("logit_bias", "logit_bias must map token ids to numbers")
         for token, bias in self.logit_bias.items():
-            check_ids("logit_bias", [token], sys.maxsize)
+            check_ids("logit_bias", [token], None)
             check_real("logit_bias", bias)
             _check_finite("logit_bias", bias)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
@@ -32,6 +33,18 @@ def check_whole(option: str, value: Any) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise OptionError(option, f"{option} must be a whole number, not {_shown(value)}")
+
+
+def check_counts(given: Mapping[str, Any], least: int) -> None:
+    """Refuse options, by their names, that are no whole number or less than the least.
+
+    Raises:
+        OptionError: one of them.
+    """
+    for option, value in given.items():
+        check_whole(option, value)
+        if value < least:
+            raise OptionError(option, f"{option} must be at least {least}, not {value}")
 
 
 def check_real(option: str, value: Any) -> None:
@@ -102,8 +115,32 @@ def ids_of(option: str, value: Any) -> tuple[int, ...]:
     return tuple(int(token) for token in given)
 
 
-def check_ids(option: str, ids: Iterable[Any], vocab_size: int) -> None:
+@contextmanager
+def numbered(place: int, count: int) -> Iterator[None]:
+    """Say of an error which of several prompts it is about.
+
+    An option that would be refused for any prompt is refused with the first, which is not to blame.
+
+    Args:
+        place: of the prompt, from 0.
+        count: how many there are.
+    """
+    try:
+        yield
+    except ValueError as error:
+        option = getattr(error, "option", "prompt")
+        if count == 1 or (place == 0 and option not in ("prompt", "messages")):
+            raise
+        raise OptionError(option, f"prompt {place + 1} of {count}: {error}") from None
+
+
+def check_ids(option: str, ids: Iterable[Any], vocab_size: int | None) -> None:
     """Refuse ids that the vocabulary does not have.
+
+    Args:
+        option: its name.
+        ids: what was given.
+        vocab_size: of the vocabulary; ``None`` where it is not known yet.
 
     Raises:
         OptionError: no whole number, negative, or too large.
@@ -111,6 +148,10 @@ def check_ids(option: str, ids: Iterable[Any], vocab_size: int) -> None:
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise OptionError(option, f"{option} must hold token ids (whole numbers), not {_shown(token)}")
+        if vocab_size is None:
+            if token < 0:
+                raise OptionError(option, f"{option} token {token} is negative: ids count from 0")
+            continue
         if not 0 <= int(token) < vocab_size:
             raise OptionError(option, f"{option} token {token} is outside the vocabulary of {vocab_size}")
 

@@ -82,8 +82,8 @@ class Drafting:
             ValueError: says which there are.
         """
         if name is not None and name not in self.members:
-            known = ", ".join(self.members) or "nobody: this drafter is no group"
-            raise ValueError(f"drafter {name!r} is not among those that draft here: {known}")
+            known = f"choose one of {', '.join(self.members)}" if self.members else "only one drafts here: leave it out"
+            raise ValueError(f"drafter={name!r} of a request names a member of a router or ensemble: {known}")
 
     def begin(self, turns: Sequence[Turn]) -> None:
         """Nothing is drafted yet, unless a request brings its own tree: making that reads, and is no part of the

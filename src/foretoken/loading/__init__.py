@@ -21,7 +21,7 @@ from foretoken.loading.models import load_model
 from foretoken.loading.native_heads import read_head
 from foretoken.loading.networks import parse_device, parse_dtype
 from foretoken.loading.profiles import read_profile
-from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
+from foretoken.loading.tokenizers import check_same_tokenizer, check_tokenizer, check_vocabularies, load_tokenizer
 
 __all__ = [
     "BUILTIN",
@@ -37,6 +37,7 @@ __all__ = [
     "check_folder",
     "check_same_tokenizer",
     "check_specs",
+    "check_tokenizer",
     "check_vocabularies",
     "default_drafter",
     "default_members",

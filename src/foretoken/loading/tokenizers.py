@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.io.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_adapter, place_of, resolve
+from foretoken.core.values import with_article
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
 from foretoken.loading.handed import unwrapped
@@ -15,6 +16,19 @@ from foretoken.models.checks.judging import ROWS, SENTENCE
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 TEMPLATE = "chat_template.jinja"
+
+
+def check_tokenizer(given: Any) -> None:
+    """Refuse what is no tokenizer, before a text fails on it.
+
+    Raises:
+        ValueError: ``given`` is not ``None`` and neither encodes nor decodes; a path or hub id is named as one.
+    """
+    if given is None or (callable(given) and hasattr(given, "decode") and not isinstance(given, type)):
+        return
+    shown = repr(given) if isinstance(given, str | Path) else with_article(type(given).__name__)
+    how = f"AutoTokenizer.from_pretrained({given!r})" if isinstance(given, str | Path) else "AutoTokenizer's"
+    raise ValueError(f"tokenizer must be a Transformers tokenizer, not {shown}: give {how}")
 
 
 def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
