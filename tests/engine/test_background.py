@@ -119,6 +119,32 @@ def test_options_out_of_range_are_refused() -> None:
     for options in ({"max_running": 0}, {"max_queued": -1}, {"prefill_chunk": 0}, {"kv_memory": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             AsyncLlm(toy(), **options)
+    for options in ({"max_running": None}, {"max_queued": "a"}, {"kv_memory": "1g"}, {"max_running": 2.5}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be a whole number"):
+            AsyncLlm(toy(), **options)
+    for options in ({"kept_places": -1}, {"prefix_bytes": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 0"):
+            AsyncLlm(toy(), **options)
+
+
+def test_an_engine_that_is_not_started_or_closed_says_so() -> None:
+    async def scenario() -> None:
+        engine = AsyncLlm(toy())
+        with pytest.raises(EngineDead, match=r"nobody serves yet: await start\(\)"):
+            await asyncio.wait_for(engine.generate(PROMPT, max_new_tokens=2), 10)
+        with pytest.raises(EngineDead, match="nobody serves yet"):
+            await asyncio.wait_for(engine.call(lambda llm: 1), 10)
+        await engine.start()
+        assert len((await engine.generate(PROMPT, max_new_tokens=2)).token_ids) == 2
+        await engine.close()
+        with pytest.raises(EngineDead, match="this AsyncLlm was closed: make another one"):
+            await engine.start()
+        again = AsyncLlm(engine.llm)
+        await again.start()
+        assert len((await again.generate(PROMPT, max_new_tokens=2)).token_ids) == 2
+        await again.close()
+
+    asyncio.run(scenario())
 
 
 def drafters() -> dict[str, Callable[[LanguageModel, LanguageModel], Drafter | None]]:

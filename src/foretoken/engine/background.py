@@ -14,6 +14,7 @@ from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from foretoken.core.values import check_counts
 from foretoken.engine.errors import (
     Draining,
     EngineClosed,
@@ -76,11 +77,8 @@ class AsyncLlm:
         prefix_bytes: int = 2**28,
         on_end: OnEnd | None = None,
     ) -> None:
-        for name, value in (("max_running", max_running), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if max_queued < 0:
-            raise ValueError(f"max_queued must be at least 0, not {max_queued}")
+        check_counts({"max_running": max_running, "prefill_chunk": prefill_chunk, "kv_memory": kv_memory or 1}, 1)
+        check_counts({"max_queued": max_queued, "kept_places": kept_places, "prefix_bytes": prefix_bytes}, 0)
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
         kept = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
         self._turn = llm.calls.turn  # before ``_lock``, where both are held
@@ -108,8 +106,10 @@ class AsyncLlm:
         """Start the engine's thread.
 
         Raises:
-            ValueError: another one serves the same :class:`Llm`.
+            ValueError, EngineClosed: another one serves the same :class:`Llm`; this one was closed.
         """
+        if self._stopping:
+            raise EngineClosed("this AsyncLlm was closed: make another one of the same Llm")
         if self._thread is None:
             with self._turn:
                 if self.llm.calls.others is not None:
@@ -202,6 +202,8 @@ class AsyncLlm:
         """Under the lock, so that nothing is queued behind the engine's last look."""
         if self._dead is not None:
             raise EngineDead(self._dead)
+        if self._thread is None:
+            raise EngineDead("nobody serves yet: await start() of this AsyncLlm first")
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request before the next round."""
