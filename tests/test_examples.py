@@ -29,6 +29,7 @@ def test_example_runs(path: Path) -> None:
     out = run([str(path)])
     assert out.strip()
     assert "identical: False" not in out
+    assert ", 0% of drafts" not in out, "nothing was drafted, or nothing of it is right"
 
 
 def test_examples_are_short() -> None:
