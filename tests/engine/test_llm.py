@@ -195,6 +195,17 @@ def test_predictions_of_a_batch() -> None:
             llm.generate(PROMPTS[:2], max_new_tokens=6, prediction=wrong)
 
 
+def test_a_forked_process_is_told_to_load_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy()
+    expected = llm.generate([0, 1], max_new_tokens=4).token_ids
+    monkeypatch.setattr("os.getpid", lambda: -1)  # as a child sees it
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    with pytest.raises(RuntimeError, match="before its process was forked.*load it in each process"):
+        llm.generate([0, 1], max_new_tokens=4)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    assert llm.generate([0, 1], max_new_tokens=4).token_ids == expected
+
+
 def test_an_empty_text_is_refused() -> None:
     target, _ = tables()
     llm = Llm(target, None, None, None, tokenizer())

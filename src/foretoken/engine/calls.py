@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Emission, Request, Running
@@ -29,6 +32,7 @@ class Calls:
         self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
         self.turn = lock_of(engine.target, "call")  # the target's: another engine of the same one shares its cache
         self.others: Callable[[Sequence[tuple[Running, Emission]]], None] | None = None
+        self._process = os.getpid()
 
     def follow(self, request: Request) -> Iterator[tuple[Running, Emission]]:
         """What a request gains, round by round; who stops listening cancels it.
@@ -67,6 +71,11 @@ class Calls:
         return [done[request_id] for request_id in ids]
 
     def _enter(self, request: Request) -> int:
+        if os.getpid() != self._process and torch.get_num_threads() > 1:  # PyTorch's threads are not forked: it waits
+            raise RuntimeError(
+                "this Llm was made before its process was forked, and PyTorch's threads stayed behind: load it in each "
+                "process, or call torch.set_num_threads(1) there"
+            )
         with self.turn:
             request_id = self._engine.add(request)
             self._boxes[request_id] = deque()
