@@ -200,7 +200,7 @@ def test_a_forked_process_is_told_to_load_for_itself(monkeypatch: pytest.MonkeyP
     expected = llm.generate([0, 1], max_new_tokens=4).token_ids
     monkeypatch.setattr("os.getpid", lambda: -1)  # as a child sees it
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    with pytest.raises(RuntimeError, match="before its process was forked.*load it in each process"):
+    with pytest.raises(RuntimeError, match=r"before its process was forked.*load it in each process"):
         llm.generate([0, 1], max_new_tokens=4)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     assert llm.generate([0, 1], max_new_tokens=4).token_ids == expected
