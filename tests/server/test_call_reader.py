@@ -53,6 +53,7 @@ def read_pieces(pieces: list[str], most: int | None = None) -> list[Any]:
         (f"Hi.\n<tool_call>\n{ONE}\n</tool_call>", ["Hi.", ("look", {"x": 1})]),
         (f"<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>", [("look", {"x": 1})] * 2),
         (f"<tool_call>{ONE}", [("look", {"x": 1})]),
+        (f"<tool_call>{ONE}\n</tool_ca", [("look", {"x": 1})]),  # a limit cut the closing tag
         (f"<tool_call>{ONE}</tool_call>\nDone.", [("look", {"x": 1}), "Done."]),
         (f"[TOOL_CALLS] [{ONE}, {ONE}]", [("look", {"x": 1})] * 2),
         (f"[{ONE}]", [("look", {"x": 1})]),

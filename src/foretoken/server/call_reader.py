@@ -279,8 +279,10 @@ def _behind(text: str, end: int, final: bool) -> int:
     rest = text[end:].lstrip()
     if rest.startswith(HERMES_END):
         return len(text) - len(rest) + len(HERMES_END)
-    if HERMES_END.startswith(rest) and not final:
-        raise _Incomplete
+    if HERMES_END.startswith(rest):
+        if not final:
+            raise _Incomplete
+        return len(text)  # a limit cut the tag, which is no text either
     return end
 
 
