@@ -105,6 +105,38 @@ def test_what_takes_longer_than_the_drain_ends_with_an_error() -> None:
         assert running.wait(60) == 0
 
 
+SLOW_LOADING = """
+import sys, time
+from foretoken.server import app, lifecycle, serving
+from foretoken.server.config import ServerSettings
+
+settings = ServerSettings(port=int(sys.argv[1]))
+state = serving.Serving(settings, make=lambda settings: time.sleep(3600))
+sock = lifecycle.listener(settings)
+sys.exit(lifecycle.run_app(app.create_app(settings, state), state, sock, awaits_loading=False))
+"""
+
+
+def test_a_signal_does_not_wait_for_a_model_that_is_loading() -> None:
+    """A large one takes minutes, and there is nothing to finish: one line, exit code 0, no traceback."""
+    port = free_port()
+    command = [sys.executable, "-c", SLOW_LOADING, str(port)]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=QUIET)
+    try:
+        status = 0
+        while status != 503:
+            with suppress(httpx.TransportError):
+                status = httpx.get(f"http://127.0.0.1:{port}/ready").status_code
+            assert running.poll() is None, running.stderr.read() if running.stderr else ""
+            time.sleep(0.1)
+        running.send_signal(signal.SIGTERM)
+        _, said = running.communicate(timeout=60)
+        assert running.returncode == 0 and said == "stopped while the model was loading\n"
+    finally:
+        running.kill()
+        running.wait(30)
+
+
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
     """The pipe of stderr is full after 64 KiB: the server goes on answering, and leaves when it is told to."""
     with process("--drafter", "none") as (running, url):

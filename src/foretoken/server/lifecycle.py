@@ -48,10 +48,10 @@ def run(settings: ServerSettings, sock: socket.socket) -> int:
 
     share_arenas()
     serving = Serving(settings)
-    return run_app(create_app(settings, serving), serving, sock)
+    return run_app(create_app(settings, serving), serving, sock, awaits_loading=False)
 
 
-def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
+def run_app(app: Any, serving: Any, sock: socket.socket, awaits_loading: bool = True) -> int:
     """Serve an application until a signal comes or its state is in trouble; returns the exit code.
 
     Args:
@@ -59,6 +59,7 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
         serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``is_chat``,
             ``settings`` and ``drain()``.
         sock: where it listens.
+        awaits_loading: whether a signal that comes before the model is there waits for it; else the process ends.
     """
     import uvicorn
 
@@ -76,10 +77,10 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
         timeout_keep_alive=30,
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it exists
-        return runner.run(_serve(uvicorn.Server(config), serving, sock))
+        return runner.run(_serve(uvicorn.Server(config), serving, sock, awaits_loading))
 
 
-async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
+async def _serve(server: Any, serving: Any, sock: socket.socket, awaits_loading: bool) -> int:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     server.capture_signals = _no_signals  # ours drain first
@@ -93,6 +94,10 @@ async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
         loop.add_signal_handler(number, stop)
     task = asyncio.create_task(server.serve(sockets=[sock]))
     code = await _watched(serving, asked, task)
+    if asked.is_set() and not code and not serving.is_loaded and not awaits_loading:
+        logs.say("stopped while the model was loading")
+        logging.shutdown()
+        os._exit(0)  # nothing is lost, and Python would wait for the thread that loads, which cannot be stopped
     server.should_exit = True
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asyncio.shield(task), serving.end_s)
