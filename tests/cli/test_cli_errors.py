@@ -240,6 +240,24 @@ def test_sampling_and_empty_prompts_are_checked_before_the_model_is_loaded(
 # -- what is not an error of the user --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "error: No space left on device\n"),
+        (OSError(28, "No space left on device", "a/b"), "error: No space left on device: a/b\n"),
+        (OSError("it is gone"), "error: it is gone\n"),
+    ],
+)
+def test_errors_of_the_system_have_no_number(
+    run: Any, monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    def fails(self: Common) -> None:
+        raise error
+
+    monkeypatch.setattr(Common, "check", fails)
+    assert run("generate", "x").err == said
+
+
 def test_debug_shows_the_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORETOKEN_DEBUG", "1")
     with pytest.raises(ValueError, match="unknown drafter"):

@@ -74,6 +74,12 @@ def test_a_tensor_file_that_cannot_be_written_names_its_place(tmp_path: Path) ->
             raise SafetensorError("I/O error: No space left on device")
 
 
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space") as found, replacing(tmp_path / "place"):
+        raise OSError(28, "No space left on device")  # as a write does, which knows no name
+    assert found.value.filename == str(tmp_path / "place")
+
+
 def test_weights_and_what_describes_them(tmp_path: Path) -> None:
     save_described(tmp_path, ("w.safetensors", {"a": torch.ones(2)}), ("about.json", {"b": 1}))
     assert names(tmp_path) == {"w.safetensors", "about.json"}

@@ -140,8 +140,8 @@ def _report(error: Exception) -> int:
     if os.environ.get("FORETOKEN_DEBUG", "") not in ("", "0"):
         raise error
     text = str(describe() if describe else getattr(error, "short", error))
-    if isinstance(error, OSError) and error.strerror and error.filename:  # without the number in front
-        text = f"{error.strerror}: {error.filename}"
+    if isinstance(error, OSError) and error.strerror:  # without the number in front
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     message = " ".join(text.split()) or kind
     print(f"error: {message}", file=sys.stderr)
     return BAD_INPUT

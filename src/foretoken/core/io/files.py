@@ -33,6 +33,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
         _put(draft, path)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None
+    except OSError as error:
+        if error.errno and error.filename is None:  # a full disk is found by a write, which knows no name
+            error.filename = str(path)
+        raise
     finally:
         _remove(draft)
 
