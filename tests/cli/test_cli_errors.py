@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONTEXT, TEXT, save_model
 from transformers import AutoTokenizer
 
+from foretoken.__main__ import main as run_command
 from foretoken.cli.options import Common
 from foretoken.training.corpus import train_tokenizer
 
@@ -280,6 +282,20 @@ def test_ctrl_c_is_one_line_and_exit_code_130(run: Any, target: str, monkeypatch
     monkeypatch.setattr("foretoken.llm.Llm.generate", interrupted)
     result = run("generate", "x", "--target", target, "--json")
     assert (result.code, result.out, result.err) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_before_the_command_line_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Typer is being imported: half a second in which there is no ``main`` yet."""
+
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "foretoken.cli.main", Interrupted("foretoken.cli.main"))
+    assert run_command() == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
 
 
 def test_no_arguments_show_the_help(run: Any) -> None:
