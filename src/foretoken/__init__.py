@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 # Where Linux gives pages of 2 MB to whoever asks, PyTorch then asks for its large tensors: products of a few rows,
-# which mostly read weights, take .70 to .80 of their time with pages of 4 KB (docs/log.md).  PyTorch reads this when it
+# which mostly read weights, take .84 to .89 of their time with pages of 4 KB (docs/log.md).  PyTorch reads this when it
 # makes its first large tensor; a user's own setting stays.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

@@ -68,7 +68,7 @@ def keep_freed_memory() -> bool:
     """Tell glibc's allocator to keep what is freed; false where there is no such allocator.
 
     By default every block above 32 MB comes from the kernel and goes back to it: the logits of a training step
-    on CPU are larger than that, and touching their fresh pages takes two fifths of the time (docs/log.md).
+    on CPU are larger than that, and touching their fresh pages takes half of the time (docs/log.md).
     For commands only: it changes the whole process.
     """
     if not sys.platform.startswith("linux"):

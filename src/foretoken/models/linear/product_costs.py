@@ -52,7 +52,7 @@ def product_times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Time
 def least_rows(layout: str, dtype: torch.dtype, out: int, inner: int) -> int:
     """The number of rows that fewer ones are filled up to: the cheapest count there is, filling included.
 
-    No margin is asked for: one row is the slower one in a whole model where it is level here (``docs/log.md``).
+    No margin is asked for: one row is the slower one in a whole model where it is level here.
     """
     times = product_times(layout, dtype, out, inner)
     fill_s = 7e-6  # filling up, cutting off and adding a residual apart
