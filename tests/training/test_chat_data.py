@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.training.answers import AnswerFile, read_questions
 from foretoken.training.chat import ChatBlocks, chat_pieces
 from foretoken.training.config import AnswerConfig, TrainConfig
-from foretoken.training.corpus import build_corpus
+from foretoken.training.corpus import build_corpus, text_identity
 from foretoken.training.recipes import RECIPES, find_recipe
 from foretoken.training.recipes.base import Batch, some_places
 from foretoken.training.recipes.features import some_rows
@@ -190,6 +191,19 @@ def test_several_documents_always_leave_one_held_out(tmp_path: Path) -> None:
     assert corpus["held"]["documents"] == corpus["train"]["documents"] == 1 and "chat" not in corpus
     write_rows(texts, [{"text": "one"}, {"text": "two"}, {"text": "three"}])
     assert build_corpus([texts], tokenizer, tmp_path / "texts")["train"]["documents"] == 2  # the file has grown
+
+
+def test_an_edit_that_keeps_the_length_is_noticed(tmp_path: Path) -> None:
+    text, tokenizer, out = tmp_path / "a.txt", chat_tokenizer(), tmp_path / "corpus"
+    text.write_text("The sky is blue.")
+    first, tokens = build_corpus([text], tokenizer, out), (out / "train.bin").read_bytes()
+    identity = text_identity(out, first)
+    os.utime(text, (1, 1))  # as a copy has it: read again, and the same text
+    second = build_corpus([text], tokenizer, out)
+    assert second["files"] != first["files"] and text_identity(out, second) == identity
+    text.write_text("The sky is grey.")
+    assert text_identity(out, build_corpus([text], tokenizer, out)) != identity
+    assert (out / "train.bin").read_bytes() != tokens
 
 
 def test_a_single_document_is_learned_and_what_is_missing_is_said(tmp_path: Path) -> None:
