@@ -12,9 +12,11 @@ import torch
 
 from foretoken import load
 from foretoken.loading.measured import busy
-from foretoken.loading.measured.busy import is_busy, settle_threads
+from foretoken.loading.measured.busy import settle_threads
+from foretoken.models import machine
 from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.machine import is_busy
 from toys import fixed_tables, llama
 
 
@@ -102,7 +104,7 @@ def test_what_counts_as_busy(
     file = tmp_path / "cpu"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setattr(busy, "PRESSURE", file)
+    monkeypatch.setattr(machine, "PRESSURE", file)
     monkeypatch.setattr("os.getloadavg", lambda: (load_of_a_minute, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert is_busy() is wanted

@@ -19,20 +19,21 @@ from foretoken.core.costs import TargetCost
 from foretoken.models.base import Feed, LanguageModel, SequenceState, opened
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.clock import now
-from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, any_text
+from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, any_text, is_busy
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Node counts that a target is measured at by default."""
 QUICK_TEXT, QUICK_TURNS = 64, 3
 """Tokens before the call that is timed quickly, and how often it is after one that warms up."""
 
-KEPT = KeptResults("calls")
+KEPT = KeptResults("calls", lambda: "quiet")  # earlier versions kept what a busy machine had told
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
 
 
 def quick_costs(target: LanguageModel) -> TargetCost:
     """v(n) of a target on this machine, by the quickest of a few calls at each count; remembered with the model's
-    fingerprint, the number of threads and the machine.
+    fingerprint, the number of threads and the machine; a busy one, where threads wait for each other at 1 row and at 64
+    alike, is measured for this process only.
 
     A model whose drafts cannot be taken back is measured at one node only.
     """
@@ -46,7 +47,8 @@ def quick_costs(target: LanguageModel) -> TargetCost:
             costs = _measure_quickly(target)
             if key is not None:
                 result = {str(count): seconds for count, seconds in costs.items()}
-                KEPT.keep(name, result, perf_counter() - began >= WORTH_KEEPING_S)
+                worth = perf_counter() - began >= WORTH_KEEPING_S
+                KEPT.keep(name, result, worth and not is_busy())
         else:
             costs = {int(count): float(seconds) for count, seconds in stored.items()}
         _KNOWN[target] = TargetCost(costs)

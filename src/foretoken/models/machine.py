@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20
 """Bounds of :func:`cache_bytes`."""
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+PRESSURE = Path("/proc/pressure/cpu")
+MUCH = 25.0
+"""Percent of the last ten seconds in which something that could run had to wait for a processor."""
+LOAD = 0.9
+"""Programs that run or wait, for each processor, where the pressure is not told."""
 WORTH_KEEPING_S = 0.2
 """What takes less is found out again in another process: a file of tiny models would only grow."""
 MOST_KEPT = 512
@@ -66,6 +71,16 @@ def free_bytes() -> int | None:
     with suppress(OSError, ValueError, AttributeError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def is_busy() -> bool:
+    """Whether others want the processors: by the kernel's pressure, else by the load of the last minute."""
+    try:
+        some = PRESSURE.read_text(encoding="ascii").split("\n", 1)[0]
+        return float(some.split("avg10=")[1].split()[0]) > MUCH
+    except (OSError, IndexError, ValueError):
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        return load > LOAD * (os.cpu_count() or 1)
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------

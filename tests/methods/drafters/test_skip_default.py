@@ -46,6 +46,7 @@ def target_with_silent_sublayers(seed: int = 0) -> HuggingFaceModel:
 def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(skip_default.KEPT, "known", {})
+    monkeypatch.setattr(skip_default, "is_busy", lambda: False)
     monkeypatch.setattr(skip_default, "quick_costs", lambda target: CHEAP)
     monkeypatch.setattr(skip_default._OwnText, "_saved", lambda self: (1 / 24, 1 / 12))
 
@@ -105,6 +106,17 @@ def test_it_is_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch) -> Non
     other = Choice(SkipSet(mlp=frozenset({1})), 0.9, 1.5)
     monkeypatch.setattr(skip_default, "measured_set", lambda *args: other)
     assert default_set(target_with_silent_sublayers(seed=1), None) == other, "another model is measured itself"
+
+
+def test_it_is_measured_again_where_the_machine_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skip_default, "WORTH_KEEPING_S", 0.0)
+    found = [Choice(SkipSet(mlp=frozenset({layer})), 0.9, 1.5) for layer in (1, 2)]
+    monkeypatch.setattr(skip_default, "measured_set", lambda *args: found[0])
+    monkeypatch.setattr(skip_default, "is_busy", lambda: True)
+    assert default_set(target_with_silent_sublayers(), None) == found[0]
+    monkeypatch.setattr(skip_default.KEPT, "known", {})  # another process
+    monkeypatch.setattr(skip_default, "measured_set", lambda *args: found[1])
+    assert default_set(target_with_silent_sublayers(), None) == found[1]
 
 
 def test_it_says_when_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:

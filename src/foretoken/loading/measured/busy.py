@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from foretoken.models.base import Feed, LanguageModel, opened
-from foretoken.models.machine import any_text
+from foretoken.models.machine import any_text, is_busy
 
-PRESSURE = Path("/proc/pressure/cpu")
-MUCH = 25.0
-"""Percent of the last ten seconds in which something that could run had to wait for a processor."""
-LOAD = 0.9
-"""Programs that run or wait, for each processor, where the pressure is not told."""
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Set by a user who has decided."""
 CALLS, MOST_S = 3, 0.3
@@ -30,16 +24,6 @@ MARGIN = 0.8
 """One thread must take less than this part of what all take."""
 TEXT = 32
 """Tokens of the text before the one that is timed."""
-
-
-def is_busy() -> bool:
-    """Whether others want the processors: by the kernel's pressure, else by the load of the last minute."""
-    try:
-        some = PRESSURE.read_text(encoding="ascii").split("\n", 1)[0]
-        return float(some.split("avg10=")[1].split()[0]) > MUCH
-    except (OSError, IndexError, ValueError):
-        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-        return load > LOAD * (os.cpu_count() or 1)
 
 
 def settle_threads(

@@ -19,14 +19,13 @@ from foretoken.core import Budget, Context, RoundTimes, TokenTree
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
-from foretoken.loading.measured.busy import is_busy
 from foretoken.loading.measured.profile import COMPARED, fingerprint_of, machine_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import measure_target
 from foretoken.models.checks.fast_paths import fingerprint
-from foretoken.models.machine import KeptResults, any_text
+from foretoken.models.machine import KeptResults, any_text, is_busy
 
 COUNTS, REPEATS = (1, 2, 5, 9), 2
 """Rows of the target's calls that are timed, and how often: a plain round, and drafts of usual lengths."""

@@ -26,7 +26,7 @@ from foretoken.models.call_costs import quick_costs
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.checks.judging import ordinary_ids
 from foretoken.models.clock import now
-from foretoken.models.machine import WORTH_KEEPING_S, KeptResults
+from foretoken.models.machine import WORTH_KEEPING_S, KeptResults, is_busy
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -47,7 +47,7 @@ STEPS = 8
 """Steps by which the cost of a sublayer is measured."""
 STALE = 2
 """Larger sets that are tried after the best one."""
-KEPT = KeptResults("skips")
+KEPT = KeptResults("skips", lambda: "quiet")
 
 
 class NothingToSkipWarning(UserWarning):
@@ -92,7 +92,8 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
         choice = measured_set(target, _prompt_ids(target, tokenizer))
         if key is not None:
             kept = {**choice.skips.options, "acceptance": choice.acceptance, "speed": choice.speed}
-            KEPT.keep(name, kept, perf_counter() - began >= WORTH_KEEPING_S)
+            worth = perf_counter() - began >= WORTH_KEEPING_S
+            KEPT.keep(name, kept, worth and not is_busy())
     if choice.speed < 1.0:
         warnings.warn(
             f"layer_skip: no set of sublayers pays for this model: the best one promises {choice.speed:.2f} of plain "
