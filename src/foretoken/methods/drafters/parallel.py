@@ -120,7 +120,7 @@ class Guesses:
         row, after = self.row(path, state)
         if row.ends:
             return Continuations((), (), ())
-        sure = log_beliefs(self._ranking(path, row) if self.races else row.scores[None].float())[0]
+        sure = log_beliefs((self._ranking(path, row) if self.races else row.scores[None]).float())[0]
         values, best = sure.topk(min(width, len(sure)))
         if not self.races:
             best = self.head.mapped(best if row.ids is None else row.ids[best])
