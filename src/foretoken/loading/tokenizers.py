@@ -24,7 +24,9 @@ def check_tokenizer(given: Any) -> None:
     Raises:
         ValueError: ``given`` is not ``None`` and neither encodes nor decodes; a path or hub id is named as one.
     """
-    if given is None or (callable(given) and hasattr(given, "decode") and not isinstance(given, type)):
+    if given is None or isinstance(given, _UnreadTokenizer):  # asked for anything, it would be read
+        return
+    if callable(given) and hasattr(given, "decode") and not isinstance(given, type):
         return
     shown = repr(given) if isinstance(given, str | Path) else with_article(type(given).__name__)
     how = f"AutoTokenizer.from_pretrained({given!r})" if isinstance(given, str | Path) else "AutoTokenizer's"
