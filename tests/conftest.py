@@ -8,6 +8,7 @@ import os
 import random
 import ssl
 import zlib
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -67,3 +68,13 @@ def checks_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     file = tmp_path_factory.mktemp("checks") / "machine.json"
     fast_paths.KEPT.file = lambda: file
+
+
+@pytest.fixture(autouse=True)
+def _same_default_dtype() -> Iterator[None]:
+    """A test that leaves PyTorch another default dtype fails itself, and not those behind it."""
+    before = torch.get_default_dtype()
+    yield
+    after = torch.get_default_dtype()
+    torch.set_default_dtype(before)
+    assert after == before, f"PyTorch's default dtype became {after}"
