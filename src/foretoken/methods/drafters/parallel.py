@@ -120,10 +120,15 @@ class Guesses:
         row, after = self.row(path, state)
         if row.ends:
             return Continuations((), (), ())
-        sure = log_beliefs((self._ranking(path, row) if self.races else row.scores[None]).float())[0]
+        scores, ids = row.scores, row.ids
+        if self.races:
+            scores = self._ranking(path, row)[0]
+            if ids is not None:  # nothing else is possible
+                scores = scores[self.head.mapped(ids)]
+        sure = log_beliefs(scores.float()[None])[0]
         values, best = sure.topk(min(width, len(sure)))
-        if not self.races:
-            best = self.head.mapped(best if row.ids is None else row.ids[best])
+        if ids is not None or not self.races:
+            best = self.head.mapped(best if ids is None else ids[best])
         log_probs = values.tolist()
         return Continuations(best.tolist(), log_probs, _ends(lambda: sure, log_probs, budget), after)
 

@@ -47,7 +47,7 @@ STEPS = 8
 """Steps by which the cost of a sublayer is measured."""
 STALE = 2
 """Larger sets that are tried after the best one."""
-KEPT = KeptResults("skips", lambda: "quiet")
+KEPT = KeptResults("skips", lambda: "quiet")  # earlier versions kept what a busy machine had told
 
 
 class NothingToSkipWarning(UserWarning):
