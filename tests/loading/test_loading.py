@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
+from time import sleep
 from typing import Any
 
 import pytest
@@ -393,3 +396,23 @@ def test_a_package_that_is_not_there_is_named() -> None:
     error = ModuleNotFoundError("No module named 'torchao'", name="torchao")
     assert cause_of(error) == "it needs the package torchao (pip install torchao)"
     assert cause_of(RuntimeError("one\ntwo")) == "one" and cause_of(RuntimeError()) == "RuntimeError"
+
+
+def test_networks_are_built_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers changes the default dtype of the whole process meanwhile: two threads left float64 behind."""
+    model().save_pretrained(tmp_path)
+    honest, inside = LlamaForCausalLM.from_pretrained, Lock()
+
+    def build(*args: Any, **options: Any) -> Any:
+        assert inside.acquire(blocking=False), "another thread builds"
+        try:
+            sleep(0.05)
+            return honest(*args, **options)
+        finally:
+            inside.release()
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", build)
+    wanted = [torch.float64, torch.bfloat16, torch.float32] * 2
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        found = list(threads.map(lambda dtype: load_model(tmp_path, dtype=dtype), wanted))
+    assert [one.dtype for one in found] == wanted and torch.get_default_dtype() == torch.float32

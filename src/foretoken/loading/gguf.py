@@ -101,12 +101,14 @@ def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
     """The ``PreTrainedModel`` of a file that is read by us."""
     from foretoken.models.gguf.file import read_gguf
     from foretoken.models.gguf.network import build_network
+    from foretoken.models.network.alone import BUILDING
 
     _check_options(options, OWN_REASONS, USUAL)
     dtype = options.get("dtype")
     if dtype == torch.float64:
         raise LoadError("a GGUF file takes no dtype=float64: its numbers are float32 at most; use dtype=float32")
-    return build_network(read_gguf(path), dtype)
+    with BUILDING:
+        return build_network(read_gguf(path), dtype)
 
 
 def _load_llama_cpp(path: str | Path, options: Mapping[str, Any]) -> Any:

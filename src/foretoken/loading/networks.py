@@ -11,6 +11,7 @@ from foretoken.core.io import hub_ids
 from foretoken.core.io.checkpoints import LoadError, cause_of, check_no_drafter
 from foretoken.loading.memory import moved
 from foretoken.loading.stored import check_method, check_storage, quantisation_of
+from foretoken.models.network.alone import BUILDING
 
 DTYPES = {
     "float32": torch.float32,
@@ -57,25 +58,26 @@ def from_pretrained(
     # Some encoder-decoder models have a causal class too, which would load half of them.
     auto: Any = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
 
-    before = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        loaded: Any = auto.from_pretrained(
-            path,
-            dtype=dtype or "auto",
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, in one line
-            **({} if split is None else {"distributed_config": split}),
-        )
-    except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
-        _check_fetched(path)
-        raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
-    finally:
-        hf_logging.set_verbosity(before)
-        hf_logging.enable_progress_bar()
+    with BUILDING:
+        before = hf_logging.get_verbosity()
+        hf_logging.set_verbosity_error()
+        hf_logging.disable_progress_bar()
+        try:
+            loaded: Any = auto.from_pretrained(
+                path,
+                dtype=dtype or "auto",
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, in one line
+                **({} if split is None else {"distributed_config": split}),
+            )
+        except Exception as error:  # damaged checkpoints fail in many ways, some with error classes of their own
+            _check_fetched(path)
+            raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
+        finally:
+            hf_logging.set_verbosity(before)
+            hf_logging.enable_progress_bar()
     model, info = loaded
     if not told:  # else Transformers has read it with the package that wrote it
         check_storage(model, path, info.get("unexpected_keys", ()))

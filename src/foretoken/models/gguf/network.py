@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from foretoken.models.gguf.tokenizer import end_ids
 from foretoken.models.gguf.types import KINDS, PLAIN
 from foretoken.models.linear.product import QuantisedLinear
 
-_COUNTING = Lock()
-"""Held while PyTorch's number of threads is another: who read it meanwhile would put that back."""
 EMBEDDING, HEAD, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
 
 
@@ -213,14 +210,13 @@ class _WeightFiller:
 def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
     """As many threads as PyTorch has, each for an operation of its own: the operations on some rows of a matrix are
     short, and threads that share one spend more time in waiting for each other, ten times more on a busy machine."""
-    with _COUNTING:
-        count = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            with ThreadPoolExecutor(count, "gguf") as threads:
-                yield threads
-        finally:
-            torch.set_num_threads(count)
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count, "gguf") as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(count)
 
 
 def _rotate(model: Any, file: GgufFile) -> None:

@@ -16,6 +16,9 @@ from weakref import WeakKeyDictionary
 
 _LOCKS: dict[str, WeakKeyDictionary[Any, Any]] = {}
 _GUARD = Lock()
+BUILDING = RLock()
+"""Held while a network is built: meanwhile the whole process has its default dtype (Transformers), and another number
+of threads (GGUF).  Two threads that put these back in another order would leave the wrong ones for ever."""
 
 
 def lock_of(owner: Any, purpose: str = "forward") -> Any:
