@@ -213,7 +213,6 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
 
     Args:
         prompt: text, token ids, or messages (:mod:`foretoken.core.prompts`).
-        tokenizer: a Transformers tokenizer, if there is one.
         options: see :class:`Options`.
 
     Raises:
@@ -269,7 +268,6 @@ def predictions_of(value: Any, count: int, single: bool) -> list[Any]:
 
     Args:
         value: text or ids; for several prompts also a list with one (or ``None``) for each.
-        count: how many prompts there are.
         single: whether one prompt was given, not a list.
 
     Raises:

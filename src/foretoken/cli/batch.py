@@ -136,7 +136,6 @@ class BatchLine:
     Attributes:
         id: of the answer; the line's number if the line has none.
         prompt: text, token ids or messages.
-        options: of the request.
     """
 
     id: str
@@ -321,8 +320,6 @@ def run_jobs(
     """Answer all jobs, several at once.
 
     Args:
-        llm: what answers.
-        jobs: what is asked.
         write: told of every answer when it is finished; a job that fails has ``error`` in place of a text.
         max_running: most jobs that run together.
     """

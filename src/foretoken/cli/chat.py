@@ -68,10 +68,7 @@ class Session:
     """One conversation.
 
     Attributes:
-        llm: what answers.
-        options: sampling options.
         messages: ``{"role", "content"}``, user and assistant in turn.
-        stats: of all answers.
         system: the message in front of all others; never forgotten.
         shows_stats: whether figures follow every answer.
     """

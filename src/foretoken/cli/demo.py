@@ -38,13 +38,8 @@ class Show:
     """What is shown.
 
     Attributes:
-        target: the model.
-        title: what it is.
-        drafter: what guesses.
-        prompt: what it is asked.
         kind: what kind of text that is, for whoever reads the ratio.
         other: a prompt that is measured as well, and not shown; empty for none.
-        dtype: of its weights.
     """
 
     target: str

@@ -85,8 +85,6 @@ def stream_explained(
     Args:
         console: one that shows colours.
         llm: what generates; it needs a tokenizer.
-        prompt: text or token ids.
-        options: of the request.
         echo: printed before the output on a terminal.
 
     Raises:
@@ -113,10 +111,7 @@ def stream_coloured(
     """Generate, and print the text while it is written, coloured where the console shows colours; give the output.
 
     Args:
-        console: where it goes.
         llm: what generates; it needs a tokenizer.
-        prompt: text or token ids.
-        options: of the request.
         begin: called before the text, once the request has been accepted.
 
     Raises:
@@ -193,8 +188,6 @@ def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: 
 
     Args:
         console: where to.
-        rounds: of one request.
-        colour: whether it shows colours.
         more: how to see the others.
         first: the first round that is printed, from 0.
     """
@@ -221,7 +214,6 @@ class TreeLine:
 
     Attributes:
         branch: the drawn branches before it.
-        text: the token.
         kind: ``root``, ``accepted``, ``rejected``, ``untried``, ``probe``, or the origin of the target's own token.
         why: the reason, where one is worth reading.
     """

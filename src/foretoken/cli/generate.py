@@ -108,7 +108,6 @@ class Task:
     """What is to be answered.
 
     Attributes:
-        llm: what answers.
         text: what the user wrote.
         prompt: what the model reads: the text, or the token ids of a chat template around it.
         raw: whether a chat template was left out on purpose.

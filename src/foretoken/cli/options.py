@@ -103,7 +103,6 @@ class Common:
         """These options for a MODEL that was given as an argument, or was not.
 
         Args:
-            model: the argument.
             is_run: whether the model is about to be run, so that it must be there.
 
         Raises:

@@ -268,7 +268,6 @@ def verify_certificate(
     """Run a certificate's checks again and say what is equal; exit code 1 where a promise does not hold.
 
     Args:
-        file: the certificate.
         common: its target is used where another one than the default was named.
         model: the target here; by default where the certificate found it.
         drafters: where they are here, in the certificate's order; by default as the certificate says.

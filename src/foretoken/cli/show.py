@@ -184,7 +184,6 @@ def trace_file(words: Sequence[str] | None, given: Collection[str]) -> Path | No
     """The trace that is the only argument, or ``None`` where a prompt is meant.
 
     Args:
-        words: the arguments.
         given: names of what stands on the command line.
 
     Raises:

@@ -45,7 +45,6 @@ class AnswerSource:
 
     Attributes:
         kind: ``"data"`` (the chats as they are) or ``"target"`` (the target answers their questions first).
-        config: how it does.
     """
 
     kind: str

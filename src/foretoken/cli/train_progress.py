@@ -28,7 +28,6 @@ class ProgressLines:
     """Stands for rich's progress bars where nobody sees a bar move: a line at once, then one every few seconds.
 
     Args:
-        console: what prints.
         clock: seconds.
     """
 
@@ -93,7 +92,6 @@ class TrainingBar:
 
     Args:
         bar: rich's bars or :class:`ProgressLines`.
-        steps: of the run.
         describe: one line about what was just measured.
         short: the same in a few words, shown beside every step.
     """

@@ -12,8 +12,6 @@ def ids_with_one_bos(text: str, tokenizer: Any, special: bool = True) -> list[in
     tokenizer puts another before it.  Models were trained on one.
 
     Args:
-        text: what is tokenised.
-        tokenizer: a Transformers tokenizer.
         special: whether the tokenizer puts its special tokens around the text.
     """
     ids: list[int] = list(tokenizer(text, add_special_tokens=special)["input_ids"])

@@ -205,7 +205,6 @@ def render_with(
     """:func:`render` each conversation for a caller who has named what else the template gets.
 
     Args:
-        conversations: of messages, in order.
         tokenizer: with a chat template.
         template_kwargs: for the template, or ``None``.
 
@@ -230,8 +229,6 @@ def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:
     """Why a template wrote nothing, in one line: it is damaged (and where it is), or it refuses the messages.
 
     Args:
-        error: what it raised.
-        tokenizer: whose template it is.
         longest: most characters of the error's own words.
     """
     words = " ".join(str(error).split())[:longest] or type(error).__name__

@@ -47,8 +47,6 @@ def unknown(
 
     Args:
         what: the beginning of the message, which names it: ``"unknown drafter 'ngrm'"``.
-        name: what was given.
-        choices: what is valid.
         lead: words in front of the choices.
         catalogue: where all choices are shown, for the short message; without one it is the long message.
         examples: choices for the short message where none is near.

@@ -9,11 +9,7 @@ from typing import Any
 
 
 class OptionError(ValueError):
-    """An option has a value that cannot be.
-
-    Attributes:
-        option: its name.
-    """
+    """An option has a value that cannot be."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -84,11 +80,6 @@ def check_text(option: str, value: Any) -> None:
 def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:
     """One text or several.
 
-    Args:
-        option: its name.
-        value: what was given.
-        each: what one of them is called.
-
     Raises:
         OptionError: anything else, an empty text, or text that is no Unicode.
     """
@@ -123,7 +114,6 @@ def numbered(place: int, count: int) -> Iterator[None]:
 
     Args:
         place: of the prompt, from 0.
-        count: how many there are.
     """
     try:
         yield
@@ -138,8 +128,6 @@ def check_ids(option: str, ids: Iterable[Any], vocab_size: int | None) -> None:
     """Refuse ids that the vocabulary does not have.
 
     Args:
-        option: its name.
-        ids: what was given.
         vocab_size: of the vocabulary; ``None`` where it is not known yet.
 
     Raises:

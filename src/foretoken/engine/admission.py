@@ -100,7 +100,6 @@ class KvBudget:
     is the rectangle of all texts.
 
     Args:
-        target: whose.
         limit: bytes; ``None`` for no limit.
 
     Attributes:
@@ -205,7 +204,6 @@ def first_in_turn(waiting: Sequence[Running], running: Sequence[Running], places
     Args:
         waiting: by priority, then in order of arrival.
         running: those that have a place.
-        places: how many there are.
         kept: how many of them are for owners of which nothing runs.
 
     Returns:

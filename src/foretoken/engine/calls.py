@@ -19,9 +19,6 @@ class Calls:
     A stream may be read between the rounds of another call: every round serves all of them, so what each gained waits
     in a box of its own until it is asked for.
 
-    Args:
-        engine: what serves them.
-
     Attributes:
         turn: held by whoever touches the engine.
         others: takes what requests gain that are nobody's call: those of a thread that serves the same engine.

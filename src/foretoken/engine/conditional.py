@@ -50,8 +50,6 @@ def check_language(
 
     Args:
         request: what was asked.
-        language: its language.
-        target: the model.
         tokenizer: for stop strings.
         ends: the ids that end the text.
 
@@ -114,7 +112,6 @@ class LanguageRound:
     """The one round of a request whose output is a string of a language (an ``OwnRound``).
 
     Args:
-        language: the strings.
         ends: ids that end the text.
         greedy: take the most likely string (the first of equals) instead of drawing one.
         uniforms: two numbers in [0, 1): for the string, and for which of several ends follows it.  They are given once,
@@ -237,7 +234,6 @@ def string_log_probs(tree: TokenTree, whole: Sequence[bool], steps: Tensor, ends
     """[N, E] log-probability of the string that ends with each node, by each end; -inf where none does.
 
     Args:
-        tree: the strings.
         whole: [N] at which nodes one ends.
         steps: [N] of every node given those above it.
         ends: [N, E] of every end after every node.
@@ -258,9 +254,7 @@ def score_in_pieces(
     Memory is bounded: of a piece's logits only the probabilities of the tree's own tokens are kept.
 
     Args:
-        target: the model.
         context: the request; its ``sequence`` is used, and left as it was.
-        tree: all strings.
         ends: ids that end the text.
         width: nodes of a piece besides those above them; ``None`` takes one path at a time.
     """

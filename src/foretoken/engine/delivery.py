@@ -98,7 +98,6 @@ class Delivery:
         """Count the round in the request's statistics, and tell the controller.
 
         Args:
-            turn: of one request.
             counts: requests of the round, and the rows that the target ran for them.
             times: of the whole round.
         """

@@ -51,7 +51,6 @@ class Drafting:
     """Drafts for the requests of one engine.
 
     Args:
-        target: the model that is drafted for.
         drafter: what guesses, or ``None`` for plain decoding.
         controller: how much to guess; needed with a drafter.
         members: names of those of a group, in its order.

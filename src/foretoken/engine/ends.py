@@ -64,7 +64,6 @@ def end_where_nothing_follows(run: Running, tokens: Sequence[int]) -> FinishReas
     """How a text ends behind which the request's rules leave no token: a complete constraint is a good end.
 
     Args:
-        run: the request.
         tokens: what the last round has added.
 
     Raises:

@@ -44,9 +44,7 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     """A waiting request.
 
     Args:
-        request_id: its number.
         request: what was asked.
-        target: the model that answers.
         tokenizer: for stop strings.
         races: whether draft and target share noise, so that the seed fixes the text.
     """

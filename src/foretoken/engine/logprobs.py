@@ -14,7 +14,6 @@ class TokenLogprobs:
     """One token.
 
     Attributes:
-        token_id: the token.
         logprob: its natural log-probability.
         top: the likeliest tokens and theirs, the likeliest first.  The token's own value is the same number in both.
     """

@@ -70,10 +70,7 @@ class PrefixCache:
         runs.
 
         Args:
-            run: whose text.
-            others: all that run.
             key: the drafter's.
-            own: the new text.
             tokens: what it is to read, in the model's own ids.
         """
         wanted = np.asarray(tokens, dtype=np.int64)

@@ -119,8 +119,6 @@ class Prefixes:
         beginning with ``wanted``, its own tokens, and how many these are (0: none is worth it).
 
         Args:
-            salt: whose text.
-            tokens: the target's.
             key: the drafter's.
             wanted: what it is to read.
             fits: whether it can go on from a snapshot.

@@ -69,11 +69,9 @@ class Reader:
     """Opens the texts of the admitted requests of one engine, and has the target read their prompts.
 
     Args:
-        requests: those of the engine.
         chunk: tokens of prompts that are read before every round; ``None`` reads whole prompts at once.
 
     Attributes:
-        time: what reading takes.
         read_s: seconds of reading so far; prompts that are read together are counted once.
         pace: how much drafters may read of the texts.
     """

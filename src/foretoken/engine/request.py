@@ -198,8 +198,6 @@ class Emission:
     """New tokens of one request after one round.
 
     Attributes:
-        request_id: whose.
-        token_ids: the tokens, in order.
         origins: where each came from.
         finish_reason: why the request ended with them, if it did.
         logprobs: of the tokens, if they were asked for.
@@ -223,11 +221,7 @@ class Turn:
     Attributes:
         planned: whether its draft is what the controller has decided.
         rule: the acceptance rule that the request brings itself, if it does.
-        tree: what is drafted.
-        scores: what the target says of it.
         verifier: the acceptance rule of the round.
-        verdict: what that has decided.
-        emission: the new tokens.
     """
 
     run: Running

@@ -36,7 +36,6 @@ class Requests:
     """Waiting and running requests of one engine.
 
     Args:
-        target: the model.
         drafter: what guesses, if anything does.
         controller: how much to guess.
         kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
@@ -45,9 +44,7 @@ class Requests:
     Attributes:
         taps: hidden states of the target that the drafter needs.
         waiting: by priority, then in order of arrival.
-        running: admitted ones.
         budget: the memory that they may take.
-        prefix_cache: what is kept of texts.
         on_leave: told of every request that has left, waiting or running, however it ended; one that was cancelled
             has no finish reason.
     """

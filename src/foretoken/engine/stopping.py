@@ -61,8 +61,6 @@ class Strings:
     """Looks for strings in the text of a growing token list, token by token.
 
     Args:
-        tokenizer: a Transformers tokenizer.
-        strings: what to look for.
         special: ids of special tokens, whose text is a part of what the strings are looked for in; without any, special
             tokens have no text.
     """

@@ -28,7 +28,6 @@ def interleave(arms: Sequence[T], turns: int, first: int = 0) -> Iterator[tuple[
 
     Args:
         arms: what takes turns.  One that leaves the sequence is out from the next turn on; without arms it is over.
-        turns: how many.
         first: place of the arm that begins.
     """
     for turn in range(turns):

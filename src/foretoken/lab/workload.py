@@ -38,7 +38,6 @@ class Subject:
     """A target, and what drafters for it are made with.
 
     Attributes:
-        target: the model.
         source: what it was loaded from (``builtin``, a path, a hub id, a model): decides which drafters it has.
         tokenizer: its tokenizer, if any.
         verifier, controller: specs, for arms that name none of their own.
@@ -99,8 +98,6 @@ class Workload:
     """Prompts that every arm decodes.
 
     Attributes:
-        subject: the target.
-        prompts: token ids of every prompt.
         new_tokens: most tokens of an answer.
         temperature: 0 is greedy.
         seed: of sampled answers.

@@ -61,7 +61,6 @@ def given_draft_model(given: Any, target: LanguageModel, tokenizer: Any | None) 
 
     Args:
         given: a ``PreTrainedModel``, which may be the target's own network, or a :class:`LanguageModel`.
-        target: what it drafts for.
         tokenizer: the target's, if there is one.
 
     Raises:

@@ -239,10 +239,7 @@ def build_drafter(
 
     Args:
         spec: what was asked for.
-        target: what it drafts for.
         target_source: what that was loaded from.
-        tokenizer: the target's.
-        device: of draft models.
         known: draft what a grammar forces and what a caller predicts before it.
 
     Raises:

@@ -61,9 +61,7 @@ def check_supported(
     """Refuse what cannot be done, by its name.
 
     Args:
-        model: the target.
         input_ids: [B, n].
-        config: of the call.
         processors: Transformers' logits processors.
         synced_gpus: as the loop got it.
         given: the arguments of the model's own forward.

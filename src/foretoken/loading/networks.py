@@ -38,9 +38,7 @@ def from_pretrained(
     """The ``PreTrainedModel`` of a folder or a hub id, with all its weights.
 
     Args:
-        path: the folder or the id.
         dtype: of its weights; ``None`` for the checkpoint's.
-        device: where they go.
         split: how it is split over processes.
 
     Raises:

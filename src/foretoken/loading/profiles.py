@@ -18,7 +18,6 @@ def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]
     with what is there); other keys are left alone.
 
     Args:
-        file: the profile.
         runs_code: whether it may name a drafter in a file of code, which then is not taken from it.
 
     Raises:

@@ -43,7 +43,6 @@ def check_method(told: Any, place: str) -> None:
 
     Args:
         told: the ``quantization_config``, if there is one.
-        place: the model, in words.
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 

@@ -21,11 +21,7 @@ from foretoken.models.vocabulary import check_vocabulary
 
 
 class ModuleModel(LanguageModel):
-    """Knows what its network weighs, and notices when somebody changes it.
-
-    Attributes:
-        model: the network.
-    """
+    """Knows what its network weighs, and notices when somebody changes it."""
 
     model: Any
     _watch: Watch | None = None

@@ -34,7 +34,6 @@ class TreeRunner(ModuleModel):
     """Runs a forward over committed prefixes plus scratch trees in a cache.
 
     Args:
-        forwards: what computes.
         cache: the first rectangle of keys and values; long texts get others beside it.
 
     Attributes:

@@ -41,9 +41,6 @@ class Answer:
     """One HTTP request on its way.
 
     Attributes:
-        serving: the server.
-        http: the request.
-        body: what it asks.
         kind: of the objects that are sent.
     """
 

@@ -29,7 +29,6 @@ class CallFormat:
     """One way to write calls.
 
     Attributes:
-        name: of the format.
         begin, end: around each call.
         between: from one call to the next.
         opens, closes: around all calls.
@@ -73,7 +72,6 @@ def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: M
 
     Args:
         form: how calls are written.
-        tools: those that may be called.
         most: calls, :data:`MOST_CALLS` where that is not said.
         special: ids of the tokenizer's added tokens: a grammar names these by their ids.
 

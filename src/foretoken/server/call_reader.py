@@ -35,7 +35,6 @@ class Call:
     """One call of a tool.
 
     Attributes:
-        name: of the function.
         arguments: a JSON object, as text.
         id: names it for its result.
     """
@@ -219,7 +218,6 @@ class _Value:
     """Finds the end of a value in brackets, as its text grows.
 
     Args:
-        start: where it begins.
         name: the function's, where it stands before the value.
         python: whether it is Python's, where strings have other quotes as well.
     """

@@ -103,11 +103,9 @@ class ApiError(Exception):
     """An answer that is no success.
 
     Args:
-        status: of HTTP.
         message: one sentence that says what to do.
         param: the field that is wrong.
         code: for programs.
-        headers: more of them.
         counted: whether the metrics have it already.
     """
 

@@ -145,12 +145,9 @@ def engine_requests(
     """One request per prompt and choice, in order of their indices; takes a while for many of them.
 
     Args:
-        prompts: token ids.
         body: what was asked.
-        serving: the server.
         constraints: one for each prompt and choice.
         field: where the prompts came from.
-        tenant: who asks.
         more: options of :func:`foretoken.options.make_request`.
 
     Raises:
@@ -287,7 +284,6 @@ async def constraints_of(
     Args:
         body: what was asked.
         count: choices.
-        serving: the server.
         calls: a grammar of calls of tools, where these are forced.
         schemas: those in it, by where they stand in the request: each is tried by itself, for an error that names it.
 

@@ -80,7 +80,6 @@ def parsed(entry: str, number: int, standard: Caller) -> tuple[str, Caller]:
     """A key, and what it may take: ``KEY name=team-a running=4 queued=16 tokens_per_minute=60000 priority``.
 
     Args:
-        entry: the line.
         number: which one it is, from 1; errors and its name say that, never the key.
         standard: what is not said.
 

@@ -22,9 +22,6 @@ class Lengths:
 
     Where its tokens are bytes and it changes no text before ("byte-level", as GPT-2's and all that followed), bytes are
     weighed; for others a text has a token for every ``LONGEST_TOKEN`` characters.
-
-    Args:
-        tokenizer: a Transformers tokenizer, or any other, or ``None``.
     """
 
     def __init__(self, tokenizer: Any | None) -> None:

@@ -58,7 +58,6 @@ def run_app(app: Any, serving: Any, sock: socket.socket, awaits_loading: bool = 
         app: the ASGI application.
         serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``is_chat``,
             ``settings`` and ``drain()``.
-        sock: where it listens.
         awaits_loading: whether a signal that comes before the model is there waits for it; else the process ends.
     """
     import uvicorn

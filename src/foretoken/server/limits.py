@@ -58,7 +58,6 @@ class Gate:
     Args:
         app: what comes behind.
         settings: sizes, times, keys and names.
-        places: what is admitted.
         failed: told of every error answer that comes from here.
         admit: raises an :class:`ApiError` while nothing can be taken of who asks: a full server refuses before it reads
             what was asked, or those whom it serves would wait for that.

@@ -17,7 +17,6 @@ class TokenTexts:
     its bytes.  Decoded, all such tokens would be one replacement sign.
 
     Args:
-        tokenizer: a Transformers tokenizer, or ``None``.
         as_ids: write ``token_id:N`` instead.
     """
 
@@ -60,7 +59,6 @@ class Offsets:
     """Where tokens begin in a text, as it grows.
 
     Args:
-        tokenizer: a Transformers tokenizer, or ``None``.
         start: where the first one begins.
     """
 

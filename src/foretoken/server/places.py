@@ -109,7 +109,6 @@ class Place:
     """What one request holds.
 
     Attributes:
-        caller: who asks.
         spent: tokens of its prompts and answers so far.
     """
 

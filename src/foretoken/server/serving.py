@@ -133,7 +133,6 @@ class Serving:
 
     Attributes:
         settings: how it is set up.
-        metrics: its counters.
         places: what is admitted, until its last byte was taken.
         lengths: how many tokens a text has at least.
         started_s: when the model was ready, in seconds since 1970.

@@ -71,11 +71,8 @@ class EventStream(StreamingResponse):
     Comments come from a task of their own: waiting for every event with a limit would cost a task for each.
 
     Args:
-        events: the data.
         ping_s: seconds of silence before a comment.
         pad: see :func:`event`.
-        headers: more of them.
-        dialect: of the API.
     """
 
     def __init__(

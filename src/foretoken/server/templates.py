@@ -33,7 +33,6 @@ class Conversation:
     """What a template is given.
 
     Attributes:
-        messages: as they came.
         tools: functions that the model is told of.
         kwargs: the client's own values for the template.
         generate: end where the assistant answers.

@@ -36,10 +36,7 @@ class ChatTurn:
     """One request for an answer.
 
     Args:
-        serving: the server.
-        http: the request.
         body: what it asks, in the words of chat completions.
-        kind: of the answer.
         clamps: whether the limit of tokens may be more than the context has left, which then ends the answer.
 
     Attributes:

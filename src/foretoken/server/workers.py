@@ -26,7 +26,6 @@ class FairQueue:
 
     Args:
         threads: how many, at least two.
-        name: what they are called.
         large: cost from which work is large.
     """
 
@@ -42,7 +41,6 @@ class FairQueue:
         """Queue some work.
 
         Args:
-            work: what is done.
             cost: how much it is, in characters.
         """
         future: Future[T] = Future()
@@ -99,8 +97,6 @@ async def in_thread(
     """The result of some work in a thread.
 
     Args:
-        pool: whose thread.
-        work: what is done.
         timeout_s: seconds that it may take.
         cost: how much it is, for a :class:`FairQueue`.
 

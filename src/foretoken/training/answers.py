@@ -50,8 +50,6 @@ class Dialogue:
     Attributes:
         number: its place in the data.
         script: its messages; an answer to be written is ``None``.
-        tools: for the template.
-        messages: those that are there already.
         unfinished: places of answers that were cut at the length limit.
         tokens: of the answer that is being written.
     """
@@ -152,7 +150,6 @@ class AnswerFile:
         folder: where it is kept; made when it is missing.
         target: what tells the target from others, as JSON can hold it.
         config: how the target answers.
-        dialogues: what is asked.
 
     Raises:
         ValueError: the folder holds answers of another target or to other questions, or otherwise written ones.

@@ -31,7 +31,6 @@ class Stage:
 
     Attributes:
         number: 1, 2, ...
-        report: its training report.
         left: share of the written positions that it learned from.
         coverage: share of held-out positions that it or an earlier one matches (``None``: nothing held out).
         together: acceptance of the ensemble so far, if it was measured.
@@ -117,7 +116,6 @@ class Boost:
         Fewer are trained when nothing is left that the earlier ones miss.
 
         Args:
-            count: how many.
             together: measures a list of networks as one ensemble.
             on_step: told (number, progress) after every step.
             on_stage: told after every model.

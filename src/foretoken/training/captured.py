@@ -33,8 +33,6 @@ class FeatureStore:
 
     Args:
         folder: where the shards are; made when it is missing.
-        parts: the target.
-        sampler: the blocks.
         corpus: the description of the text that the sampler reads.
         written: what else its blocks depend on, where the target wrote them.
 

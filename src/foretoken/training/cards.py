@@ -78,7 +78,6 @@ class CardInfo:
         title: first heading; the folder's name by default.
         data_note: where the text comes from and under which terms, in a sentence or two.
         licence: SPDX name of the licence of the weights, for example ``apache-2.0``.
-        purpose: what the model is for.
     """
 
     title: str = ""
@@ -93,7 +92,6 @@ def write_card(
     """Write ``out/README.md`` from a training report (see :func:`foretoken.training.lm.train_lm`).
 
     Args:
-        out: the model's folder.
         report: parameters, steps, tokens, corpus, losses, hours, config.
         data: training paths; only their last parts are named.
         told: the command that trains this model, as one line.

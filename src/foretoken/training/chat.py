@@ -50,7 +50,6 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
     Args:
         row: with ``messages`` or ``conversations``, perhaps ``tools`` for the template, perhaps ``unfinished``: the
             places of answers that were cut before their end.
-        tokenizer: the target's.
 
     Raises:
         ValueError: as :func:`messages_of` and :func:`check_calls`, no answer to learn from, or a template that refuses
@@ -134,12 +133,10 @@ class ChatBlocks:
         starts: where each begins, ascending.
         block: n.
         batch: rows per step.
-        seed: of the order.
         filler: token of the rest of a row.
 
     Attributes:
         guessed: int64: the learned tokens of all rows.
-        num_blocks: rows.
 
     Raises:
         ValueError: fewer rows than a batch.

@@ -47,7 +47,6 @@ class Distiller:
     """Aligns one student.
 
     Args:
-        shop: the target and its text.
         student: a causal LM in float32, trained in place.
         out: folder for the model, its checkpoints and curves.
         source: text to learn from; what the run's ``text`` names by default.

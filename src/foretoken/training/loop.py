@@ -67,9 +67,7 @@ class Loop:
 
     Args:
         out: folder for checkpoints, ``losses.csv``, ``losses.png`` and ``training.json``; made if it is missing.
-        config: the run.
         trained: holds the parameters that change.
-        optimizers: that change them.
         curve: what is written down by step.
         identity: what else tells this run from others, as JSON can hold it.
 

@@ -35,7 +35,6 @@ def build_optimizers(
         vocabulary: matrices that are trained as the rest is: a step reads few of their rows.
         lr: the run's learning rate.
         kind: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
-        weight_decay: of matrices.
     """
     outer = {id(weight) for weight in vocabulary}
     matrices, rest = list[dict[str, Any]](), list[dict[str, Any]]()

@@ -44,7 +44,6 @@ class StateRows:
 
     Args:
         student: a causal LM.
-        parts: the target.
         layers: the states that it reads, as Transformers counts them.
 
     Raises:

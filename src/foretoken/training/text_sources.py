@@ -78,7 +78,6 @@ class TeacherText(TextSource):
         rows: int64 [n, context + 1].
         weights: float32 [n, context]; rows without any weight are left out.
         batch: rows per step.
-        seed: of the order.
 
     Raises:
         ValueError: no row has any weight.
@@ -108,7 +107,6 @@ class PolicyText(TextSource):
         prompt: tokens of a block that it continues.
         refresh: steps that share one writing.
         mix: probability that a row is the student's; the others are corpus blocks.
-        seed: of that choice.
     """
 
     def __init__(

@@ -53,11 +53,8 @@ class Trainer:
     """Trains a recipe's network.
 
     Args:
-        recipe: what is trained.
         data: text folders or JSONL files.
         out: folder for the drafter, its checkpoints and curves.
-        config: the run.
-        tokenizer: the target's.
         corpus: where the encoded text is kept (``out/corpus`` by default; share it between runs).
         features: where the target's hidden states are kept (none are by default; share it between runs).
         dtype: that a target is stored in, where the recipe trains it.
@@ -176,7 +173,6 @@ class Trainer:
         Args:
             save_every: steps between checkpoints.
             eval_every: steps between evaluations.
-            evaluate: runs the drafter on held-out text.
             on_step: told after every step.
             saving: when there are more checkpoints.
             weight_bits: in which the finished drafter is stored, 16 or 8.
@@ -271,8 +267,6 @@ def held_blocks(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context
     """A few blocks, spread over what was held out; none where nothing was.
 
     Args:
-        folder: where the corpus is.
-        corpus: its description.
         tokenizer: for the token that fills up conversations.
         context: n.
     """

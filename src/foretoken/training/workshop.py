@@ -40,11 +40,8 @@ class Workshop:
     """What all students of one target share: its text, cut into rows, and what it wrote itself.
 
     Args:
-        target: the teacher.
-        tokenizer: its tokenizer.
         data: text folders or JSONL files.
         folder: where the encoded text and the target's writing are kept.
-        config: the run.
         on_rows: told (rows done, rows in all) while the target writes.
 
     Raises:

@@ -34,11 +34,8 @@ def write_continuations(
     A continuation's draws depend on ``seed`` and its own number alone.
 
     Args:
-        model: the writer.
         prompts: int64 [n, m], m >= 1, all of one length.
-        new_tokens: tokens to write behind each.
         temperature: 0 writes the most likely tokens.
-        seed: of the draws.
         numbers: n numbers that name the continuations (0, 1, ... by default).
         vocab_size: write only the first so many tokens of the vocabulary (a padded one may have more).
 
@@ -119,7 +116,6 @@ def stored_continuations(
     goes on where it was.
 
     Args:
-        folder: where to keep it.
         writer: what tells ``model`` from another one, as JSON can hold it.
         on_rows: told (rows done, rows in all) after every part.
         model, prompts, new_tokens, temperature, seed, vocab_size: see :func:`write_continuations`.

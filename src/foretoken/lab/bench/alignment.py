@@ -30,9 +30,7 @@ class Alignment:
     """Measures draft models of one target on the same text: ``alignment(network)``.
 
     Args:
-        target: the target.
         prompts: held-out prompts, int64 [n, m].
-        seed: of what is drawn.
     """
 
     def __init__(self, target: LanguageModel, prompts: Tensor, seed: int = 0) -> None:

@@ -50,7 +50,6 @@ class Unit:
     Attributes:
         category, number: which.
         prompts: their numbers within the category.
-        ids: their token ids.
         seeds: one per prompt, the same for every arm.
         new_tokens: length of the outputs.
     """
@@ -98,7 +97,6 @@ class Generation:
     """What another engine wrote for one prompt.
 
     Attributes:
-        token_ids: the new tokens.
         seconds: decoding, without the prefill.
         num_decoded: how many of the tokens were made in these seconds.
         prefill_s: seconds before them.

@@ -82,7 +82,6 @@ def predicted_speedup(
         draft_s: measured seconds by depth of the draft.
         rounds: the rounds that were needed.
         tokens: tokens that they gave, summed over the batch.
-        batch: requests in the batch.
     """
     spent = sum(target.of(r.nodes) + draft_s[r.depth] + rest_s for r in rounds)
     return speedup(tokens / batch, spent, target.of(batch) + rest_s) if spent > 0 else 0.0

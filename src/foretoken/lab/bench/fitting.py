@@ -65,7 +65,6 @@ def fits(
     """Every drafter for a target: those of the registry, then what is in folders (or their subfolders) and files.
 
     Args:
-        subject: the target.
         folders: where to look for draft models, trained drafters, datastores and GGUF files.
         on_progress: told (done, all, what comes next).
 

@@ -173,7 +173,6 @@ def quantize_gguf(source: Path, file: Path, kind: str, threads: int = 1) -> None
         source: a GGUF file in bfloat16, float16 or float32.
         file: written anew.
         kind: one of :data:`KINDS`.
-        threads: CPU threads.
 
     Raises:
         ValueError: an unknown kind, a source that cannot be read, or llama-cpp-python is missing.

@@ -47,7 +47,6 @@ class LlamaCppArm(ForeignArm):
     """Plain decoding.
 
     Args:
-        name: its spec.
         shared: the target.  A GGUF file is opened as it is; weights of a Transformers model are written as GGUF into
             a temporary file, which is given back when it is loaded.
         threads: CPU threads; PyTorch's number by default.
@@ -102,8 +101,6 @@ class LlamaCppPromptLookupArm(LlamaCppArm):
     """The binding's own prompt lookup.
 
     Args:
-        name: its spec.
-        shared: the target.
         k: draft tokens per round.
         n: longest match.
         threads: CPU threads; PyTorch's number by default.
@@ -123,8 +120,6 @@ class DraftArm(LlamaCppArm):
     """A draft model in llama.cpp, greedy chains of ``k`` tokens.
 
     Args:
-        name: its spec.
-        shared: the target.
         draft: GGUF file, folder or hub id of the draft model; the built-in one for the built-in target.
         k: draft tokens per round.
         dtype: of the draft model.

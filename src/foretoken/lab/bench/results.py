@@ -33,7 +33,6 @@ class UnitResult:
         arm, temperature, batch, category: which.
         unit: its number within the category.
         prompts: numbers of its prompts within the category.
-        outputs: new tokens per prompt.
         seconds: decoding without the prefill, everything included.
         decoded: how many tokens were made in them.
         prefill_s: seconds before them.

@@ -76,9 +76,7 @@ class Bench:
     """A benchmark of one target.
 
     Attributes:
-        shared: the target and what all arms share.
         prompts: prompts by category.
-        settings: what is run.
         on_progress: told (finished, all, what comes next) between runs, never while the clock runs.
 
     Raises:

@@ -230,7 +230,6 @@ def make_arm(spec: str, shared: ArmSetup) -> Arm:
         spec: ``transformers:plain``, ``transformers:assisted[,k=K]``, ``transformers:prompt_lookup[,k=K]``,
             ``llama.cpp``, ``llama.cpp:prompt_lookup[,k=K]``, ``llama.cpp:draft[,k=K]``, or ``DRAFTER[@CONTROLLER]``
             (``plain`` and ``none`` are plain decoding).
-        shared: the target and what belongs to it.
 
     Raises:
         ValueError: an unknown arm, drafter or option, a target that the arm cannot run, or a missing package.

@@ -57,7 +57,6 @@ class Tally:
     """Makes cells and summary of a benchmark's results.
 
     Attributes:
-        bench: with all its results.
         where: the machine, as it was when the run began.
     """
 

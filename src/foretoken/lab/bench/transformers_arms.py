@@ -112,8 +112,6 @@ class AssistedArm(TransformersArm):
     """A draft model of the same tokenizer.
 
     Args:
-        name: its spec.
-        shared: the target.
         draft: folder or hub id of the draft model; the built-in one for the built-in target.
         k: draft tokens per round; Transformers' default (20, stopping below a confidence) when it is left out.
         schedule: ``constant``, ``heuristic`` or ``heuristic_transient``.

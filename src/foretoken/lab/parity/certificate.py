@@ -45,7 +45,6 @@ class Certificate:
             ``layout``, ``exactness``, ``exactness_why``, ``refused``.
         drafters: ``spec`` and ``checksums`` of each.
         settings: of the run, with its ``modes``.
-        prompts: token ids.
         texts: token ids of plain decoding's ``greedy`` and ``seeded`` outputs.
         result: what ``foretoken parity --json`` prints.
     """
@@ -90,11 +89,8 @@ def certify(
     """The certificate of a run that came to its end.
 
     Args:
-        report: of the run.
-        settings: of the run.
         target: the model that was checked.
         options: how it was loaded: ``dtype``, ``device``, ``inflate``, ``quantize``.
-        checksums: of its files.
 
     Raises:
         ValueError: the run was broken off.

@@ -26,8 +26,6 @@ class StopCase:
     """An output that must end early: by a stop string, or by an end-of-text token that a bias brings about.
 
     Attributes:
-        prompt: which one.
-        options: of ``generate``.
         plain: what plain decoding gives.
     """
 
@@ -42,8 +40,6 @@ class Reference:
 
     Attributes:
         target: the model under test.
-        prompts: token ids.
-        settings: of the run.
         plain: greedy outputs of plain decoding.
         outside: greedy outputs of ``model.generate``; ``None`` when the target is no Transformers model.
         stops: outputs that end early.
@@ -77,7 +73,6 @@ class Tested:
         spec: how it is named in the report.
         steady: with a controller that always drafts.
         chosen: with the controller that was asked for (both are the same unless that is ``auto``).
-        reference: what it is compared with.
     """
 
     spec: str

@@ -58,7 +58,6 @@ def first_difference(
 
     Args:
         target: the model that both outputs are of.
-        prompt: token ids.
         one, other: new token ids.
         sampler: of the request; by default a greedy one without penalties.
 

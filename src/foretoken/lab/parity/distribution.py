@@ -80,7 +80,6 @@ def check_sampled(subject: Tested, limit: float) -> Check | None:
     """Three tests of sampled outputs of all prompts; ``None`` for a rule that is right at temperature 0 only.
 
     Args:
-        subject: the drafter under test.
         limit: p-value below which the check fails.
     """
     verifier = subject.steady.engine.verifier
@@ -255,7 +254,6 @@ def smallest_seen(draws: int, freedom: int, level: float) -> float:
     cancels within a merged cell is not seen.  1 when nothing can be found.
 
     Args:
-        draws: independent draws.
         freedom: cells minus one (summed over the tables that are tested together).
         level: p-value below which the test fails.
     """

@@ -76,7 +76,6 @@ class Check:
     """One drafter in one mode.
 
     Attributes:
-        drafter: its spec.
         verifier: the rule's name.
         mode: one of :data:`MODES`.
         prompts: outputs compared; prompts of the test of the distribution.
@@ -137,7 +136,6 @@ class Report:
         complete: whether the run came to its end.
         exactness, exactness_why: what the target promises, as ``llm.describe()`` says it.
         done, planned: checks that were run or left out as not fitting, and how many there are in all.
-        prompts: token ids of the prompts.
         plain: greedy outputs of plain decoding.
         seeded: sampled outputs of plain decoding, of every prompt twice.
     """

@@ -60,7 +60,6 @@ def run_parity(
 
     Args:
         target: the model under test.
-        tokenizer: for text prompts.
         drafters: specs or drafters; ``None`` tries all, and leaves out those that do not fit.
         prompts: of a file, or what :func:`foretoken.core.prompts.encode` takes.
         settings: see :class:`Settings`.

@@ -23,7 +23,6 @@ class Line:
     """One thing that was compared.
 
     Attributes:
-        name: what.
         text: what it is there and here, in words.
         equal: whether both are the same.
     """
@@ -40,7 +39,6 @@ class Verification:
     Attributes:
         lines: what was compared.
         verified: whether every promise of the certificate holds here.
-        outcome: in words.
     """
 
     lines: list[Line]

@@ -60,7 +60,6 @@ class Assumptions:
         acceptance: alpha, or a survival vector.
         c: a draft step.
         overhead: a speculative round beyond the target call and the draft steps.
-        v: the target call.
         drafter_grows: whether a draft step grows with the batch as the target's does (c is then the ratio in every
             batch); otherwise it costs the same in every batch.
         nodes_per_depth: draft nodes per level: 1 for a chain that is always as long as asked.

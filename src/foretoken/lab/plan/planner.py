@@ -65,7 +65,6 @@ class Change:
     """What becomes of the plan when something is different.
 
     Attributes:
-        what: in words.
         speedup: of the plan's k (of the nearest one when no k pays).
         best_k, best_speedup: of the k that would be right then.
     """
@@ -96,8 +95,6 @@ class Plan:
     Attributes:
         rows: by k, plain decoding first.
         best: the row to use at the first batch size.
-        best_by_batch: the best k of each batch size.
-        trees: as asked.
         changes, limits: sensitivity and break-even of ``best``; of ``nearest`` when ``best`` is plain decoding.
         notes: what to know before the numbers are believed.
     """

@@ -26,8 +26,6 @@ class Run:
     """A benchmark as its file tells it.
 
     Attributes:
-        name: of the file.
-        text: the file as it is, for the download.
         cells: one object per arm, category, temperature and batch.
         summary: the last line; empty for an interrupted run.
         notes: what a reader must know about this file.

@@ -23,7 +23,6 @@ class Scouted:
         depth: the longest draft that it was asked for.
         trees: whether its drafts branch, so that a shorter draft is another tree and no piece of the longer one.
         copies: whether it copies from text instead of running a network.
-        standing: what it did.
     """
 
     spec: str

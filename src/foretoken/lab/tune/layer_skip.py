@@ -54,7 +54,6 @@ class LayerSkipStudy:
         work: what is decoded to measure a set.
         k: longest draft.
         file: where the best set is written after every improvement.
-        best: the best set so far.
         best_speed: its tokens per second when it was tried.
     """
 

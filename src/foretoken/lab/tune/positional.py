@@ -112,8 +112,6 @@ def tune(
     """Measure acceptance and costs, take the shape of most tokens per time, and compare it.
 
     Args:
-        work: what is decoded.
-        drafter: a draft model.
         sizes: node counts to choose from.
         shape: ``"medusa"`` or ``"sequoia"``.
         depth: most levels.

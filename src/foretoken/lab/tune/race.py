@@ -38,7 +38,6 @@ class RaceRound(NamedTuple):
         written: new tokens.
         nodes: rows that the target scored, the root included.
         depth: levels of the draft; 0 where nothing was guessed.
-        accepted: draft tokens that were accepted.
         draft_s, total_s: seconds in the drafter, and of the whole round.
         room: tokens that the answer could still take before it, one of which is the target's own.
         tokens: the new tokens, where they are known.
@@ -60,7 +59,6 @@ class EngineRacer:
     Args:
         work: the target, and how answers are drawn; an answer ends at the model's end of text.
         drafter: what guesses; ``None`` decodes plainly.
-        controller: its spec.
         costs: what the controller starts from.
 
     Raises:

@@ -53,7 +53,6 @@ def tune(
     """Find what pays; an interrupt ends the search early, with the answer so far.
 
     Args:
-        job: what is tuned.
         tell: told before every measurement.
         on_row: told of every drafter that was tried.
 

@@ -55,14 +55,12 @@ class TunedTree:
 
     Attributes:
         method: registry name of the drafter.
-        choices: the tree.
         accuracies: [K][R] chance per level and rank (for a draft model the same row for every level: how often the
             child tried first, second, ... is the accepted one).
         sizes: per node count.
         speeds: measured, by arm: ``"plain"``, ``"default"`` and ``"tuned"``.
         shape: how the tree was built.
         temperature: of the text that was measured on.
-        draft_ms: of a draft model.
     """
 
     method: str

@@ -63,9 +63,7 @@ class TunedRow:
     """What one way did.
 
     Attributes:
-        way: which.
         speedup: tokens per second over plain decoding's beside it.
-        tokens_per_round: new tokens of a round.
         tokens: new tokens that the figures rest on.
         compared: whether it was one of the best, which ran against each other; else it was tried briefly.
         why: why it loses; empty where it does not.
@@ -91,12 +89,10 @@ class Outcome:
     """What was found.
 
     Attributes:
-        job: what was tuned.
         costs: of the target and of the drafters that were measured.
         rows: the ways that were measured, the fastest first; those that were compared before those tried briefly.
         chosen: the one that pays most, ``None`` for plain decoding.
         skipped: drafters that were not measured, and why.
-        plain_tokens_per_s: of plain decoding.
         prompts: how many were decoded.
         spent_s: seconds from the beginning to the end, of which ``before_s`` were over when the search began.
         interrupted: whether it was ended early.

@@ -36,8 +36,6 @@ def settle_threads(
     by PyTorch on the CPU, or the machine is quiet.
 
     Args:
-        target: the model.
-        busy: whether the machine is.
         clock: tells seconds.
     """
     most = torch.get_num_threads()

@@ -56,7 +56,6 @@ def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
     runs no network.
 
     Args:
-        target: the model.
         drafter: what drafts for it, a group perhaps.
     """
     key = _key(target, drafter)

@@ -29,11 +29,6 @@ def check_controller(given: Any) -> None:
 def check_budgets(budgets: Any, count: int, controller: Controller) -> None:
     """Refuse what no controller may return, before a drafter is asked.
 
-    Args:
-        budgets: of the requests of a round.
-        count: how many requests there are.
-        controller: who made them.
-
     Raises:
         ControllerError: not one budget for each request, or a budget whose parts are none.
     """

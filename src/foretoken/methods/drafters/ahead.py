@@ -58,7 +58,6 @@ class Ahead:
         sequence: the text in the second thread's copy of the draft model.
         text: the committed text in the draft model's ids.
         drafts: the chain that is verified.
-        depth: tokens of every chain.
         uniforms: one for each of these places, where tokens are drawn.  Outcomes share them: only one comes true.
         races: whether candidates are those of the race on the request's noise.
         branches: the outcomes, filled by the second thread.
@@ -85,11 +84,9 @@ class AheadDrafter(ModelDrafter):
     draft, are drafted for between the rounds only.
 
     Args:
-        model: the draft model.
         k: chain length.
         fanout: tokens that are guessed behind every number of accepted ones.
         draw: ``"iid"`` or ``"greedy"``, as for :class:`~foretoken.methods.drafters.model.ModelDrafter`.
-        target: the model that is drafted for, as there.
         thread: draft in a thread of its own; ``false`` does the same work before the target's call, for tests.
 
     Attributes:

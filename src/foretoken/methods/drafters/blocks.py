@@ -105,11 +105,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         """A drafter over a network as it is now.
 
         Args:
-            net: the network.
-            parts: the target's pieces.
-            target: the target.
             ids: [V_d] the tokens that can be guessed, if the network has no draft vocabulary; all by default.
-            **options: those of the drafter.
         """
         return cls(block_model(net, parts, target, ids), **options)
 

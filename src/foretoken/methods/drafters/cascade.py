@@ -35,13 +35,9 @@ class Chain:
     """A chain under construction.
 
     Attributes:
-        context: the request.
         inside: what the inner drafters see of it.
-        sequence: the model's.
-        budget: of this round.
         length: draft tokens that are wanted.
         own: how many of them the model writes; the others come from the late drafter.
-        tokens: draft tokens so far.
         distributions: per draft token the distribution [V] that it was drawn from; ``None`` for a point mass.
         places: where the model wrote its tokens: scores, and the node of them that each token follows.
         unread: tokens that the model is fed next, the last of them the root of the next guesses.
@@ -81,7 +77,6 @@ class CascadeDrafter(BatchDrafter):
     """Drafts a chain with a :class:`LanguageModel` that is itself sped up by another drafter.
 
     Args:
-        model: the draft model.
         inner: guesses what the model will write; changes the time, not the distribution of the draft.
         rule: verifies these guesses, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
         k: chain length.

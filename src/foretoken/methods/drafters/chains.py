@@ -31,12 +31,8 @@ def grow_chains(
     """Grow them all, if all are such chains and the model has such a call; whether that was so.
 
     Args:
-        model: what drafts.
         head: the vocabulary projection that takes the place of its own, if any does.
-        depth: most tokens of a chain.
-        trees: of the requests.
         feeds: what the model must be fed of each.
-        vocab_size: of the target.
     """
     fits = head is not None or model.vocab_size == vocab_size
     if not fits or not all(map(_follows, trees)):
@@ -121,7 +117,6 @@ def following(trees: Sequence[Growing], logits: Sequence[Tensor], lengths: Seque
     draft model's step is short.
 
     Args:
-        trees: of the requests.
         logits: [1, V] for each.
         lengths: tokens before the one that follows.
     """

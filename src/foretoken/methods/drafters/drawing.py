@@ -48,7 +48,6 @@ def is_ranked(sampler: SamplingPipeline, likeliest: bool = False) -> bool:
     Penalties alone are no reason: a draft is flatter than the target, so that they change far more of its ranks.
 
     Args:
-        sampler: of the request.
         likeliest: whether requests with noise get the likeliest tokens instead.
     """
     return not likeliest if sampler.noise is not None else sampler.greedy and sampler.restricts
@@ -86,7 +85,6 @@ def raced_ahead(
 
     Args:
         logits: row i is about the token behind the text of ``contexts[i]`` and ``ahead[i]`` more.
-        contexts: the request of each row.
         ahead: draft tokens before the one that is guessed.
         head: what the logits are of, if not of the target's vocabulary.  A race needs all of that.
     """

@@ -70,9 +70,7 @@ class DrawnTree:
     """A tree, or chain, under construction whose shape is decided before its tokens are; node 0 is the root.
 
     Args:
-        context: the request.
         places: the shape.
-        budget: of this round.
         most: nodes that the drafter makes at most.
 
     Attributes:

@@ -75,12 +75,9 @@ class DynamicTree:
         """Give every node of the frontier its best children, and choose which of these are read next.
 
         Args:
-            tree: the tree.
-            seen: its candidates.
             tokens: per node of the frontier its best ones.
             values: the log-probabilities of these.
             sure: all log-probabilities [n, V'] of the frontier; ``None`` where no stop rule looks at them.
-            levels: levels that the tree may have.
 
         Returns:
             Per node that is read next, the place of its parent in the frontier before.
@@ -114,7 +111,6 @@ def beliefs(tree: Growing, logits: Tensor) -> Tensor:
     tokens are the largest of.
 
     Args:
-        tree: the tree.
         logits: of its frontier's nodes, [n, V].
     """
     if not tree.sampler.fixed:

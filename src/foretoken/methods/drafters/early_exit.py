@@ -68,7 +68,6 @@ class EarlyExitDrafter(OwnLayersDrafter):
     layers need keys and values of the drafts before it, which may have exited earlier: they run with it.
 
     Args:
-        target: the model that drafts for itself.
         layer: the exit layer E, from 1 to one below the number of layers; 0 means a quarter of them.  With ``until``
             the first one.
         k: chain length, when no tree is asked for.

@@ -250,10 +250,6 @@ def load_frequent(context: BuildContext, name: str, path: str | None, parts: Tar
     frequent in its training text.
 
     Args:
-        context: the target.
-        name: the method.
-        path: the drafter's folder.
-        parts: the target's pieces.
         vocab: the tokens that can be guessed (:func:`~foretoken.methods.drafters.draft_vocabulary.chosen_ids`).
 
     Raises:

@@ -23,7 +23,6 @@ class MemberTree:
     """What a member proposed.
 
     Attributes:
-        tree: its own tree.
         places: for each of its nodes the node of the group's tree.
     """
 

@@ -19,9 +19,7 @@ class Growing(DrawnTree):
     """A tree that grows level by level, for whose nodes a model is asked.
 
     Args:
-        context: the request.
         places: the shape, unless it grows by confidence.
-        budget: of this round.
         most: nodes that the drafter makes at most.
         sequence: the model's, whose scratch holds the nodes that it has read.
         draws: whether tokens are drawn, and what they are drawn from is kept; else the best ones are taken.

@@ -255,10 +255,7 @@ class HeadsDrafter(BatchDrafter):
         Args:
             head: which one; all that our library runs at once go by the first one's number.
             inputs: [n, in] what it reads.
-            contexts: the request of each row.
             ahead: draft tokens before the one that is guessed, of each row.
-            budgets: of the requests.
-            count: how many.
         """
         if self._native:
             found = self._native[head](inputs, count)

@@ -32,7 +32,6 @@ class JumpDrafter(OwnLayersDrafter):
     draft's.  Layers outside the window have no keys and values of drafted tokens; the verification writes all of them.
 
     Args:
-        target: the model that drafts for itself.
         net: the trained predictor, whose configuration names the layers.
         k: longest chain, when no tree is asked for.
         tree: children per level, as for the drafter ``model``.

@@ -37,7 +37,6 @@ class KangarooDrafter(OwnLayersDrafter):
     come from the target's hidden states of the round and are read before the next draft.
 
     Args:
-        target: the model that drafts for itself.
         adapter: the trained adapter over the states of layer E, which its configuration names.
         k: longest chain, when no tree is asked for.
         tree: children per level, as for the drafter ``model``.
@@ -143,12 +142,7 @@ class KangarooDrafter(OwnLayersDrafter):
 
 
 class ExitReader(FeatureReader):
-    """Reads a token and its own exit state at every place.
-
-    Args:
-        adapter: the network.
-        layer: the exit layer.
-    """
+    """Reads a token and its own exit state at every place."""
 
     skipped = 0
 

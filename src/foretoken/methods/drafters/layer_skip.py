@@ -52,7 +52,6 @@ class LayerSkipDrafter(OwnLayersDrafter):
     """Drafts with all layers but the named attention and MLP sublayers.
 
     Args:
-        target: the model that drafts for itself.
         attention: layers whose attention is skipped, ``1+3+6-8`` or ``none``.
         mlp: layers whose MLP is skipped.  When neither is given, the set is measured on the target's own text with
             the first request, and remembered (:mod:`foretoken.methods.drafters.skip_default`).

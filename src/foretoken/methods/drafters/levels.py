@@ -28,7 +28,6 @@ class _Rows:
     """One tree's part in a level.
 
     Attributes:
-        tree: the tree.
         logits: of its frontier's nodes, [n, V].
         widths: the most children that each of them gets.
     """
@@ -54,7 +53,6 @@ def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of
     confidence), where the prefix does not count and no rule looks at single probabilities.
 
     Args:
-        trees: those that grow.
         logits: of their frontiers, [n, V] each, on a device.
         width_of: how many children a node gets.
         iid: whether siblings are drawn independently.

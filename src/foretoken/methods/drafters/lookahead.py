@@ -58,7 +58,6 @@ class _Fill:
     """Random tokens for the window, the same ones for the same prompt.
 
     Args:
-        tokens: they are chosen from these.
         vocab_size: they are chosen from all ids below it instead, unless it is 0.
     """
 
@@ -78,7 +77,6 @@ class _Lookahead:
         rows: the window's tokens row by row; row 0 without the root.
         pool: what was gathered.
         in_pool: tokens of the text whose n-grams are in the pool (``pool_from_prompt``).
-        proposed: the tree of this round.
         first_row: row 0 with the root, as proposed.
         width: columns that the tree holds (fewer than the window has when the context is nearly full).
         last: node that begins the window's last row: 0, the root, while row 0 is the last.

@@ -55,7 +55,6 @@ class ModelDrafter(BatchDrafter):
     """Drafts with a :class:`LanguageModel`.
 
     Args:
-        model: the draft model.
         k: chain length, when no tree is asked for.
         tree: children per level, ``"3x2x1"`` (SpecInfer's fixed expansion); a file of ``foretoken tune tree``; or the
             spec of a static tree, ``"sequoia,nodes=16"``.  Siblings take the ranks of such a tree in the order in which

@@ -28,8 +28,6 @@ def reduced_head(vocab: str, model: LanguageModel, context: BuildContext, quanti
 
     Args:
         vocab: the option, see :func:`~foretoken.methods.drafters.draft_vocabulary.chosen_ids`.
-        model: what drafts.
-        context: the target.
         quantised: whether the model's layers are run by other weights than those of its network, in few bits.
 
     Raises:

@@ -37,7 +37,6 @@ class OnlineDrafter(ModelDrafter):
         k: chain length, when no tree is asked for.
         tree: children per level, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
         draw: how siblings are drawn, as there.
-        target: the model that is drafted for, as there.
         every: finished requests between two updates; 0 switches learning off.
         lr: learning rate.
         loss: divergence from the target's distribution: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.

@@ -43,7 +43,6 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
     Args:
         tree: what was proposed.
         context: the request that it was proposed for.
-        drafter: who proposed it.
         target: whose ids they must be; ``None`` where whoever asked does not know it.
         thorough: also look whether the tokens can have been drawn as the tree says, which reads ``q``.
 

@@ -60,7 +60,6 @@ class BestTable:
 
     Attributes:
         tokens: per row the target's ids, best first.
-        log_probs: theirs.
         beliefs: gives log-probabilities [n, C] of all candidates of every row.
     """
 
@@ -86,7 +85,6 @@ class Guesses:
     """What the network says of the places of one request's block.
 
     Args:
-        context: the request.
         logits: [k, V_d] of the rows that guess.
         ids: what the logits are of.
         races: whether candidates are those of a race on the request's noise.
@@ -191,7 +189,6 @@ class ParallelDrafter(BatchDrafter):
             as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
             ``"greedy"`` that of the likeliest tokens.
         places: the shape of what is drawn.
-        model: the network.
         costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
             chances that the draft gives them.
     """
@@ -249,8 +246,6 @@ class ParallelDrafter(BatchDrafter):
 
         Args:
             guess: what the network says of its places.
-            budget: the most that may be drafted.
-            depth: most tokens of a path.
             sharing: requests whose nodes the target scores by the same call, as far as the tree may depend on that.
         """
         if self.draw != "greedy" and not guess.context.sampler.fixed:

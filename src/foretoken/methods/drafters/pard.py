@@ -36,7 +36,6 @@ class ModelIds:
     """The tokens that a draft model's logits are of, among the target's.
 
     Args:
-        own: tokens of the draft model.
         vocab_size: V of the target.
         head: its vocabulary projection, where it is another than its own.
     """
@@ -61,7 +60,6 @@ class PardDrafter(ParallelDrafter):
     """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
 
     Args:
-        model: the draft model.
         k: most tokens of a path, the rows of a pass.  More than the model was taught (8 for published ones) are
             guessed worse.
         mask: id of the mask token; -1: the one that the model's configuration names (``pard_token``).

@@ -77,7 +77,6 @@ class _LookAhead:
     """One request between two rounds.
 
     Attributes:
-        proposed: the last tree.
         groups: its nodes with look-ahead tokens below them, and which probes those are.
         logits: [<= k, V] what they said below the last token that were accepted; ``None`` when there were none.
     """
@@ -92,7 +91,6 @@ class PassTokensDrafter(Drafter):
 
     Args:
         net: the learned rows; they move to the target's device.
-        target: the model that embeds them.
         k: how many of the look-ahead tokens are used; 0: all that were learned, and for a spec as many as pay by the
             acceptance that training measured and by what the target's calls cost on this machine.
         draw: how drafts are made when the request samples: ``"iid"`` (each drawn from what its look-ahead token says)

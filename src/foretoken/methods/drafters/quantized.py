@@ -40,7 +40,6 @@ class QuantizedDrafter(ModelDrafter):
     """Drafts with the target's own network, its linear layers quantised.
 
     Args:
-        target: the model that drafts for itself.
         bits: ``8``, ``4``, or ``auto`` for what is faster here, layer by layer; 16 quantises nothing.
         k: chain length, when no tree is asked for.
         group: weights of a row that share an int4 scale: 32, 64 or 128.

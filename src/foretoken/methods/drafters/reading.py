@@ -51,7 +51,6 @@ class FeatureReader:
     """Shows the network one place per committed token but the last: the next token and the target's true state.
 
     Args:
-        model: the network.
         wanted: of how many last places per reading it must make logits.
     """
 

@@ -140,7 +140,6 @@ class TenantState:
     Attributes:
         template: the shape of the next trees.
         statistics: what was accepted.
-        followers: the table.
         rounds: how many there were.
     """
 

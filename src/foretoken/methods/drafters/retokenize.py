@@ -36,7 +36,6 @@ class _Text:
     """One request's text as the draft model reads it.
 
     Attributes:
-        ids: the text in the draft model's ids.
         count: how many of the request's tokens it covers.
         characters: holds back a half-written character, which is not in ``ids`` yet.
     """
@@ -55,9 +54,6 @@ class RetokenizeDrafter(BatchDrafter):
     lossless for every way of sampling.
 
     Args:
-        model: the draft model.
-        vocabulary: the draft model's tokenizer.
-        target_vocabulary: the target's tokenizer.
         k: tokens that the draft model writes per round.
         lookbehind: tokens before new text that are tokenized again together with it, on either side.
 

@@ -73,7 +73,6 @@ class RetrievalDrafter(SourceDrafter):
     """Looks up the longest n-gram that ends the context, and drafts a trie of its most frequent continuations.
 
     Args:
-        datastore: the corpus.
         n: longest n-gram.
         min_n: shortest n-gram.
         k: longest draft.

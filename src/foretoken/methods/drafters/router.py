@@ -26,7 +26,6 @@ class RouterDrafter(GroupDrafter):
     A budget that names nobody goes to the cheapest member first, then to the next one.
 
     Args:
-        drafters: the members.
         costs: per member what one draft token costs, in target steps; by default what it says itself
             (:meth:`~foretoken.methods.drafters.base.Drafter.cost_beside`).
         target: the model that is drafted for, whose size the default costs need.

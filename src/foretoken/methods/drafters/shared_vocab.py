@@ -46,7 +46,6 @@ class SharedVocabDrafter(ModelDrafter):
     them.
 
     Args:
-        model: the draft model.
         vocabulary: what the draft model's tokens spell.
         target_vocabulary: what the target's tokens spell, as many as its logits are wide.
         k: chain length, when no tree is asked for.

@@ -59,7 +59,6 @@ class Choice:
     """A set and what it promises.
 
     Attributes:
-        skips: the set.
         acceptance: share of the target's own tokens that are likeliest without these sublayers.
         speed: tokens per second over plain decoding's, by acceptance, size and the cost of the target's calls.
     """
@@ -112,7 +111,6 @@ def measured_set(target: LanguageModel, prompts: Sequence[Sequence[int]], tokens
     Args:
         target: a model of more than two layers.
         prompts: ids, none of them empty.
-        tokens: of every continuation.
     """
     text = _OwnText(target, prompts, tokens)
     try:

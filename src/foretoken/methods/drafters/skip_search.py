@@ -24,7 +24,6 @@ class SkipSearch:
     The generator of candidates has a fixed seed: the same scores give the same search.
 
     Args:
-        num_layers: layers of the model.
         ratio: share of all sublayers that a candidate skips.
         keep: layers at each end that always run.
         goal: the score above which the search ends.

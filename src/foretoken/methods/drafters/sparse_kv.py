@@ -21,7 +21,6 @@ class SparseKvDrafter(ModelDrafter):
     """Drafts with the target's weights over chosen chunks of its keys and values.
 
     Args:
-        target: the model that drafts for itself.
         k: chain length, when no tree is asked for.
         tree: children per level, as for the drafter ``model``.
         draw: how siblings are drawn, as for the drafter ``model``.

@@ -30,7 +30,6 @@ class StagedNode:
 
     Attributes:
         place: its ranks from the root downwards.
-        token: it.
         distribution: what it was drawn from, [V]; ``None`` for a point.
     """
 
@@ -86,7 +85,6 @@ class StagedDrafter(CascadeDrafter):
     same forwards, and so on: a tree of d levels takes as many forwards as its stages take rounds, not d of them.
 
     Args:
-        model: the draft model.
         inner: guesses what the model will write.
         rule: verifies these guesses, for example :func:`foretoken.methods.verifiers.compatibility.inner_rule`.
         k: length of the spine, when no tree is asked for.

@@ -39,7 +39,6 @@ class SwiftDrafter(OwnLayersDrafter):
     over them; the better set stays.
 
     Args:
-        target: the model that drafts for itself.
         k: longest chain.
         threshold: the chain ends after a token that the draft gives less than this.
         nodes: most draft nodes; the chain comes first, then the likeliest siblings.

@@ -86,7 +86,6 @@ def projection_of(network: Any, target: LanguageModel) -> StateProjection | None
     Args:
         network: the draft model, whose configuration says which states it reads (``pard2_target_layers``,
             ``pard2_scale``).
-        target: whose states.
 
     Raises:
         ValueError: a damaged file, or a projection of another target's states.
@@ -141,8 +140,6 @@ class TargetStates(MaskedReader):
     """Reads the text for a draft model, with the projected state of the token before beside every token.
 
     Args:
-        model: the draft model.
-        projection: of the target's states.
         mask: id of the mask token.
         vocab_size: V of the target.
 

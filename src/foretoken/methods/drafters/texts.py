@@ -29,7 +29,6 @@ class DraftText:
     """One text in one model.
 
     Attributes:
-        model: the drafter's.
         sequence: the text; its committed tokens are a beginning of the request's, in the model's own ids.
         version: of the model's weights when the text was opened.
         was_level: whether it has been whole before: what is read later was written by the request itself.
@@ -68,9 +67,7 @@ class DraftTexts:
     """All texts of one request, as the engine hands it to drafters (``context.texts``).
 
     Attributes:
-        pace: of the engine.
         find: looks for another text with the same beginning; ``None`` where nothing is kept.
-        by_key: the open ones.
         num_read: tokens that were read until the texts were whole for the first time.
         waits: whether a draft was given up in this round because a text is not whole yet.
         has_read: whether a text was opened or read in this round.
@@ -93,11 +90,7 @@ class DraftTexts:
 
 
 class TextReader:
-    """How a model reads: these two may be replaced where it takes more than tokens.
-
-    Args:
-        model: the drafter's.
-    """
+    """How a model reads: these two may be replaced where it takes more than tokens."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -116,9 +109,6 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
 
     Args:
         key: the drafter's slot in ``context.state`` that gets the sequence.
-        reader: reads for the model.
-        contexts: the requests.
-        texts: their tokens, in the model's own ids.
     """
     model = reader.model
     ready = [len(tokens) <= model.context_length for tokens in texts]

@@ -93,7 +93,6 @@ class UnoDrafter(ParallelDrafter):
     """Trees of the likeliest prefixes, or drawn chains and trees, from one forward of the target over noise.
 
     Args:
-        target: the model that drafts for itself.
         net: the updates of its linear layers; they move to its device.
         k: tokens that a forward guesses, at most; 0: as many as were trained.
         nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls

@@ -25,7 +25,6 @@ class Vocabulary:
     Args:
         spellings: per id the bytes that the token adds to a text; a special token spells its own name, and an id that
             is never used nothing.
-        special: ids of special tokens.
         roles: id of the special token of each role (``"eos"``, ``"bos"``) that the tokenizer has.
         encode: text to ids without special tokens around it; by default the longest tokens from left to right.
         prefix: ids that the tokenizer puts before every text.

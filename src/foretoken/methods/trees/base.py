@@ -31,7 +31,6 @@ class Candidates:
     """Everything that a growing tree has looked at; node 0 is the root, lists are per node.
 
     Attributes:
-        tokens: token ids.
         parents: parents come before their children, -1 for the root.
         scores: log of the believed chance that the node is accepted: the sum of its path's draft log-probabilities,
             which never rises from a node to its child.
@@ -98,7 +97,6 @@ class Growth(ABC):
         """Nodes of the last level (those from ``first`` on) that the drafter reads next; none ends the draft.
 
         Args:
-            seen: all candidates so far.
             first: the first node of the last level.
             width: children that every node gets.
             nodes: most draft nodes that the target will score.

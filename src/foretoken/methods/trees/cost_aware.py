@@ -45,7 +45,6 @@ def paying_count(values: Sequence[float], costs: TargetCost, batch: int) -> int:
 
     Args:
         values: chances to be accepted, falling.
-        costs: of the target's calls.
         batch: requests that share a call; 1 for a request whose text depends on the shape of its drafts (it draws, and
             is not coupled), which must not depend on who else is served.
     """
@@ -57,7 +56,6 @@ class PayingNodes:
     """How many of the most valuable nodes pay, told while they are found one after the other, best first.
 
     Args:
-        costs: of the target's calls.
         batch: requests that share a call, as for :func:`paying_count`.
         most: of nodes.
 

@@ -46,8 +46,6 @@ def lattice(
     Args:
         root: the last committed token.
         place: what may follow a path of drafted tokens, asked with the state of the place before (``None`` at first).
-        depth: most tokens of a path.
-        nodes: most nodes.
         goes_on: told the chance of the next node, whether it is looked at, and any behind it.
     """
     seen = Candidates([root])

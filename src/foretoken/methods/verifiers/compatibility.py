@@ -29,8 +29,6 @@ def check_proposals(
 
     Args:
         proposals: what the drafter may propose: how siblings are drawn, and whether they can branch.
-        verifier: the rule to check.
-        drafter_name: for the message.
         allow_lossy: whether the user allows rules that are lossy by design; a lossless rule on proposals that it is
             wrong for stays refused.
         greedy: whether the request is at temperature 0, where all lossless rules coincide.

@@ -34,9 +34,6 @@ def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size:
 
     Args:
         verdict: what was decided.
-        tree: of what.
-        verifier: who decided.
-        vocab_size: number of tokens that there are.
 
     Raises:
         VerifierError: it is no verdict, its path does not go down the tree from the root's child, node by node, or its

@@ -50,7 +50,6 @@ class RowPlan:
     Attributes:
         committed: tokens in the cache before the scratch.
         parents: parents of *all* scratch nodes, old and new; ``-1`` hangs from the last committed token.
-        depths: their depths.
         new: how many of them are fed in this forward (the last ones).
         visible: how many committed tokens the scratch hangs from and sees; -1: all.
         base: the position of scratch depth 0; -1: right behind the visible tokens.

@@ -20,12 +20,7 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
-    """Refuse weights with NaN or inf: a drafter with them would draft nonsense without a word.
-
-    Args:
-        tensors: by name.
-        place: the file or folder that they are from.
-    """
+    """Refuse weights with NaN or inf: a drafter with them would draft nonsense without a word."""
     name = first_not_finite(tensors)
     if name is not None:
         raise ValueError(f"{name} in {place} holds NaN or inf: {REMEDY}")

@@ -225,8 +225,6 @@ class Judge:
         """What is wrong with a forward, in words; ``None`` when it passes.
 
         Args:
-            network: the model.
-            run: the forward.
             dtype: of its hidden states.
             coarse: whether it multiplies in bfloat16, or by quantised weights, whatever the model is in.
         """

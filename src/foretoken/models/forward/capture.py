@@ -42,9 +42,6 @@ class CudaGraphs:
 
     A pool is shared by graphs of one thread only, since a replay may overwrite what another graph of the pool has
     left: results are copied out at once.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:

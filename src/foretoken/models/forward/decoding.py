@@ -40,7 +40,6 @@ class DecoderForward:
 
     Attributes:
         answer_start: tokens that every answer begins with.
-        num_layers: of the decoder.
 
     Raises:
         CapabilityError: positions that are no bias by distance in the first layer, or no token to begin with.

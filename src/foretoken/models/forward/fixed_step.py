@@ -171,9 +171,7 @@ class FixedStep:
     """The program of one bucket, and the tensors that it reads and leaves.
 
     Args:
-        forwards: what computes.
         cache: where keys and values are.
-        bucket: the shape.
         host: as for :class:`Numbers`.
         outputs: where it leaves its results.
     """

@@ -43,7 +43,6 @@ class Graphs:
 
     Args:
         owner: the model; its cache is a :class:`FixedCache` already.
-        recorder: what captures.
 
     Attributes:
         recorder: shared by a target and its draft model, which run in turns.
@@ -208,7 +207,6 @@ def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | N
     """``model``, with graphs if they were asked for and work.
 
     Args:
-        model: any language model.
         choice: ``True``, ``False``, or ``"auto"``: on a CUDA device, for a model whose fixed steps can be captured and
             give what its ordinary forward gives.  ``model.graphs_off`` says why there are none.
         recorder: what captures; of the model's device by default.

@@ -58,7 +58,6 @@ class LeanForward:
     """Same inputs and outputs as :func:`~foretoken.models.forward.public.run_public`.
 
     Attributes:
-        layers: the decoder layers.
         dtype: of hidden states, keys, values and logits.
 
     Raises:

@@ -16,21 +16,12 @@ class Family:
 
     Attributes:
         decoder: the stack of layers inside the causal language model.
-        embedding: its token embedding.
-        final_norm: its last norm.
-        attention: in a layer.
-        mlp: in a layer.
-        norm_attention: norm of the attention's input.
         after_attention: norm of its output.
-        norm_mlp: norm of the MLP's input.
         after_mlp: norm of its output.
         qkv: in the attention, one name each or one for all.
         interleaved: whether a fused projection holds query, key and value head by head.
-        out: in the attention.
         gate_up: in the MLP, gate and up, one name each or one for both.
         up: instead of them in an MLP without a gate.
-        down: in the MLP.
-        activation: in the MLP.
         experts: whether the MLP is called as it is: routers and experts are the model's own.
         norm_offset: what is added to the weights of its norms.
         soft_cap: attribute of the attention that caps its scores.

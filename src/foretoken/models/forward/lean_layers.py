@@ -32,7 +32,6 @@ class Heads:
     Attributes:
         heads: of queries.
         kv_heads: of keys and values.
-        dim: of a head.
     """
 
     heads: int
@@ -86,7 +85,6 @@ class LeanLayer:
     """Fused weights of one decoder layer.
 
     Args:
-        layer: the module.
         family: what its parts are called.
         size: shape of its attention.
         kind: layer type, the key of its mask in :attr:`ForwardPass.masks`.
@@ -217,7 +215,6 @@ class Rotary:
     Args:
         frequencies: [r / 2] radians per position.
         scale: of cosines and sines.
-        dtype: of what is turned.
     """
 
     def __init__(self, frequencies: Tensor, scale: float, dtype: torch.dtype) -> None:
@@ -268,7 +265,6 @@ class RowPlaces:
         """Those of the rows x [n, D] that are wanted, and where each feed's begin and end among them.
 
         Args:
-            x: all rows.
             columns: of each feed, as in :attr:`Call.wanted`.
         """
         spans = [(self.starts[row] + start, self.starts[row] + end) for row, start, end in columns]

@@ -41,7 +41,6 @@ class ChainEnd:
 
     Attributes:
         cache: where its keys and values are; there is room for the whole chain.
-        row: of the cache.
         slot: of that node; those before it are the text's and the chain's, and all of them are seen.
         position: of that node.
         steps: how many nodes follow.
@@ -55,12 +54,7 @@ class ChainEnd:
 
 
 class NativeChains:
-    """The steps of chains behind several texts.
-
-    Args:
-        forward: what computes.
-        ends: of the texts.
-    """
+    """The steps of chains behind several texts."""
 
     def __init__(self, forward: NativeForward, ends: Sequence[ChainEnd]) -> None:
         self.forward, self.ends = forward, ends

@@ -91,7 +91,6 @@ class BestTokens:
     """The likeliest tokens of some rows, as the library fills them in.
 
     Args:
-        rows: how many rows.
         count: tokens of each.
         scale: of the logits.
 

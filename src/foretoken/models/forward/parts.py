@@ -38,7 +38,6 @@ class Fingerprint:
     Attributes:
         hidden_size: D.
         vocab_size: V.
-        num_layers: decoder layers.
         weights: a hash over rows of the token embedding, rounded to bfloat16 (so that the dtype does not matter).
         layers: the same over rows of every weight of the decoder layers, which a target finetuned with a frozen
             embedding has of its own; empty where an older file does not tell.
@@ -123,9 +122,6 @@ def storage_of(network: Any) -> str:
 
 class TargetParts:
     """The pieces of a target that a trained drafter uses.
-
-    Args:
-        model: the target.
 
     Raises:
         CapabilityError: it is no network that hands out hidden states.

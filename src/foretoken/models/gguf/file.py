@@ -47,7 +47,6 @@ class GgufTensor:
     """A tensor as it is stored.
 
     Attributes:
-        name: in the file.
         kind: its type in the words of the format (``"Q4_K"``).
         shape: rows first, as in PyTorch.
         data: bytes [..., bytes of a row], memory-mapped.
@@ -64,7 +63,6 @@ class GgufFile:
     """A file, or all files of a model in several parts.
 
     Attributes:
-        path: the first file.
         metadata: values of the header by key.
         tensors: by name.
     """
@@ -98,7 +96,6 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
     """Read a file; of a model in several parts, give the first one.
 
     Args:
-        path: the file.
         header_only: leave the tensors out (``tensors`` is then empty).
 
     Raises:

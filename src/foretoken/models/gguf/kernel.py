@@ -29,7 +29,6 @@ class GroupedProduct(NativeProduct):
     """A quantised matrix in our own kernel.
 
     Args:
-        weight: the matrix.
         bias: [out] or ``None``.
 
     Raises:

@@ -33,7 +33,6 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     """A ``PreTrainedModel`` with the weights of a file.
 
     Args:
-        file: the file.
         dtype: of activations, norms and whatever is not quantised; by default that of the file's matrices, and
             bfloat16 where those are quantised.
 

@@ -70,7 +70,6 @@ class StoredEmbedding(nn.Embedding):
 
     Args:
         stored: rows [V, bytes], memory-mapped.
-        kind: how they are stored.
         dtype: of what is looked up.
         scale: what rows are multiplied by, as Gemma does; ``None``: nothing.
     """

@@ -240,7 +240,6 @@ class PackedLinear(nn.Module):
     """Takes the place of an ``nn.Linear`` whose weight went into a projection, alone or among others.
 
     Args:
-        projection: what multiplies.
         start, stop: which of its outputs are the layer's; by default all.
         tied: whether the weight is an embedding's, too, which still holds it.
     """

@@ -32,7 +32,6 @@ class QuantisedLinear(nn.Module):
     itself: everybody leaves them as they are.
 
     Args:
-        product: what multiplies.
         dtype: of the model.
     """
 

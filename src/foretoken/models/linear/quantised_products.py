@@ -29,7 +29,6 @@ class QuantisedProduct(ABC):
     """A :class:`~foretoken.models.linear.product.Product` with a quantised weight.
 
     Args:
-        weight: the quantised weight.
         bias: [out] or ``None``; added in float32.
 
     Attributes:
@@ -113,7 +112,6 @@ class Share(QuantisedProduct):
     """Some of the outputs of a product that several layers share.
 
     Args:
-        whole: the product.
         start, stop: which outputs.
     """
 

@@ -29,7 +29,6 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, 
         query: [b, H, n, d] bfloat16 like all others; numbers of a head lie side by side.
         keys, values: [b, H', S, d].
         mask: [b, 1, n, S], zero at the slots that a row sees; ``None``: all.
-        scale: of the scores.
     """
     batch, heads, rows, size = query.shape
     slots = keys.shape[2]

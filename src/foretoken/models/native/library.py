@@ -111,7 +111,6 @@ def function(name: str, kinds: str) -> Callable[..., None]:
     """A function of the library.
 
     Args:
-        name: of the function.
         kinds: of its arguments, a letter each, see :data:`KINDS`.
 
     Raises:

@@ -67,8 +67,6 @@ class Forward(Protocol):
 
     Attributes:
         name: as :attr:`~foretoken.models.base.LanguageModel.forward_name`.
-        model: the network.
-        device: where it runs.
         run_dtype: of hidden states, keys and values.
         num_layers: layers that plans and taps count.
         layer_masks: the masks that its layers read, by layer type.

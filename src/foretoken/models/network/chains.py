@@ -36,7 +36,6 @@ def joint_states(
         tokens: texts [b, n].
         columns: places [b, g]: a chain sees the text up to its column, and itself.
         chains: token ids [b, g, k].
-        grad: whether there are any.
     """
     (b, n), k = tokens.shape, chains.shape[2]
     ids = torch.cat([tokens, chains.flatten(1)], 1)
@@ -104,7 +103,6 @@ class Windows:
         model: the target, whose weights must be frozen already (``requires_grad_(False)``).
         tokens: texts [b, n].
         columns: places [b, R]: chain j sees the text before this column, and begins with the token in it.
-        plan: the layers that draft.
         cache: keys and values of the text in the layers of the window.
     """
 

@@ -29,7 +29,6 @@ def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
 
     Args:
         kind: its type, as Transformers calls it.
-        parameters: of it.
 
     Returns:
         ``"static"`` (they do not), ``"two"`` (one set up to the original length, another beyond it) or ``"each"``
@@ -46,7 +45,6 @@ class _Changing:
     """One rotary module of a model.
 
     Attributes:
-        module: the model's own.
         fresh: a copy of it that has not seen a text yet; forwards are run on copies of this one.
         rule: ``"two"`` or ``"each"``, see :func:`rule_of`.
         border: the original length, in tokens.
@@ -62,7 +60,6 @@ class ChangingRotary:
     """The length-dependent rotary embeddings of a model.
 
     Args:
-        modules: them.
         rereads: whether `generate` reads the whole text again when it becomes longer than the border.
 
     Attributes:
@@ -161,7 +158,6 @@ class ChangingRotary:
         """What the module's forward gives, node by node for its own length.
 
         Args:
-            index: of the module.
             x: whose dtype and device the result has.
             positions: [..., b, width].
             lengths: [b, width].
@@ -200,9 +196,7 @@ class LeanTurns:
     """Cosine and signed sine [n, 1, r] as the lean layers read them, from the model's own rotary module.
 
     Args:
-        rotary: the embeddings.
         kinds: layer types that have frequencies of their own; ``("",)`` where all layers share them.
-        dtype: of the result.
     """
 
     def __init__(self, rotary: ChangingRotary, kinds: Sequence[str], dtype: torch.dtype) -> None:
@@ -223,7 +217,6 @@ def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = N
     """Most tokens of a text, and why it is not more (empty where nothing special limits it).
 
     Args:
-        model: a Transformers model.
         context: what its configuration says.
         rotary: its length-dependent embeddings, for a forward that follows them (none: texts end at the border).
     """

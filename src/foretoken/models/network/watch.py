@@ -51,12 +51,6 @@ class Watch:
     Nothing tells of other attributes (tensors and flags that are no buffers, the configuration), of functions that a
     forward calls (``modeling_llama.apply_rotary_pos_emb``) and methods other than ``forward``, of numbers beside the
     sample that are written through ``.data``, or of a buffer that is added.
-
-    Args:
-        network: to be watched.
-
-    Attributes:
-        network: what is watched.
     """
 
     @torch.inference_mode()

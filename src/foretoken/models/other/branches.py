@@ -56,7 +56,6 @@ class Branches:
         Args:
             parents: of all scratch nodes, old ones first; -1 hangs from the last committed token.
             depths: of all scratch nodes.
-            committed: number of committed tokens.
             take: hands out an id that no text has.
 
         Returns:

@@ -27,10 +27,8 @@ class LlamaContext:
     """``llama_context``.
 
     Args:
-        weights: what runs.
         cells: tokens that the cache holds, of all texts together.
         num_ids: sequence ids, at most :data:`MOST_IDS`.
-        threads: CPU threads.
         cache_type: how keys and values are kept, a key of :data:`CACHE_TYPES`.
 
     Raises:
@@ -72,7 +70,6 @@ class LlamaContext:
 
         Args:
             tokens: n token ids, parents before children.
-            positions: of each, in its text.
             ids: the sequence ids that each belongs to; it sees the cells of the first.
             wanted: whose logits are made.
 

@@ -67,7 +67,6 @@ class ParallelModel(LanguageModel):
 
     Args:
         inner: the leader's part.
-        followers: the other processes.
     """
 
     prefill_chunk = PREFILL_CHUNK

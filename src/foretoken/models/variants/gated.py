@@ -64,7 +64,6 @@ class LowRankUpdates(nn.Module):
 
     Args:
         shapes: [out, in] by name in the layer.
-        num_layers: decoder layers.
         rank: r.
         scale: what B A is multiplied with.
     """
@@ -149,10 +148,8 @@ class _GatedProduct:
     """A product of a lean forward with the update of some rows.
 
     Args:
-        base: the product.
         first: [R, in] the factors A of the linear layers in it, one below the other.
         second: [out, R] their factors B at their outputs, scaled.
-        gate: which rows.
     """
 
     def __init__(self, base: Product, first: Tensor, second: Tensor, gate: _Gate) -> None:
@@ -267,7 +264,6 @@ class GatedModel(OwnSequencesModel):
     The first row of every feed is the target's own: its logits are those of a forward without any update.
 
     Args:
-        target: the model that drafts for itself.
         updates: of its linear layers.
 
     Raises:

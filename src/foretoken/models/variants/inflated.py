@@ -24,7 +24,6 @@ class InflatedNetwork(Network):
 
     Args:
         small: the model that it was made from.
-        shape: what it grew to.
     """
 
     def __init__(self, model: Any, *given: Any, small: Any, shape: InflatedShape, **more: Any) -> None:
@@ -77,7 +76,6 @@ class InflatedModel(HuggingFaceModel):
     Args:
         model: what :func:`foretoken.models.variants.inflation.inflate` made.
         small: the model that it was made from.
-        shape: what it grew to.
         exact, lean, in_place: as for :class:`HuggingFaceModel`.
     """
 

@@ -43,7 +43,6 @@ class InflatedShape:
         small: its width d.
         copies: r, how often the stream holds the small state.
         halvings: j, how often norm weights are halved.
-        layers: decoder layers.
         units: MLP units per layer.
     """
 

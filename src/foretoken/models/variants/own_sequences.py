@@ -18,7 +18,6 @@ class OwnSequencesModel(LanguageModel):
     next forward states anew.  So there is no second cache and nothing to prefill.
 
     Args:
-        target: the model that drafts for itself.
         weights: the name of the second weights that run; empty for the target's own.
 
     Attributes:

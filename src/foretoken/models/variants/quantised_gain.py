@@ -36,7 +36,6 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
     """Speed over plain decoding that quantised drafts promise; 0 where they cannot be made or are too small to pay.
 
     Args:
-        model: the target.
         scheme: how its weights would be quantised.
     """
     if not isinstance(model, HuggingFaceModel) or not model.capabilities.layer_windows:

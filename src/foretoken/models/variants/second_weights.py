@@ -85,7 +85,6 @@ class QuantisedWeights:
 
     Args:
         owner: the network, on a CPU; it is not changed.
-        scheme: how.
 
     Raises:
         CapabilityError: no layer can be quantised; the message says why.
@@ -235,7 +234,6 @@ class OwnWeightsModel(OwnSequencesModel):
     """A target's network with quantised weights, over the target's own sequences.
 
     Args:
-        target: the model that drafts for itself.
         scheme: how its weights are quantised; ``None`` drafts with the full ones.
 
     Raises:

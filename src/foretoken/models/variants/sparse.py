@@ -230,7 +230,6 @@ def retrieved_slots(keys: Tensor, query: Tensor, budget: int, chunk: int, local:
     Args:
         keys: [H, n, D] of one layer.
         query: [Hq, D]; the query heads that share a key head are averaged.
-        budget: most slots.
         chunk: slots per chunk.  The first chunk and what follows the last whole one are always chosen.
         local: share of the budget for the latest chunks, which are chosen whatever the query.
     """

@@ -33,7 +33,6 @@ class FleetMetrics:
         Args:
             replicas: the texts of replicas, by name.
             ready: replicas that can serve.
-            open_: requests that have not ended.
         """
         own = (
             ("replicas_ready", "gauge", "Replicas that can serve.", ready),

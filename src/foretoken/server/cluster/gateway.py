@@ -82,11 +82,9 @@ class Fleet:
 
     Attributes:
         settings: how the server is set up.
-        replicas: what serves.
         failed: why they could not be started.
         draining: whether new requests are refused.
         is_chat: whether the model comes with a chat template.
-        num_open: requests that have not ended.
         end_s: seconds in which the replicas and Ray must have ended.
     """
 

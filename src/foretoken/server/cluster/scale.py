@@ -37,7 +37,6 @@ def serve_replicas(settings: ServerSettings, replicas: int, address: str, sock: 
 
     Args:
         settings: of every replica; host, port and keys are the gateway's.
-        replicas: how many.
         address: ``local`` starts Ray here, ``auto`` finds the cluster that this machine is part of, or its address.
         sock: where the gateway listens.
 
@@ -68,8 +67,6 @@ class RayReplicas:
     """Replicas as a deployment of Ray Serve; see :class:`foretoken.server.cluster.gateway.Replicas`.
 
     Args:
-        settings: of every replica.
-        count: how many.
         address: of the cluster, ``auto``, or ``local``.
     """
 
@@ -234,8 +231,6 @@ def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:
     """The application as a deployment.
 
     Args:
-        settings: of every replica.
-        replicas: how many.
         threads: of each on the CPU; 0 leaves it to Ray, which gives as many as it reserves.
     """
     from ray import serve

@@ -32,7 +32,6 @@ class Target:
 
     Attributes:
         source: ``builtin``, a folder or a hub id.
-        model: it, loaded.
     """
 
     source: str
@@ -121,7 +120,6 @@ class Trained:
     Attributes:
         config: arguments of the network's configuration.
         tensors: by the network's own names.
-        measured: what training measured.
     """
 
     config: dict[str, Any]
@@ -262,7 +260,6 @@ def renamed(
     """Their tensors by our names, after a check that nothing is missing, left over or misshapen.
 
     Args:
-        tensors: by their names.
         wanted: shapes by our names.
         names: their name of each of ours.
         ignored: theirs that we do not need.

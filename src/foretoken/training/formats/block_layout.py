@@ -98,7 +98,6 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
     Args:
         config: laid flat (:func:`nested`).
         tensors: by our names.
-        target: the target.
 
     Raises:
         ValueError: a key is missing, is for another target, or asks for what our network does not do.

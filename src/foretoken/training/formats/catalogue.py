@@ -23,7 +23,6 @@ class Layout:
         method: registry name of the drafter.
         name: what ``--format`` calls it.
         home: ``module:Class`` below ``foretoken.training.formats``.
-        summary: whose layout it is.
         engines: what reads it; the value is a warning, empty when there is nothing to say.
     """
 

@@ -85,8 +85,6 @@ def joined(
         tensors: by the layout's names.
         sizes: heads, and blocks per head.
         rename: our names to the layout's.
-        target: the target.
-        layout: who asks.
 
     Raises:
         ValueError: something is missing, left over or misshapen.

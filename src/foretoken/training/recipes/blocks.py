@@ -124,8 +124,6 @@ class BlockRecipe(Recipe):
         """The loss of one place of all blocks, a scalar, and what the next place is asked with.
 
         Args:
-            batch: the texts.
-            labels: what the target says.
             states: [b, R, D] of the network.
             columns: [b, R] the tokens before the guessed ones.
             memory: what the place before returned; ``None`` at first.

@@ -37,7 +37,6 @@ class EarlyExitSettings:
     """How the target is trained.
 
     Attributes:
-        num_layers: decoder layers of the target.
         layer: exit layer that drafts (0: a quarter of the layers).
         dropout: chance that the last layer is left out for a text; lower layers have less, the first none.
         scale: weight of the early exits: e_scale of the paper, or that of the one exit where the last layer's is 1.

@@ -126,7 +126,6 @@ def chain_accuracies(
     """``accuracies`` [k]: how often the i-th guess of a chain of ``length`` is what the target would say.
 
     Args:
-        recipe: whose target it is.
         batches: held-out texts, of each of which the first counts.
         length: k.
         guess: the guesses [g, k] behind places [1, g], which stand for the tokens behind the places [g, k].

@@ -50,7 +50,6 @@ class HeadsRecipe(Recipe):
         """What the K heads make of the places [m]: K times [m, D].
 
         Args:
-            batch: the texts.
             rows: [m] which text.
             columns: [m] which token: the one before the root.
             generator: randomness of a training step; none when accuracies are measured.

@@ -19,7 +19,6 @@ class Labels:
     guessed.
 
     Args:
-        batch: the texts.
         wanted: bool [b, n], the places that will be asked for.
         ids: int64 [V_d], the tokens that can be guessed; ``None``: all.
     """

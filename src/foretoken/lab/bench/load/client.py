@@ -58,7 +58,6 @@ class Sample:
 
     Attributes:
         number: which; the same number asked the same of every arm.
-        category: of its prompt.
         sent_s: when it was sent, on the clock of ``time.perf_counter``; the following are, too.
         first_s: when its first text came.
         last_s: when it said that it was finished.

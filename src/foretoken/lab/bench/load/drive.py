@@ -50,8 +50,6 @@ class Driver:
     """Sends the requests of a load test.
 
     Args:
-        http: what sends them.
-        settings: what each asks.
         prompts: by category.
         tell: is told how far it is.
     """

@@ -51,7 +51,6 @@ def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSetting
     Args:
         passes: of the arm at the level.
         baseline: of the first arm at the same level; the arm's own for the first arm itself.
-        settings: of the test.
     """
     level, arm = passes[0].level, passes[0].arm
     samples = [sample for one in passes for sample in one.samples]

@@ -43,7 +43,6 @@ class LoadResult:
 
     Attributes:
         cells: one per level and arm.
-        summary: all the rest.
         interrupted: whether it was stopped early.
     """
 
@@ -104,7 +103,6 @@ def run_load(
     Args:
         addresses: the servers; the first is what others are compared with.
         prompts: by category.
-        settings: what to do.
         compare: plain decoding against speculation on the one server.
         tell: is told how far it is.
 

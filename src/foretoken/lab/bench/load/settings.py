@@ -26,7 +26,6 @@ class Server:
     Attributes:
         name: as tables show it.
         url: without ``/v1``.
-        model: what its requests name.
         key: API key; empty for none.
         salted: whether it keeps the caches of different ``cache_salt`` apart (it refuses or ignores the field if not).
         about: what it says of itself.

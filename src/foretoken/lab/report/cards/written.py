@@ -41,7 +41,6 @@ def origin(source: str, options: Mapping[str, str | None], arms: Sequence[str]) 
     """Reads the files once, before minutes are spent on the run.
 
     Args:
-        source: the model.
         options: how it is loaded: ``quantize``, ``inflate`` and ``backend``.
         arms: specs beside plain decoding.
 

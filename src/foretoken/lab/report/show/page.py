@@ -28,7 +28,6 @@ def render(run: Shown, totals: Sequence[Total] = ()) -> str:
     """The page.
 
     Args:
-        run: what is drawn.
         totals: rows of a table, of a trace with several requests or of an engine that tells totals alone.
     """
     drawn = run.rounds[:MOST_ROUNDS]

@@ -69,9 +69,7 @@ class Shown:
     """A generation.
 
     Attributes:
-        prompt: its text.
         facts: what made it, name by name.
-        rounds: in order.
     """
 
     prompt: str
@@ -139,11 +137,9 @@ class Total:
 
     Attributes:
         name: of the request, or of the interval.
-        rounds: how many.
         drafted, accepted: draft tokens.
         tokens_per_round: accepted ones and the target's own.
         acceptance_rate: accepted over drafted.
-        tokens_per_s: speed.
         per_position: share of the rounds in which at least the first, second, ... draft token was accepted.
     """
 

@@ -26,11 +26,7 @@ class TraceNode:
     """One node of a round.
 
     Attributes:
-        index: in the tree.
         parent: index of the node above, -1 for the root.
-        token: its id.
-        text: its text.
-        status: what became of it.
         why: the reason, in words.
         p: the target's probability, q: the draft's, where they are known.
     """

@@ -122,7 +122,6 @@ class Learner:
 
     Args:
         model: the draft model; it is not changed.
-        config: how it learns.
         save: folder that every update is written to; empty for none.
         tokenizer: saved beside the weights.
         clock: seconds, for the budget.

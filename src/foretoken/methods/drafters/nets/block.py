@@ -261,7 +261,6 @@ class BlockNet(nn.Module):
             x: [b, n, D] embedded rows, block after block.
             positions: [b, n].
             masks: per layer, additive [b, 1, n, m].
-            keep: a layer's cache.
         """
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, x)
         for index, layer in enumerate(self.layers):

@@ -106,9 +106,6 @@ class BlockModel(FeatureModel):
         """Blocks behind texts that hold one place per token before their anchors.
 
         Args:
-            sequences: of the texts.
-            anchors: their last tokens.
-            rows: of a block.
             guessing: which of them guess: logits are of these, states [rows, D] are of all.
         """
         mask = self.model.config.mask_token

@@ -41,7 +41,6 @@ class BpdHeads(nn.Module):
     The branches start at zero, so that every head starts as a norm of the state it sees.
 
     Args:
-        config: the shape.
         size: what the norms scale to at first; with the usual size of the target's states, a fresh head's logits are
             about the target's own.
     """

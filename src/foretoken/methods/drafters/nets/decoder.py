@@ -68,7 +68,6 @@ class Attention(nn.Module):
     """Rotary self-attention with grouped keys and values; norms and residuals are the caller's.
 
     Args:
-        config: the shape.
         wide: whether queries, keys and values read two states side by side (EAGLE-3).
     """
 
@@ -118,7 +117,6 @@ class DecoderLayer(Attention):
     """Attention and a gated MLP with residuals.
 
     Args:
-        config: the shape.
         input_norm: whether the attention's input is normalised (EAGLE-1 leaves that out).
         wide: whether queries, keys and values read two states side by side (EAGLE-3).
     """

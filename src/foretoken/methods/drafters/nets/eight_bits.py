@@ -31,9 +31,6 @@ def check_bits(bits: int) -> None:
 def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Matrices as int8 beside their scales; norms, biases, tables and what makes no whole blocks as they are.
 
-    Args:
-        tensors: by name.
-
     Returns:
         A matrix of N weights as int8 of the same shape, and float16 [N / 32] under its name and :data:`SCALES`.
     """
@@ -52,10 +49,6 @@ def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def unpacked(stored: Mapping[str, Tensor], place: object) -> dict[str, Tensor]:
     """Full weights, bfloat16, of what :func:`packed` made; everything else as it is.
-
-    Args:
-        stored: by name.
-        place: the file that they are from.
 
     Raises:
         ValueError: scales of another number of weights; names the tensor.

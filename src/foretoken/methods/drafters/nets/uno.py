@@ -21,9 +21,7 @@ class UnoConfig:
 
     Attributes:
         vocab_size: V of the target.
-        num_layers: its decoder layers.
         shapes: [out, in] of the linear layers that are updated, by their names in a decoder layer.
-        rank: of the updates.
         alpha: they are multiplied with ``alpha / rank``; 0: with :data:`SCALE`.
         places: tokens that one forward guesses, the first of which the target says itself.
         noise: what stands in unknown places: ``"random"`` tokens from 1 to below ``mask_token``, or ``"mask"``, that

@@ -25,7 +25,6 @@ class DraftHead:
     """Logits of draft states, float32, in packed bfloat16 where that is the fastest way.
 
     Args:
-        parts: the target.
         ids: int64 [V_d], the target's ids that can be guessed; ``None``: all.
         weight: [V_d, D] of a projection of the drafter's own; the target's rows by default.
         quantised: whether it multiplies by rows in 8 bits; ``None``: where the target does.

@@ -89,7 +89,6 @@ class HeadRun:
     """One call of a head.
 
     Args:
-        head: its layer.
         call: padded rows, with ``states``.
     """
 

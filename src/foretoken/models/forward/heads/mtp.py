@@ -128,7 +128,6 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
     """A module of the target ``network`` with weights by our names, of which none may be missing or left over.
 
     Args:
-        network: the target.
         tensors: ``eh_proj.weight`` [D, 2 D], ``enorm.weight``, ``hnorm.weight``, ``norm.weight`` [D] and ``layer.*``;
             experts may be stored one by one.
         feed: one of :data:`FEEDS`.

@@ -59,8 +59,6 @@ class NativeHead(NativeRows):
 
     Args:
         net: with ``pieces``, its :class:`HeadParts`.
-        parts: the target's embedding.
-        project: the vocabulary projection.
 
     Raises:
         NotCoveredError: something that the library does not have.

@@ -52,7 +52,6 @@ class NativeBlockNet(NativeRows):
     Args:
         net: with ``pieces``, its :class:`~foretoken.models.forward.heads.pieces.BlockNetParts`, and ``embedded``.
         embedding: [V, D] of the target.
-        project: the vocabulary projection.
 
     Raises:
         NotCoveredError: something that the library does not have.

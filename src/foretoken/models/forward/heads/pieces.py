@@ -80,7 +80,6 @@ class BlockNetParts:
     Attributes:
         config: heads, ``kv_heads``, ``head_dim``, ``rope_theta``, ``hidden_size``, and by layer ``reaches`` and
             ``causals``.
-        layers: its layers.
         last: the norm in front of the vocabulary projection.
         fuse: what makes a state of the target's hidden states at several depths.
         not_covered: what keeps others from running it, if anything does.
