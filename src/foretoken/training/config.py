@@ -33,13 +33,8 @@ class RunConfig:
     """What every run is told; stored in its checkpoints and compared on resume, but for the schedule.
 
     Attributes:
-        steps: optimizer steps.
-        batch_size: rows per step.
-        context: tokens per row.
-        lr: peak learning rate.
         warmup: share of the steps in which it rises.
         decay: share of the steps in which it falls to zero.
-        seed: of the data order and of everything drawn.
     """
 
     steps: int = setting(500, "Optimizer steps.", 1)
@@ -98,8 +93,6 @@ class TrainConfig(RunConfig):
 
     Attributes:
         text: ``"fixed"`` (the corpus) or ``"target"`` (what the target writes behind the beginnings of its blocks).
-        written_blocks: how many blocks it writes.
-        written_temperature: at which it writes.
         optimizer: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
         precision: of products, ``"bfloat16"`` (by autocast) or ``"float32"``.
     """
@@ -121,14 +114,6 @@ class DistillConfig(RunConfig):
     """The run of an alignment.
 
     Attributes:
-        loss: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
-        text: ``fixed``, ``teacher``, ``policy`` or ``mixed``.
-        mix: probability that a row of mixed text is the student's.
-        beta: of ``jsd``.
-        temperature: at which models write; 0 is greedy.
-        prompt: tokens of a row that a writing model is given; a quarter of the row by default (0).
-        written: rows that the target writes, used again and again.
-        refresh: steps that share one writing of the student.
         places: places that it learns to guess in one pass, masks standing in all but the first (PARD); 1: no masks.
         taps: hidden states of the target that it reads beside its tokens (PARD-2), as Transformers counts them, joined
             by ``+``; ``usual`` for those of the published models; empty for none.
@@ -193,9 +178,6 @@ class AnswerConfig:
     """How the target answers the questions of a data set.
 
     Attributes:
-        tokens: most of an answer.
-        temperature: 0 is greedy.
-        batch: conversations that are answered at once.
         seed: the draws of an answer depend on it and on the conversation's number.
     """
 
@@ -212,13 +194,7 @@ class AnswerConfig:
 
 @dataclass(frozen=True)
 class Intervals:
-    """How often a run is saved and measured.
-
-    Attributes:
-        save_every: steps between two checkpoints.
-        save_minutes: minutes after which there is one in any case.
-        eval_every: steps between two measurements.
-    """
+    """How often a run is saved and measured."""
 
     save_every: int = setting(100, "Steps between two checkpoints.", 1)
     save_minutes: float = setting(5.0, "A checkpoint after so many minutes, too; and on SIGTERM and Ctrl-C.", 0.0)

@@ -92,10 +92,7 @@ class LoadSettings:
 
     Attributes:
         levels: one after the other.
-        requests: per level, arm and pass.
         passes: how often each level is measured; arms take turns at going first.
-        warmup: requests to each arm before anything is measured.
-        max_tokens, temperature, top_p: what each request asks.
         seed: of the first request, counted up by request; also of the arrivals. ``None`` sends no seed.
         chat: chat completions instead of completions.
         ignore_eos: ask for outputs of equal length.
