@@ -34,12 +34,7 @@ from foretoken.cli import (
 )
 from foretoken.cli.model_argument import WordsCommand
 
-app = typer.Typer(
-    name="foretoken",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="foretoken", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _say_version(asked: bool) -> None:

@@ -127,11 +127,7 @@ def _settings(
         device=None if common.device == "auto" else common.device,
         allow_lossy=common.allow_lossy,
         max_new_tokens=common.max_new_tokens,
-        sampling={
-            "temperature": common.temperature or 1.0,
-            **common.filters,
-            "repetition_penalty": repetition_penalty,
-        },
+        sampling={"temperature": common.temperature or 1.0, **common.filters, "repetition_penalty": repetition_penalty},
         samples=samples,
         false_alarm=false_alarm,
         seed=common.seed or 0,
@@ -242,12 +238,7 @@ def before_certifying(file: Path, common: Common) -> dict[str, str]:
 
 
 def write_certificate(
-    file: Path,
-    report: Report,
-    settings: Settings,
-    target: LanguageModel,
-    common: Common,
-    checksums: dict[str, str],
+    file: Path, report: Report, settings: Settings, target: LanguageModel, common: Common, checksums: dict[str, str]
 ) -> None:
     """Write the certificate of a run that came to its end; of another one nothing is written, and that is said."""
     console = screen(stderr=True)

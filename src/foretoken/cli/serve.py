@@ -28,8 +28,7 @@ def serve_command(
         int, Given(help="More than one: as many replicas under Ray Serve.", min=1, envvar="FORETOKEN_REPLICAS")
     ] = 1,
     ray_address: Annotated[
-        str,
-        Given(help="Ray cluster for --replicas: local, auto, or its address.", envvar="FORETOKEN_RAY_ADDRESS"),
+        str, Given(help="Ray cluster for --replicas: local, auto, or its address.", envvar="FORETOKEN_RAY_ADDRESS")
     ] = "local",
     **flags: Any,
 ) -> None:

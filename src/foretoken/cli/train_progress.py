@@ -143,9 +143,7 @@ class TrainingBar:
 
 @contextmanager
 def training_bar(
-    steps: int,
-    describe: Callable[[Mapping[str, Any]], str],
-    short: Callable[[Mapping[str, Any]], str] | None = None,
+    steps: int, describe: Callable[[Mapping[str, Any]], str], short: Callable[[Mapping[str, Any]], str] | None = None
 ) -> Iterator[TrainingBar]:
     """The progress of a :class:`foretoken.training.loop.Loop`."""
     with progress_bars() as bar:

@@ -25,10 +25,7 @@ SMALLEST = 24
 """Fewest tokens of an answer: drafts need room."""
 
 
-@with_common(
-    omit=("drafter", "verifier", "controller", "max_new_tokens", *FILTERS, "allow_lossy"),
-    model="group",
-)
+@with_common(omit=("drafter", "verifier", "controller", "max_new_tokens", *FILTERS, "allow_lossy"), model="group")
 def tune_command(
     ctx: typer.Context,
     out: Annotated[

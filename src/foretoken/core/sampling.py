@@ -22,13 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core import (
-    NON_FINITE,
-    NonFiniteLogitsError,
-    OptionError,
-    SamplingPipeline,
-    argmaxes,
-)
+from foretoken.core import NON_FINITE, NonFiniteLogitsError, OptionError, SamplingPipeline, argmaxes
 from foretoken.core.filters import Filters
 from foretoken.core.noise import Noise
 from foretoken.core.processed import LogitsProcessor, check_processed, one_row

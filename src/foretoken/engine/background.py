@@ -15,15 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from foretoken.core.values import check_counts
-from foretoken.engine.errors import (
-    Draining,
-    EngineClosed,
-    EngineDead,
-    QueueFull,
-    RequestFailed,
-    TargetGone,
-    failure_of,
-)
+from foretoken.engine.errors import Draining, EngineClosed, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stats import SpecStats

@@ -115,10 +115,7 @@ class AcceptanceCheck:
         if fault and expected is not None:
             raise ValueError(f"{new.source} {fault}")
         warnings = [better] * bool(better) + [f"it {fault}"] * bool(fault)
-        return {
-            "acceptance": {**asdict(own), "expected": expected, "by_length": by_length},
-            "warnings": warnings,
-        }
+        return {"acceptance": {**asdict(own), "expected": expected, "by_length": by_length}, "warnings": warnings}
 
 
 def ordinary_prompts(tokenizer: Any, context: int) -> list[list[int]]:

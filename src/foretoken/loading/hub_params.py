@@ -17,10 +17,7 @@ from transformers.generation import logits_process as hf
 from foretoken.core.processed import LogitsProcessor, name_of
 from foretoken.core.sampling import FILTERS, SamplingParams
 
-STATEFUL = (
-    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    hf.SynthIDTextWatermarkLogitsProcessor,
-)
+STATEFUL = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor)
 """Processors that remember earlier calls: a distribution must be a pure function of the prefix."""
 
 _OWN_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)

@@ -13,12 +13,7 @@ from foretoken.loading.memory import moved
 from foretoken.loading.stored import check_method, check_storage, quantisation_of
 from foretoken.models.network.alone import BUILDING
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_network(path: str, dtype: torch.dtype | None, processes: int) -> Any:

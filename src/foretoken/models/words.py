@@ -7,10 +7,7 @@ from typing import Any
 
 from foretoken.models.base import Refusal
 
-EXACT = {
-    "bitwise": "exact to the last bit",
-    "rounding": "exact up to rounding",
-}
+EXACT = {"bitwise": "exact to the last bit", "rounding": "exact up to rounding"}
 """What each kind of exactness promises."""
 
 

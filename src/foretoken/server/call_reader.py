@@ -46,11 +46,7 @@ class Call:
     @property
     def function(self) -> dict[str, Any]:
         """OpenAI's shape."""
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class CallReader:

@@ -168,13 +168,7 @@ def engine_requests(
     for prompt in prompts:
         for choice in range(count):
             given = None if seed is None else (seed + choice) % 2**64
-            made = make_request(
-                prompt,
-                llm.tokenizer,
-                **options,
-                seed=given,
-                constraint=constraints[len(found)],
-            )
+            made = make_request(prompt, llm.tokenizer, **options, seed=given, constraint=constraints[len(found)])
             made = replace(made, owner=tenant.name, owner_running=tenant.running)
             llm.engine.check(made)
             found.append(made)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-FORMATS = frozenset(
-    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"),
-)
+FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
 """Those that llguidance knows; it refuses a schema with another one."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 """Keys whose members are schemas by names that mean nothing: a property may be called ``format``."""

@@ -106,11 +106,7 @@ def _usage(stats: SpecStats) -> dict[str, Any]:
 
 
 def _end(
-    turn: ChatTurn,
-    body: MessagesRequest,
-    reason: str | None,
-    stop: str | int | None,
-    parts: Sequence[Part],
+    turn: ChatTurn, body: MessagesRequest, reason: str | None, stop: str | int | None, parts: Sequence[Part]
 ) -> dict[str, Any]:
     """Why the answer ended."""
     found = REASONS.get(reason or "", "end_turn")

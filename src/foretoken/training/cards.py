@@ -223,11 +223,7 @@ def _run_options(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def _seen(report: Mapping[str, Any]) -> dict[str, str]:
     """How much was learned from, and in which time."""
-    return {
-        "tokens seen": f"{report['tokens']:,}",
-        "time": f"{report['hours']:.2f} hours",
-        "text": seen_text(report),
-    }
+    return {"tokens seen": f"{report['tokens']:,}", "time": f"{report['hours']:.2f} hours", "text": seen_text(report)}
 
 
 def _use(report: Mapping[str, Any]) -> str:

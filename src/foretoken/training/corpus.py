@@ -142,10 +142,7 @@ def _listed(paths: Sequence[str | Path]) -> str:
 
 
 def build_corpus(
-    paths: Sequence[str | Path],
-    tokenizer: Any,
-    out: Path,
-    on_read: Callable[[int], None] | None = None,
+    paths: Sequence[str | Path], tokenizer: Any, out: Path, on_read: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
     """Encode every document below ``paths`` to ``out/train.bin`` and ``out/held.bin``; reuse them when they match.
 

@@ -107,13 +107,7 @@ def make_optimizers(model: Any, config: LmConfig) -> list[torch.optim.Optimizer]
 
 @torch.no_grad()
 def evaluate(
-    model: Any,
-    file: Path,
-    dtype: str,
-    context: int,
-    max_blocks: int = 32,
-    batch: int = 4,
-    precision: str = "bfloat16",
+    model: Any, file: Path, dtype: str, context: int, max_blocks: int = 32, batch: int = 4, precision: str = "bfloat16"
 ) -> float | None:
     """Held-out loss in nats per token over up to ``max_blocks`` evenly spaced blocks of ``file``.
 

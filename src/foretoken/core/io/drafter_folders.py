@@ -15,12 +15,7 @@ from typing import Any
 OURS = "drafter.json"
 IMPORTED = ("eagle", "eagle3", "peagle", "medusa", "mtp", "dflash", "dflash2", "dspark")
 """Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
-PREFIXES = {
-    "model.": "",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "midlayer.": "layers.0.",
-}
+PREFIXES = {"model.": "", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm.", "midlayer.": "layers.0."}
 """How names of a block drafter begin elsewhere -> ours."""
 MEDUSA = re.compile(r"(?:medusa_head\.)?\d+\.\d+\.linear\.weight|(?:medusa_heads\.)?blocks\.\d+\.layers\.\d+\.weight")
 NAMED = {"dflash2": "dflash2", "dflash": "dflash", "dspark": "dspark", "peagle": "peagle", "eagle3": "eagle3"}

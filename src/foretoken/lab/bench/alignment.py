@@ -42,11 +42,7 @@ class Alignment:
     def __call__(self, network: Any) -> dict[str, Any]:
         """``greedy`` and ``sampled`` (see :meth:`lengths`), ``expected_acceptance``, ``argmax_agreement``."""
         drafter = self.drafter(network)
-        return {
-            "greedy": self.lengths(drafter, 0.0),
-            "sampled": self.lengths(drafter, 1.0),
-            **self.expected(network),
-        }
+        return {"greedy": self.lengths(drafter, 0.0), "sampled": self.lengths(drafter, 1.0), **self.expected(network)}
 
     def drafter(self, network: Any) -> Drafter:
         """Chains of the network, in one pass where it was taught to fill masks."""

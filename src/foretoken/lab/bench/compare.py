@@ -82,11 +82,7 @@ class Comparison:
 
 
 def compare(
-    llm: Llm,
-    prompt: Prompt,
-    options: Mapping[str, Any],
-    repeat: int = 3,
-    on_run: Callable[[int], None] | None = None,
+    llm: Llm, prompt: Prompt, options: Mapping[str, Any], repeat: int = 3, on_run: Callable[[int], None] | None = None
 ) -> Comparison:
     """Decode ``prompt`` both ways, ``repeat`` times each after one warm-up.
 

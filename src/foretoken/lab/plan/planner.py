@@ -13,12 +13,7 @@ from foretoken.core.costs import speedup
 from foretoken.lab.plan import speedup as theory
 from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
 from foretoken.lab.plan.roofline import Roofline
-from foretoken.lab.plan.speedup import (
-    branching_parents,
-    positional_success,
-    tree_expected_tokens,
-    trial_acceptance,
-)
+from foretoken.lab.plan.speedup import branching_parents, positional_success, tree_expected_tokens, trial_acceptance
 
 MAX_BATCH = 4096
 """Where the search for the batch at which drafting stops paying ends."""

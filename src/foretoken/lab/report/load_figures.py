@@ -9,11 +9,7 @@ from foretoken.lab.report.charts import LIGHT, Bar, BarChart, LineChart, Series
 from foretoken.lab.report.read import Run, number
 
 Cell = Mapping[str, Any]
-MEASURES = {
-    "ttft_ms": "Time to first token",
-    "tpot_ms": "Time per output token",
-    "e2e_ms": "Latency to the end",
-}
+MEASURES = {"ttft_ms": "Time to first token", "tpot_ms": "Time per output token", "e2e_ms": "Latency to the end"}
 AXES = {"rate": "requests per second that arrive", "concurrency": "requests at a time"}
 THROUGHPUT = {"tokens_per_s": "tokens per second", "requests_per_s": "requests per second"}
 

@@ -81,9 +81,7 @@ class LayerSkipStudy:
         try:
             study = optuna.create_study(
                 study_name="layer-skip",
-                storage=optuna.storages.JournalStorage(
-                    optuna.storages.journal.JournalFileBackend(str(self.journal)),
-                ),
+                storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(self.journal))),
                 direction="maximize",
                 load_if_exists=True,
             )

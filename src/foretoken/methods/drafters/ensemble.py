@@ -47,13 +47,7 @@ class EnsembleDrafter(GroupDrafter):
         self.traits = replace(self.traits, draws_trees=branches, sorts=sorts)
 
     @classmethod
-    def build(
-        cls,
-        path: str | None,
-        context: BuildContext,
-        *,
-        drafters: str | None = None,
-    ) -> EnsembleDrafter:
+    def build(cls, path: str | None, context: BuildContext, *, drafters: str | None = None) -> EnsembleDrafter:
         """From a spec ``ensemble[,drafters=(A|B|...)]``; by default the target's default drafter and a copying one.
 
         Raises:

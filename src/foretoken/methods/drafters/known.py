@@ -56,14 +56,7 @@ class KnownDrafter(GroupDrafter):
         return [] if self.inner is None else self.inner.describe()
 
     @classmethod
-    def build(
-        cls,
-        path: str | None,
-        context: BuildContext,
-        *,
-        inner: str = "none",
-        k: int = 8,
-    ) -> KnownDrafter:
+    def build(cls, path: str | None, context: BuildContext, *, inner: str = "none", k: int = 8) -> KnownDrafter:
         """From a spec ``known[,inner=SPEC]``; in brackets where the inner spec has options: ``inner=(model,k=4)``.
 
         Raises:

@@ -18,22 +18,9 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.methods.drafters.chains import following, grow_chains
-from foretoken.methods.drafters.drawing import (
-    best,
-    distribution_of,
-    draw_iid,
-    draw_without_replacement,
-    ranked,
-)
+from foretoken.methods.drafters.drawing import best, distribution_of, draw_iid, draw_without_replacement, ranked
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, beliefs, best_of, is_dynamic
-from foretoken.methods.drafters.growing import (
-    Growing,
-    check_growth,
-    ends_path,
-    follow,
-    readable,
-    widened,
-)
+from foretoken.methods.drafters.growing import Growing, check_growth, ends_path, follow, readable, widened
 from foretoken.methods.drafters.levels import choose_together
 from foretoken.methods.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.methods.drafters.pard import PardDrafter, mask_token

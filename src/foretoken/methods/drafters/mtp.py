@@ -64,13 +64,7 @@ class MtpDrafter(FeatureDrafter):
 
     @classmethod
     def build(
-        cls,
-        path: str | None,
-        context: BuildContext,
-        *,
-        feed: str = "",
-        vocab: str = "",
-        **options: Any,
+        cls, path: str | None, context: BuildContext, *, feed: str = "", vocab: str = "", **options: Any
     ) -> MtpDrafter:
         """From a spec ``mtp[:FOLDER]``; without a folder the head of the target's own checkpoint.
 

@@ -95,12 +95,7 @@ class Guesses:
     """Whether a place's scores depend on more of the path than :meth:`_row_of` tells."""
 
     def __init__(
-        self,
-        context: Context,
-        logits: Tensor,
-        ids: DraftIds,
-        races: bool,
-        best: tuple[Tensor, Tensor] | None = None,
+        self, context: Context, logits: Tensor, ids: DraftIds, races: bool, best: tuple[Tensor, Tensor] | None = None
     ) -> None:
         self.context, self.logits, self.head, self.races, self._best = context, logits, ids, races, best
         self._tables: dict[int, BestTable] = {}  # by width

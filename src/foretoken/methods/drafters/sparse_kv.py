@@ -55,14 +55,7 @@ class SparseKvDrafter(ModelDrafter):
         super().__init__(SparseModel(target, budget, chunk, select, rebuild, local, offload), k, tree, draw, target)
 
     @classmethod
-    def build(
-        cls,
-        path: str | None,
-        context: BuildContext,
-        *,
-        inner: str = "",
-        **options: Any,
-    ) -> Any:
+    def build(cls, path: str | None, context: BuildContext, *, inner: str = "", **options: Any) -> Any:
         """From a spec ``sparse_kv[,inner=SPEC]``.
 
         With ``inner`` the drafts are themselves sped up by another drafter: a

@@ -138,10 +138,7 @@ class TreeCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values [b, H, n, D] as planned; return the used slices [b, H, used, D]."""
-        return (
-            self._write(self._keys, key_states, layer_idx),
-            self._write(self._values, value_states, layer_idx),
-        )
+        return (self._write(self._keys, key_states, layer_idx), self._write(self._values, value_states, layer_idx))
 
     def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
         buffer = self._buffer(store, new, layer)

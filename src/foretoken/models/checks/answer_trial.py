@@ -60,10 +60,7 @@ def _here(model: EncoderDecoderModel) -> Tensor:
 
 def _by_its_own_forward(model: EncoderDecoderModel) -> Tensor:
     """The same rows of texts that are read whole, without a cache."""
-    paths = [
-        (INPUTS[0], CHAIN, 3),
-        *((INPUTS[1], path, 1) for path in ((TREE[0],), (TREE[1],), (TREE[0], TREE[2]))),
-    ]
+    paths = [(INPUTS[0], CHAIN, 3), *((INPUTS[1], path, 1) for path in ((TREE[0],), (TREE[1],), (TREE[0], TREE[2])))]
     rows = []
     for tokens, answer, count in paths:
         text = [*model.answer_start, *_ids(model, answer)]

@@ -156,12 +156,7 @@ class NativeForward(LeanForward):
         last = states.get("last")
         call = native.CallStruct(
             *(n, len(run.groups), ctypes.addressof(groups), x.data_ptr(), plan.start, end),
-            *(
-                self._skipped(plan.skip_attention),
-                self._skipped(plan.skip_mlp),
-                self.num_kinds,
-                turns[0][0].shape[-1],
-            ),
+            *(self._skipped(plan.skip_attention), self._skipped(plan.skip_mlp), self.num_kinds, turns[0][0].shape[-1]),
             *(ctypes.addressof(each) for each in (cos, sin, tapped)),
             *(None if last is None else last.data_ptr(), len(want), ctypes.addressof(rows)),
             *((None, output.data_ptr()) if whole else (output.data_ptr(), None)),

@@ -10,12 +10,7 @@ from torch import nn
 from foretoken.models.base import CapabilityError
 from foretoken.models.linear.packing import children_of, embedded_in, is_plain
 from foretoken.models.linear.product import QuantisedLinear
-from foretoken.models.linear.quantised import (
-    WITHOUT_BYTES,
-    available,
-    fastest_target_product,
-    multiplies_bytes,
-)
+from foretoken.models.linear.quantised import WITHOUT_BYTES, available, fastest_target_product, multiplies_bytes
 from foretoken.models.linear.quantised_weights import GROUP
 
 KINDS = ("int8", "int4", "int8-a8", "int4-a8")

@@ -247,7 +247,7 @@ def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:
         health_check_timeout_s=max(10.0, settings.watchdog),
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(
-            request_router_class="foretoken.server.cluster.ray_router:SessionRouter",
+            request_router_class="foretoken.server.cluster.ray_router:SessionRouter"
         ),
         ray_actor_options={
             **_resources(settings),

@@ -50,11 +50,7 @@ def _vllm(method: str, out: Path, written: Path) -> str:
     if "block_size" in told:
         inner = {**told, **told.get("dflash_config", {})}
         heads = inner["block_size"] - (not inner.get("sample_from_anchor"))
-    chosen: dict[str, Any] = {
-        "method": VLLM_METHODS.get(method, method),
-        "model": str(out),
-        DRAFTED: heads or DEPTH,
-    }
+    chosen: dict[str, Any] = {"method": VLLM_METHODS.get(method, method), "model": str(out), DRAFTED: heads or DEPTH}
     if method in ("pard", "peagle"):
         chosen |= {DRAFTED: drafted(told, TRAINED), "parallel_drafting": True}
     return f"--speculative-config '{json.dumps(chosen)}'"

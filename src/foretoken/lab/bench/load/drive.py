@@ -55,11 +55,7 @@ class Driver:
     """
 
     def __init__(
-        self,
-        http: httpx.AsyncClient,
-        settings: LoadSettings,
-        prompts: Mapping[str, Sequence[BenchPrompt]],
-        tell: Tell,
+        self, http: httpx.AsyncClient, settings: LoadSettings, prompts: Mapping[str, Sequence[BenchPrompt]], tell: Tell
     ) -> None:
         self.http, self.settings, self.prompts, self.tell = http, settings, prompts, tell
         self.stop = asyncio.Event()

@@ -120,9 +120,7 @@ def run_load(
     work = drive(settings, _finder(addresses, compare), prompts, tell, after if compare else None)
     arms, passes, interrupted = asyncio.run(work)
     return LoadResult(
-        figures.cells(arms, passes, settings),
-        summary(arms, passes, settings, prompts, interrupted),
-        interrupted,
+        figures.cells(arms, passes, settings), summary(arms, passes, settings, prompts, interrupted), interrupted
     )
 
 

@@ -39,11 +39,7 @@ class DraftHead:
     """
 
     def __init__(
-        self,
-        parts: TargetParts,
-        ids: Tensor | None = None,
-        weight: Tensor | None = None,
-        quantised: bool | None = None,
+        self, parts: TargetParts, ids: Tensor | None = None, weight: Tensor | None = None, quantised: bool | None = None
     ) -> None:
         if ids is not None and (not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= parts.vocab_size):
             raise ValueError(

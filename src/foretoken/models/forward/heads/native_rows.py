@@ -81,12 +81,7 @@ class NativeRows(ABC):
         return order, native.array(native.GroupStruct, groups), held
 
     def _group(
-        self,
-        cache: TreeCache,
-        rows: Sequence[int],
-        places: Sequence[RowPlan],
-        masks: Masks,
-        held: list[Any],
+        self, cache: TreeCache, rows: Sequence[int], places: Sequence[RowPlan], masks: Masks, held: list[Any]
     ) -> native.GroupStruct:
         low, count = rows[0], rows[-1] + 1 - rows[0]
         starts, widths = [0] * count, [0] * count  # rows between the fed ones take no part
