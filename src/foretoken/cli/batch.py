@@ -256,11 +256,7 @@ _STRING = re.compile(rb'(?:[^"\\]|\\.)*')
 
 
 def _answered(line: bytes, file: Path, number: int) -> str:
-    """The id that a line of the output answers.
-
-    Raises:
-        ValueError: it is not an answer.
-    """
+    """The id that a line of the output answers.  Raises ``ValueError`` where it is not an answer."""
     try:
         answer = json.loads(line)
     except ValueError:

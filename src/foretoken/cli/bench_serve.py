@@ -112,11 +112,7 @@ def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst
 
 
 def numbers(name: str, given: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
-    """Numbers that were joined by commas or given one by one.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Numbers that were joined by commas or given one by one.  Raises ``ValueError`` for something else."""
     parts = [part.strip() for text in given or () for part in text.split(",")]
     try:
         return [kind(part) for part in parts]

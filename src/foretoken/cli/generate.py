@@ -244,11 +244,7 @@ def read_text(file: Path) -> str:
 
 
 def _stdin() -> str:
-    """All of stdin.
-
-    Raises:
-        ValueError: not UTF-8.
-    """
+    """All of stdin.  Raises ``ValueError`` where it is not UTF-8."""
     try:
         text = sys.stdin.read()
         text.encode()  # where the locale lets wrong bytes through, they are halves of surrogate pairs

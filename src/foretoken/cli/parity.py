@@ -100,11 +100,7 @@ def parity_command(
 
 
 def _refuse_beside_verify(common: Common, own: dict[str, Any]) -> None:
-    """Refuse options that a certificate decides.
-
-    Raises:
-        ValueError: one was given.
-    """
+    """Refuse options that a certificate decides, by a ``ValueError``."""
     usual = {"samples": _SAMPLES, "false_alarm": _FALSE_ALARM, "repetition_penalty": 1.0}
     names = [name for name, value in own.items() if (value or None) != usual.get(name)]
     shared = {parameter.name for parameter in common_parameters()} - {"target", "drafter"}

@@ -83,11 +83,7 @@ def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...] | None:
 
 
 def _check_extra() -> None:
-    """Refuse to start without what serving needs.
-
-    Raises:
-        ValueError: an extra is missing.
-    """
+    """Refuse to start without what serving needs, by a ``ValueError``."""
     import importlib.util
 
     missing = [

@@ -246,11 +246,7 @@ def _write_trace(out: Path, trace: Trace, run: Shown, number: int | None) -> Non
 
 
 def write_whole(out: Path, text: str) -> None:
-    """A file, whole or not at all.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
+    """A file, whole or not at all.  Raises ``ValueError`` where it cannot be written."""
     from foretoken.core.io.files import write_text
 
     try:

@@ -36,11 +36,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
 def key_values(items: list[str] | None) -> dict[str, str]:
-    """What was given as ``--set key=value``.
-
-    Raises:
-        ValueError: something else.
-    """
+    """What was given as ``--set key=value``.  Raises ``ValueError`` for something else."""
     found = {}
     for item in items or ():
         key, equals, value = item.partition("=")
@@ -51,11 +47,7 @@ def key_values(items: list[str] | None) -> dict[str, str]:
 
 
 def load_target(target: str, device: str | None = None, dtype: str | None = None) -> tuple[LanguageModel, Any]:
-    """The target and its tokenizer.
-
-    Raises:
-        ValueError: a bad checkpoint or device, or no tokenizer.
-    """
+    """The target and its tokenizer.  Raises ``ValueError`` for a bad checkpoint or device, or no tokenizer."""
     from foretoken.loading import load_model, load_tokenizer
 
     model, tokenizer = load_model(target, device=device, dtype=dtype, pack=False), load_tokenizer(target)

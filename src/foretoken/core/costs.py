@@ -117,11 +117,7 @@ class RoundCosts:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> RoundCosts:
-        """What :meth:`as_dict` made.
-
-        Raises:
-            ValueError: something is missing or of the wrong type.
-        """
+        """What :meth:`as_dict` made.  Raises ``ValueError`` where something is missing or of the wrong type."""
         try:
             target = TargetCost({int(n): float(s) for n, s in stored["target_s"].items()})
             drafters = {}

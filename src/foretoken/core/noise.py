@@ -28,11 +28,7 @@ KEPT_NUMBERS, KEPT_POSITIONS = 2**18, 16
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse what is no seed.
-
-    Raises:
-        ValueError: not an integer, negative, or of more than 64 bits.
-    """
+    """Refuse a seed that is no integer, negative, or of more than 64 bits, by a ``ValueError``."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < SEEDS:
         raise ValueError(f"a seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
 

@@ -96,11 +96,7 @@ def installed() -> dict[str, Any]:
 
 @cache
 def installed_class(name: str) -> type[Any]:
-    """The class behind an entry point.
-
-    Raises:
-        ValueError: it cannot be imported, or is no drafter.
-    """
+    """The class behind an entry point.  Raises ``ValueError`` where it cannot be imported, or is no drafter."""
     point = installed()[name]
     try:
         drafter = point.load()

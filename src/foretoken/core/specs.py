@@ -63,11 +63,7 @@ def split_specs(text: str) -> list[str]:
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Split at separators outside parentheses.
-
-    Raises:
-        ValueError: parentheses that do not close.
-    """
+    """Split at separators outside parentheses.  Raises ``ValueError`` for parentheses that do not close."""
     parts, depth = [""], 0
     for sign in text:
         depth += (sign == "(") - (sign == ")")

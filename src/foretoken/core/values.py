@@ -22,11 +22,7 @@ def plain(value: Any) -> Any:
 
 
 def check_whole(option: str, value: Any) -> None:
-    """Refuse what is no whole number; a truth value is none.
-
-    Raises:
-        OptionError: it is not.
-    """
+    """Refuse what is no whole number, by an ``OptionError``; a truth value is none."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise OptionError(option, f"{option} must be a whole number, not {_shown(value)}")
 
@@ -44,21 +40,13 @@ def check_counts(given: Mapping[str, Any], least: int) -> None:
 
 
 def check_real(option: str, value: Any) -> None:
-    """Refuse what is no number; a truth value is none.
-
-    Raises:
-        OptionError: it is not.
-    """
+    """Refuse what is no number, by an ``OptionError``; a truth value is none."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise OptionError(option, f"{option} must be a number, not {_shown(value)}")
 
 
 def check_flag(option: str, value: Any) -> None:
-    """Refuse what is no truth value.
-
-    Raises:
-        OptionError: it is not.
-    """
+    """Refuse what is no truth value, by an ``OptionError``."""
     if not isinstance(value, bool):
         raise OptionError(option, f"{option} must be True or False, not {_shown(value)}")
 
@@ -78,11 +66,7 @@ def check_text(option: str, value: Any) -> None:
 
 
 def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:
-    """One text or several.
-
-    Raises:
-        OptionError: anything else, an empty text, or text that is no Unicode.
-    """
+    """One text or several.  Raises ``OptionError`` for anything else, an empty text, or text that is no Unicode."""
     if value is None:
         return ()
     given = (value,) if isinstance(value, str) else _members(option, value, "text, or a list of texts")

@@ -38,11 +38,7 @@ class AcceptanceRules:
             self._check(verifier, greedy=verifier.greedy_only)
 
     def check(self, request: Request) -> None:
-        """Refuse sampling that the rule is not right for.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """Refuse sampling that the rule is not right for, by a ``ValueError``."""
         if self.verifier is not None:
             self._check(self.verifier, greedy=request.params.temperature == 0)
 

@@ -133,11 +133,7 @@ class Pieces:
 
 
 def output_of(run: Running, tokenizer: Any | None) -> Output:
-    """The whole output of a finished request.
-
-    Raises:
-        RuntimeError: it is not finished.
-    """
+    """The whole output of a finished request.  Raises ``RuntimeError`` where it is not finished."""
     if run.finish_reason is None:
         raise RuntimeError("an unfinished request has no output")
     text = ""

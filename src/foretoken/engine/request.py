@@ -149,11 +149,7 @@ class Running:
 
     @property
     def text(self) -> SequenceState:
-        """Its text in the target.
-
-        Raises:
-            ValueError: it still waits.
-        """
+        """Its text in the target.  Raises ``ValueError`` where it still waits."""
         if self.sequence is None:
             raise ValueError(f"request {self.id} is waiting: it has no text in the target yet")
         return self.sequence

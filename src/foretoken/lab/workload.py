@@ -62,11 +62,7 @@ class Subject:
         return build_drafter(spec, self.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device)
 
     def llm(self, drafter: Drafter | None) -> Llm:
-        """The target with a drafter.
-
-        Raises:
-            ValueError: parts that do not fit each other.
-        """
+        """The target with a drafter.  Raises ``ValueError`` for parts that do not fit each other."""
         return assemble(
             self.target, drafter, self.verifier, self.controller, self.tokenizer, allow_lossy=self.allow_lossy
         )

@@ -107,11 +107,7 @@ def _has_encoder(path: str) -> bool:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A dtype by name.
-
-    Raises:
-        ValueError: unknown name.
-    """
+    """A dtype by name.  Raises ``ValueError`` for an unknown one."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in DTYPES:

@@ -137,11 +137,7 @@ class Answer:
         self.place.spend(tokens)
 
     async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
-        """The whole answers, counted and logged.
-
-        Raises:
-            ApiError: it failed.
-        """
+        """The whole answers, counted and logged.  Raises ``ApiError`` where it failed."""
         found = await self.finished(outputs_of(self.serving.engine, tickets, self.saw))
         for index, output in enumerate(found):
             self.note(index, output.stats, output.finish_reason, output.why)

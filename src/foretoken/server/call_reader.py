@@ -225,11 +225,7 @@ class _Value:
         self._end: int | None = None
 
     def end(self, text: str) -> int:
-        """The place behind the last bracket.
-
-        Raises:
-            _Incomplete: it is not there yet.
-        """
+        """The place behind the last bracket.  Raises ``_Incomplete`` where it is not there yet."""
         while self._end is None:
             if self._at >= len(text):
                 raise _Incomplete
@@ -254,11 +250,7 @@ class _Value:
 
 
 def _opens_json(rest: str) -> bool:
-    """Whether a list whose first sign was read holds objects.
-
-    Raises:
-        _Incomplete: nothing else is there yet.
-    """
+    """Whether a list whose first sign was read holds objects.  Raises ``_Incomplete`` where no more is there yet."""
     if not rest.strip():
         raise _Incomplete
     return rest.lstrip()[0] in "{]"

@@ -166,11 +166,7 @@ class ServerSettings:
 
     @cached_property
     def keys(self) -> Keys:
-        """The keys, and what each may take.
-
-        Raises:
-            ValueError: an entry is wrong.
-        """
+        """The keys, and what each may take.  Raises ``ValueError`` where an entry is wrong."""
         queued = None if self.key_queued < 0 else self.key_queued
         standard = Caller("", "", self.key_running, queued, self.key_tokens_per_minute)
         return Keys(self.api_keys, standard)
@@ -187,11 +183,7 @@ class ServerSettings:
 
 
 def parse_bytes(text: str) -> int | None:
-    """A size such as "2GiB" or "500MB" in bytes; ``None`` for nothing.
-
-    Raises:
-        ValueError: no such size.
-    """
+    """A size such as "2GiB" or "500MB" in bytes; ``None`` for nothing.  Raises ``ValueError`` for no such size."""
     if not text:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(text).strip())

@@ -25,11 +25,7 @@ PATIENCE_S = 0.3
 
 
 def check_fields(body: CompletionBody, serving: Serving) -> None:
-    """Refuse fields that mean something that cannot be had here.
-
-    Raises:
-        ApiError: 400 or 404.
-    """
+    """Refuse fields that mean something that cannot be had here, by an ``ApiError`` 400 or 404."""
     serving.check_model(body.model)
     for name, value in (body.model_extra or {}).items():
         if name in REFUSED and value not in (None, False, [], {}):
@@ -46,11 +42,7 @@ def check_fields(body: CompletionBody, serving: Serving) -> None:
 
 
 def refuse(body: Body, unserved: Mapping[str, str]) -> None:
-    """Refuse fields that cannot be honoured, by the reason why.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse fields that cannot be honoured, by an ``ApiError`` 400 with the reason why."""
     for name, value in (body.model_extra or {}).items():
         if name in unserved and value:
             raise bad(f"{name} is not served: {unserved[name]}", name, "unsupported_parameter")
@@ -104,11 +96,7 @@ def encoded(text: str, serving: Serving, special: bool, field: str, must_fit: bo
 
 
 def check_fits(text: str, serving: Serving, field: str) -> None:
-    """Refuse a text that cannot fit into the context, before it is tokenised.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse a text that cannot fit into the context, by an ``ApiError`` 400, before it is tokenised."""
     context, least = serving.llm.target.context_length, serving.lengths.least(text)
     if least > context:
         raise bad(

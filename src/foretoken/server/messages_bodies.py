@@ -133,11 +133,7 @@ Block.model_rebuild()
 
 
 def chat_request(body: CountRequest) -> ChatRequest:
-    """The request in the words of chat completions.
-
-    Raises:
-        ApiError: 400 for what cannot be served.
-    """
+    """The request in the words of chat completions.  Raises ``ApiError`` 400 for what cannot be served."""
     refuse(body, UNSERVED)
     if body.thinking is not None and body.thinking.type == "enabled":
         raise bad(
@@ -208,11 +204,7 @@ def _call(block: Block) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[Block], field: str, between: str = "") -> str:
-    """Text in one piece.
-
-    Raises:
-        ApiError: 400 for a block of another kind.
-    """
+    """Text in one piece.  Raises ``ApiError`` 400 for a block of another kind."""
     if isinstance(content, str):
         return content
     for block in content:

@@ -43,11 +43,7 @@ class Places:
         return Place(self, caller)
 
     def check_room(self, caller: Caller, count: int = 1) -> None:
-        """Refuse while there is no room for so many of this caller's.
-
-        Raises:
-            QueueFull: there is none.
-        """
+        """Refuse, by a ``QueueFull``, while there is no room for so many of this caller's."""
         if self.most is None:
             return
         if self.open + count > self.most:

@@ -140,11 +140,7 @@ class ResponsesRequest(Body):
 
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
-    """The request in the words of chat completions.
-
-    Raises:
-        ApiError: 400 for what cannot be served.
-    """
+    """The request in the words of chat completions.  Raises ``ApiError`` 400 for what cannot be served."""
     _check(body)
     found: dict[str, Any] = {
         "model": body.model,

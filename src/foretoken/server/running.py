@@ -19,11 +19,7 @@ T = TypeVar("T")
 
 
 def submit_all(engine: AsyncLlm, requests: Sequence[Request]) -> list[Ticket]:
-    """Queue all of them, or none.
-
-    Raises:
-        QueueFull: there is no room for all.
-    """
+    """Queue all of them, or none.  Raises ``QueueFull`` where there is no room for all."""
     tickets: list[Ticket] = []
     try:
         for request in requests:
@@ -40,11 +36,7 @@ Saw = Callable[[int, int], None]
 
 
 async def outputs_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> list[Output]:
-    """What they give; if one fails, the others are ended, too.
-
-    Raises:
-        DeadlineExceeded: the time was up.
-    """
+    """What they give; if one fails, the others are ended, too.  Raises ``DeadlineExceeded`` where the time was up."""
     try:
         return await asyncio.gather(*(_output(engine, index, ticket, saw) for index, ticket in enumerate(tickets)))
     finally:
@@ -126,11 +118,7 @@ class ClientGone(Exception):
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
-    """The result of some work, which ends when the client goes away.
-
-    Raises:
-        ClientGone: it did.
-    """
+    """The result of some work, which ends when the client goes away.  Raises ``ClientGone`` where it did."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(http.receive))
     try:

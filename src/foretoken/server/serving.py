@@ -35,11 +35,7 @@ log = logging.getLogger("foretoken.server")
 
 
 def load_llm(settings: ServerSettings) -> Llm:
-    """The model that is served, with everything around it.
-
-    Raises:
-        ValueError: whatever is wrong with it.
-    """
+    """The model that is served, with everything around it.  Raises ``ValueError`` for whatever is wrong with it."""
     drafter = None if settings.drafter == "none" else settings.drafter
     if settings.online:
         drafter = settings.online_drafter
@@ -282,11 +278,7 @@ class Serving:
         return has_template(self.llm.tokenizer)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Refuse the name of another model, by an ``ApiError`` 404."""
         if name is not None and name not in (self.settings.name, self.settings.model):
             raise ApiError(
                 404,

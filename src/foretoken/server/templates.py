@@ -145,11 +145,7 @@ def _marked(written: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any
 
 
 def _text_of(message: Message) -> str:
-    """The text of a message in one piece.
-
-    Raises:
-        ApiError: 400 for a part that is no text.
-    """
+    """The text of a message in one piece.  Raises ``ApiError`` 400 for a part that is no text."""
     if not isinstance(message.content, list):
         return message.content or ""
     for part in message.content:
@@ -204,11 +200,7 @@ def _id(given: str, template: str) -> str:
 
 
 def _without_template(messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
-    """A dialogue as plain text.
-
-    Raises:
-        ApiError: 400 for calls of tools, which it has no place for.
-    """
+    """A dialogue as plain text.  Raises ``ApiError`` 400 for calls of tools, which it has no place for."""
     if any(message.get("tool_calls") for message in messages):
         raise bad("this model has no chat template, so it cannot be told of earlier calls of tools", "messages")
     names = {"user": "User", "assistant": "Assistant", "tool": "Tool"}

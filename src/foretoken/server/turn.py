@@ -101,11 +101,7 @@ class ChatTurn:
         return len(await in_thread(TEXTS, lambda: self._encoded(prompt), cost=len(prompt)))
 
     async def start(self) -> Sequence[Ticket]:
-        """Hand it to the engine.
-
-        Raises:
-            ApiError: it is refused.
-        """
+        """Hand it to the engine.  Raises ``ApiError`` where it is refused."""
         body, choice = self.body, self.choice
         count = body.n or 1
         self.answer.check_room(count)

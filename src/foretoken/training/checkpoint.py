@@ -55,11 +55,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The meta data of a checkpoint (``step`` included).
-
-    Raises:
-        ValueError: the checkpoint is damaged.
-    """
+    """The meta data of a checkpoint (``step`` included).  Raises ``ValueError`` where the checkpoint is damaged."""
     try:
         meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
     except ValueError:

@@ -218,11 +218,7 @@ def _loss(model: Any, guide: Any, weight: float) -> Callable[[Tensor], Tensor]:
 
 
 def _load_teacher(model: Any, teacher: Path, device: str) -> Any:
-    """The network to learn from.
-
-    Raises:
-        ValueError: its vocabulary is not that of ``model``.
-    """
+    """The network to learn from.  Raises ``ValueError`` where its vocabulary is not that of ``model``."""
     from transformers import AutoModelForCausalLM
 
     guide: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16, trust_remote_code=False)

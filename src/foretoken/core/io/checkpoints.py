@@ -150,11 +150,7 @@ def check_source(source: str) -> None:
 
 
 def local_folder(source: str | Path, role: str = "target") -> Path | None:
-    """Where a model is on this machine; ``None`` for a hub id.
-
-    Raises:
-        LoadError: an unknown built-in model.
-    """
+    """Where a model is on this machine; ``None`` for a hub id.  Raises ``LoadError`` for an unknown built-in model."""
     path = resolve(source, role)
     folder = Path(path).expanduser()
     is_path = folder.exists() or is_builtin(source) or path.startswith((".", "/", "~"))

@@ -63,11 +63,7 @@ def _put(draft: Path, path: Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write a file, whole or not at all.
-
-    Raises:
-        OSError: as :func:`replacing`.
-    """
+    """Write a file, whole or not at all.  Raises ``OSError`` as :func:`replacing` does."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
     return Path(path)

@@ -22,11 +22,7 @@ from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
 
 def llama_package() -> Any:
-    """The ``llama_cpp`` package.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """The ``llama_cpp`` package.  Raises ``ValueError`` where it is not installed."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:

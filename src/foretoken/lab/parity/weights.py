@@ -81,11 +81,7 @@ def _sha256(file: Path) -> str:
 
 
 def _fetched(name: str) -> Path:
-    """The folder of a model of the hub that was fetched before.
-
-    Raises:
-        ValueError: it was not.
-    """
+    """The folder of a model of the hub that was fetched before.  Raises ``ValueError`` where it was not."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -128,11 +128,7 @@ def round_cost(steps: float, c: float, v: float = 1.0, overhead: float = 0.0) ->
 
 
 def check_alpha(alpha: float, name: str = "alpha") -> None:
-    """Refuse what is no probability.
-
-    Raises:
-        ValueError: outside [0, 1], or NaN.
-    """
+    """Refuse what is no probability, outside [0, 1] or NaN, by a ``ValueError``."""
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"{name} must be in [0, 1], not {alpha}")
 

@@ -85,11 +85,7 @@ class EngineRacer:
         self._seed, self._room = self._seed + 1, self._new_tokens
 
     def advance(self) -> RaceRound | None:
-        """Run one round; ``None`` when the answer has ended.
-
-        Raises:
-            ValueError: the round failed.
-        """
+        """Run one round; ``None`` when the answer has ended.  Raises ``ValueError`` where the round failed."""
         if not self._engine.busy:
             return None
         ((_, emission),) = self._engine.step()

@@ -164,11 +164,7 @@ def parse_lengths(text: str) -> tuple[int, ...] | None:
 
 
 def parse_costs(text: str) -> tuple[float, ...]:
-    """``"0.1|0"`` -> ``(0.1, 0.0)``.
-
-    Raises:
-        ValueError: not numbers of at least 0, joined by ``|``.
-    """
+    """``"0.1|0"`` -> ``(0.1, 0.0)``.  Raises ``ValueError`` for all but numbers of at least 0, joined by ``|``."""
     try:
         costs = tuple(map(float, text.split("|"))) if text else ()
     except ValueError:

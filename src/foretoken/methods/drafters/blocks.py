@@ -38,12 +38,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
             cost on this machine.
         depth: most tokens of a path; 0: all that a block guesses.
         width: candidates of every place; 1: a chain.
-        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
-            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
-            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
-            ``"greedy"`` that of the likeliest tokens.
-        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
-            ``nodes`` nodes by default.
+        draw, tree: as for the drafter ``eagle``.
         window: places of the text that layers without a reach of their own look back; 0: all.
         sink: first places of the text that they look at as well.
 

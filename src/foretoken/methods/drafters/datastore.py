@@ -161,11 +161,7 @@ class Datastore:
 
     @classmethod
     def from_documents(cls, documents: Iterable[Sequence[int]]) -> Datastore:
-        """A datastore in memory.
-
-        Raises:
-            ValueError: no tokens at all.
-        """
+        """A datastore in memory.  Raises ``ValueError`` for no tokens at all."""
         tokens = joined(documents)
         if not (tokens != SEPARATOR).any():
             raise ValueError("the corpus is empty: a datastore needs at least one token")

@@ -27,9 +27,7 @@ DRAWS = ("iid", "without_replacement", "greedy")
 
 
 def check_draw(name: str, draw: str) -> None:
-    """Raises:
-    ValueError: none of :data:`DRAWS`.
-    """
+    """Refuse what is none of :data:`DRAWS`, by a ``ValueError``."""
     if draw not in DRAWS:
         raise ValueError(f"{name} needs draw={', '.join(DRAWS[:-1])} or {DRAWS[-1]}, not {draw!r}")
 

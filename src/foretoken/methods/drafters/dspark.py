@@ -46,15 +46,9 @@ class DsparkDrafter(PairDrafter):
 
     Args:
         model: the network over the target's hidden states.
-        nodes: as for every block drafter.
-        depth: as for every block drafter.
-        width: as for every block drafter.
-        draw: as for every block drafter.
+        nodes, depth, width, draw, window, sink, tree: as for every block drafter.
         stop: nothing is drafted at a place that is reached, and right, with a lower chance than this, by the confidence
             head; 0 asks it nothing.
-        window: as for every block drafter.
-        sink: as for every block drafter.
-        tree: as for every block drafter.
 
     Raises:
         ValueError: an option outside its range, or a stop without a confidence head.

@@ -71,8 +71,7 @@ class EarlyExitDrafter(OwnLayersDrafter):
         layer: the exit layer E, from 1 to one below the number of layers; 0 means a quarter of them.  With ``until``
             the first one.
         k: chain length, when no tree is asked for.
-        tree: children per level, as for the drafter ``model``.
-        draw: how siblings are drawn, as for the drafter ``model``.
+        tree, draw: as for the drafter ``model``.
         until: ``"margin"`` or ``"hidden"`` lets every token exit where it is saturated, by the probability that its
             best token is ahead of the second or by the cosine of its hidden states around a layer.
         threshold: from which value on it is; 0 means .5 for ``margin`` and .99 for ``hidden``.

@@ -81,9 +81,7 @@ class Growing(DrawnTree):
 
 
 def check_growth(model: LanguageModel, branches: bool) -> None:
-    """Raises:
-    CapabilityError: the model cannot draft chains, or not trees where ``branches``.
-    """
+    """Raise ``CapabilityError`` for a model that cannot draft chains, or trees where ``branches``."""
     for need in ("rollback", "tree_mask", "keep_path")[: 3 if branches else 1]:
         if not getattr(model.capabilities, need):
             raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")

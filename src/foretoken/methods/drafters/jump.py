@@ -34,8 +34,7 @@ class JumpDrafter(OwnLayersDrafter):
     Args:
         net: the trained predictor, whose configuration names the layers.
         k: longest chain, when no tree is asked for.
-        tree: children per level, as for the drafter ``model``.
-        draw: how siblings are drawn, as for the drafter ``model``.
+        tree, draw: as for the drafter ``model``.
         head: the vocabulary projection; ``None``: the target's own.
 
     Raises:

@@ -39,8 +39,7 @@ class KangarooDrafter(OwnLayersDrafter):
     Args:
         adapter: the trained adapter over the states of layer E, which its configuration names.
         k: longest chain, when no tree is asked for.
-        tree: children per level, as for the drafter ``model``.
-        draw: how siblings are drawn, as for the drafter ``model``.
+        tree, draw: as for the drafter ``model``.
         eta: nothing is drafted below a token whose draft probability is under this (the token itself stays in the
             draft); 0.4 by default, and 0 for trees, where siblings are unlikely by design.  A controller's threshold
             counts when it is higher.

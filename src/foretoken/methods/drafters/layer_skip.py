@@ -58,8 +58,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
         k: longest draft, when no tree is asked for.
         adaptive: end a draft where its distribution is unsure; the threshold follows the acceptance rate of the
             request.
-        tree: children per level, as for the drafter ``model``.
-        draw: how siblings are drawn, as for the drafter ``model``.
+        tree, draw: as for the drafter ``model``.
         tokenizer: the target's, whose text the default set is measured on.
 
     Raises:

@@ -179,10 +179,7 @@ class ParallelDrafter(BatchDrafter):
 
     Attributes:
         width: candidates of every place; 1: a chain.
-        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
-            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
-            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
-            ``"greedy"`` that of the likeliest tokens.
+        draw: what requests that sample without noise get, as for the drafter ``eagle``.
         places: the shape of what is drawn.
         costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
             chances that the draft gives them.
@@ -195,11 +192,7 @@ class ParallelDrafter(BatchDrafter):
     model: LanguageModel
 
     def _shape(self, nodes: int, depth: int, width: int, draw: str, tree: str, rewinds: bool = False) -> None:
-        """Take the options that say what is drafted.
-
-        Raises:
-            ValueError: an option outside its range.
-        """
+        """Take the options that say what is drafted.  Raises ``ValueError`` for an option outside its range."""
         check_draw(self.name, draw)
         for key, value in (("nodes", nodes), ("width", width)):
             if value < 1:

@@ -66,12 +66,7 @@ class PardDrafter(ParallelDrafter):
         nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
             cost on this machine.
         width: candidates of every place; 1: a chain.
-        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
-            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
-            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
-            ``"greedy"`` that of the likeliest tokens.
-        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
-            ``nodes`` nodes by default.
+        draw, tree: as for the drafter ``eagle``.
         target: the model that is drafted for; its vocabulary may be padded to another width than the draft model's.
         taps: let a draft model that was trained with the target's states (PARD-2) read them.
 

@@ -44,8 +44,7 @@ class QuantizedDrafter(ModelDrafter):
         k: chain length, when no tree is asked for.
         group: weights of a row that share an int4 scale: 32, 64 or 128.
         activations: bits of the inputs, ``8``, ``15``, or ``auto``: 8 where that is faster here, layer by layer.
-        tree: children per level, as for the drafter ``model``.
-        draw: how siblings are drawn, as for the drafter ``model``.
+        tree, draw: as for the drafter ``model``.
         head: the vocabulary projection that takes the place of the target's, over the tokens that can be guessed.
 
     Raises:

@@ -120,11 +120,7 @@ class RetrievalDrafter(SourceDrafter):
 
 
 def standard_library() -> Iterator[str]:
-    """Sources of a few modules of the running Python.
-
-    Raises:
-        ValueError: this Python keeps no sources.
-    """
+    """Sources of a few modules of the running Python.  Raises ``ValueError`` where this Python keeps no sources."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = [path for name in STANDARD_LIBRARY if (path := folder / f"{name}.py").is_file()]
     if not found:

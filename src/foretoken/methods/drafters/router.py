@@ -177,11 +177,7 @@ class RouterDrafter(GroupDrafter):
 
 
 def parse_costs(text: str, name: str = "costs") -> tuple[float, ...]:
-    """``"0.1|0"`` -> ``(0.1, 0.0)``.
-
-    Raises:
-        ValueError: not numbers joined by ``|``.
-    """
+    """``"0.1|0"`` -> ``(0.1, 0.0)``.  Raises ``ValueError`` for all but numbers joined by ``|``."""
     try:
         return tuple(float(part) for part in text.split("|")) if text else ()
     except ValueError:

@@ -49,8 +49,7 @@ class SharedVocabDrafter(ModelDrafter):
         vocabulary: what the draft model's tokens spell.
         target_vocabulary: what the target's tokens spell, as many as its logits are wide.
         k: chain length, when no tree is asked for.
-        tree: children per level, as for the drafter ``model``.
-        draw: how siblings are drawn, as for the drafter ``model``.
+        tree, draw: as for the drafter ``model``.
 
     Raises:
         ValueError: an option outside its range, or vocabularies without a common token.

@@ -22,8 +22,7 @@ class SparseKvDrafter(ModelDrafter):
 
     Args:
         k: chain length, when no tree is asked for.
-        tree: children per level, as for the drafter ``model``.
-        draw: how siblings are drawn, as for the drafter ``model``.
+        tree, draw: as for the drafter ``model``.
         budget: slots per layer and key head; 0: a quarter of the context, but 256 to 4096.
         chunk: consecutive tokens that are chosen together.
         select: ``"retrieval"`` (what the last query fits best) or ``"recent"`` (the first 16 tokens and the last ones).

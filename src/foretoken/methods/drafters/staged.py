@@ -232,11 +232,7 @@ def comb(k: int, width: int) -> list[Choice]:
 
 
 def listed(places: StaticTree) -> list[Choice]:
-    """The nodes of a static tree, parents and earlier siblings first.
-
-    Raises:
-        ValueError: more than 256.
-    """
+    """The nodes of a static tree, parents and earlier siblings first.  Raises ``ValueError`` for more than 256."""
     counts = places.within(places.max_depth, MOST_NODES + 1)
     if isinstance(places, Ranks):
         found = list(places.choices)

@@ -121,11 +121,7 @@ def projection_of(network: Any, target: LanguageModel) -> StateProjection | None
 
 
 def read_projection(file: Path) -> dict[str, Tensor]:
-    """The tensors of a projection's file.
-
-    Raises:
-        ValueError: it is damaged, or holds none.
-    """
+    """The tensors of a projection's file.  Raises ``ValueError`` where it is damaged, or holds none."""
     try:
         found: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:

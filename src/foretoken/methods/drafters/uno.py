@@ -98,10 +98,7 @@ class UnoDrafter(ParallelDrafter):
         nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
             cost on this machine.
         width: candidates of every place but the first; 1: a chain.
-        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
-            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
-            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
-            ``"greedy"`` that of the likeliest tokens.
+        draw: as for the drafter ``eagle``.
         tree: the shape of a drawn tree: children per level, ``"1x3x2"``, or the spec of a static tree; by default
             Sequoia's of ``nodes`` nodes below the first token, which is always accepted.
         head: the vocabulary projection that takes the place of the target's, over the tokens that can be guessed.

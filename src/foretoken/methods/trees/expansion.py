@@ -11,11 +11,7 @@ from foretoken.methods.trees.shapes import Choice
 
 
 def parse_widths(text: str) -> tuple[int, ...]:
-    """``"3x2x1"`` -> ``(3, 2, 1)``.
-
-    Raises:
-        ValueError: not positive integers joined by ``x``.
-    """
+    """``"3x2x1"`` -> ``(3, 2, 1)``.  Raises ``ValueError`` for all but positive integers joined by ``x``."""
     parts = text.lower().split("x")
     # (Of anything but digits int() would read more than is meant: 1_0, +2.)
     widths = tuple(map(int, parts)) if all(part.strip().isdecimal() for part in parts) else ()

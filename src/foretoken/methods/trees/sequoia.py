@@ -101,9 +101,7 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
 
 
 def _check_acceptance(acceptance: Sequence[float]) -> None:
-    """Raises:
-    ValueError: not chances of which at most one comes true.
-    """
+    """Raise ``ValueError`` unless these are chances of which at most one comes true."""
     if not acceptance or not all(chance >= 0 for chance in acceptance) or sum(acceptance) > 1 + 1e-6:  # NaN as well
         raise ValueError(f"a positional acceptance vector holds chances that sum up to at most 1, not {acceptance}")
 

@@ -232,11 +232,7 @@ class SiblingDistributions:
 
 
 def chain_nodes(tree: TokenTree, name: str) -> list[int]:
-    """Draft nodes of a chain in order, probes left out.
-
-    Raises:
-        ValueError: a node has two children.
-    """
+    """Draft nodes of a chain in order, probes left out.  Raises ``ValueError`` where a node has two children."""
     if tree.is_chain:
         return list(range(1, len(tree)))
     nodes = [0]

@@ -135,11 +135,7 @@ class StateCache:
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Go back to the checkpoint, which stays.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Go back to the checkpoint, which stays.  Raises ``ValueError`` where there is none."""
         if self.saved == NONE:
             raise ValueError("there is no checkpoint to go back to")
         if self.saved == 0:

@@ -57,11 +57,7 @@ class Description:
         return native.NormStruct(self.keep(norm.weight.detach().float().contiguous()).data_ptr(), eps)
 
     def product(self, *projections: Any) -> native.ProductStruct:
-        """Linear layers of one input.
-
-        Raises:
-            NotCoveredError: a weight that the library does not read.
-        """
+        """Linear layers of one input.  Raises ``NotCoveredError`` for a weight that the library does not read."""
         parts = [part for each in projections for part in (each.products if isinstance(each, SideBySide) else [each])]
         linears = self.keep(native.array(Linear, [self._linear(part) for part in parts]))
         return native.ProductStruct(ctypes.addressof(linears), len(parts))

@@ -181,11 +181,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """The architecture of a file.
-
-    Raises:
-        UncoveredError: one that is not read here.
-    """
+    """The architecture of a file.  Raises ``UncoveredError`` for one that is not read here."""
     name = file.architecture
     with header_faults(file):
         if name == "llama" and int(file.get("expert_count", 0)):

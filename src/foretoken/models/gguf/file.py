@@ -81,11 +81,7 @@ class GgufFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
-        """The same, which must be there.
-
-        Raises:
-            GgufError: it is not.
-        """
+        """The same, which must be there.  Raises ``GgufError`` where it is not."""
         value = self.get(key)
         if value is None:
             raise GgufError(f"{self.path} lacks {self.architecture}.{key}: it is incomplete, convert the model again")

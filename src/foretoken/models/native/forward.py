@@ -117,16 +117,15 @@ def array(kind: type[Any], items: Sequence[Any]) -> Any:
 
 
 def run(model: ModelStruct, call: CallStruct, threads: int) -> None:
-    """Run a forward.
-
-    Raises:
-        MemoryError: too little memory for what it keeps in between.
-    """
-    failed = c_long(0)
-    forward = function("forward", "ppnp")
-    forward(ctypes.addressof(model), ctypes.addressof(call), threads, ctypes.addressof(failed))
-    if failed.value:
+    """Run a forward.  Raises ``MemoryError`` where there is too little for what it keeps in between."""
+    if _fails("forward", model, call, threads):
         raise MemoryError(f"too little memory for a forward of {call.rows} rows: feed fewer tokens at once")
+
+
+def _fails(name: str, what: Structure, call: Structure, threads: int) -> bool:
+    failed = c_long(0)
+    function(name, "ppnp")(ctypes.addressof(what), ctypes.addressof(call), threads, ctypes.addressof(failed))
+    return bool(failed.value)
 
 
 class BlocksStruct(Structure):
@@ -149,13 +148,6 @@ class BlocksCallStruct(Structure):
 
 
 def run_blocks(blocks: BlocksStruct, call: BlocksCallStruct, threads: int) -> None:
-    """Run the blocks.
-
-    Raises:
-        MemoryError: too little memory for what they keep in between.
-    """
-    failed = c_long(0)
-    compute = function("blocks", "ppnp")
-    compute(ctypes.addressof(blocks), ctypes.addressof(call), threads, ctypes.addressof(failed))
-    if failed.value:
+    """Run the blocks.  Raises ``MemoryError`` where there is too little for what they keep in between."""
+    if _fails("blocks", blocks, call, threads):
         raise MemoryError(f"too little memory for heads on {call.rows} rows: draft for fewer requests at once")

@@ -48,11 +48,7 @@ def context_length_of(config: Any) -> int:
 
 
 def cache_argument(module: Any) -> str:
-    """:func:`cache_name` of a module that must take a cache.
-
-    Raises:
-        CapabilityError: it takes none.
-    """
+    """:func:`cache_name` of a module that must take a cache.  Raises ``CapabilityError`` where it takes none."""
     name = cache_name(module)
     if name is None:
         raise CapabilityError(f"the forward of {type(module).__name__} takes no cache")

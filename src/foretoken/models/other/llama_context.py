@@ -121,11 +121,7 @@ class LlamaContext:
         return state
 
     def restore(self, state: Any, sequence: int) -> None:
-        """Give an id the state of another context's.
-
-        Raises:
-            RuntimeError: llama.cpp does not take it.
-        """
+        """Give an id the state of another context's.  Raises ``RuntimeError`` where llama.cpp does not take it."""
         if not self._c.llama_state_seq_set_data(self._handle, state, len(state), sequence):
             raise RuntimeError(
                 f"llama.cpp could not move a sequence to a larger cache: {self.weights.library.reason()}"

@@ -69,11 +69,7 @@ class InflatedShape:
 
 
 def parse_size(size: str | int) -> int:
-    """Parameters of ``"300m"``, ``"1b"``, ``"1.5b"`` or a plain number.
-
-    Raises:
-        ValueError: no such number.
-    """
+    """Parameters of ``"300m"``, ``"1b"``, ``"1.5b"`` or a plain number.  Raises ``ValueError`` for no such number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mb]?)", str(size).strip().lower())
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"inflate={size!r} is no number of parameters: use {', '.join(SIZES)} or one like 500m")

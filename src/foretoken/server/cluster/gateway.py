@@ -53,11 +53,7 @@ class Replicas(Protocol):
         """Replicas that there should be."""
 
     async def start(self) -> None:
-        """Start them; returns when the first can serve.
-
-        Raises:
-            ValueError: they cannot be started.
-        """
+        """Start them; returns when the first can serve.  Raises ``ValueError`` where they cannot be started."""
 
     def answer(self, scope: dict[str, Any], body: bytes, session: str, caller: Caller) -> AsyncIterator[list[Message]]:
         """An answer's messages, from the replica that suits the session; it keeps what it learns from the caller's
@@ -124,11 +120,7 @@ class Fleet:
         return each * max(1, self.replicas.num_ready)
 
     def check(self) -> None:
-        """Whether a request can be taken.
-
-        Raises:
-            ApiError: 503, with the seconds after which to try again.
-        """
+        """Whether a request can be taken.  Raises ``ApiError`` 503, with the seconds after which to try again."""
         if self.draining:
             raise shutting_down()
         if self.failed is not None:

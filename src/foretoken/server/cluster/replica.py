@@ -51,11 +51,7 @@ class Replica:
         self.app: ASGIApp = create_app(self.settings, self.serving)
 
     async def start(self) -> None:
-        """Load the model; nobody is sent here before that.
-
-        Raises:
-            Exception: it cannot be loaded.
-        """
+        """Load the model; nobody is sent here before that.  Raises ``Exception`` where it cannot be loaded."""
         await self.serving.start()
         if self.serving.failed is not None:
             raise self.serving.failed
@@ -65,11 +61,7 @@ class Replica:
         await self.serving.stop(self.settings.shutdown_timeout)
 
     def check(self) -> None:
-        """Whether this replica should go on living.
-
-        Raises:
-            RuntimeError: the engine is dead or hangs.
-        """
+        """Whether this replica should go on living.  Raises ``RuntimeError`` where the engine is dead or hangs."""
         if self.serving.trouble is not None:
             raise RuntimeError(self.serving.trouble)
 

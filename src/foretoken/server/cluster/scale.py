@@ -52,11 +52,7 @@ def serve_replicas(settings: ServerSettings, replicas: int, address: str, sock: 
 
 
 def check_ray() -> None:
-    """Refuse to start without Ray, before anything else is done.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Refuse to start without Ray, by a ``ValueError``, before anything else is done."""
     import importlib.util
 
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None:
@@ -78,11 +74,7 @@ class RayReplicas:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Deploy; returns when all replicas can serve.
-
-        Raises:
-            ValueError: a replica cannot be started.
-        """
+        """Deploy; returns when all replicas can serve.  Raises ``ValueError`` where a replica cannot be started."""
         telling = asyncio.create_task(self._tell())
         try:
             self._handle = await asyncio.to_thread(self._deploy)
@@ -92,11 +84,7 @@ class RayReplicas:
         self._watching = asyncio.create_task(self._watch())
 
     def join(self) -> None:
-        """Join the cluster, or start one.
-
-        Raises:
-            ValueError: there is none at the address.
-        """
+        """Join the cluster, or start one.  Raises ``ValueError`` where there is none at the address."""
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         local = self._address == "local"
         if not local:
@@ -158,11 +146,7 @@ class RayReplicas:
     async def answer(
         self, scope: dict[str, Any], body: bytes, session: str, caller: Caller
     ) -> AsyncGenerator[list[Message], None]:
-        """An answer's messages.
-
-        Raises:
-            ReplicaLost: the replica died on the way.
-        """
+        """An answer's messages.  Raises ``ReplicaLost`` where the replica died on the way."""
         from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
         response = self._handle.options(session_id=session).remote(scope, body, caller)

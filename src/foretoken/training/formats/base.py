@@ -39,11 +39,7 @@ class Target:
 
     @classmethod
     def open(cls, source: str) -> Target:
-        """Load it.
-
-        Raises:
-            ValueError: it cannot be loaded.
-        """
+        """Load it.  Raises ``ValueError`` where it cannot be loaded."""
         return cls(source, load_model(source, exact="approximate"))  # which leaves the weights as they are
 
     @cached_property
@@ -159,11 +155,7 @@ class Format(ABC):
 
     @abstractmethod
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """Export into an empty folder.
-
-        Raises:
-            ValueError: the drafter cannot be written in this layout.
-        """
+        """Export into an empty folder.  Raises ``ValueError`` where the drafter cannot be written in this layout."""
 
     @abstractmethod
     def read_folder(self, found: Found, target: Target, folder: Path) -> str:

@@ -132,11 +132,7 @@ class DflashSpeculators(DflashPlain):
 
 
 def layers_of(shape: BlockConfig, target: Target) -> dict[str, Any]:
-    """The layers in the words of Qwen3.
-
-    Raises:
-        ValueError: layers of several windows.
-    """
+    """The layers in the words of Qwen3.  Raises ``ValueError`` for layers of several windows."""
     windows = {reach for reach in shape.reaches if reach}
     if len(windows) > 1:
         raise ValueError(f"the layers see {shape.reach} tokens back, and this format has one window for all")
@@ -173,11 +169,7 @@ class Dflash2Plain(DflashPlain):
     architecture = "DFlash2DraftModel"
 
     def extras(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Convolutions and selector.
-
-        Raises:
-            ValueError: one of both is missing.
-        """
+        """Convolutions and selector.  Raises ``ValueError`` where one of both is missing."""
         kernel = tensors.get("layers.0.attention_conv.base_kernel")
         for name, found in ((CODEBOOK, tensors.get(CODEBOOK)), ("layers.0.attention_conv.base_kernel", kernel)):
             if found is None:

@@ -104,11 +104,7 @@ def layer_ids(shape: Eagle3Config) -> list[int]:
 
 
 def check_variant(config: Mapping[str, Any], target: Target) -> None:
-    """Refuse other sizes and variants of the network.
-
-    Raises:
-        ValueError: a variant that ours is not.
-    """
+    """Refuse other sizes and variants of the network, by a ``ValueError``."""
     check_sizes(config, target)
     inner = config.get("eagle_config")
     nested = inner if isinstance(inner, dict) else {}
@@ -174,11 +170,7 @@ class Eagle3Speculators(Eagle3Plain):
     layer = "layers.0"
 
     def recognises(self, found: Found) -> bool:
-        """By its own key.
-
-        Raises:
-            ValueError: it is a drafter of another kind.
-        """
+        """By its own key.  Raises ``ValueError`` where it is a drafter of another kind."""
         kind = found.config.get(KEY)
         if kind not in (None, *READ):
             known = ", ".join(READ)

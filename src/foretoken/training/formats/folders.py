@@ -117,11 +117,7 @@ class Found:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of all tensors.
-
-        Raises:
-            ValueError: a damaged file, or pickled weights only.
-        """
+        """Names of all tensors.  Raises ``ValueError`` for a damaged file, or pickled weights only."""
         found: set[str] = set()
         for file in self._files:
             try:

@@ -64,11 +64,7 @@ def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes among them.
-
-    Raises:
-        ValueError: a key is missing, or a rotary embedding that ours is not.
-    """
+    """The sizes among them.  Raises ``ValueError`` for a missing key, or a rotary embedding that ours is not."""
     heads = whole(config, "num_attention_heads")
     size = whole(config, "hidden_size")
     return {

@@ -92,11 +92,7 @@ class PardFolder(ModelFolder):
         return MASK in found.config and super().recognises(found)
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """Check the model and its mask token, and copy it.
-
-        Raises:
-            ValueError: it names no mask token.
-        """
+        """Check the model and its mask token, and copy it.  Raises ``ValueError`` where it names no mask token."""
         (source,) = self.inputs(spec, target.source)
         if MASK not in Found(source).config:
             raise ValueError(f"{source} is a draft model without a {MASK}: export it as model:{source}")

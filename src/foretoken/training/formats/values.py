@@ -43,11 +43,7 @@ def whole(config: Mapping[str, Any], *keys: str, default: int | None = None, lea
 
 
 def positive(config: Mapping[str, Any], *keys: str, default: float) -> float:
-    """The same for a number above 0.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The same for a number above 0.  Raises ``ValueError`` where it is none."""
     value = float(number(config, *keys, default=default))
     if value <= 0:
         raise ValueError(f"{keys[0]} in config.json must be above 0, not {value:g}")
@@ -70,11 +66,7 @@ def flag(config: Mapping[str, Any], *keys: str) -> bool | None:
 
 
 def listed(config: Mapping[str, Any], key: str) -> list[Any] | None:
-    """A list; ``None``: there is none.
-
-    Raises:
-        ValueError: something else.
-    """
+    """A list; ``None``: there is none.  Raises ``ValueError`` for something else."""
     value = config.get(key)
     if value is not None and not isinstance(value, list):
         raise ValueError(f"{key} in config.json must be a list, not {value!r}")

@@ -121,11 +121,7 @@ class Sample:
         return self
 
     def read(self, event: Mapping[str, Any], now_s: float) -> None:
-        """Take in one event of the stream.
-
-        Raises:
-            StreamError: it is an error.
-        """
+        """Take in one event of the stream.  Raises ``StreamError`` where it is an error."""
         if event.get("error"):
             raise StreamError(_message(event["error"]))
         for choice in event.get("choices") or ():

@@ -157,11 +157,7 @@ class Driver:
 
 
 def _check_plain(arm: ServerArm, samples: Sequence[Sample]) -> None:
-    """Plain decoding must be plain.
-
-    Raises:
-        ValueError: the server drafts all the same.
-    """
+    """Plain decoding must be plain.  Raises ``ValueError`` where the server drafts all the same."""
     ignored = any("speculative" in sample.ignored for sample in samples)
     if ignored or any(sample.drafts is not None and sample.drafts.drafted for sample in samples):
         raise ValueError(

@@ -29,11 +29,7 @@ svg { font: 13px system-ui, sans-serif; } .panel { fill: var(--panel); stroke: v
 
 
 def render(run: Shown, round_index: int) -> str:
-    """The picture.
-
-    Raises:
-        ValueError: there is no such round.
-    """
+    """The picture.  Raises ``ValueError`` where there is no such round."""
     if not 0 <= round_index < len(run.rounds):
         raise ValueError(f"there is no round {round_index + 1}: the run has {len(run.rounds)}")
     one = run.rounds[round_index]

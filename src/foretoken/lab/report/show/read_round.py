@@ -30,11 +30,7 @@ class Fault(ValueError):
 
 
 def text_of(row: Mapping[str, Any], name: str, default: str) -> str:
-    """A field that is a text.
-
-    Raises:
-        Fault: it is something else.
-    """
+    """A field that is a text.  Raises ``Fault`` where it is something else."""
     value = row.get(name, default)
     if not isinstance(value, str):
         raise Fault(f"'{name}' must be a text")
@@ -42,11 +38,7 @@ def text_of(row: Mapping[str, Any], name: str, default: str) -> str:
 
 
 def number(row: Mapping[str, Any], name: str) -> float | None:
-    """A field that is a number from 0 on, or is not there.
-
-    Raises:
-        Fault: it is something else.
-    """
+    """A field that is a number from 0 on, or is not there.  Raises ``Fault`` where it is something else."""
     value = row.get(name)
     if value is None:
         return None
@@ -56,11 +48,7 @@ def number(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def read_round(row: Mapping[str, Any], index: int) -> Round:
-    """A round.
-
-    Raises:
-        Fault: a field is not as it must be, or does not fit the others.
-    """
+    """A round.  Raises ``Fault`` where a field is not as it must be, or does not fit the others."""
     draft = _list(row, "draft", None, (str, type(None)))
     count = len(draft)
     if count > MOST_NODES:

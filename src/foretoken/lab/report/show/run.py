@@ -91,11 +91,7 @@ def _interest(one: Round) -> tuple[bool, int, int]:
 
 
 def shown(output: Output, tokenizer: Any, prompt: str, facts: Sequence[tuple[str, str]]) -> Shown:
-    """A generation that was made with ``explain=True``.
-
-    Raises:
-        ValueError: it was not.
-    """
+    """A generation that was made with ``explain=True``.  Raises ``ValueError`` where it was not."""
     if not output.rounds:
         raise ValueError("nothing to show: generate with explain=True")
     texts = token_texts(tokenizer, output.token_ids, output.text)

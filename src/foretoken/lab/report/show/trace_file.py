@@ -159,11 +159,7 @@ class _Reader:
         self.totals: list[Total] = []
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a row.
-
-        Raises:
-            Fault: it is not as it must be.
-        """
+        """Take a row.  Raises ``Fault`` where it is not as it must be."""
         if not self.facts:
             self._head(row)
             return

@@ -21,9 +21,7 @@ BITS = (16, 8)
 
 
 def check_bits(bits: int) -> None:
-    """Raises:
-    ValueError: nothing that weights can be stored in.
-    """
+    """Refuse what weights cannot be stored in, by a ``ValueError``."""
     if bits not in BITS:
         raise ValueError(f"weights are stored in {' or '.join(map(str, BITS))} bits, not {bits}")
 

@@ -11,34 +11,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig
+from foretoken.methods.drafters.nets.medusa import MedusaConfig
 from foretoken.models.forward.heads.pieces import BlockParts, HeadParts
 
 
 @dataclass(frozen=True)
-class HydraConfig:
-    """Shape of the heads.
+class HydraConfig(MedusaConfig):
+    """Shape of the heads, which is Medusa's but for what they read.
 
     Attributes:
-        hidden_size: D of the target.
-        vocab_size: V of the target.
-        heads: K; head i (from 0) guesses the token i + 2 places behind the one whose state it sees.
-        layers: residual blocks per head.
-        own_projection: whether every head owns a vocabulary projection, as in the paper; else the target's is shared.
         prefix: whether a decoder layer over the states of the whole text comes before the heads (Hydra++).
         layer: shape of that layer, the fields of ``LayerConfig``.
     """
 
-    hidden_size: int
-    vocab_size: int
-    heads: int = 4
-    layers: int = 1
-    own_projection: bool = False
+    method = "hydra"
     prefix: bool = False
     layer: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.heads < 1 or self.layers < 1:
-            raise ValueError(f"hydra needs heads >= 1 and layers >= 1, not {self.heads} and {self.layers}")
+        super().__post_init__()
         if self.prefix and not self.layer:
             raise ValueError("hydra with prefix needs the shape of the layer: give layer, the fields of LayerConfig")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class MedusaConfig:
         own_projection: whether every head owns a vocabulary projection, as in the paper; else the target's is shared.
     """
 
+    method: ClassVar[str] = "medusa"
     hidden_size: int
     vocab_size: int
     heads: int = 4
@@ -32,7 +33,7 @@ class MedusaConfig:
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.layers < 1:
-            raise ValueError(f"medusa needs heads >= 1 and layers >= 1, not {self.heads} and {self.layers}")
+            raise ValueError(f"{self.method} needs heads >= 1 and layers >= 1, not {self.heads} and {self.layers}")
 
 
 class MedusaHeads(nn.Module):

@@ -140,11 +140,7 @@ class FeatureModel(TreeRunner):
             self.native_off = str(error)
 
     def _native(self) -> Any:
-        """The network as the library runs it.
-
-        Raises:
-            NotCoveredError: it does not.
-        """
+        """The network as the library runs it.  Raises ``NotCoveredError`` where it does not."""
         return NativeHead(self.model, self.parts, self.project)
 
     @property
