@@ -272,15 +272,9 @@ def _held_out(
     controller: str | Controller,
     temperature: float,
 ) -> dict[str, Any]:
-    from foretoken.engine.stats import SpecStats
-    from foretoken.lab.acceptance import MeasuredAcceptance
-    from foretoken.llm import assemble
+    from foretoken.lab.acceptance import MeasuredAcceptance, drafted
 
-    llm = assemble(model, drafter, "auto", controller, None)
-    room = model.context_length - max(map(len, prompts))
-    asked: dict[str, Any] = {"temperature": temperature, "seed": 0, "ignore_eos": True}
-    outputs = llm.generate(list(prompts), max_new_tokens=min(NEW_TOKENS, room), **asked)
-    total = SpecStats.summed(out.stats for out in outputs)
+    total = drafted(model, drafter, prompts, NEW_TOKENS, controller, temperature=temperature, seed=0)
     return {
         "mean_acceptance_length": total.mean_acceptance_length,
         "acceptance_rate": total.acceptance_rate,

@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.engine.loop import Engine
-from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
 from foretoken.lab.prompts import prompts_of_kind
+from foretoken.llm import assemble
 from foretoken.loading import build_drafter
-from foretoken.methods.controllers.constant import ConstantController
+from foretoken.methods.controllers.base import Controller
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.heads import HeadsDrafter
 from foretoken.methods.drafters.nets.store import CONFIG, WEIGHTS
@@ -132,20 +131,23 @@ def long_text(tokenizer: Any) -> list[int]:
 
 def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
     """Answer prompts greedily with a draft of the drafter's own length in every round."""
-    engine, total = Engine(target, drafter, None, ConstantController()), SpecStats()
-    for ids in prompts:
-        room = target.context_length - len(ids)
-        engine.add(Request(ids, max_new_tokens=max(1, min(NEW_TOKENS, room)), ignore_eos=True))
-    try:
-        while engine.busy:
-            for run, emission in engine.step():
-                if emission.error is not None:
-                    raise emission.error
-                if emission.finish_reason is not None:
-                    total.merge(run.stats)
-    finally:
-        engine.close()
-    return MeasuredAcceptance.of(total, drafter.max_depth)
+    return MeasuredAcceptance.of(drafted(target, drafter, prompts, NEW_TOKENS), drafter.max_depth)
+
+
+def drafted(
+    target: LanguageModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    controller: str | Controller = "constant",
+    **options: Any,
+) -> SpecStats:
+    """Statistics of answers to prompts, greedy ones unless the ``options`` of ``generate`` say otherwise; as long as
+    the context allows, whatever ends them."""
+    llm = assemble(target, drafter, "auto", controller, None)
+    most = max(1, min(new_tokens, target.context_length - max(map(len, prompts))))
+    outputs = llm.generate([list(ids) for ids in prompts], max_new_tokens=most, ignore_eos=True, **options)
+    return SpecStats.summed(out.stats for out in outputs)
 
 
 def stated(folder: Path) -> float | None:

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.engine.stats import SpecStats
-from foretoken.lab.acceptance import MeasuredAcceptance
-from foretoken.llm import assemble
+from foretoken.lab.acceptance import MeasuredAcceptance, drafted
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.ensemble import EnsembleDrafter
 from foretoken.methods.drafters.learning.divergences import log_distribution
@@ -59,12 +57,12 @@ class Alignment:
 
     def lengths(self, drafter: Drafter, temperature: float) -> dict[str, Any]:
         """Mean acceptance length and the share of rounds that reach each position, through the engine."""
-        llm = assemble(self.target, drafter, "auto", "constant", None)
-        seeds = list(range(self.seed, self.seed + len(self.prompts)))
-        outputs = llm.generate(
-            self.prompts.tolist(), max_new_tokens=self.new_tokens, temperature=temperature, seed=seeds, ignore_eos=True
-        )
-        found = MeasuredAcceptance.of(SpecStats.summed(out.stats for out in outputs), drafter.max_depth)
+        asked: dict[str, Any] = {
+            "temperature": temperature,
+            "seed": list(range(self.seed, self.seed + len(self.prompts))),
+        }
+        stats = drafted(self.target, drafter, self.prompts.tolist(), self.new_tokens, **asked)
+        found = MeasuredAcceptance.of(stats, drafter.max_depth)
         return {"mean_acceptance_length": found.tokens_a_round, "per_position": list(found.by_position)}
 
     @torch.no_grad()

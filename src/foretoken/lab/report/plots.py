@@ -23,34 +23,29 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "text.parse_math": False,
-    "pdf.fonttype": 42,
 }
 DPI = 300
 COLUMN = 3.4
 """Width of one chart, in inches: a column of a paper."""
 
 
-def write_plots(run_file: Path, folder: Path, pdf: bool = False) -> list[Path]:
+def write_plots(run_file: Path, folder: Path) -> list[Path]:
     """Write every chart that the run has data for; returns the files.
 
     Args:
         run_file: ``run.jsonl`` of ``foretoken bench``.
         folder: where ``speedup.png``, ``positions.png``, ``rounds.png`` and so on go.
-        pdf: write each as PDF too.
 
     Raises:
         ValueError: the run cannot be read, the folder cannot be written, or matplotlib is missing.
     """
     run = read_run(Path(run_file))
     folder = Path(folder)
-    written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, charts in plots_of(run).items():
-            written += [write_charts(charts, folder / f"{name}{end}") for end in (".png", ".pdf")[: 1 + pdf]]
+        return [write_charts(charts, folder / f"{name}.png") for name, charts in plots_of(run).items()]
     except OSError as error:
         raise ValueError(f"plots cannot be written to {folder}: {error.strerror}") from None
-    return written
 
 
 def plots_of(run: Run) -> dict[str, Sequence[Chart]]:

@@ -76,7 +76,7 @@ def median_ms(run: Callable[[], Any], repeat: int, device: Any) -> float:
 
 
 @torch.inference_mode()
-def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any]]:
+def dtype_costs(width: int, device: Any) -> list[dict[str, Any]]:
     """Milliseconds of [1, width] x [width, width] products per dtype, in the layout that is fastest for it, and of
     ``ROWS`` such rows at once; ``None`` where the device cannot."""
     table: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any
                 x = torch.randn(rows, width, device=device).to(dtype)
                 product = Projection(torch.randn(width, width, device=device).to(dtype), None)
                 layout = product.layout.name
-                costs.append(median_ms(lambda x=x, product=product: product(x), repeat, x.device))  # type: ignore[misc]
+                costs.append(median_ms(lambda x=x, product=product: product(x), 30, x.device))  # type: ignore[misc]
             except (RuntimeError, TypeError):
                 costs.append(None)
         told = {"dtype": str(dtype).removeprefix("torch."), "supported": costs[0] is not None, "layout": layout}
