@@ -50,8 +50,7 @@ class Budget:
         max_nodes: most draft nodes (the root not counted).
         min_confidence: stop drafting after a token whose own draft probability is below this (it stays in the draft).
         stop: a richer rule of the same sort: called with the draft distribution [V] (``None`` if the drafter has none)
-            and
-            the drawn token's probability; true ends the draft *after* that token.  A :class:`PathStop` is also told
+            and the drawn token's probability; true ends the draft *after* that token.  A :class:`PathStop` is also told
             the hidden states of the draft model.
         member: which member of a group of drafters drafts (its index); ``None`` leaves the choice to the group.
         otherwise: the budget of another member, for when that one guesses nothing.

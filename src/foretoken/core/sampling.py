@@ -4,8 +4,7 @@ Greedy is a one-hot distribution made by the same function as every other distri
 order: logit bias and penalties on the raw logits, user processors, then temperature, top-k, top-p, min-p.
 
 A request with :class:`~foretoken.core.noise.Noise` takes the token of largest ``log p + noise``, as a greedy one takes
-that
-of largest logit: in both, the token after a prefix is fixed, whoever asks for it.
+that of largest logit: in both, the token after a prefix is fixed, whoever asks for it.
 """
 
 from __future__ import annotations

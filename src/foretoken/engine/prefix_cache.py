@@ -66,8 +66,7 @@ class PrefixCache:
     def find_draft(
         self, run: Running, others: Sequence[Running], key: Hashable, own: DraftText, tokens: Sequence[int]
     ) -> tuple[Snapshot, int] | None:
-        """What a drafter's model has of the beginning of a text that it opens: of an earlier text, or of one that
-        runs.
+        """What a drafter's model has of the beginning of a text that it opens: of an earlier text, or of one that runs.
 
         Args:
             key: the drafter's.

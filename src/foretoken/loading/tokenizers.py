@@ -96,8 +96,7 @@ class _UnreadTokenizer:
 
 
 def tokenizer_when_needed(model: Any) -> Any | None:
-    """The tokenizer of a ``PreTrainedModel``, read when something of it is first asked for; ``None`` where it has
-    none.
+    """The tokenizer of a ``PreTrainedModel``, read when something of it is first asked for; ``None`` where it has none.
 
     Raises:
         LoadError: its files are damaged, when it is asked.

@@ -247,8 +247,7 @@ class Serving:
         return self._engine
 
     def admit(self, caller: Caller) -> None:
-        """Refuse a request while this caller has no room for any; as long as there is no engine, the route says
-        why.
+        """Refuse a request while this caller has no room for any; as long as there is no engine, the route says why.
 
         Raises:
             ApiError: 503.

@@ -149,8 +149,7 @@ def plan(
         batches: requests per round; the first one decides ``best``.
         trees: shapes, child counts per level.
         positions: chance that the first, second, ... sibling is accepted; by default the rate of the first position,
-            tried
-            afresh for every sibling (an upper estimate).
+            tried afresh for every sibling (an upper estimate).
 
     Raises:
         ValueError: nothing to consider, a negative k, a batch below 1, or a bad tree.

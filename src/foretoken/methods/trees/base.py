@@ -83,8 +83,7 @@ class Candidates:
 class Growth(ABC):
     """A tree that follows the draft's own confidence: what to read next, when to stop, what to keep.
 
-    For greedy requests, and those with noise: choosing among *drawn* tokens by their own probability would be
-    biased.
+    For greedy requests, and those with noise: choosing among *drawn* tokens by their own probability would be biased.
 
     Attributes:
         name: registry key.

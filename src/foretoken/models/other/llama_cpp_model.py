@@ -37,8 +37,7 @@ class LlamaCppModel(LanguageModel):
     """Runs a GGUF file.
 
     Logits are those of llama.cpp in its default settings, so that speculation keeps the distribution that this file has
-    in llama.cpp.  The cache begins with room for one text and grows when more texts
-    are open than it holds.
+    in llama.cpp.  The cache begins with room for one text and grows when more texts are open than it holds.
 
     Args:
         path: the file (of several parts: the first).

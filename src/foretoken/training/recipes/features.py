@@ -49,11 +49,10 @@ class FeatureRecipe(Recipe):
     def unrolled(self, batch: Batch, features: Tensor, rows: Tensor, steps: int) -> Iterator[Tensor]:
         """Outputs [b, R, D] of drafting ``steps`` steps from every one of ``rows`` [b, R], one per step.
 
-        Step 0 reads the whole text on true features.  Step k goes on from the same row's output, with the text's
-        token k places further, as drafting does: it sees the true places up to the row, and of the steps behind
-        them its own row only (training-time test, arXiv 2503.01840).  Output k is the feature of token row + k + 1.
-        Where there are several modules, each reads the whole text on what the one before it made, and the last one goes
-        on so.
+        Step 0 reads the whole text on true features.  Step k goes on from the same row's output, with the text's token
+        k places further, as drafting does: it sees the true places up to the row, and of the steps behind them its own
+        row only (training-time test, arXiv 2503.01840).  Output k is the feature of token row + k + 1. Where there are
+        several modules, each reads the whole text on what the one before it made, and the last one goes on so.
         """
         b, count = rows.shape
         modules = self.modules[:steps]

@@ -144,8 +144,7 @@ def load_weights(folder: Path, net: nn.Module) -> None:
     """Fill ``net`` with the stored weights.
 
     Raises:
-        ValueError: a damaged file, or missing, superfluous or misshapen tensors, or numbers that are not
-            finite.
+        ValueError: a damaged file, or missing, superfluous or misshapen tensors, or numbers that are not finite.
     """
     file = folder / WEIGHTS
     try:
