@@ -213,7 +213,6 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
 
     Args:
         prompt: text, token ids, or messages (:mod:`foretoken.core.prompts`).
-        options: see :class:`Options`.
 
     Raises:
         OptionError: any of them of another kind or out of range.

@@ -85,7 +85,6 @@ class Counts:
         self._began_s = time.monotonic()
 
     def take(self, answer: Mapping[str, Any]) -> None:
-        """Count an answer."""
         self.failed += "error" in answer
         self.answered += "error" not in answer
         self.tokens += answer.get("num_new_tokens", 0)

@@ -236,7 +236,6 @@ def with_common(
         model: how MODEL comes: as the only ``"argument"``; as the hidden option that a ``"group"`` makes of it
             (:class:`foretoken.cli.model_argument.ModelGroup`); or as the command's ``"own"`` business.
         own_sampling: the model's own sampling options are the defaults, and the help says so.
-        defaults: defaults of this command that differ.
     """
     shared = [
         _parameter(p.name, _decided_by_model(p) if own_sampling and p.name in OWN_SAMPLING else p.annotation,

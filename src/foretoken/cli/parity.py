@@ -258,7 +258,6 @@ def verify_certificate(
         common: its target is used where another one than the default was named.
         model: the target here; by default where the certificate found it.
         drafters: where they are here, in the certificate's order; by default as the certificate says.
-        as_json: print one JSON object.
 
     Raises:
         ValueError: no whole certificate, or it is about another model or drafter.

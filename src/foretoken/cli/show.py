@@ -171,7 +171,6 @@ class ShowOptions:
         out: a page or picture; ``None``: the terminal.
         request: which request; ``None``: the first.
         number: which round, from 1; ``None``: the first ones, or of a picture the most telling.
-        as_json: print totals as JSON.
     """
 
     out: Path | None

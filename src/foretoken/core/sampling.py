@@ -102,7 +102,6 @@ class Sampler:
     """The sampling pipeline of one request (a :class:`foretoken.core.SamplingPipeline`).
 
     Args:
-        params: how tokens are drawn.
         prompt_length: where the generated part of a prefix begins (presence and frequency penalties, noise).
         noise: of a request whose draws its seed fixes.  A greedy request has no use for it.
         skipped: tokens at the beginning that the repetition penalty does not see (an encoder's input).

@@ -19,7 +19,6 @@ class AcceptanceRules:
 
     Args:
         verifier: the rule that was asked for, or ``None`` to choose the best lossless one for every tree.
-        drafter: what guesses, if anything does.
         allow_lossy: accept a rule that changes the target's distribution.
 
     Attributes:

@@ -49,7 +49,6 @@ def check_language(
     """Refuse what cannot go together with a request's language.
 
     Args:
-        request: what was asked.
         tokenizer: for stop strings.
         ends: the ids that end the text.
 

@@ -44,7 +44,6 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     """A waiting request.
 
     Args:
-        request: what was asked.
         tokenizer: for stop strings.
         races: whether draft and target share noise, so that the seed fixes the text.
     """

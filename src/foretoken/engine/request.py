@@ -139,7 +139,6 @@ class Running:
 
     @property
     def id(self) -> int:
-        """The request's id."""
         return self.context.request_id
 
     @property

@@ -57,7 +57,6 @@ class RoundTrace:
     probes: list[int] = field(default_factory=list)
 
     def timed(self, times: RoundTimes) -> RoundTrace:
-        """The round with its times."""
         draft_s, target_s, verify_s, _ = times
         return replace(self, draft_s=draft_s, target_s=target_s, verify_s=verify_s, overhead_s=times.overhead_s)
 

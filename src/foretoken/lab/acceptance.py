@@ -61,7 +61,6 @@ class MeasuredAcceptance:
     Attributes:
         tokens_a_round: the target's own token included.
         by_position: share of the rounds whose draft was accepted up to each position.
-        rounds: how many there were.
     """
 
     tokens_a_round: float

@@ -273,7 +273,6 @@ def select(
     """Prompts by category, in the order in which the categories appear.
 
     Args:
-        prompts: what was loaded.
         categories: those wanted; all if none.
         most: most prompts of a category, spread evenly over it.
 

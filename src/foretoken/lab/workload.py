@@ -96,7 +96,6 @@ class Workload:
     Attributes:
         new_tokens: most tokens of an answer.
         temperature: 0 is greedy.
-        seed: of sampled answers.
     """
 
     subject: Subject

@@ -238,8 +238,6 @@ def build_drafter(
     """A drafter from a spec string or a draft model; the ensemble of a list of spec strings, drafters and draft models.
 
     Args:
-        spec: what was asked for.
-        target_source: what that was loaded from.
         known: draft what a grammar forces and what a caller predicts before it.
 
     Raises:

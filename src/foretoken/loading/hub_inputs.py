@@ -62,10 +62,8 @@ def check_supported(
 
     Args:
         input_ids: [B, n].
-        processors: Transformers' logits processors.
         synced_gpus: as the loop got it.
         given: the arguments of the model's own forward.
-        call: the arguments of ``generate``.
     """
     problems = {
         "encoder-decoder models": bool(getattr(model.config, "is_encoder_decoder", False)),

@@ -118,7 +118,6 @@ def holds(criterion: Any, ids: Tensor) -> bool:
     """Whether a stopping criterion ends a text.
 
     Args:
-        criterion: Transformers' or the caller's.
         ids: [1, n].
 
     Raises:

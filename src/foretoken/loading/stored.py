@@ -60,7 +60,6 @@ def check_storage(network: Any, path: str, unread: Iterable[str]) -> None:
     """Look at what a loaded model was read from.
 
     Args:
-        network: the ``PreTrainedModel``.
         path: the folder or the hub id that it was loaded from.
         unread: names of tensors that the checkpoint has and the model does not.
     """

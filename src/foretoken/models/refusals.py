@@ -41,7 +41,6 @@ class Refusal:
 
     Attributes:
         path: its name ("lean forward", "int4 kernel", "CUDA graphs", "bitwise").
-        why: the reason, in words.
         costs: what is lost by it, in words.
     """
 

@@ -38,11 +38,7 @@ def finish_reason(reason: str | None) -> str | None:
 
 @dataclass
 class Answer:
-    """One HTTP request on its way.
-
-    Attributes:
-        kind: of the objects that are sent.
-    """
+    """One HTTP request on its way."""
 
     serving: Serving
     http: HttpRequest
@@ -155,7 +151,6 @@ class Answer:
                 yield index, ready
 
     def streamed(self, events: AsyncIterator[Any], headers: dict[str, str], dialect: Dialect = OPENAI) -> EventStream:
-        """Events as the answer."""
         settings = self.serving.settings
         return EventStream(events, settings.ping, settings.stream_pad, headers, dialect)
 

@@ -71,7 +71,6 @@ def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: M
     """A grammar (Lark's syntax, as llguidance reads it) of one to ``most`` calls of these tools and nothing else.
 
     Args:
-        form: how calls are written.
         most: calls, :data:`MOST_CALLS` where that is not said.
         special: ids of the tokenizer's added tokens: a grammar names these by their ids.
 

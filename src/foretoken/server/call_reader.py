@@ -73,7 +73,6 @@ class CallReader:
         """What has become certain, in order; texts are never empty, and never follow one another.
 
         Args:
-            new: the text's next characters.
             final: whether there are no more.
         """
         if not self._offered:

@@ -133,7 +133,6 @@ def engine_requests(
     """One request per prompt and choice, in order of their indices; takes a while for many of them.
 
     Args:
-        body: what was asked.
         constraints: one for each prompt and choice.
         field: where the prompts came from.
         more: options of :func:`foretoken.options.make_request`.
@@ -264,7 +263,6 @@ async def constraints_of(
     """What the answers must look like, one for each choice.
 
     Args:
-        body: what was asked.
         count: choices.
         calls: a grammar of calls of tools, where these are forced.
         schemas: those in it, by where they stand in the request: each is tried by itself, for an error that names it.

@@ -55,7 +55,6 @@ def run_app(app: Any, serving: Any, sock: socket.socket, awaits_loading: bool = 
     """Serve an application until a signal comes or its state is in trouble; returns the exit code.
 
     Args:
-        app: the ASGI application.
         serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``is_chat``,
             ``settings`` and ``drain()``.
         awaits_loading: whether a signal that comes before the model is there waits for it; else the process ends.

@@ -25,7 +25,6 @@ class TokenTexts:
         self._spell: Callable[[int], bytes] | None = None
 
     def __call__(self, token: int) -> str:
-        """The text of a token."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token}"
         text = str(self._tokenizer.decode([token]))

@@ -41,7 +41,6 @@ class LineWriter(logging.Handler):
     the whole server.
 
     Args:
-        descriptor: of the open file that is written to.
         most: lines that may wait; later ones are lost, and their number is written as soon as there is room.
     """
 

@@ -109,9 +109,7 @@ class Metrics:
         """Count a choice that has left the engine, however it ended; in the engine's thread.
 
         Args:
-            request: what was asked.
             arrived_s: when it came, by the monotonic clock.
-            stats: what was done for it.
             reason: why it ended; ``None`` for one that was cancelled.
         """
         whole_s, told = time.monotonic() - arrived_s, REASONS.get(reason or "", "abort")

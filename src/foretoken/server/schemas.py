@@ -270,7 +270,6 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        """As one text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 

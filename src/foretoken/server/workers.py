@@ -25,7 +25,6 @@ class FairQueue:
     takes no large work: what is small never waits for a large one to end.
 
     Args:
-        threads: how many, at least two.
         large: cost from which work is large.
     """
 

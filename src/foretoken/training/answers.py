@@ -33,7 +33,6 @@ class AnswerProgress:
     """What a caller is told now and then.
 
     Attributes:
-        done: conversations that are answered.
         count: of how many.
         tokens_per_s: tokens that were written per second of this run.
     """
@@ -149,7 +148,6 @@ class AnswerFile:
     Args:
         folder: where it is kept; made when it is missing.
         target: what tells the target from others, as JSON can hold it.
-        config: how the target answers.
 
     Raises:
         ValueError: the folder holds answers of another target or to other questions, or otherwise written ones.

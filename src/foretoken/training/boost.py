@@ -118,7 +118,6 @@ class Boost:
         Args:
             together: measures a list of networks as one ensemble.
             on_step: told (number, progress) after every step.
-            on_stage: told after every model.
             options: others of :meth:`foretoken.training.distill.Distiller.run`.
 
         Raises:

@@ -175,7 +175,6 @@ class ChatBlocks:
         self.guessed: NDArray[np.int64] = self.rows[self.learned]
 
     def chosen(self, step: int) -> list[int]:
-        """The rows of one step."""
         return rows_of_step(step, self.batch, self.num_blocks, self.seed)
 
     def __call__(self, step: int) -> NDArray[np.int64]:

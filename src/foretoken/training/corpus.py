@@ -309,7 +309,6 @@ class BlockSampler:
 
     @property
     def guessed(self) -> NDArray[Any]:
-        """All tokens, which are all to be guessed."""
         return self.tokens
 
     def __call__(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -48,7 +48,6 @@ class Distiller:
 
     Args:
         student: a causal LM in float32, trained in place.
-        out: folder for the model, its checkpoints and curves.
         source: text to learn from; what the run's ``text`` names by default.
         name: where the student comes from, for the report and to tell runs apart.
         extra: more that tells this run from others.

@@ -123,13 +123,10 @@ class Loop:
         """All steps that are left; what is measured behind the last one is the front end's.
 
         Args:
-            loss_of: the loss of a step, a scalar.
             save_every: steps between two checkpoints; there is one at the end, too.
             eval_every: steps between two measurements.
             measure: what the curve shows beside the loss.
             keep: what a checkpoint before a step must hold beside weights, as JSON can.
-            on_step: told after every step.
-            saving: when there are more checkpoints.
 
         Raises:
             FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.

@@ -29,8 +29,6 @@ def mask_rows(
         seeds: bool [n]: columns whose next token is to be guessed.
         depths: the deepest masks.
         generator: draws which are kept.
-        keep: see :data:`KEEP`.
-        least: see :data:`LEAST`.
     """
     anchors, levels = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
     here = seeds.nonzero()[:, 0]

@@ -170,7 +170,6 @@ class WrittenBlocks:
 
     @property
     def guessed(self) -> np.ndarray[Any, np.dtype[Any]]:
-        """All tokens, which are all to be guessed."""
         return self.tokens
 
 

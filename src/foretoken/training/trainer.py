@@ -53,8 +53,6 @@ class Trainer:
     """Trains a recipe's network.
 
     Args:
-        data: text folders or JSONL files.
-        out: folder for the drafter, its checkpoints and curves.
         corpus: where the encoded text is kept (``out/corpus`` by default; share it between runs).
         features: where the target's hidden states are kept (none are by default; share it between runs).
         dtype: that a target is stored in, where the recipe trains it.
@@ -171,10 +169,6 @@ class Trainer:
         """Train to the end, resuming from ``out/checkpoints``; write the drafter; return the report.
 
         Args:
-            save_every: steps between checkpoints.
-            eval_every: steps between evaluations.
-            on_step: told after every step.
-            saving: when there are more checkpoints.
             weight_bits: in which the finished drafter is stored, 16 or 8.
 
         Raises:

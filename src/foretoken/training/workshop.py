@@ -40,7 +40,6 @@ class Workshop:
     """What all students of one target share: its text, cut into rows, and what it wrote itself.
 
     Args:
-        data: text folders or JSONL files.
         folder: where the encoded text and the target's writing are kept.
         on_rows: told (rows done, rows in all) while the target writes.
 

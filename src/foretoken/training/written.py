@@ -35,7 +35,6 @@ def write_continuations(
 
     Args:
         prompts: int64 [n, m], m >= 1, all of one length.
-        temperature: 0 writes the most likely tokens.
         numbers: n numbers that name the continuations (0, 1, ... by default).
         vocab_size: write only the first so many tokens of the vocabulary (a padded one may have more).
 

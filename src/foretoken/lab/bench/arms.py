@@ -71,7 +71,6 @@ class Arm(ABC):
     """One way to decode.
 
     Attributes:
-        name: as tables show it.
         most_nodes: most nodes per request that it lets the target score; 0 where that is not known.
         remembers: whether a later run of the same prompt may profit from an earlier one: only the first then counts.
     """

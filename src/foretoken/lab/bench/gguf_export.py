@@ -36,7 +36,6 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
 
     Args:
         model: a ``PreTrainedModel`` of the Llama family (packed layers too).
-        file: written anew.
         tokenizer: a byte-level BPE tokenizer that splits words as GPT-2 does (the built-in one), to go into the file.
 
     Raises:
@@ -171,7 +170,6 @@ def quantize_gguf(source: Path, file: Path, kind: str, threads: int = 1) -> None
 
     Args:
         source: a GGUF file in bfloat16, float16 or float32.
-        file: written anew.
         kind: one of :data:`KINDS`.
 
     Raises:

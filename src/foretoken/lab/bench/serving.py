@@ -48,7 +48,6 @@ class RoundRecorder:
     def __call__(
         self, runs: Sequence[Running], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
     ) -> None:
-        """One round."""
         # Parents only: a tree holds its draft distributions, which are big.
         self._rounds.append(([tree.parents for tree in trees], times))
         if not self.tracing:

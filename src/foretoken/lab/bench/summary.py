@@ -40,7 +40,6 @@ class BenchResult:
 
     Attributes:
         cells: one object per arm, category, temperature and batch size.
-        summary: everything else.
     """
 
     cells: list[dict[str, Any]]

@@ -89,7 +89,6 @@ def certify(
     """The certificate of a run that came to its end.
 
     Args:
-        target: the model that was checked.
         options: how it was loaded: ``dtype``, ``device``, ``inflate``, ``quantize``.
 
     Raises:

@@ -39,7 +39,6 @@ class Reference:
     """What every drafter is compared with.
 
     Attributes:
-        target: the model under test.
         plain: greedy outputs of plain decoding.
         outside: greedy outputs of ``model.generate``; ``None`` when the target is no Transformers model.
         stops: outputs that end early.

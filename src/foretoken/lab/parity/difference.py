@@ -57,7 +57,6 @@ def first_difference(
     once more, one row at the end, as plain decoding does.
 
     Args:
-        target: the model that both outputs are of.
         one, other: new token ids.
         sampler: of the request; by default a greedy one without penalties.
 

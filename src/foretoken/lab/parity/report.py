@@ -82,11 +82,9 @@ class Check:
         identical: of them, how many are the same token by token.
         ties: first differences that rounding explains.
         differences: first differences that it does not, a failed test of the distribution, or a check that broke off.
-        p_value: of the test of the distribution.
         sees: the smallest total variation, between the merged cells of every table, that this test finds with a
             probability of 0.9.
         drafted: draft tokens that the target checked.
-        notes: what differs, in words.
         gaps: logit gaps of the numerical ties.
         broken: of the differences, how many are ties that the target promises not to have.
         broke_off: whether it ended with an error, so that nothing is known of its texts.
@@ -131,7 +129,6 @@ class Report:
     """All checks so far, and how far the run came.
 
     Attributes:
-        checks: in the order in which they ran.
         skipped: the drafters that could not be checked, and why.
         complete: whether the run came to its end.
         exactness, exactness_why: what the target promises, as ``llm.describe()`` says it.

@@ -59,10 +59,8 @@ def run_parity(
     """Compare every drafter with plain decoding on ``target``.
 
     Args:
-        target: the model under test.
         drafters: specs or drafters; ``None`` tries all, and leaves out those that do not fit.
         prompts: of a file, or what :func:`foretoken.core.prompts.encode` takes.
-        settings: see :class:`Settings`.
         on_progress: told what is being done.
         report: filled as checks are finished, for a caller who wants what there is when the run is broken off.
 

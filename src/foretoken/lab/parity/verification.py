@@ -24,7 +24,6 @@ class Line:
 
     Attributes:
         text: what it is there and here, in words.
-        equal: whether both are the same.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Verification:
     """What a second run says of a certificate.
 
     Attributes:
-        lines: what was compared.
         verified: whether every promise of the certificate holds here.
     """
 

@@ -144,7 +144,6 @@ def plan(
     """Work everything out.
 
     Args:
-        assumptions: acceptance and costs.
         ks: draft lengths to consider; 0 (plain decoding) always is.
         batches: requests per round; the first one decides ``best``.
         trees: shapes, child counts per level.

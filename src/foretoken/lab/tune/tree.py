@@ -54,7 +54,6 @@ class TunedTree:
     """What was found.
 
     Attributes:
-        method: registry name of the drafter.
         accuracies: [K][R] chance per level and rank (for a draft model the same row for every level: how often the
             child tried first, second, ... is the accepted one).
         sizes: per node count.

@@ -54,9 +54,6 @@ def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
 
     A drafter that learns from all requests is not measured, for it would learn what is written here; nor is one that
     runs no network.
-
-    Args:
-        drafter: what drafts for it, a group perhaps.
     """
     key = _key(target, drafter)
     try:

@@ -64,7 +64,6 @@ def costs_for(profile: Mapping[str, Any], target: LanguageModel, name: str | Pat
     Args:
         profile: as :func:`foretoken.loading.read_profile` gives it.
         target: the model that will run.
-        name: of the profile, for the warning.
         wanted: whether anything will use the costs; if not, nothing is measured.
 
     Warns:

@@ -66,7 +66,6 @@ class Eagle3Drafter(FeatureDrafter):
 
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
-        """Fused features [n, D]."""
         return self.model.fused(torch.cat([hidden[tap] for tap in self.net.config.taps], -1))
 
 

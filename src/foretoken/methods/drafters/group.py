@@ -74,7 +74,6 @@ class GroupDrafter(BatchDrafter):
         return max(member.cost_beside(target_bytes) for member in self.drafters)
 
     def start(self, context: Context) -> None:
-        """Start every member."""
         for member in self.drafters:
             member.start(context)
 

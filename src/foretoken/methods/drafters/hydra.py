@@ -90,7 +90,6 @@ class HydraDrafter(HeadsDrafter):
 
     @classmethod
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
-        """A drafter over heads for ``target``."""
         return cls(heads, parts, target=target, **options)
 
     # -- what the heads read -----------------------------------------------------------------------------------------
@@ -185,7 +184,6 @@ class HydraDrafter(HeadsDrafter):
         ]
 
     def rows(self, head: int, inputs: Tensor) -> Tensor:
-        """Those of one head."""
         return self.project(head, self.heads(head, inputs))
 
     def _children(self, tree: _Filling, level: int) -> dict[int, list[int]]:

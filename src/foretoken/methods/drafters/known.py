@@ -52,7 +52,6 @@ class KnownDrafter(GroupDrafter):
         self.traits = replace(self.traits, prefers_noise=inner is not None and inner.traits.prefers_noise)
 
     def describe(self) -> list[dict[str, Any]]:
-        """What the inner drafter drafts with."""
         return [] if self.inner is None else self.inner.describe()
 
     @classmethod

@@ -75,7 +75,6 @@ class _Lookahead:
 
     Attributes:
         rows: the window's tokens row by row; row 0 without the root.
-        pool: what was gathered.
         in_pool: tokens of the text whose n-grams are in the pool (``pool_from_prompt``).
         first_row: row 0 with the root, as proposed.
         width: columns that the tree holds (fewer than the window has when the context is nearly full).

@@ -17,7 +17,6 @@ class Nested:
     """One request as the drafters inside another drafter see it.
 
     Args:
-        drafters: who works inside.
         sampler: the sampling pipeline of the inner text.
 
     Attributes:

@@ -41,8 +41,6 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
     """Refuse what no drafter may propose before a model sees it: on some devices a wrong id ends the process.
 
     Args:
-        tree: what was proposed.
-        context: the request that it was proposed for.
         target: whose ids they must be; ``None`` where whoever asked does not know it.
         thorough: also look whether the tokens can have been drawn as the tree says, which reads ``q``.
 

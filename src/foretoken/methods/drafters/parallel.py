@@ -68,7 +68,6 @@ class BestTable:
     beliefs: Callable[[], Tensor]
 
     def row(self, row: int, budget: Budget) -> Continuations:
-        """One row's."""
         log_probs = self.log_probs[row]
         return Continuations(self.tokens[row], log_probs, _ends(lambda: self.beliefs()[row], log_probs, budget))
 
@@ -180,7 +179,6 @@ class ParallelDrafter(BatchDrafter):
     Attributes:
         width: candidates of every place; 1: a chain.
         draw: what requests that sample without noise get, as for the drafter ``eagle``.
-        places: the shape of what is drawn.
         costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
             chances that the draft gives them.
     """

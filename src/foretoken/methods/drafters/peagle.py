@@ -102,7 +102,6 @@ class PeagleDrafter(MaskedReader, ParallelDrafter):
 
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
-        """Fused features [n, D]."""
         return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
 
     # -- drafting ----------------------------------------------------------------------------------------------------

@@ -99,7 +99,6 @@ class NoPrediction(NgramSource):
     """A request without a prediction: plain decoding."""
 
     def propose(self, budget: Budget) -> Guess:
-        """Nothing."""
         return NOTHING
 
 

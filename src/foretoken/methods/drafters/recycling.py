@@ -139,8 +139,6 @@ class TenantState:
 
     Attributes:
         template: the shape of the next trees.
-        statistics: what was accepted.
-        rounds: how many there were.
     """
 
     template: Template

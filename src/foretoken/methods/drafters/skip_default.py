@@ -239,7 +239,6 @@ def promised_speed(acceptance: float, step: float, costs: TargetCost) -> float:
     Args:
         acceptance: a, of one draft.
         step: c, a draft step in target steps.
-        costs: of the target's calls by their nodes.
     """
     speeds = (
         math.fsum(acceptance**i for i in range(k + 1)) / (k * step + costs.relative(k + 1))

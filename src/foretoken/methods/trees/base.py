@@ -13,11 +13,7 @@ from foretoken.methods.trees.shapes import Choice
 
 
 class Shape(ABC):
-    """A tree of fixed shape: the same ranks every round, whatever the text is.
-
-    Attributes:
-        name: registry key.
-    """
+    """A tree of fixed shape: the same ranks every round, whatever the text is."""
 
     name: ClassVar[str]
 
@@ -84,9 +80,6 @@ class Growth(ABC):
     """A tree that follows the draft's own confidence: what to read next, when to stop, what to keep.
 
     For greedy requests, and those with noise: choosing among *drawn* tokens by their own probability would be biased.
-
-    Attributes:
-        name: registry key.
     """
 
     name: ClassVar[str]

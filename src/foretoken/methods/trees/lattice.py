@@ -20,7 +20,6 @@ class Continuations:
 
     Attributes:
         tokens: candidates, best first.
-        log_probs: their log-probabilities behind the path.
         ends: per candidate, whether nothing is drafted behind it.
         state: what the next place along any of these tokens is asked with.
     """

@@ -32,9 +32,6 @@ def check_verifier(given: Any) -> None:
 def check_verdict(verdict: Any, tree: TokenTree, verifier: Verifier, vocab_size: int) -> None:
     """Refuse what no verifier may decide before it is committed: afterwards the text would be wrong without a word.
 
-    Args:
-        verdict: what was decided.
-
     Raises:
         VerifierError: it is no verdict, its path does not go down the tree from the root's child, node by node, or its
             token is none.

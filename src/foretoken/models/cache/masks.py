@@ -79,7 +79,6 @@ class RowPlan:
 
     @property
     def last_new(self) -> int:
-        """The last one."""
         return self.first_position + max(self.depths[len(self.depths) - self.new :], default=0)
 
     @property

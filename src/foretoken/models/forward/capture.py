@@ -33,7 +33,6 @@ class Eager:
         return torch.zeros(size, dtype=torch.int32)
 
     def record(self, program: Run) -> Run:
-        """The program."""
         return program
 
 

@@ -56,10 +56,8 @@ class Numbers:
     ==================  ===========  ==================================================================
 
     Args:
-        bucket: the step's shape.
         spare: the cache's spare slot.
         host: int32 memory [size_of(bucket)] on the host, pinned where that makes the copy faster.
-        device: where the step runs.
     """
 
     def __init__(self, bucket: Bucket, spare: int, host: Tensor, device: torch.device) -> None:
@@ -168,13 +166,7 @@ class OutputMemory:
 
 
 class FixedStep:
-    """The program of one bucket, and the tensors that it reads and leaves.
-
-    Args:
-        cache: where keys and values are.
-        host: as for :class:`Numbers`.
-        outputs: where it leaves its results.
-    """
+    """The program of one bucket, and the tensors that it reads and leaves."""
 
     def __init__(
         self, forwards: Forward, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: OutputMemory

@@ -85,8 +85,6 @@ class LeanLayer:
     """Fused weights of one decoder layer.
 
     Args:
-        family: what its parts are called.
-        size: shape of its attention.
         kind: layer type, the key of its mask in :attr:`ForwardPass.masks`.
         rope: the key of its rotary embedding in :attr:`ForwardPass.turns`.
         packing: how its linear layers become projections; where those multiply in blocks, attention sums in float64.

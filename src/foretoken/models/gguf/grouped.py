@@ -131,7 +131,6 @@ class PlainWeight:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers are."""
         return bool(self.numbers.isfinite().all())
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:

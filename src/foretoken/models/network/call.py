@@ -30,7 +30,6 @@ class NetworkCall:
         masks: additive masks by layer type, ``None`` where every row sees everything.
         wanted: per feed its row, and the first and the end of the columns whose logits are wanted.
         taps: hidden states that are wanted, see :mod:`foretoken.models.base`.
-        plan: the layers that are run.
         counts: nodes of each row, from column 0 on, when much of the rest is padding that a forward may leave out;
             ``None``: run all of it.
         states: [b, width, D] hidden states at layer ``plan.start``, instead of the embedded ids.

@@ -32,8 +32,6 @@ class LayerPlan:
     Attributes:
         start: first layer that runs; above 0 its input are hidden states that are handed in.
         stop: the layer before which it ends (``None``: behind the last one).
-        skip_attention: layers whose attention is left out.
-        skip_mlp: layers whose MLP is left out.
         weights: a second set of weights that was registered with the model; empty for its own.
     """
 

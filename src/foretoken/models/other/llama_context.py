@@ -151,7 +151,6 @@ class _Batch:
     def filled(
         self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[bool]
     ) -> Any:
-        """The batch with these tokens."""
         count = len(tokens)
         self._tokens[:count], self._positions[:count], self._wanted[:count] = tokens, positions, wanted
         self._counts[:count] = [len(own) for own in ids]

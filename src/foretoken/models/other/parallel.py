@@ -283,7 +283,6 @@ def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
     """Make the leader's calls on another part of the model, until there are no more.
 
     Args:
-        inner: this process's part.
         lines: the calls.
 
     Raises:

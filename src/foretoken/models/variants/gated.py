@@ -107,8 +107,6 @@ def updated(network: nn.Module, updates: LowRankUpdates, width: int = 0) -> Iter
     """Forwards inside the block go through the updates.
 
     Args:
-        network: a causal language model.
-        updates: of its linear layers.
         width: tokens of every text, the first of which goes without; 0: none does.
     """
     handles: list[Any] = []
@@ -165,7 +163,6 @@ class _GatedProduct:
         return self._updated(self.base(x), x)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual`` plus the product."""
         return self._updated(self.base.plus(x, residual), x)
 
     def _updated(self, out: Tensor, x: Tensor) -> Tensor:
@@ -183,9 +180,6 @@ class _GatedWeights:
 
     A network on a lean or native forward gets a lean one over the same weights, whose products add the updates; on the
     public forward they are added for the time of a call.  Either is made anew when the network or the updates change.
-
-    Args:
-        updates: of the linear layers.
     """
 
     def __init__(self, updates: LowRankUpdates) -> None:
@@ -262,9 +256,6 @@ class GatedModel(OwnSequencesModel):
     """A target's network with updates of the rows that guess, over the target's own sequences.
 
     The first row of every feed is the target's own: its logits are those of a forward without any update.
-
-    Args:
-        updates: of its linear layers.
 
     Raises:
         CapabilityError: the target is no network of layers.

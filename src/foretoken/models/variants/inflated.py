@@ -21,9 +21,6 @@ class InflatedNetwork(Network):
 
     A layer is a block of the big network that ends with the small model's layer, so that a share of the layers costs
     that share of the target.  Trained drafters keep the small model's embedding, vocabulary projection and width.
-
-    Args:
-        small: the model that it was made from.
     """
 
     def __init__(self, model: Any, *given: Any, small: Any, shape: InflatedShape, **more: Any) -> None:
@@ -75,7 +72,6 @@ class InflatedModel(HuggingFaceModel):
 
     Args:
         model: what :func:`foretoken.models.variants.inflation.inflate` made.
-        small: the model that it was made from.
         exact, lean, in_place: as for :class:`HuggingFaceModel`.
     """
 

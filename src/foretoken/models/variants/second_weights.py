@@ -131,8 +131,6 @@ class _QuantisedPacking(Packing):
     """Projections are quantised; what cannot be has the layout of the model's own, whose cache both read.
 
     Attributes:
-        scheme: how weights are quantised.
-        head: the vocabulary projection.
         products: all that were made so far.
     """
 

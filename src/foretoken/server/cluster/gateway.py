@@ -96,7 +96,6 @@ class Fleet:
         self.places = Places(None)  # each replica has its own bound; those of keys are kept here, for all replicas
 
     async def start(self) -> None:
-        """Start the replicas."""
         try:
             await self.replicas.start()
             self.is_chat = await self.replicas.is_chat()

@@ -43,7 +43,6 @@ def session_of(headers: Mapping[str, str], asked: Mapping[str, Any], tenant: str
     """The session of a request, a digest; empty where any replica will do.
 
     Args:
-        asked: its JSON object.
         tenant: who asks: texts of one are never found again by another, so they need no replica in common.
     """
     named = headers.get("x-session-id", "")[:LONGEST_ID]

@@ -38,7 +38,6 @@ def serve_replicas(settings: ServerSettings, replicas: int, address: str, sock: 
     Args:
         settings: of every replica; host, port and keys are the gateway's.
         address: ``local`` starts Ray here, ``auto`` finds the cluster that this machine is part of, or its address.
-        sock: where the gateway listens.
 
     Raises:
         ValueError: there is no such cluster.

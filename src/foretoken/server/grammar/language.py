@@ -61,7 +61,6 @@ def _spelled(text: bytes, view: LLTokenizer) -> list[int]:
 
 
 def _strings(kind: str, grammar: str) -> list[bytes]:
-    """All strings of a grammar."""
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     found: list[bytes] = []
     text = bytearray()

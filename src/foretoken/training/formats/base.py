@@ -49,7 +49,6 @@ class Target:
 
     @cached_property
     def tokenizer(self) -> Any | None:
-        """Its tokenizer, if it has one."""
         return load_tokenizer(self.source)
 
     @property

@@ -97,7 +97,6 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
 
     Args:
         config: laid flat (:func:`nested`).
-        tensors: by our names.
 
     Raises:
         ValueError: a key is missing, is for another target, or asks for what our network does not do.

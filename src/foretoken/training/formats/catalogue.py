@@ -20,7 +20,6 @@ class Layout:
     """One way to write a drafter of one method.
 
     Attributes:
-        method: registry name of the drafter.
         name: what ``--format`` calls it.
         home: ``module:Class`` below ``foretoken.training.formats``.
         engines: what reads it; the value is a warning, empty when there is nothing to say.

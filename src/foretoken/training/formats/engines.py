@@ -23,7 +23,6 @@ def ready_line(engine: str, method: str, out: Path, written: Path) -> str:
 
     Args:
         engine: one of :data:`foretoken.training.formats.catalogue.ENGINES`.
-        method: registry name of the drafter.
         out: where it will be.
         written: where its files are now.
     """

@@ -82,7 +82,6 @@ def joined(
     """Heads with one projection each; when all of these are the target's own, it is shared.
 
     Args:
-        tensors: by the layout's names.
         sizes: heads, and blocks per head.
         rename: our names to the layout's.
 

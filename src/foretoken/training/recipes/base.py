@@ -39,8 +39,6 @@ class Batch:
     Attributes:
         tokens: int64 [b, n + 1].
         taps: hidden states by name, each [b, n, D], of the first n tokens.
-        step: the training step that it belongs to.
-        steps: how many steps the run has.
         learned: bool [b, n + 1]: tokens that are to be guessed, an assistant's in a conversation; ``None``: all.
     """
 
@@ -75,7 +73,6 @@ class Recipe(ABC):
     """How one method is trained.
 
     Attributes:
-        method: registry name of the drafter.
         config_class: dataclass of the network's shape; its fields are the options of ``--set``.
         net_config: those of its fields that the network needs; ``None``: all.
         lr: learning rate that suits the method.

@@ -203,7 +203,6 @@ def open_client(timeout_s: float) -> httpx.AsyncClient:
 
 
 def headers_of(server: Server) -> dict[str, str]:
-    """The key."""
     return {"Authorization": f"Bearer {server.key}"} if server.key else {}
 
 

@@ -49,7 +49,6 @@ def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSetting
     """One line of the run: an arm at a level, all passes together.
 
     Args:
-        passes: of the arm at the level.
         baseline: of the first arm at the same level; the arm's own for the first arm itself.
     """
     level, arm = passes[0].level, passes[0].arm

@@ -52,7 +52,6 @@ class LoadResult:
 
     @property
     def lines(self) -> list[str]:
-        """As JSON lines."""
         return [json.dumps(one, ensure_ascii=False) for one in (*self.cells, self.summary)]
 
     def write(self, file: Path) -> None:

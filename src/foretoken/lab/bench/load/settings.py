@@ -24,7 +24,6 @@ class Server:
     """One server.
 
     Attributes:
-        name: as tables show it.
         url: without ``/v1``.
         key: API key; empty for none.
         salted: whether it keeps the caches of different ``cache_salt`` apart (it refuses or ignores the field if not).

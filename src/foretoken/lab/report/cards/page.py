@@ -93,7 +93,6 @@ def matrix_name(matrix: Sequence[str]) -> str:
 
 
 def rows_of(name: str, card: Card) -> list[CardRow]:
-    """The rows of a card."""
     model, machine = card.model, card.machine
     cpu = ", ".join([f"{machine['cpu']} ({matrix_name(machine['matrix'])})", *machine["gpus"]])
     weights = f"{model['kind']}, {model['quantize'] or model['weights']}, {model['forward']} forward"

@@ -27,7 +27,6 @@ class TraceNode:
 
     Attributes:
         parent: index of the node above, -1 for the root.
-        why: the reason, in words.
         p: the target's probability, q: the draft's, where they are known.
     """
 

@@ -77,7 +77,6 @@ class LearningReport:
     Attributes:
         requests: finished requests.
         mistakes: rejected positions that were stored.
-        updates: updates that are being served.
         dropped: updates that were thrown away because they were not finite.
         postponed: times that an update was due but would have cost more than the budget.
         positions: rejected positions that the updates learnt from.

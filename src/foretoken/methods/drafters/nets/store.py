@@ -38,9 +38,6 @@ def save_drafter(
 
     Args:
         folder: created when it is missing.
-        method: registry name.
-        config: the arguments of the network.
-        target: what it was trained for.
         measured: what training measured, for the drafter to start from (acceptance tables).
         bits: of a weight, 16 (bfloat16) or 8 (:mod:`~foretoken.methods.drafters.nets.eight_bits`).
 
@@ -125,7 +122,6 @@ def build_net(folder: Path, make: Callable[[Any], nn.Module], config: type[Any],
 
     Args:
         make: the network of a configuration.
-        config: the class of the configuration.
         description: what :func:`read_description` gave.
 
     Raises:

@@ -41,7 +41,6 @@ class NativeBlocks:
     """Heads as the library runs them; they follow the network's weights.
 
     Args:
-        net: the network that they are a part of.
         pieces: tells what they are made of.
         projections: one vocabulary projection for all heads, or one each: a :class:`DraftHead`, or the network's own
             linear layer.
