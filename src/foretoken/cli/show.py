@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.lab.prompts import BenchPrompt
-    from foretoken.lab.report.show.run import Shown, Total
+    from foretoken.lab.report.show.run import Shown
     from foretoken.lab.report.show.trace_file import Trace
     from foretoken.llm import Llm, Output
 
@@ -90,7 +90,8 @@ def show_command(
         tell_empty(llm, output.note, raw)
         from foretoken.lab.report.show.run import shown
 
-        text = str(_in_words(llm, prompt)) if row is not None and row.messages else text
+        if row is not None and row.messages:
+            text = str(prompt if llm.tokenizer is None else llm.tokenizer.decode(prompt))
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
         page, rounds = _drawn(shown(output, llm.tokenizer, text, about), out.suffix.lower(), number)
     write_whole(out, page)
@@ -115,10 +116,6 @@ def _row_of(file: Path | None) -> BenchPrompt | None:
     if len(rows) > 1:
         raise ValueError(f"{file} holds {len(rows)} prompts, and one is drawn: give a file with one row")
     return rows[0]
-
-
-def _in_words(llm: Llm, prompt: Any) -> Any:
-    return prompt if llm.tokenizer is None else llm.tokenizer.decode(prompt)
 
 
 def _drawn(run: Shown, kind: str, number: int | None) -> tuple[str, int]:
@@ -236,7 +233,8 @@ def _write_trace(out: Path, trace: Trace, run: Shown, number: int | None) -> Non
     from foretoken.lab.report.show import page, picture
 
     if out.suffix.lower() == ".html":
-        text = page.render(run, _table_of(trace))
+        # The totals, where they say more than the rounds below them
+        text = page.render(run, trace.totals if trace.given or len(trace.requests) > 1 else [])
     elif not run.rounds:
         raise ValueError(f"{out}: the trace tells no rounds, only totals, so there is none to draw")
     else:
@@ -252,11 +250,6 @@ def write_whole(out: Path, text: str) -> None:
         write_text(out, text)
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror}") from None
-
-
-def _table_of(trace: Trace) -> list[Total]:
-    """The totals, where they say more than the rounds below them."""
-    return trace.totals if trace.given or len(trace.requests) > 1 else []
 
 
 def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None) -> None:

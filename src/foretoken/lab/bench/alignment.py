@@ -89,12 +89,9 @@ def describe(measured: Mapping[str, Any]) -> str:
     parts = []
     for mode, words in (("greedy", "greedy"), ("sampled", "T=1")):
         found = measured[mode]
-        parts.append(f"{words} {found['mean_acceptance_length']:.2f} ({_shares(found['per_position'])})")
+        shares = " ".join(f"{share:.0%}" for share in found["per_position"])
+        parts.append(f"{words} {found['mean_acceptance_length']:.2f} ({shares})")
     return (
         f"mean acceptance length on held-out text: {', '.join(parts)}; expected acceptance "
         f"{measured['expected_acceptance']:.3f}, equal argmax {measured['argmax_agreement']:.3f}"
     )
-
-
-def _shares(per_position: Sequence[float]) -> str:
-    return " ".join(f"{share:.0%}" for share in per_position)

@@ -44,7 +44,8 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
 
     architecture = architecture_of(file)
     config = config_of(file, architecture)
-    dtype = _usual_dtype(file) if dtype is None else dtype
+    if dtype is None:  # that of most numbers in matrices, bfloat16 where they are quantised
+        dtype = PLAIN.get(stored_as(file).split(" ")[0], torch.bfloat16)
     for tensor in file.tensors.values():
         if tensor.kind not in KINDS and tensor.kind not in PLAIN:
             raise UncoveredError(f"{tensor.name} in {file.path} is stored as {tensor.kind}, which is not read here")
@@ -60,11 +61,6 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     if kinds != "F32":
         model.stored_as = f"GGUF {kinds}, with activations in"
     return model.eval()
-
-
-def _usual_dtype(file: GgufFile) -> torch.dtype:
-    """The dtype of most numbers in matrices, bfloat16 where they are quantised."""
-    return PLAIN.get(stored_as(file).split(" ")[0], torch.bfloat16)
 
 
 def stored_as(file: GgufFile) -> str:

@@ -102,12 +102,8 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
     return found
 
 
-def _end_bits() -> int:
-    """Which ids above the bytes end a text, in the vocabulary of bytes."""
-    return sum(1 << (int(end) - 256) for end in LLTokenizer("byte").eos_tokens)
-
-
-_ENDS = _end_bits()
+_ENDS = sum(1 << (int(end) - 256) for end in LLTokenizer("byte").eos_tokens)
+"""Which ids above the bytes end a text, in the vocabulary of bytes."""
 
 
 def _check(kind: str, matcher: LLMatcher) -> None:
