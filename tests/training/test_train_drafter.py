@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,7 @@ def new_trainer(method: str, target: Path, data: Path, out: Path, steps: int = 6
     settings, features = run.pop("settings", {}), run.pop("features", None)
     tokenizer = AutoTokenizer.from_pretrained(run.pop("tokenizer", target))
     kind = find_recipe(method)
-    model = load_model(target)
+    model = load_model(target, dtype=run.pop("dtype", None))
     recipe = kind(model, TargetParts(model), settings, RUN["seed"])
     if recipe.trains_target:
         model = load_trainable(target, None)
@@ -290,6 +291,24 @@ def test_features_from_disk_are_the_features(data: Path, target: Path, tmp_path:
     first.write_bytes(first.read_bytes()[:-9])
     with pytest.raises(ValueError, match="damaged: delete it"):
         new_trainer("medusa", target, data, tmp_path / "e", features=store).run()
+
+
+def test_features_of_other_text_or_another_dtype_are_not_read(data: Path, target: Path, tmp_path: Path) -> None:
+    """The same rows in another order have as many documents, bytes and tokens; a float32 run loads its target so."""
+    store, other, shuffled = tmp_path / "store", tmp_path / "other", tmp_path / "shuffled"
+    new_trainer("medusa", target, data, tmp_path / "a", features=store)
+    other.mkdir()
+    shutil.copy(data / "a.jsonl", other)
+    assert new_trainer("medusa", target, other, tmp_path / "b", features=store).store is not None  # its place is free
+    shuffled.mkdir()
+    lines = (data / "a.jsonl").read_text().splitlines()
+    (shuffled / "a.jsonl").write_text("\n".join(reversed(lines)))
+    (other / "a.jsonl").write_text("\n".join(reversed(lines)))  # in place, too
+    for folder in (shuffled, other):
+        with pytest.raises(ValueError, match="another target, text, --precision"):
+            new_trainer("medusa", target, folder, tmp_path / "c", features=store)
+    with pytest.raises(ValueError, match="another target, text, --precision"):
+        new_trainer("medusa", target, data, tmp_path / "d", features=store, dtype="float32")
 
 
 def test_a_full_disk_leaves_no_half_shard(

@@ -33,11 +33,11 @@ class FeatureStore:
 
     Args:
         folder: where the shards are; made when it is missing.
-        corpus: the description of the text that the sampler reads.
+        text: tells the text that the sampler reads from other text, as JSON can hold it.
         written: what else its blocks depend on, where the target wrote them.
 
     Raises:
-        ValueError: the folder holds features of another target, text or order.
+        ValueError: the folder holds features of another target, dtype, text or order.
     """
 
     def __init__(
@@ -45,13 +45,14 @@ class FeatureStore:
         folder: Path,
         parts: TargetParts,
         sampler: BlockSampler | WrittenBlocks | ChatBlocks,
-        corpus: Mapping[str, Any],
+        text: Mapping[str, Any],
         written: Sequence[Any] = (),
     ) -> None:
         self.folder, self.parts, self.sampler = folder, parts, sampler
         identity = {
             "target": asdict(parts.fingerprint()),
-            "text": [corpus["paths"], corpus["vocab"], corpus["train"]],
+            "dtype": str(parts.head.weight.dtype),
+            "text": dict(text),
             "blocks": [sampler.block, sampler.batch, sampler.seed],
             "steps_per_shard": STEPS,
             **({"written": list(written)} if written else {}),
@@ -59,7 +60,7 @@ class FeatureStore:
         card = folder / "features.json"
         if card.exists() and json.loads(card.read_text(encoding="utf-8")) != json.loads(json.dumps(identity)):
             raise ValueError(
-                f"{folder} holds features of another target, text, --context, --batch-size or --seed: "
+                f"{folder} holds features of another target, text, --precision, --context, --batch-size or --seed: "
                 "use another folder"
             )
         write_json(card, identity)

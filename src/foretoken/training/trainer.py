@@ -83,7 +83,6 @@ class Trainer:
         self.recipe, self.out, self.config, self.tokenizer, self.dtype = recipe, out, config, tokenizer, dtype
         check_context(config.context, min(recipe.target.context_length, recipe.writer.context_length))
         folder = corpus or out / "corpus"
-        self.folder = folder
         self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
         if self.corpus["train"]["tokens"] == 0:
             raise ValueError(no_text(data))
@@ -99,6 +98,7 @@ class Trainer:
                 config.written_temperature,
                 on_written,
             )
+        self.text = text_identity(folder, self.corpus)
         held = held_blocks(folder, self.corpus, tokenizer, config.context)
         device = recipe.parts.device
         self.held_tokens = [tokens.to(device) for tokens, _ in held]
@@ -120,7 +120,7 @@ class Trainer:
         if features is not None:
             if recipe.trains_target:
                 raise ValueError("features cannot be kept of a target that is trained too: leave --features out")
-            self.store = FeatureStore(features, recipe.parts, self.sampler, self.corpus, written=self._written())
+            self.store = FeatureStore(features, recipe.parts, self.sampler, self.text, written=self._written())
 
     def _written(self) -> list[Any]:
         """What tells blocks that the target wrote from others; empty for the corpus."""
@@ -184,7 +184,7 @@ class Trainer:
             "net": asdict(recipe.config),
             "target": self.fingerprint,
             # A recipe's tables of tokens are made from the text and are in no checkpoint.
-            "text": text_identity(self.folder, self.corpus),
+            "text": self.text,
         }
         loop = Loop(self.out, self.config, self.trained, self.optimizers, DrafterCurve, identity)
         if evaluate is not None and not loop.start and self.config.steps:
