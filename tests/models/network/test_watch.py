@@ -39,6 +39,41 @@ def test_what_a_watch_sees() -> None:
         assert not change(lambda: network[2].register_buffer("scratch", torch.ones(2), persistent=False))
 
 
+class Adapted(nn.Linear):
+    """A layer as PEFT makes it of a linear one: what it adds depends on names, a flag and a table of factors."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.updates = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        self.scaling = {"a": 2.0, "b": 2.0}
+        self._active_adapter, self._disable_adapters = ["a"], False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = super().forward(x)
+        for name in () if self._disable_adapters else self._active_adapter:
+            whole = whole + self.updates[name](x) * self.scaling[name]
+        return whole
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        lambda layer: setattr(layer, "_active_adapter", "b"),
+        lambda layer: layer._active_adapter.append("b"),
+        lambda layer: setattr(layer, "_disable_adapters", True),
+        lambda layer: layer.scaling.update(a=1.0),
+    ],
+)
+def test_an_adapter_that_is_switched_is_a_change(switch: Callable[[Any], Any]) -> None:
+    network = nn.Sequential(Adapted())
+    watch, x = Watch(network), torch.ones(1, 3)
+    before = network(x)
+    assert not watch.has_changed()
+    switch(network[0])
+    assert not torch.equal(network(x), before) and watch.has_changed()
+    assert not Watch(network).has_changed()
+
+
 class Counting(nn.Module):
     """It keeps to itself how often it was called, and what it has seen."""
 

@@ -42,8 +42,9 @@ class Watch:
 
     Changes are found by the identity of modules, weights, buffers and hooks, by PyTorch's count of writes to a weight
     or buffer, by where it lies, and by a sample of its numbers, whose memory is held; by the classes of modules, the
-    forwards of those classes and the modules' own, and by plain numbers (``scaling``, ``variance_epsilon``).  What the
-    network's own forward does to itself is no change: numbers and unsaved buffers that a class writes in its own
+    forwards of those classes and the modules' own, by plain numbers (``scaling``, ``variance_epsilon``), and by the
+    adapters that PEFT's layers have switched on, with their factors.  What the network's own forward does to itself is
+    no change: numbers and unsaved buffers that a class writes in its own
     methods, or that rotary embeddings turn by which change with the length of the text, are not looked at, accelerate
     replaces weights that it keeps elsewhere by others without numbers, and PEFT sets updates of single parameters on
     and off, which counts as a write.
@@ -60,6 +61,7 @@ class Watch:
         self._parts: list[dict[str, Any]] = [part for m in modules for part in (m._modules, m._parameters)]
         self._hooks = [*GLOBAL_HOOKS, *(getattr(module, name) for module in modules for name in HOOKS)]
         self._modules = modules
+        self._adapted = [m for m in modules if hasattr(m, "_active_adapter")]
         self._numbers = [(vars(m), names) for m, names in numbers_by_module(modules)]
         buffers = [(m._buffers, names) for m, names in (*_saved(modules), *constants_by_module(modules))]
         self._buffers = [(own, name) for own, names in buffers for name in names]
@@ -91,7 +93,8 @@ class Watch:
 
     def _computing(self) -> list[Any]:
         """What the modules compute with besides tensors; the objects themselves, so that no other takes their place."""
-        return [*forwards_of(self._modules), *(own.get(name) for own, names in self._numbers for name in names)]
+        numbers = (own.get(name) for own, names in self._numbers for name in names)
+        return [*forwards_of(self._modules), *numbers, *map(_switched_on, self._adapted)]
 
     def _counts(self) -> list[int]:
         counts = [tensor.data_ptr() for tensor in self._tensors]
@@ -107,6 +110,16 @@ def _identity(member: Any) -> int:
 def _updates_in_forward(module: Any) -> bool:
     """Whether it is PEFT's wrapper of a single parameter, which it replaces by the sum of itself and its update."""
     return hasattr(module, "get_param") and hasattr(module, "parameter_name")
+
+
+def _switched_on(module: Any) -> tuple[str, bool, dict[str, float]]:
+    """Which adapters a layer of PEFT adds and whether at all, and their factors: copied, as PEFT writes into them.
+
+    It keeps them under these names in all its layers; switching writes no weight and calls no other forward.
+    """
+    factors = getattr(module, "scaling", None)
+    disabled = bool(getattr(module, "_disable_adapters", False))
+    return str(module._active_adapter), disabled, dict(factors) if isinstance(factors, dict) else {}
 
 
 def num_writes(tensor: Tensor) -> int:
