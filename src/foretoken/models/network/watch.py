@@ -44,10 +44,9 @@ class Watch:
     or buffer, by where it lies, and by a sample of its numbers, whose memory is held; by the classes of modules, the
     forwards of those classes and the modules' own, by plain numbers (``scaling``, ``variance_epsilon``), and by the
     adapters that PEFT's layers have switched on, with their factors.  What the network's own forward does to itself is
-    no change: numbers and unsaved buffers that a class writes in its own
-    methods, or that rotary embeddings turn by which change with the length of the text, are not looked at, accelerate
-    replaces weights that it keeps elsewhere by others without numbers, and PEFT sets updates of single parameters on
-    and off, which counts as a write.
+    no change: numbers and unsaved buffers that a class writes in its own methods, or that rotary embeddings turn by
+    which change with the length of the text, are not looked at, accelerate replaces weights that it keeps elsewhere by
+    others without numbers, and PEFT sets updates of single parameters on and off, which counts as a write.
 
     Nothing tells of other attributes (tensors and flags that are no buffers, the configuration), of functions that a
     forward calls (``modeling_llama.apply_rotary_pos_emb``) and methods other than ``forward``, of numbers beside the
