@@ -353,10 +353,10 @@ def test_greedy_answers_are_what_the_target_says(target: Path, tmp_path: Path) -
 def test_answers_of_another_target_or_temperature_are_not_gone_on_with(target: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "questions.jsonl", QUESTIONS)
     answer_file(target, data, tmp_path)
-    with pytest.raises(ValueError, match="answers with another temperature: give the same"):
+    with pytest.raises(ValueError, match=r"answers of another run \(temperature\): give the same"):
         answer_file(target, data, tmp_path, temperature=0.0)
     write_rows(data, QUESTIONS[1:])
-    with pytest.raises(ValueError, match="answers with another questions"):
+    with pytest.raises(ValueError, match=r"answers of another run \(questions\)"):
         answer_file(target, data, tmp_path)
 
 
