@@ -113,7 +113,7 @@ from foretoken.server.config import ServerSettings
 settings = ServerSettings(port=int(sys.argv[1]))
 state = serving.Serving(settings, make=lambda settings: time.sleep(3600))
 sock = lifecycle.listener(settings)
-sys.exit(lifecycle.run_app(app.create_app(settings, state), state, sock, awaits_loading=False))
+sys.exit(lifecycle.run_app(app.create_app(settings, state), state, sock))
 """
 
 
@@ -130,6 +130,21 @@ def test_a_signal_does_not_wait_for_a_model_that_is_loading() -> None:
             assert running.poll() is None, running.stderr.read() if running.stderr else ""
             time.sleep(0.1)
         running.send_signal(signal.SIGTERM)
+        _, said = running.communicate(timeout=60)
+        assert running.returncode == 0 and said == "stopped while the model was loading\n"
+    finally:
+        running.kill()
+        running.wait(30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_does_not_wait_for_what_is_imported(number: signal.Signals) -> None:
+    """Seconds pass between the first line and the event loop: a signal then ends the process in the same way."""
+    command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(free_port())]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=QUIET)
+    try:
+        assert running.stderr is not None and running.stderr.readline() == "loading builtin ...\n"
+        running.send_signal(number)
         _, said = running.communicate(timeout=60)
         assert running.returncode == 0 and said == "stopped while the model was loading\n"
     finally:

@@ -11,10 +11,13 @@ import shlex
 import signal
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from foretoken.server import logs
 from foretoken.server.config import ServerSettings
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that ask the server to stop."""
 
 
 def listener(settings: ServerSettings) -> socket.socket:
@@ -42,22 +45,31 @@ def listener(settings: ServerSettings) -> socket.socket:
 
 def run(settings: ServerSettings, sock: socket.socket) -> int:
     """Serve until a signal comes or the engine stops; returns the exit code."""
+    answer_signals()
     from foretoken.server.app import create_app
     from foretoken.server.memory import share_arenas
     from foretoken.server.serving import Serving
 
     share_arenas()
     serving = Serving(settings)
-    return run_app(create_app(settings, serving), serving, sock, awaits_loading=False)
+    return run_app(create_app(settings, serving), serving, sock)
 
 
-def run_app(app: Any, serving: Any, sock: socket.socket, awaits_loading: bool = True) -> int:
+def answer_signals() -> None:
+    """End the process at a signal until the event loop has handlers of its own.
+
+    The imports before it take seconds, and process 1 of a container does not notice a signal without a handler.
+    """
+    for number in STOPPING:
+        signal.signal(number, _stopped_while_loading)
+
+
+def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
     """Serve an application until a signal comes or its state is in trouble; returns the exit code.
 
     Args:
         serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``is_chat``,
-            ``settings`` and ``drain()``.
-        awaits_loading: whether a signal that comes before the model is there waits for it; else the process ends.
+            ``settings``, ``drain()`` and ``abandon()``.
     """
     import uvicorn
 
@@ -75,10 +87,10 @@ def run_app(app: Any, serving: Any, sock: socket.socket, awaits_loading: bool = 
         timeout_keep_alive=30,
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it exists
-        return runner.run(_serve(uvicorn.Server(config), serving, sock, awaits_loading))
+        return runner.run(_serve(uvicorn.Server(config), serving, sock))
 
 
-async def _serve(server: Any, serving: Any, sock: socket.socket, awaits_loading: bool) -> int:
+async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     server.capture_signals = _no_signals  # ours drain first
@@ -88,14 +100,13 @@ async def _serve(server: Any, serving: Any, sock: socket.socket, awaits_loading:
             os._exit(1)
         asked.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPPING:
         loop.add_signal_handler(number, stop)
     task = asyncio.create_task(server.serve(sockets=[sock]))
     code = await _watched(serving, asked, task)
-    if asked.is_set() and not code and not serving.is_loaded and not awaits_loading:
-        logs.say("stopped while the model was loading")
-        logging.shutdown()
-        os._exit(0)  # nothing is lost, and Python would wait for the thread that loads, which cannot be stopped
+    if asked.is_set() and not code and not serving.is_loaded:
+        await asyncio.to_thread(serving.abandon)
+        _stopped_while_loading()
     server.should_exit = True
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(asyncio.shield(task), serving.end_s)
@@ -104,6 +115,13 @@ async def _serve(server: Any, serving: Any, sock: socket.socket, awaits_loading:
     if code:
         logs.say(f"error: {serving.trouble}", logging.ERROR)
     return code
+
+
+def _stopped_while_loading(*_: object) -> NoReturn:
+    """End the process: nothing is lost, and Python would wait for the thread that loads, which cannot be stopped."""
+    logs.say("stopped while the model was loading")
+    logging.shutdown()
+    os._exit(0)
 
 
 async def _watched(serving: Any, asked: asyncio.Event, task: asyncio.Task[None]) -> int:

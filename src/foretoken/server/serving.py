@@ -209,6 +209,9 @@ class Serving:
         if self._engine is not None:
             self._engine.drain()
 
+    def abandon(self) -> None:
+        """End what loading has started, before the process ends: its threads end with it."""
+
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 psutil = pytest.importorskip("psutil", reason="the extra 'ray' is not installed")
@@ -242,6 +244,30 @@ def test_a_signal_drains_and_leaves_nothing(cluster: Cluster) -> None:
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.parametrize("waits_s", [0.0, 4.0])
+def test_a_signal_does_not_wait_for_replicas_that_are_starting(waits_s: float) -> None:
+    """Whether Ray or the replicas are being started: one line, exit code 0, and nothing is left or started again."""
+    starting = Cluster()
+    try:
+        status = 0
+        while status != 503:
+            with suppress(httpx.TransportError):
+                status = starting.client.get("/ready").status_code
+            time.sleep(0.1)
+        main = psutil.Process(starting.process.pid)
+        while not main.children():  # Ray's first process
+            time.sleep(0.1)
+        time.sleep(waits_s)
+        below = main.children(recursive=True)
+        starting.process.send_signal(signal.SIGTERM)
+        _, said = starting.process.communicate(timeout=20)
+        assert starting.process.returncode == 0 and "stopped while the model was loading\n" in said
+        _, alive = psutil.wait_procs(below, timeout=5)
+        assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        starting.close()
+
+
 def refused(*flags: str, code: str = "import sys; from foretoken.cli.main import main; sys.exit(main())") -> str:
     """The last line of a start that fails."""
     command = [sys.executable, "-c", code, "serve", *flags, "--replicas", "2"]
@@ -264,7 +290,14 @@ def test_what_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
         assert words in refused("builtin", "--port", str(free_port()), "--ray-address", address)
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "config.json").write_text('{"model_type": "llama"}')
-    (broken / "model.safetensors").write_bytes(b"nothing")
+    small = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 8,
+    }
+    (broken / "config.json").write_text(json.dumps({"model_type": "llama", **small}))
+    save_file({"unknown": torch.zeros(1)}, broken / "model.safetensors")  # as sound as can be seen without loading
     line = refused(str(broken), "--port", str(free_port()))
     assert "the replicas cannot be started" in line and "broken" in line

@@ -72,6 +72,9 @@ class Replicas(Protocol):
     async def stop(self) -> None:
         """End them."""
 
+    def abandon(self) -> None:
+        """End at once what :meth:`start` has begun; the process ends behind this."""
+
 
 class Fleet:
     """A gateway's state, in the words of :class:`foretoken.server.serving.Serving`, so that one loop watches both.
@@ -106,6 +109,10 @@ class Fleet:
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self.draining = True
+
+    def abandon(self) -> None:
+        """End replicas that are still being started."""
+        self.replicas.abandon()
 
     @property
     def trouble(self) -> str | None:

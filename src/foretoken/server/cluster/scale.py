@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import socket
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ from foretoken.server import logs
 from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
 from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
+from foretoken.server.lifecycle import STOPPING, answer_signals, run_app
 
 MANY = 100_000
 """Requests that Ray may hand to a replica, which refuses by its own limits, in OpenAI's words."""
@@ -38,15 +40,9 @@ def serve_replicas(settings: ServerSettings, replicas: int, address: str, sock: 
     Args:
         settings: of every replica; host, port and keys are the gateway's.
         address: ``local`` starts Ray here, ``auto`` finds the cluster that this machine is part of, or its address.
-
-    Raises:
-        ValueError: there is no such cluster.
     """
-    from foretoken.server.lifecycle import run_app
-
-    found = RayReplicas(settings, replicas, address)
-    found.join()  # in the main thread, before the server sets its signal handlers: Ray sets some of its own
-    fleet = Fleet(settings, found)
+    answer_signals()
+    fleet = Fleet(settings, RayReplicas(settings, replicas, address))
     return run_app(create_gateway(fleet), fleet, sock)
 
 
@@ -73,7 +69,15 @@ class RayReplicas:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Deploy; returns when all replicas can serve.  Raises ``ValueError`` where a replica cannot be started."""
+        """Join the cluster and deploy; returns when all replicas can serve.
+
+        Raises:
+            ValueError: there is no such cluster, or a replica cannot be started.
+        """
+        # Not in the main thread, where Ray would set a handler of SIGTERM that raises, wherever the signal comes.
+        await asyncio.to_thread(self.join)
+        for number in STOPPING:  # Ray's C++ part has put one before each, which writes a trace
+            signal.signal(number, signal.getsignal(number))
         telling = asyncio.create_task(self._tell())
         try:
             self._handle = await asyncio.to_thread(self._deploy)
@@ -188,6 +192,25 @@ class RayReplicas:
         if self._watching is not None:
             self._watching.cancel()
         await asyncio.to_thread(self._leave)
+
+    def abandon(self) -> None:
+        """End what is being started: Ray's processes where it was started here, else the deployment.
+
+        Ray itself is not asked to shut down: the thread that deploys would start it again.
+        """
+        import psutil
+        import ray
+        from ray import serve
+
+        if self._address != "local":
+            if ray.is_initialized():
+                serve.delete(self._name, _blocking=False)
+            return
+        ours = psutil.Process().children(recursive=True)
+        for process in ours:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(ours, timeout=1.0)
 
     def _leave(self) -> None:
         import psutil
