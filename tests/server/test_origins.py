@@ -36,6 +36,24 @@ def test_pages_of_allowed_origins_can_use_the_server() -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
+def test_pages_on_the_internet_can_use_a_server_of_a_private_network() -> None:
+    """Chromium asks for that in the preflight; an origin that is not allowed gets no leave."""
+    private = {**PREFLIGHT, "Access-Control-Request-Private-Network": "true"}
+    with served(allowed_origin=(PAGE,)) as running:
+        answer = running.client.options("/v1/chat/completions", headers={"Origin": PAGE, **private})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-private-network"] == "true"
+        refused = running.client.options("/v1/chat/completions", headers={"Origin": "https://evil.example", **private})
+        assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+
+
+def test_pages_can_read_the_id_of_anthropics_routes() -> None:
+    body = {"model": "builtin", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    with served(allowed_origin=(PAGE,)) as running:
+        answer = running.client.post("/v1/messages", json=body, headers={"Origin": PAGE})
+        exposed = answer.headers["access-control-expose-headers"].lower().split(", ")
+        assert answer.headers["request-id"] and "request-id" in exposed
+
+
 def test_all_origins() -> None:
     body = {"model": "builtin", "prompt": "x", "max_tokens": 2, "stream": True}
     with served(allowed_origin=("*",)) as running:

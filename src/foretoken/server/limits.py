@@ -296,7 +296,8 @@ def across_origins(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
         allow_origins=settings.allowed_origin,
         allow_methods=("GET", "POST"),
         allow_headers=(ANY,),
-        expose_headers=("X-Request-Id", "X-Ignored-Fields", "X-Replica", "Retry-After"),
+        allow_private_network=True,  # pages on the internet ask so for a server on this machine or in its network
+        expose_headers=("X-Request-Id", "Request-Id", "X-Ignored-Fields", "X-Replica", "Retry-After"),
     )
 
 
