@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foretoken.core.largest import largest
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -29,8 +31,8 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], count: int) -> list[Token
         return []
     wide = torch.log_softmax(logits[: len(tokens)].to(torch.promote_types(logits.dtype, torch.float32)), -1)
     chosen = wide.gather(1, torch.tensor(tokens, device=wide.device)[:, None])[:, 0].tolist()
-    best = wide.topk(min(count, wide.shape[1]), -1) if count else None
-    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else [([], [])] * len(tokens)
+    values, ids = largest(wide, min(count, wide.shape[1]))
+    tops = zip(ids.tolist(), values.tolist(), strict=True)
     return [
         TokenLogprobs(token, value, tuple(zip(ids, values, strict=True)))
         for token, value, (ids, values) in zip(tokens, chosen, tops, strict=True)

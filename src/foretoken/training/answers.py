@@ -167,8 +167,8 @@ class AnswerFile:
             others = [key for key in identity if stored.get(key) != json.loads(json.dumps(identity[key]))]
             if others:
                 raise ValueError(
-                    f"{folder} holds answers of another run ({' and '.join(others)}): give the same to go on with them, or "
-                    "another --out"
+                    f"{folder} holds answers of another run ({' and '.join(others)}): give the same to go on with "
+                    "them, or another --out"
                 )
         write_json(card, identity)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.core.largest import largest
 from foretoken.methods.controllers.base import Controller
 
 Stop = Callable[[Tensor | None, float], bool]
@@ -40,7 +41,7 @@ def margin(distribution: Tensor | None, probability: float) -> float:
     """How far the best token is ahead of the second best; without a distribution the least that this can be."""
     if distribution is None or len(distribution) < 2:
         return max(2.0 * probability - 1.0, 0.0)
-    best, second = distribution.topk(2).values.tolist()
+    best, second = largest(distribution, 2)[0].tolist()
     return float(best - second)
 
 

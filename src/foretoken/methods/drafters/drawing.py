@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Context, NonFiniteLogitsError, SamplingPipeline, is_large
+from foretoken.core.largest import largest
 from foretoken.core.sampling import draw_by_blocks, running_sums
 from foretoken.models.forward.heads.draft_head import DraftHead
 
@@ -74,7 +75,7 @@ def log_beliefs(rows: Tensor) -> Tensor:
 
 def best(ranking: Tensor, count: int) -> list[int]:
     """The tokens of the ``count`` largest entries of a ranking [V], best first; impossible ones are left out."""
-    values, tokens = ranking.topk(min(count, len(ranking)))
+    values, tokens = largest(ranking, min(count, len(ranking)))
     return [t for v, t in zip(values.tolist(), tokens.tolist(), strict=True) if v > -torch.inf]
 
 
@@ -111,13 +112,13 @@ def raced_ahead(
 def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], count: int) -> list[list[int]]:
     """Per row of draft logits [n, V] its ``count`` best tokens (impossible ones too, if nothing else is left); the
     arguments are those of :func:`raced_ahead`."""
-    return largest(raced_ahead(logits, contexts, ahead)[0], count)
+    return best_tokens(raced_ahead(logits, contexts, ahead)[0], count)
 
 
-def largest(logits: Tensor, count: int, head: DraftHead | None = None) -> list[list[int]]:
+def best_tokens(logits: Tensor, count: int, head: DraftHead | None = None) -> list[list[int]]:
     """Per row of logits [n, V] of a head (of the target's vocabulary by default) the tokens of its ``count`` largest
     entries, largest first."""
-    tokens = logits.topk(min(count, logits.shape[-1]), -1).indices
+    tokens = largest(logits, min(count, logits.shape[-1]))[1]
     found: list[list[int]] = (tokens if head is None else head.mapped(tokens)).tolist()
     return found
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foretoken.core import TokenTree
 from foretoken.core.costs import TargetCost
+from foretoken.core.largest import largest
 from foretoken.methods.drafters.drawing import log_beliefs, ranked
 from foretoken.methods.drafters.growing import Growing, ends_path
 from foretoken.methods.trees.base import Candidates, Growth
@@ -121,7 +122,7 @@ def beliefs(tree: Growing, logits: Tensor) -> Tensor:
 
 def best_of(sure: Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
     """Per row of log-probabilities [n, V] its ``width`` best tokens, and the values of these."""
-    values, tokens = sure.topk(min(width, sure.shape[-1]), -1)
+    values, tokens = largest(sure, min(width, sure.shape[-1]))
     return tokens.tolist(), values.tolist()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
+from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
@@ -216,7 +217,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
 
     def _best(self, sure: Tensor) -> tuple[list[list[int]], list[list[float]]]:
         """Per row of log-probabilities its best tokens, as many as a node has children, and the values of these."""
-        values, tokens = sure.topk(min(self.dynamic.width, sure.shape[-1]), -1)
+        values, tokens = largest(sure, min(self.dynamic.width, sure.shape[-1]))
         return self.mapped(tokens).tolist(), values.tolist()
 
     def _draw(self, tree: Growing, logits: Tensor, outputs: Tensor) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
+from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.drawing import distribution_of, is_ranked, largest, raced_ahead
+from foretoken.methods.drafters.drawing import best_tokens, distribution_of, is_ranked, raced_ahead
 from foretoken.methods.drafters.drawn_tree import DrawnTree, traits_of
 from foretoken.methods.drafters.nets.store import build_net, read_description
 from foretoken.methods.trees.cost_aware import paying_count
@@ -267,7 +268,7 @@ class HeadsDrafter(BatchDrafter):
         else:
             logits = self.rows(head, inputs)
         raced, of = raced_ahead(logits, contexts, ahead, self.head)
-        return largest(raced, count, of), raced
+        return best_tokens(raced, count, of), raced
 
     def scored(self, head: int, inputs: Tensor) -> Tensor:
         """[rows, V_d] logits of what the heads read; the arguments are those of :meth:`best`."""
@@ -317,4 +318,4 @@ def ends_after(budget: Budget, logits: Tensor | None, row: int, rank: int) -> bo
     if logits is None or not budget.asks_for_confidence:
         return False
     distribution = torch.softmax(logits[row].float(), -1)
-    return budget.stops_after(distribution, float(distribution.topk(rank + 1).values[-1]))
+    return budget.stops_after(distribution, float(largest(distribution, rank + 1)[0][-1]))

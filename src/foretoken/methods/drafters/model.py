@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
+from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.methods.drafters.chains import following, grow_chains
 from foretoken.methods.drafters.drawing import best, distribution_of, draw_iid, draw_without_replacement, ranked
@@ -348,7 +349,7 @@ class ModelDrafter(BatchDrafter):
         if not tree.draws:
             # A one-hot distribution names the best token, penalties included, but ranks no others.
             ranking = logits if sampler.greedy and width > 1 else distribution
-            return distribution, ranking.topk(min(width, len(ranking))).indices.tolist()
+            return distribution, largest(ranking, min(width, len(ranking)))[1].tolist()
         if self.draw == "iid" or width == 1:
             return distribution, draw_iid(distribution, width, tree.context)
         return distribution, draw_without_replacement(distribution, width, tree.context)

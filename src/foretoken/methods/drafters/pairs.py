@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Context
+from foretoken.core.largest import largest
 from foretoken.methods.drafters.blocks import BlockDrafter
 from foretoken.methods.drafters.nets.pairs import PairConfig, PairNet
 from foretoken.methods.drafters.parallel import BestTable, Guesses, PlaceScores
@@ -27,7 +28,7 @@ class PairGuesses(Guesses):
     ) -> None:
         super().__init__(context, block.logits, head, races)
         self.net, self.states = net, block.taps["state"][guessing.start : guessing.stop].float()  # [k, D]
-        best = self.logits.topk(min(net.config.top, self.logits.shape[-1])) if block.best is None else block.best
+        best = largest(self.logits, min(net.config.top, self.logits.shape[-1])) if block.best is None else block.best
         self.values, self.ids = best  # [k, K]
         self.targets = head.mapped(self.ids)
         self.by_path = net.has_memory
@@ -74,6 +75,11 @@ class PairDrafter(BlockDrafter):
     @property
     def _candidates(self) -> int:
         return self.net.config.top
+
+    def _races(self, context: Context) -> bool:
+        """Rules of a greedy request are not asked: behind every path that takes longer than the few rounds that it
+        saves, because the candidates of a place were chosen without them."""
+        return context.sampler.noise is not None and super()._races(context)
 
     def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
         return PairGuesses(context, block, guessing, self.head, self._races(context), self.net)

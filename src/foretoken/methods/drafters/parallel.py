@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.costs import TargetCost
+from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter
 from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
@@ -118,7 +119,7 @@ class Guesses:
             if ids is not None:  # nothing else is possible
                 scores = scores[self.head.mapped(ids)]
         sure = log_beliefs(scores.float()[None])[0]
-        values, best = sure.topk(min(width, len(sure)))
+        values, best = largest(sure, min(width, len(sure)))
         if ids is not None or not self.races:
             best = self.head.mapped(best if ids is None else ids[best])
         log_probs = values.tolist()
@@ -135,7 +136,7 @@ class Guesses:
 
         width, best = min(width, self.logits.shape[-1]), self._best
         if best is None or best[0].shape[-1] < width or self.races:
-            best = beliefs().topk(width)
+            best = largest(beliefs(), width)
         values, ids = (each[:, :width] for each in best)
         return BestTable(self.head.mapped(ids).tolist(), values.tolist(), beliefs)
 

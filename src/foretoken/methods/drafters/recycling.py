@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.tenants import Tenants
 
@@ -245,7 +246,7 @@ class RecyclingDrafter(Drafter):
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Every scored node, accepted or not, gives its token's followers; later nodes overwrite earlier ones."""
         self._count(self.learned(context), tree, verdict)
-        best = scores.logits.topk(min(WIDTH, scores.logits.shape[-1]), dim=-1).indices
+        best = largest(scores.logits, min(WIDTH, scores.logits.shape[-1]))[1]
         table = self.followers(context)
         table.reserve(scores.logits.shape[-1])
         table.update(tree.tokens, best.cpu().numpy().astype(np.int32))

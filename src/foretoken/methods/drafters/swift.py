@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
+from foretoken.core.largest import largest
 from foretoken.methods.drafters.drawing import distribution_of, ranked
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
@@ -178,8 +179,8 @@ class SwiftDrafter(OwnLayersDrafter):
             token = tree.tokens[parent + 1]
             confidence = float(ranking[token])
             count = num_children(confidence, tree.sampler.greedy) - 1
-            best = ranking.topk(min(count + 1, len(ranking)))
-            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            best = largest(ranking, min(count + 1, len(ranking)))
+            pairs = zip(*(each.tolist() for each in best), strict=True)
             spare += [(chance * p, parent, t) for p, t in pairs if t != token and p > 0][:count]
             chance *= confidence
         spare.sort(key=lambda sibling: -sibling[0])
