@@ -78,13 +78,23 @@ def test_feature_trees_of_a_greedy_request_follow_its_rules(family: Any) -> None
     assert len(tree) == 9 and follows_rule(tree, len(PROMPT))
 
 
-@pytest.mark.parametrize("kind", [DflashDrafter, Dflash2Drafter])
-def test_lattices_of_a_greedy_request_follow_its_rules(kind: Any) -> None:
+def test_lattices_of_a_greedy_request_follow_its_rules() -> None:
     model = target()
-    more = {} if kind is DflashDrafter else {"rank": 4, "top": 16, "group": 4}
-    drafter = kind.of(random_net(kind, model, **more), TargetParts(model), model, nodes=6, width=2)
+    drafter = DflashDrafter.of(random_net(DflashDrafter, model), TargetParts(model), model, nodes=6, width=2)
     tree = drafter.propose(started(drafter, model, PROMPT, RULED), Budget(3, 6))
     assert len(tree) == 7 and follows_rule(tree, len(PROMPT))
+
+
+def test_pair_drafters_ask_the_rules_of_requests_with_noise_alone() -> None:
+    """A greedy request would wait for the rules behind every path of candidates that were chosen without them."""
+    model = target()
+    net = random_net(Dflash2Drafter, model, rank=4, top=16, group=4)
+    drafter = Dflash2Drafter.of(net, TargetParts(model), model, nodes=6, width=2)
+    free, ruled = (drafter.propose(started(drafter, model, PROMPT, p), Budget(3, 6)) for p in (SamplingParams(), RULED))
+    assert free == ruled and len(free) == 7 and not follows_rule(free, len(PROMPT))
+    params = SamplingParams(temperature=1.0, processors=(by_place,))
+    raced = drafter.propose(started(drafter, model, PROMPT, params, noise=True), Budget(3, 6))
+    assert len(raced) == 7 and follows_rule(raced, len(PROMPT))
 
 
 def heads_drafter(name: str, model: Any) -> Drafter:
