@@ -29,6 +29,7 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return values, places
     whole = blocks * BLOCK
     best = rows[..., :whole].unflatten(-1, (blocks, BLOCK)).amax(-1).topk(count, -1).indices
+    best = best.sort(-1).values  # of equal entries those of lower places come before others, as in ``torch.topk``
     places = (best[..., None] * BLOCK + torch.arange(BLOCK)).flatten(-2)
     if whole < rows.shape[-1]:
         rest = torch.arange(whole, rows.shape[-1]).expand(*places.shape[:-1], -1)
