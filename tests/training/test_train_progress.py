@@ -173,11 +173,13 @@ def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     before = signal.getsignal(number)
+    said: list[str] = []
     with stop_on_signals() as stop:
-        with stop.in_steps(print, tmp_path):
-            assert not stop.asked()
+        with stop.in_steps(said.append, tmp_path):
+            assert not stop.asked() and not said
             os.kill(os.getpid(), number)
             assert stop.asked() and stop.exit_code == code
+            assert said == ["asked to end: what is running is finished first; a second signal ends it at once"]
             with pytest.raises((KeyboardInterrupt, typer.Exit)):
                 os.kill(os.getpid(), number)
         with pytest.raises((KeyboardInterrupt, typer.Exit)):  # nothing is done in steps here

@@ -160,6 +160,7 @@ class Stop:
     def __init__(self) -> None:
         self.number = 0
         self._in_steps = self._waits = False
+        self._say: Callable[[str], None] = lambda line: None
 
     def asked(self) -> bool:
         """Whether a signal has come."""
@@ -176,7 +177,7 @@ class Stop:
         """Inside the block signals wait for the end of a step; a run that they ended says so, and the process exits."""
         from foretoken.training.loop import Stopped
 
-        self._in_steps = True
+        self._in_steps, self._say = True, say
         try:
             yield
         except Stopped as stopped:
@@ -188,6 +189,7 @@ class Stop:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._waits and not self.number:
             self.number = number
+            self._say("asked to end: what is running is finished first; a second signal ends it at once")
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
