@@ -90,7 +90,8 @@ def measure_target(
         batch: requests that share the nodes.
         shapes: parents of the trees that are scored, the root's -1 first; chains where there is none of a size.
         typical: of several calls.
-        longest: larger counts than one that takes so many times as long as the least are left out.
+        longest: larger counts than one that takes so many times as long as the least are left out of the turn, and
+            altogether if that happens in nearly all.
 
     Raises:
         ValueError: an empty text, no usable count, or ``repeats`` or ``batch`` below 1.
@@ -106,7 +107,7 @@ def measure_target(
     times: dict[int, list[float]] = {count: [] for count in usable}
     trees = {len(shape): shape for shape in shapes}
     with opened(target, *[text] * batch) as sequences:
-        for turn in range(repeats + 1):
+        for _ in range(repeats + 1):
             if not rollback and len(sequences[0].tokens) >= target.context_length:
                 break
             for count in usable:
@@ -114,9 +115,8 @@ def measure_target(
                 for sequence in sequences:  # without rollback the one token stays
                     target.commit(sequence, [] if rollback else [0])
                 times[count].append(spent)
-                if not turn and spent > longest * times[usable[0]][0]:
-                    usable = usable[: usable.index(count) + 1]
-                    break
+                if spent > longest * min(times[usable[0]]):
+                    break  # in this turn only: it may have been a pause of the machine
     measured = {count: max(typical(spent[1:]), 1e-9) for count, spent in times.items() if len(spent) > 1}
     return TargetCost(measured)
 

@@ -47,6 +47,23 @@ def test_a_target_costs_what_it_says() -> None:
     assert target.opened == 0
 
 
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_pause_in_one_call_does_not_leave_out_larger_counts(at: int) -> None:
+    class Pausing(Clocked):
+        def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+            rows = super().forward(feeds, taps)
+            self.run_s += 30.0 * (len(self.fed) == at)  # the network's call of that number, which follows the prefill
+            return rows
+
+    cost = measure_target(Pausing(), [1, 2, 3], counts=(1, 3, 8), repeats=3, typical=min, longest=6.0)
+    assert cost.seconds == pytest.approx({1: 0.003, 3: 0.005, 8: 0.010})
+
+
+def test_what_takes_too_long_leaves_out_larger_counts() -> None:
+    cost = measure_target(Clocked(), [1, 2, 3], counts=(1, 8, 30, 60), repeats=3, typical=min, longest=6.0)
+    assert cost.seconds == pytest.approx({1: 0.003, 8: 0.010, 30: 0.032})
+
+
 def test_the_nodes_are_spread_over_a_batch() -> None:
     target = Clocked()
     cost = measure_target(target, [1, 2], counts=(1, 3, 7), repeats=2, batch=3)
