@@ -90,8 +90,7 @@ def show_command(
         tell_empty(llm, output.note, raw)
         from foretoken.lab.report.show.run import shown
 
-        if row is not None and row.messages:
-            text = str(prompt if llm.tokenizer is None else llm.tokenizer.decode(prompt))
+        text = _in_words(llm, prompt) if row is not None and row.messages else text
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
         page, rounds = _drawn(shown(output, llm.tokenizer, text, about), out.suffix.lower(), number)
     write_whole(out, page)
@@ -100,6 +99,10 @@ def show_command(
         print_json({"out": str(out), "rounds": rounds, "stats": output.stats.as_dict()})
     else:
         print(f"{rounds} rounds, {len(output.token_ids)} tokens -> {out}", file=sys.stderr)
+
+
+def _in_words(llm: Llm, prompt: Any) -> str:
+    return str(prompt if llm.tokenizer is None else llm.tokenizer.decode(prompt))
 
 
 def _row_of(file: Path | None) -> BenchPrompt | None:

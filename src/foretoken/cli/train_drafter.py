@@ -142,9 +142,8 @@ def train(
             recipe = kind(model, TargetParts(model), settings, config.seed)
         check_context(config.context, model.context_length)
         bar.say(needs(recipe, config))
-        read = data
-        if answers.kind != "data":
-            read = [_answers(answers, data, out, target, recipe, device, bar, stop)]
+        is_written = answers.kind != "data"
+        read = [_answers(answers, data, out, target, recipe, device, bar, stop)] if is_written else data
         trainer = Trainer(recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read)
         bar.say(seen(trainer.corpus))
         prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, model.context_length // 2))

@@ -77,8 +77,8 @@ class PairDrafter(BlockDrafter):
         return self.net.config.top
 
     def _races(self, context: Context) -> bool:
-        """Rules of a greedy request are not asked: behind every path that takes longer than the few rounds that it
-        saves, because the candidates of a place were chosen without them."""
+        """A greedy request's rules are not asked.  They would be behind every path, which takes longer than the few
+        rounds that it saves: the candidates of a place were chosen without them."""
         return context.sampler.noise is not None and super()._races(context)
 
     def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
