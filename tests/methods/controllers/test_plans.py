@@ -78,6 +78,22 @@ def test_what_may_be_better_than_it_seems_is_explored() -> None:
     assert best_plan([replace(unsure, hoped=1.4)], 1, Costs())[0].drafts == ()
 
 
+class Step(Costs):
+    """Beyond the root every round costs twice as much, however wide it is."""
+
+    def round_s(self, batch: int, nodes: float) -> float:
+        return 1.0 if nodes <= batch + 1e-9 else 2.0
+
+
+def test_rounds_in_which_nobody_has_a_guess_cost_what_plain_ones_do() -> None:
+    """Half of the rounds have nine nodes, the others one: five nodes on average, which no round has."""
+    copy = replace(COPY, tokens=1.0, hoped=1.0)
+    assert planned([copy], 1, Step()).seconds == pytest.approx(1.5)
+    assert planned([copy], 3, Step()).seconds == pytest.approx(2 - 0.5**3)
+    assert planned([replace(copy, share=1e-17)], 1, Step()).seconds == pytest.approx(1.0)
+    assert planned([replace(copy, share=1.0)], 1, Step()).seconds == pytest.approx(2.0)
+
+
 def test_a_target_that_pads_takes_as_long_as_its_widest_request() -> None:
     """Half of the rounds have nine nodes, the others one: of two requests at least one has nine in three of four."""
     copy, steep = replace(COPY, tokens=1.0, hoped=1.0), Costs(node_s=1.0, call_s=0.0)

@@ -126,7 +126,19 @@ class AutoController(Controller):
         self.rival = rival or self.chosen
         if self._credit < 0 and self.chosen.drafts:
             self.chosen = self._sure_plan(contexts)
+        if self._is_doubted(len(contexts)):
+            return self.rival
         return RoundPlan() if self._plain_is_due(len(contexts)) else self.chosen
+
+    def _is_doubted(self, batch: int) -> bool:
+        """Whether to try drafts that are rejected for a cost that no round has shown, though they would pay if it were
+        a plain round's: what was measured at load, beside other work, may be wrong, and plain rounds do not tell."""
+        if self.chosen.drafts or not self.rival.drafts or self._credit < CREDIT:
+            return False
+        nodes = batch * max(draft.nodes for draft in self.rival.drafts)
+        drafting = sum(draft.seconds for draft in self.rival.drafts)
+        plain_s = self.costs.round_s(batch, batch)
+        return not self.costs.was_seen(batch, nodes) and self.rival.hoped * plain_s > plain_s + drafting
 
     def _pays(self, plan: RoundPlan) -> bool:
         """Whether a plan is expected to be as fast as plain decoding by what was seen, and is not only hoped to be."""

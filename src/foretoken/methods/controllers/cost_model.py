@@ -98,6 +98,7 @@ class CostModel:
         self.rounds = CostCurve(ROUND_SHAPE)
         self.drafts = [CostCurve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
         self.drift, self.factors = 1.0, [1.0] * len(members)
+        self._seen = set[tuple[int, int]]()  # points of rounds, not of what was measured before
         self._skip, self._evicted = self.SKIPPED if start is None else 0, False
         if start is not None:
             self._start_from(start)
@@ -117,6 +118,10 @@ class CostModel:
     def plain_rounds(self, batch: int) -> int:
         """Rounds by which plain decoding is calibrated at this size."""
         return len(self.rounds.samples.get((bucket(batch), bucket(batch)), ()))
+
+    def was_seen(self, batch: int, nodes: float) -> bool:
+        """Whether a round of this size was run here."""
+        return (bucket(batch), bucket(max(round(nodes), 1))) in self._seen
 
     def draft_s(self, member: int, depth: int, batch: int) -> float:
         """A draft for so many requests; by its size while none was seen."""
@@ -140,6 +145,7 @@ class CostModel:
             self._skip = max(self._skip - 1, 0)
             return
         point = bucket(record.batch_size), bucket(record.round_nodes or record.num_nodes)
+        self._seen.add(point)
         self.drift *= math.exp(DRIFT_RATE * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
         if member < 0 or depth == 0 or draft_s <= 0:
             return

@@ -91,9 +91,17 @@ def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = 
 
 
 def _target_s(widths: Sequence[tuple[float, float]], batch: int, costs: CostModel, pads: bool) -> float:
-    """Seconds of a round without its drafting, whose requests have so many nodes in such parts of the rounds."""
+    """Seconds of a round without its drafting, whose requests have so many nodes in such parts of the rounds; the last
+    part has no guess.
+
+    Rounds in which nobody has a guess are apart: the first node beyond the roots may cost more than all others.
+    """
     if not pads:
-        return costs.round_s(batch, batch * sum(nodes * part for nodes, part in widths))
+        bare, plain_s = widths[-1][1] ** batch, costs.round_s(batch, batch)
+        if bare >= 1.0:
+            return plain_s
+        nodes = batch * (sum(nodes * part for nodes, part in widths) - bare) / (1.0 - bare)
+        return bare * plain_s + (1.0 - bare) * costs.round_s(batch, nodes)
     seconds, none_wider = 0.0, 1.0
     for nodes, part in sorted(widths, reverse=True):
         fewer = max(none_wider - part, 0.0)
