@@ -213,6 +213,24 @@ def test_min_block_on_chains() -> None:
     assert accepted([1, 0], 0) == 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("spec", ["typical", "lenient", "top_k,k=4", "distance,eps=3", "min_block,min_accepted=2"])
+def test_no_rule_accepts_what_a_grammar_forbids(spec: str, temperature: float) -> None:
+    """Token 1 is the likeliest, and 3 is forbidden: rules that ask for no probability once wrote it."""
+
+    def forbid(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(-1, torch.tensor([3]), -math.inf)
+
+    sampler = Sampler(SamplingParams(temperature=temperature, processors=[forbid]))  # type: ignore[list-item]
+    logits = torch.tensor([[1.0, 2.0, 0.0, 1.9]]).expand(3, -1)
+
+    def accepted(drafts: list[int]) -> int:
+        tree = TokenTree.chain(0, drafts)
+        return len(rule(spec).verify(tree, Scores(logits, tree, (0,), sampler), Rng(0)).path)
+
+    assert accepted([3, 1]) == 0 and accepted([1, 3]) <= 1 and accepted([1, 1]) >= accepted([1, 3])
+
+
 def test_min_block_on_trees_forces_the_likeliest_path() -> None:
     tables = FixedTables([0.6, 0.3, 0.1], [0.25] * 3)
     tree = TokenTree((0, 2, 1, 0, 2), (-1, 0, 0, 1, 2))  # 2 -> 0 (0.06) | 1 -> 2 (0.03)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.methods.verifiers.base import Coins, Verifier
-from foretoken.methods.verifiers.longest import close, graded_distribution, longest_run
+from foretoken.methods.verifiers.longest import close, graded_distribution, is_forbidden, longest_run
 
 
 class DistanceVerifier(Verifier):
@@ -33,7 +33,7 @@ class DistanceVerifier(Verifier):
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         def accepts(node: int, p: Tensor, token: int) -> bool:
-            return abs(token - scores.argmax(node)) <= self.eps
+            return abs(token - scores.argmax(node)) <= self.eps and not is_forbidden(scores, p, token)
 
         path = longest_run(tree, lambda node: graded_distribution(scores, node), accepts)
         return close(tree, scores, coins, path, self.sample_next)

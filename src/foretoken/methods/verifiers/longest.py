@@ -24,6 +24,11 @@ def graded_distribution(scores: Scores, node: int) -> Tensor:
     return scores.p(node)
 
 
+def is_forbidden(scores: Scores, p: Tensor, token: int) -> bool:
+    """Whether the request rules a token out (``p`` [V] of its node): what a grammar forbids no rule may accept."""
+    return not scores.sampler.context_free and float(p[token]) <= 0.0
+
+
 def longest_run(
     tree: TokenTree, distribution: Callable[[int], Tensor], accepts: Callable[[int, Tensor, int], bool]
 ) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.methods.verifiers.base import Coins, Verifier
-from foretoken.methods.verifiers.longest import close, graded_distribution, log, longest_run
+from foretoken.methods.verifiers.longest import close, graded_distribution, is_forbidden, log, longest_run
 
 
 class MinBlockVerifier(Verifier):
@@ -51,7 +51,8 @@ def _likeliest_path(tree: TokenTree, scores: Scores, length: int) -> tuple[int, 
         for score, node in level:
             if tree.children[node]:
                 p = graded_distribution(scores, node)
-                following += [(score + log(float(p[tree.tokens[c]])), c) for c in tree.children[node]]
+                allowed = (c for c in tree.children[node] if not is_forbidden(scores, p, tree.tokens[c]))
+                following += [(score + log(float(p[tree.tokens[c]])), c) for c in allowed]
         if not following:
             break
         level = following
