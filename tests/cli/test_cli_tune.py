@@ -187,7 +187,7 @@ def test_bad_files(run: Any, target: str, tmp_path: Path) -> None:
     empty.write_text("\n")
     command = ("tune", "layer-skip", "--target", target, "--out")
     check(run(*command, str(tmp_path / "x.json"), "--prompts", str(empty)), "empty.txt")
-    check(run(*command, str(tmp_path)), "is a folder")
+    check(run(*command, str(tmp_path), "--prompts", "none.txt"), "is a folder")  # before anything is read
     check(run("tune", "layer-skip"), "--out")
 
 

@@ -190,7 +190,9 @@ def test_prompt_files_of_the_wrong_shape(run: Any, target: str, tmp_path: Path, 
 def test_files_and_places(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
     command = ("tune", "--target", target, "--prompts", prompts)
     check(run(*command, "--out", str(tmp_path)), "is a folder")
-    check(run(*command, "--out", f"{prompts}/x.json", "--drafters", "ngram"))
+    check(run(*command, "--out", f"{prompts}/x.json", "--drafters", "ngram"), "choose another folder")
+    check(run(*command, "--out", str(tmp_path / "new" / "x.json"), "--drafters", "nosuch"), "nosuch")
+    assert not (tmp_path / "new").exists()
     check(run("tune", "--target", target, "layer-skip", "--out", "x.json"), "--target", "behind the subcommand")
 
 

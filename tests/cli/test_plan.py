@@ -231,10 +231,16 @@ def test_files_that_are_no_profile(run: Any, tmp_path: Path, profile: Path) -> N
 
 def test_a_picture_that_cannot_be_written(run: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    check(run("plan", "--alpha", "0.7", "--plot", str(tmp_path / "file" / "plan.png")), "cannot write the plot")
     (tmp_path / "folder.png").mkdir()
-    check(run("plan", "--alpha", "0.7", "--plot", str(tmp_path / "folder.png")), "cannot write the plot")
-    check(run("plan", "--alpha", "0.7", "--plot", "/proc/plan.png"), "cannot write the plot")
+    for place in (tmp_path / "file" / "plan.png", tmp_path / "file" / "new" / "plan.png", Path("/proc/plan.png")):
+        words = f"--plot {place} cannot be written", "choose another folder"
+        check(run("plan", "--alpha", "0.7", "--plot", str(place)), *words)
+    check(run("plan", "--alpha", "0.7", "--plot", str(tmp_path / "folder.png")), "folder.png is a folder")
+
+
+def test_a_refused_plan_leaves_no_folder(run: Any, tmp_path: Path) -> None:
+    check(run("plan", "--plot", str(tmp_path / "new" / "plan.png")), "give --alpha")
+    assert not list(tmp_path.iterdir())
 
 
 def test_drafting_ahead(run: Any) -> None:

@@ -55,6 +55,14 @@ def test_a_tree_for_a_draft_model(
     assert out.token_ids == plain.token_ids and out.stats.num_accepted_tokens > 0
 
 
+def test_a_file_that_cannot_be_written_is_found_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "--prompts", "none.txt", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told == f"error: --out {tmp_path} is a folder: give the name of a file\n"
+
+
 def test_what_a_shape_promises_by_hand() -> None:
     accuracies = [[0.5, 0.2], [0.4, 0.1]]
     assert expected_length([(0,), (1,), (0, 0)], accuracies) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)

@@ -71,16 +71,27 @@ def print_table(console: Console, shown: Table) -> None:
     console.print(shown, crop=False)
 
 
-def check_out(out: Path) -> None:
-    """Find that a file cannot be written before minutes are spent on what goes into it.
+def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> None:
+    """Find that a file cannot be written before minutes are spent on what goes into it; nothing is left behind.
+
+    Args:
+        new_folders: whether folders that are not there yet will be made for it.
 
     Raises:
-        ValueError: its folder is not there, or it is a folder itself.
+        ValueError: its folder is not there or not writable, or it is a folder itself.
     """
+    from tempfile import TemporaryFile
+
     if out.is_dir():
-        raise ValueError(f"--out {out} is a folder: give the name of a file")
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out} cannot be written: No such file or directory")
+        raise ValueError(f"{option} {out} is a folder: give the name of a file")
+    folder = out.absolute().parent
+    while new_folders and not folder.exists():
+        folder = folder.parent
+    try:
+        with TemporaryFile(dir=folder):  # permissions alone do not tell
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {out} cannot be written: {error.strerror}; choose another folder") from None
 
 
 def check_inputs(paths: Iterable[Path]) -> None:

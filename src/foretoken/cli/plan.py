@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.options import Json
-from foretoken.cli.output import json_only, print_json, print_table, screen, table
+from foretoken.cli.output import check_out, json_only, print_json, print_table, screen, table
 
 if TYPE_CHECKING:
     from foretoken.core.costs import RoundCosts
@@ -90,6 +90,7 @@ def plan_command(
         if plot is not None:
             from foretoken.lab.plan.plots import plot as draw
 
+            plot.parent.mkdir(parents=True, exist_ok=True)
             draw(made, plot)
         if not as_json:
             _print(made, name, plot)
@@ -373,15 +374,6 @@ def parse_widths(text: str) -> list[int]:
 
 def check_writable(file: Path) -> None:
     """Find out before the work whether the picture can be written."""
-    from tempfile import TemporaryFile
-
     if file.suffix.lower() != ".png":
         raise ValueError(f"--plot writes a PNG file: {file} should end in .png")
-    if file.is_dir():
-        raise ValueError(f"cannot write the plot {file}: it is a folder")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=file.parent):  # permissions alone do not tell
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write the plot {file}: {error.strerror}; choose another folder") from None
+    check_out(file, "--plot", new_folders=True)

@@ -9,7 +9,7 @@ import typer
 
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, print_table, screen, table
+from foretoken.cli.output import check_out, json_only, print_json, print_table, screen, table
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.layer_skip import LayerSkipStudy, TunedSkips
@@ -55,6 +55,7 @@ def layer_skip_command(
     with json_only(as_json):
         from foretoken.methods.drafters.own_layers import num_layers_of
 
+        check_out(out, new_folders=True)
         work = workload_of(common, prompts, new_tokens, max_prompts)
         num_layers_of(work.target)
         outcome = _search(work, k, out, trials, resume)
@@ -146,6 +147,7 @@ def tree_command(
 ) -> None:
     """Choose a tree from how often its places are right, and from what nodes and levels cost on this machine."""
     with json_only(as_json):
+        check_out(out, new_folders=True)
         outcome = _tuned_tree(common, drafter, shape, prompts, new_tokens, max_prompts, max_nodes, max_depth)
         outcome.save(out)
         if not as_json:

@@ -61,8 +61,7 @@ def tune_command(
     began_s = perf_counter()
     with json_only(as_json), _terminable() as ended:
         out = out or Path(f"{Path(common.target).name or 'model'}.profile.json")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        check_out(out)
+        check_out(out, new_folders=True)
         job = _job(common, drafters, draft or (), prompts, new_tokens, max_prompts, minutes, began_s)
         outcome = _tuned(job, out)
         if not as_json:
@@ -166,8 +165,6 @@ def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
 
 def _tuned(job: TuneJob, out: Path) -> Outcome:
     """Search, and keep the profile."""
-    if out.is_dir():
-        raise ValueError(f"{out} is a folder: name a file for the profile")
     from foretoken.core.io.files import write_json
     from foretoken.lab.tune.search import tune
 
@@ -175,7 +172,6 @@ def _tuned(job: TuneJob, out: Path) -> Outcome:
     bar = _Bar(console)
     with bar:
         outcome = tune(job, bar.tell, bar.row)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, outcome.profile())
     return outcome
 
