@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +112,9 @@ def test_other_engines_beside_ours(run: Any, target: str, prompts: str) -> None:
     assert filtered.code == 2 and "by temperature alone" in filtered.err
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_is_resumed(
-    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     out = tmp_path / "run.jsonl"
     arguments = ("--drafter", "ngram", "--prompts", prompts, "--out", str(out))
@@ -125,7 +128,7 @@ def test_an_interrupted_run_is_resumed(
             if unit.category != "warm-up":
                 calls.append((name, unit.category, unit.number))
                 if len(calls) == 4 and not resuming:
-                    raise KeyboardInterrupt
+                    os.kill(os.getpid(), number)
             return decode(unit, setting, tracing)
 
         arm.run = counted
@@ -134,7 +137,7 @@ def test_an_interrupted_run_is_resumed(
     resuming = False
     monkeypatch.setattr(bench_run, "make_arm", stopping)
     stopped = bench(run, target, *arguments)
-    assert stopped.code == 130 and "--resume goes on from here" in stopped.err
+    assert stopped.code == code and "--resume goes on from here" in stopped.err
     assert not out.exists()
     resuming, again = True, bench(run, target, *arguments)
     assert again.code == 2 and "add --resume" in again.err

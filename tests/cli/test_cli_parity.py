@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -132,16 +134,23 @@ def test_the_table_keeps_its_columns_on_a_narrow_screen(run: Any, target: str, m
     assert all(word in out for word in ("drafter", "verifier", "identical", "p-value", "sees", " ngram "))
 
 
-def test_what_was_checked_before_ctrl_c_is_printed(run: Any, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_what_was_checked_before_a_signal_is_printed(
+    run: Any, target: str, monkeypatch: pytest.MonkeyPatch, number: int, code: int, line: str
+) -> None:
     def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr("foretoken.lab.parity.run.check_sampled", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
     result = parity(run, target, "--drafter", "ngram")
-    assert result.code == 130
-    assert "stopped before the end" in result.out and "greedy" in result.out and "interrupted" in result.err
+    assert result.code == code and signal.getsignal(signal.SIGTERM) == before
+    assert "stopped before the end" in result.out and "greedy" in result.out
+    assert result.err.splitlines()[-1] == line
     found = parity(run, target, "--drafter", "ngram", "--json")
-    assert found.code == 130 and found.json["passed"] is False and found.json["checks"]
+    assert found.code == code and found.json["passed"] is False and found.json["checks"]
 
 
 def test_sampling_options_reach_the_checks(run: Any, target: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,18 @@ def test_the_table_and_going_on(run: Any, target: str, prompts: str, tmp_path: P
     check(run(*command, "--resume"), "damaged", "delete it")
 
 
-def test_ctrl_c_keeps_the_best_so_far(
-    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_keeps_the_best_so_far(
+    run: Any,
+    target: str,
+    prompts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: int,
+    line: str,
 ) -> None:
     out, calls = tmp_path / "skips.json", []
     original = layer_skip.measured
@@ -88,15 +100,15 @@ def test_ctrl_c_keeps_the_best_so_far(
     def interrupted(work: Workload, k: int, skips: SkipSet | None) -> Speed:
         calls.append(skips)
         if len(calls) == 5:  # two warm-ups, two trials
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return original(work, k, skips)
 
     command = ("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
     with monkeypatch.context() as patch:
         patch.setattr(layer_skip, "measured", interrupted)
         result = run(*command)
-    assert (result.code, result.out) == (130, "")
-    assert str(out) in result.err and "--resume" in result.err and result.err.endswith("interrupted\n")
+    assert (result.code, result.out) == (code, "")
+    assert str(out) in result.err and "--resume" in result.err and result.err.splitlines()[-1] == line
     saved = json.loads(out.read_text())
     assert SkipSet(frozenset(saved["attention"]), frozenset(saved["mlp"])) in calls[2:4]
     assert not list(tmp_path.glob(".*.tmp"))

@@ -113,6 +113,7 @@ def test_an_early_end_prints_and_keeps_the_answer_so_far(
     before = signal.getsignal(signal.SIGTERM)
     result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
     assert result.code == (143 if by_signal else 130), result.err
+    assert result.err.splitlines()[-1] == ("terminated" if by_signal else "interrupted")
     assert "ngram,k=16" in result.out and "ended early" in result.out
     stored = json.loads(out.read_text())
     assert stored["complete"] is False and [row["drafter"] for row in stored["table"]] == ["ngram,k=16"]

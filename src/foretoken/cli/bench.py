@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.bench_serve import FORMATS, numbers, serve_command
+from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
 from foretoken.cli.output import json_only, print_table, progress_bar, screen, table
@@ -34,6 +35,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 @with_common(omit=("drafter", "temperature", "inflate"), model="group", max_new_tokens=128)
+@terminable()
 def bench_command(
     context: typer.Context,
     drafter: Annotated[
@@ -87,7 +89,7 @@ def bench_command(
 ) -> None:
     """Measure drafters against plain decoding: by category, temperature and batch size, interleaved, with proof.
 
-    Ctrl-C loses nothing: --resume goes on with what is in OUT.partial.
+    Ctrl-C and SIGTERM lose nothing: --resume goes on with what is in OUT.partial.
     """
     if context.invoked_subcommand is not None:
         return

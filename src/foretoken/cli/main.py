@@ -32,6 +32,7 @@ from foretoken.cli import (
     tune,
     tune_all,
 )
+from foretoken.cli.ending import INTERRUPTED
 from foretoken.cli.model_argument import WordsCommand
 
 app = typer.Typer(name="foretoken", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -75,7 +76,6 @@ app.command("serve")(serve.serve_command)
 
 USER_ERRORS = (ValueError, OSError, ArithmeticError, MemoryError)
 """What a user can cause; anything else is a bug of ours and keeps its traceback."""
-INTERRUPTED = 130
 BAD_INPUT = 2
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.ending import INTERRUPTED, terminable
 from foretoken.cli.options import Common, Json, check_drafter, common_parameters, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar, screen, table
 from foretoken.core.outside import refuse_code
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from foretoken.models.base import LanguageModel
     from foretoken.options import Prompt
 
-_DIFFERENCE, _INTERRUPTED = 1, 130
-"""Exit codes."""
+_DIFFERENCE = 1
+"""Exit code."""
 _TOKENS, _SAMPLES, _FALSE_ALARM = 32, 128, 1e-3
 """Defaults of the run."""
 OPTIONS = ("dtype", "device", "inflate", "quantize")
@@ -31,6 +32,7 @@ OPTIONS = ("dtype", "device", "inflate", "quantize")
 
 
 @with_common(omit=("drafter",), max_new_tokens=_TOKENS)
+@terminable()
 def parity_command(
     drafter: Annotated[
         list[str] | None,
@@ -66,7 +68,7 @@ def parity_command(
     """Compare speculative decoding with plain decoding on a target, greedy and sampled.
 
     Greedy outputs, and sampled ones of a seed, must be plain decoding's token by token.  Exit code 1 when
-    there is a difference that rounding does not explain.  Ctrl-C prints what was checked so far.
+    there is a difference that rounding does not explain.  Ctrl-C and SIGTERM print what was checked so far.
     """
     common.check()
     for spec in drafter or ():
@@ -94,7 +96,7 @@ def parity_command(
     if certificate is not None:
         write_certificate(certificate, report, settings, target, common, checksums)
     if stopped:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     if not report.passed:
         raise typer.Exit(_DIFFERENCE)
 
@@ -280,7 +282,7 @@ def verify_certificate(
             print_report(report, settings)
     if stopped:
         screen(stderr=True).print("nothing is verified: the run was broken off", soft_wrap=True)
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     result = compare(certificate, report, settings, target)
     if as_json:
         print_json(result.public() | {"parity": report.public()})

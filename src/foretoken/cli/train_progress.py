@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from foretoken.cli.ending import TERMINATED
 from foretoken.cli.output import screen
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 LINE_S = 10.0
 """Seconds between two lines of progress where stderr is no terminal."""
-TERMINATED = 128 + signal.SIGTERM
 
 
 class ProgressLines:

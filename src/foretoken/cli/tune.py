@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import check_out, json_only, print_json, print_table, screen, table
@@ -36,6 +37,7 @@ MaxPrompts = Annotated[int, typer.Option(min=1, help="Most prompts to use, sprea
 
 @app.command("layer-skip")
 @with_common(omit=OWN)
+@terminable()
 def layer_skip_command(
     out: Annotated[Path, typer.Option(help="File for the result, which loads as layer_skip:FILE.")],
     prompts: Prompts = None,
@@ -50,7 +52,8 @@ def layer_skip_command(
 ) -> None:
     """Search for the attention and MLP sublayers that the drafter layer_skip should leave out.
 
-    Every trial decodes the prompts speculatively and measures tokens per second.  Ctrl-C keeps the best set so far.
+    Every trial decodes the prompts speculatively and measures tokens per second.  Ctrl-C and SIGTERM keep the best
+    set so far.
     """
     with json_only(as_json):
         from foretoken.methods.drafters.own_layers import num_layers_of
@@ -128,6 +131,7 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
 
 @app.command("tree")
 @with_common(omit=(*OWN, "seed"))
+@terminable()
 def tree_command(
     out: Annotated[Path, typer.Option(help="File for the tree, which loads as NAME,tree=FILE.")],
     drafter: Annotated[

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.ending import terminable
 from foretoken.cli.options import Common, Json, given_options, with_common
 from foretoken.cli.output import check_out, json_only, print_json, screen
 from foretoken.options import FILTERS
@@ -19,13 +18,12 @@ from foretoken.options import FILTERS
 if TYPE_CHECKING:
     from foretoken.lab.tune.tuned import Outcome, TunedRow, TuneJob
 
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a command that SIGTERM has ended."""
 SMALLEST = 24
 """Fewest tokens of an answer: drafts need room."""
 
 
 @with_common(omit=("drafter", "verifier", "controller", "max_new_tokens", *FILTERS, "allow_lossy"), model="group")
+@terminable()
 def tune_command(
     ctx: typer.Context,
     out: Annotated[
@@ -59,7 +57,7 @@ def tune_command(
         _refuse_options(ctx)
         return
     began_s = perf_counter()
-    with json_only(as_json), _terminable() as ended:
+    with json_only(as_json):
         out = out or Path(f"{Path(common.target).name or 'model'}.profile.json")
         check_out(out, new_folders=True)
         job = _job(common, drafters, draft or (), prompts, new_tokens, max_prompts, minutes, began_s)
@@ -68,30 +66,8 @@ def tune_command(
             _print(outcome, out, common.target)
     if as_json:
         print_json({**_public(outcome), "out": str(out)})
-    if ended:
-        raise typer.Exit(TERMINATED)
     if outcome.interrupted:
         raise KeyboardInterrupt
-
-
-@contextmanager
-def _terminable() -> Iterator[list[int]]:
-    """SIGTERM ends the search as Ctrl-C does; the list then holds its number."""
-    ended: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        ended.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield ended
-    except KeyboardInterrupt:  # before there was anything to tell
-        if ended:
-            raise typer.Exit(TERMINATED) from None
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_options(ctx: typer.Context) -> None:
