@@ -175,6 +175,17 @@ def test_a_table_of_80_columns(run: Any, target: str, draft: str, few: None, mon
     assert last == "drafter=auto means here: ngram"
 
 
+def test_a_long_spec_is_whole_on_a_line_of_its_own(
+    run: Any, target: str, tokenizer: Any, tmp_path: Path, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    place = save_model(tmp_path / ("a draft model whose folder has a very long name " * 2), tokenizer)
+    lines = run("drafters", target, str(place)).out.splitlines()
+    at = lines.index(f" model:{place}")
+    assert lines[at + 1].startswith("     ") and lines[at + 1].strip()  # why
+    assert not [line for line in lines if line.startswith(" model:") and line != f" model:{place}"]
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 

@@ -15,9 +15,12 @@ from foretoken.cli.output import json_only, print_json, progress_bar, screen, ta
 from foretoken.options import COMMAND_LINE
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from foretoken.lab.bench.fitting import Fit
+
+LONGEST, INDENT = 36, 5
+"""Of a spec beside its reason, and of a reason below its spec."""
 
 
 @with_common(omit=("drafter", "profile", *COMMAND_LINE), model="own")
@@ -91,14 +94,23 @@ def _print(listing: _Listing) -> None:
     for title, works in (("works", True), ("does not work", False)):
         some = [fit for fit in listing.fits if fit.works is works]
         if some:
-            console.print(_table(title, some))
+            _print_group(console, title, some)
     console.print(f"drafter=auto means here: {listing.default or 'plain decoding'}", soft_wrap=True)
 
 
-def _table(title: str, fits: Sequence[Fit]) -> Table:
+def _print_group(console: Console, title: str, fits: Sequence[Fit]) -> None:
+    """A table; a spec that is too long for its column is whole on a line of its own, to be copied."""
+    from rich.padding import Padding
+
+    style = "bold cyan" if fits[0].works else "bold"
     shown = table(title)
-    shown.add_column("--drafter", overflow="fold", max_width=36, style="bold cyan" if fits[0].works else "bold")
+    shown.add_column("--drafter", no_wrap=True, style=style)
     shown.add_column("why", overflow="fold")
+    long = [fit for fit in fits if len(fit.spec) > LONGEST]
     for fit in fits:
-        shown.add_row(fit.spec, fit.why)
-    return shown
+        if fit not in long:
+            shown.add_row(fit.spec, fit.why)
+    console.print(shown)
+    for fit in long:
+        console.print(f" {fit.spec}", style=style, soft_wrap=True)
+        console.print(Padding(fit.why, (0, 0, fit is long[-1], INDENT)))
