@@ -67,7 +67,7 @@ def test_a_profile_of_another_target_is_measured_again(tmp_path: Path, monkeypat
     fast = TargetCost({1: 0.001, 64: 0.002})
     monkeypatch.setattr(profiles, "measured_target", lambda *args, **more: fast)
     noting = Noting()
-    with pytest.warns(ProfileWarning, match="another target.*measured again"):
+    with pytest.warns(ProfileWarning, match=r"of another target, \./x\).*measured again"):
         load(llama(seed=5), controller=noting, profile=written(tmp_path))
     assert noting.costs is not None and noting.costs.target == fast
     cost = noting.costs.drafters["ngram"]
@@ -81,7 +81,13 @@ def test_a_profile_of_another_target_is_measured_again(tmp_path: Path, monkeypat
 def test_another_machine(tmp_path: Path) -> None:
     target = HuggingFaceModel(llama())
     machine = machine_of(target)
-    for key, other in (("cpu", "abacus"), ("torch_threads", 999), ("dtype", "float8"), ("gpus", ["one"])):
+    for key, other in (
+        ("cpu", "abacus"),
+        ("torch_threads", 999),
+        ("dtype", "float8"),
+        ("weight_storage", "int3"),
+        ("gpus", ["one"]),
+    ):
         found = read_profile(written(tmp_path, machine={**machine, key: other}))
         (reason,) = misfits(found, target)
         assert key in reason and (str(other) if key != "gpus" else "one") in reason

@@ -135,7 +135,6 @@ def _key(target: LanguageModel, drafter: Drafter) -> str:
         "target": sampled or fingerprint_of(target),
         "machine": {key: machine[key] for key in COMPARED},
         "versions": machine["versions"],
-        "how": target.describe()["weights"],
         "members": [[one.name, one.max_depth, one.max_nodes] for one in limits.members or (limits,)],
     }
     return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()

@@ -18,7 +18,7 @@ from foretoken.models.machine import any_text
 from foretoken.models.variants.inflated import InflatedModel
 
 FORMAT = 1
-COMPARED = ("cpu", "gpus", "torch_threads", "dtype")
+COMPARED = ("cpu", "gpus", "torch_threads", "dtype", "weight_storage")
 """What must be the same for measured times to hold."""
 
 
@@ -29,7 +29,8 @@ class ProfileWarning(UserWarning):
 def machine_of(target: LanguageModel) -> dict[str, Any]:
     """What measured times depend on."""
     dtype = str(getattr(target, "dtype", "")).removeprefix("torch.")
-    return {**hardware(), **threads(), "dtype": dtype, "versions": versions()}
+    storage = target.stored_as.partition(",")[0] or "full"
+    return {**hardware(), **threads(), "dtype": dtype, "weight_storage": storage, "versions": versions()}
 
 
 def fingerprint_of(target: LanguageModel) -> str:
@@ -48,7 +49,8 @@ def misfits(profile: Mapping[str, Any], target: LanguageModel) -> list[str]:
     reasons = []
     known = profile.get("target")
     if known is not None and known["fingerprint"] != fingerprint_of(target):
-        reasons.append("it is of another target")
+        source = known.get("source")
+        reasons.append(f"it is of another target, {source}" if source else "it is of another target")
     then, now = profile.get("machine") or {}, machine_of(target)
     moved = [key for key in COMPARED if key in then and then[key] != now[key]]
     return [*reasons, *(f"{key} was {_shown(then[key])} and is {_shown(now[key])}" for key in moved)]
