@@ -128,6 +128,12 @@ def test_a_planted_error_of_seeded_text_fails(
     assert parity(run, target, *arguments, "--verifier", "block").code == 0
 
 
+def test_the_outputs_of_the_distribution_test_are_counted(run: Any, target: str) -> None:
+    out = parity(run, target, "--drafter", "ngram", "--mode", "sampled", "--samples", "23").out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith(" ngram ")]
+    assert row[2:4] == ["sampled", "23"] and "23 outputs each" in out
+
+
 def test_the_table_keeps_its_columns_on_a_narrow_screen(run: Any, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     out = parity(run, target, "--drafter", "ngram").out

@@ -9,6 +9,8 @@ import pytest
 
 import foretoken as ft
 from foretoken.cli.main import main
+from foretoken.lab.tune.tree import SizeCost, TunedTree
+from foretoken.lab.workload import Speed
 from foretoken.methods.trees.sequoia import solve
 from foretoken.methods.trees.shapes import expected_length, medusa_choices, read_tree
 
@@ -61,6 +63,29 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_read(
     assert main([*SMALL, "--prompts", "none.txt", "--out", str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert told == f"error: --out {tmp_path} is a folder: give the name of a file\n"
+
+
+@pytest.mark.parametrize(
+    ("speeds", "line"),
+    [
+        ({"plain": 3.0, "default": 1.0, "tuned": 2.0}, "plain decoding is faster than this tree"),
+        ({"plain": 1.0, "default": 3.0, "tuned": 2.0}, "the default tree is faster than this tree"),
+        ({"plain": 1.0, "default": 2.0, "tuned": 3.0}, None),
+    ],
+)
+def test_a_tree_that_does_not_pay_is_told(
+    speeds: dict[str, float],
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = {name: Speed(speed) for name, speed in speeds.items()}
+    found = TunedTree("medusa", [(0,)], [[0.5]], {1: SizeCost(1.0, 1.5)}, told)
+    monkeypatch.setattr("foretoken.cli.tune._tuned_tree", lambda *_: found)
+    assert main(["tune", "tree", "--out", str(tmp_path / "tree.json")]) == 0
+    out = capsys.readouterr().out
+    assert line in out if line else "is faster" not in out
 
 
 def test_what_a_shape_promises_by_hand() -> None:

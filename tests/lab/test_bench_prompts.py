@@ -88,6 +88,7 @@ def test_a_tool_call_without_content_is_kept(tmp_path: Path) -> None:
     [
         ("[1, 2]", "a row must be a JSON object, not list"),
         ("{broken", "this is no JSON"),
+        ("Write a poem.", "plain text needs a name that ends in .txt or .md"),
         ('{"prompt": 7}', "'prompt' must be a text"),
         ('{"prompt": " "}', "'prompt' must be a text"),
         ('{"prompt": "a", "category": 3}', "'category' must be a text"),

@@ -168,7 +168,7 @@ def print_report(report: Report, settings: Settings) -> None:
     for name in ("outputs", "drafted", "identical", "ties", "differ", "p-value", "sees"):
         shown.add_column(name, justify="right", no_wrap=True)
     for check in report.checks:
-        shown.add_row(*_cells(check), style="red" if check.differences else "")
+        shown.add_row(*_cells(check, settings.samples), style="red" if check.differences else "")
     # In less room Rich leaves the drafters' names out; a narrow terminal may break the lines instead.
     widest = 110
     shown.width = min(widest, console.measure(shown, options=console.options.update(width=widest)).maximum)
@@ -204,14 +204,15 @@ def _print_verdict(console: Console, report: Report) -> None:
         console.print(remark.text, style=colours[remark.tone], soft_wrap=True)
 
 
-def _cells(check: Check) -> list[str]:
+def _cells(check: Check, samples: int) -> list[str]:
     if check.broke_off:
         return [check.drafter, check.verifier, check.mode, *7 * "-"]
     sampled = check.mode == "sampled"
     counts = ["", ""] if sampled else [str(check.identical), str(check.ties)]
     p_value = "" if check.p_value is None else f"{check.p_value:.3g}"
     sees = "" if check.sees is None else f"{check.sees:.2f}"
-    numbers = [str(check.prompts), str(check.drafted), *counts, str(check.differences), p_value, sees]
+    outputs = samples if sampled else check.prompts
+    numbers = [str(outputs), str(check.drafted), *counts, str(check.differences), p_value, sees]
     return [check.drafter, check.verifier, check.mode, *numbers]
 
 

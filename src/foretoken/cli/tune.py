@@ -225,6 +225,9 @@ def _print_tree(outcome: TunedTree, out: Path) -> None:
             f"{name:8} {speed.tokens_per_s:7.1f} tokens/s  {speed.tokens_per_s / plain:.2f}x plain  "
             f"{speed.mean_acceptance_length:.2f} tokens a round"
         )
+    if (fastest := max(outcome.speeds, key=lambda name: outcome.speeds[name].tokens_per_s)) != "tuned":
+        faster = "plain decoding" if fastest == "plain" else "the default tree"
+        console.print(f"{faster} is faster than this tree for this target on this machine", style="yellow")
     console.print(
         f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep: --drafter {outcome.method},tree={out}",
         soft_wrap=True,

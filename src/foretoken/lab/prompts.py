@@ -263,7 +263,7 @@ def _parsed(text: str, file: Path, line: int) -> Any:
     except json.JSONDecodeError as error:
         where = line + error.lineno - 1
         raise ValueError(
-            f"{file}, line {where}: this is no JSON ({error.msg}); plain text needs --format text"
+            f"{file}, line {where}: this is no JSON ({error.msg}); plain text needs a name that ends in .txt or .md"
         ) from None
 
 

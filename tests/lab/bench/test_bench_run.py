@@ -221,6 +221,12 @@ def test_unknown_arms_list_the_choices(spec: str) -> None:
         check_arm(spec)
 
 
+@pytest.mark.parametrize("spec", ["ngram@nosuch", "ngram@nosuch,k=3", "auto@nosuch"])
+def test_an_unknown_controller_of_an_arm_is_called_one(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown controller 'nosuch'.*constant"):
+        check_arm(spec)
+
+
 def test_controllers_differ_by_arm(table: MarkovTable) -> None:
     plain, three = OwnArm("none", shared(table)), OwnArm("ngram@constant,k=3", shared(table))
     assert plain.llm.engine.controller is None and plain.most_nodes == 1

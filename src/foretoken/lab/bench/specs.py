@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.core.names import UnknownName
-from foretoken.registry import find, parse_spec
+from foretoken.registry import find, parse_spec, rows
 
 PLAIN = "plain"
 """The arm that all others are compared with; ``none`` names it too."""
@@ -44,5 +44,8 @@ def check_arm(spec: str) -> None:
     try:
         find("drafter", name)
     except UnknownName as error:
+        head, at, controller = name.partition("@")
+        if at and (head in ("auto", "none", PLAIN) or any(row.name == head for row in rows("drafter"))):
+            find("controller", controller)
         others = f", or another engine: {OTHER_ENGINES}"
         raise UnknownName(f"{error}{others}", f"{error.short}{others}") from None
