@@ -62,6 +62,8 @@ class Seen:
 
     prompt: int = 0
     plain_asked: bool = False
+    longest: int = 0
+    drafter_asked: bool = False
     reason: str = "abort"
     read: bool = False
     cached: int = 0
@@ -80,11 +82,19 @@ class Recount:
         self._cancel = llm.engine.cancel
         llm.engine.step, llm.engine.add, llm.engine.cancel = self.step, self.add, self.cancel  # type: ignore[method-assign]
         llm.engine.on_round = self.round
+        assert llm.drafter is not None
+        self._propose = llm.drafter.propose_batch
+        llm.drafter.propose_batch = self.propose  # type: ignore[method-assign]
 
     def add(self, request: Any, arrived_s: float | None = None) -> int:
         found = self._add(request, arrived_s)
-        self.seen[found] = Seen(len(request.prompt), request.max_draft_tokens == 0)
+        self.seen[found] = Seen(len(request.prompt), request.max_draft_tokens == 0, request.max_new_tokens)
         return found
+
+    def propose(self, contexts: Any, budgets: Any) -> Any:
+        for context in contexts:
+            self.seen[context.request_id].drafter_asked = True
+        return self._propose(contexts, budgets)
 
     def round(self, runs: Any, trees: Any, verdicts: Any, times: RoundTimes) -> None:
         self.rounds += 1
@@ -92,7 +102,7 @@ class Recount:
             one = self.seen[run.id]
             one.rounds += 1
             one.read, one.cached = True, run.stats.num_prompt_tokens - run.stats.num_prompt_tokens_computed
-            one.drafted.append((len(tree) - 1, len(verdict.path), "known"))
+            one.drafted.append((len(tree) - 1, len(verdict.path), "ngram"))
         parts = [times.draft_s, times.target_s, times.verify_s, times.overhead_s]
         self.times = [before + part for before, part in zip(self.times, parts, strict=True)]
 
@@ -117,6 +127,14 @@ class Recount:
         return found
 
 
+def why_plain(one: Seen) -> str:
+    if one.plain_asked:
+        return "asked_for"
+    if one.longest == 1:
+        return "one_token"
+    return "nothing_to_draft" if one.drafter_asked else "plain_is_faster"
+
+
 def expected(
     all_seen: list[Seen], unseen: int, rejected: Counter[str], failed: Counter[str]
 ) -> dict[str, dict[str, float]]:
@@ -125,9 +143,7 @@ def expected(
     positions = Counter(str(place) for _, accepted, _ in drafts for place in range(accepted))
     done = [one for one in all_seen if one.reason in ("stop", "length")]
     begun = [one for one in all_seen if one.rounds]
-    plain = Counter(
-        "asked_for" if one.plain_asked else "plain_is_faster" for one in begun if not any(d for d, _, _ in one.drafted)
-    )
+    plain = Counter(why_plain(one) for one in begun if not any(d for d, _, _ in one.drafted))
     reasons = Counter(one.reason for one in all_seen)
     reasons["abort"] += unseen
     whole: dict[str, Any] = {
@@ -191,6 +207,7 @@ def test_every_counter_against_500_requests() -> None:
         found = counters(running)
         refused = Counter(context_length_exceeded=sum(what == "refused" for what, _ in results))
         wanted = expected(list(recount.seen.values()), 0, Counter(), refused)
+        assert {"asked_for", "one_token", "nothing_to_draft"} <= wanted["spec_disabled_total"].keys()
         left = sum(what == "left" for what, _ in results)
         assert left > 30 and sum(what == "done" for what, _ in results) > 250
         aborted = found["request_success_total"].pop("abort")
@@ -312,3 +329,18 @@ def test_a_predictions_tokens_count_once(text: str) -> None:
         assert accepted >= 0 and rejected >= 0 and 0 < accepted + rejected <= size
         drafted = answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
         assert drafted >= accepted + rejected
+
+
+def test_a_draft_is_counted_by_who_made_it() -> None:
+    """Users know a drafter by the name that they gave it, not by what is wrapped around it."""
+    with served() as running:
+        text = "spam eggs ham toast beans tea"
+        prediction = {"type": "content", "content": running.complete(text, max_tokens=20)["choices"][0]["text"]}
+        running.complete(text, max_tokens=20, prediction=prediction)
+        running.complete("one two one two one two", max_tokens=30, ignore_eos=True)
+        choices = {"structured_outputs": {"choice": ["unmistakable"]}}
+        traced = running.complete("x", max_tokens=20, **choices, speculative={"explain": True})
+        assert set(counters(running)["spec_drafter_share_total"]) == {"prediction", "ngram", "grammar"}
+        assert {one["drafter"] for one in traced["choices"][0]["speculative"]["rounds"]} == {"grammar"}
+        told = running.post("/v1/completions", prompt="x", speculative={"method": "known"})
+        assert told.status_code == 400 and "auto, ngram, none" in told.json()["error"]["message"]

@@ -68,13 +68,16 @@ class Delivery:
             run.context.rng.tests = []
 
     def _drafter_of(self, turn: Turn) -> str:
-        """Who drafted: the request itself, or the member of a group, where there is one."""
+        """Who drafted: the request itself, the member of a group, what was known, or the drafter."""
         if turn.rule is not None:
             return turn.rule.name
         if self.drafter is None:
             return "none"
         member = _member_of(turn)
-        return self.members[member] if 0 <= member < len(self.members) else self.drafter.name
+        if 0 <= member < len(self.members):
+            return self.members[member]
+        foresight = self.drafter.foresight
+        return self.drafter.name if foresight is None else foresight.drafted_by(turn.run.context)
 
     def _extend(self, run: Running, tokens: Sequence[int], hidden: Mapping[str, Tensor]) -> None:
         context = run.context
@@ -103,7 +106,7 @@ class Delivery:
         """
         run, tree = turn.run, turn.tree
         accepted = len(turn.verdict.path)
-        run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens)
+        run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens, turn.asked)
         run.stats.add_times(times)
         if run.request.explain:
             run.rounds[-1] = run.rounds[-1].timed(times)

@@ -116,6 +116,7 @@ class Drafting:
             turn.planned = wider is asked
             budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
             if budget.max_depth > 0 and budget.max_nodes > 0:
+                turn.asked = True
                 chosen.append(turn)
                 budgets.append(budget)
         if chosen:

@@ -215,12 +215,14 @@ class Turn:
 
     Attributes:
         planned: whether its draft is what the controller has decided.
+        asked: whether the drafter was asked for one.
         rule: the acceptance rule that the request brings itself, if it does.
         verifier: the acceptance rule of the round.
     """
 
     run: Running
     planned: bool = True
+    asked: bool = False
     rule: Verifier | None = None
     tree: TokenTree = field(init=False)
     scores: Scores = field(init=False)

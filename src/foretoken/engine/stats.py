@@ -18,7 +18,7 @@ class SpecStats:
 
     Attributes:
         num_drafts: rounds (target calls that verified a tree, empty drafts included), ``num_drafted_rounds`` those of
-            them that had a draft.
+            them that had a draft, ``num_asked_rounds`` those for which the drafter was asked for one.
         num_draft_tokens: draft tokens that were proposed.
         num_accepted_tokens: draft tokens that were kept.
         num_accepted_tokens_per_pos: of them, how many at each draft position (depth 1 first).
@@ -47,6 +47,7 @@ class SpecStats:
 
     num_drafts: int = 0
     num_drafted_rounds: int = 0
+    num_asked_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
@@ -92,9 +93,10 @@ class SpecStats:
         self.forward, self.exactness = description["forward"], description["exactness"]
         self.refused = tuple(refused_lines(description))
 
-    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Count one round of one request."""
+    def add_round(self, drafted: int, accepted: int, emitted: int, asked: bool = False) -> None:
+        """Count one round of one request; ``asked`` says whether the drafter was to draft."""
         self.num_drafts += 1
+        self.num_asked_rounds += asked
         self.num_drafted_rounds += drafted > 0
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted

@@ -70,14 +70,14 @@ def member_of(method: str | None, serving: Serving) -> str | None:
         ApiError: 400 for a method that does not draft here.
     """
     drafter = serving.llm.drafter
-    whole = {"none", "auto"} if drafter is None else {"none", "auto", drafter.name, drafter.spec}
-    if method is None or method in whole:
+    spec = "none" if drafter is None else drafter.limits.name
+    if method is None or method in ("none", "auto", spec, spec.partition(",")[0]):
         return None
     members = [] if drafter is None else [limits.name for limits in drafter.limits.members]
     for name in members:
         if method in (name, name.partition(",")[0]):
             return name
-    known = ", ".join(sorted({name for name in whole if name} | set(members)))
+    known = ", ".join(sorted({"none", "auto", spec, *members}))
     raise bad(f"speculative.method must be one of {known}: this server has no other drafter", "speculative")
 
 

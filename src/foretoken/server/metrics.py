@@ -116,13 +116,22 @@ class Metrics:
         for one in self._sets:
             self._count(one, stats, told)
             if not stats.num_draft_tokens and stats.num_drafts:
-                why = "plain_is_faster" if self.has_drafter else "no_drafter"
-                one["plain"].labels(self._model, "asked_for" if request.max_draft_tokens == 0 else why).inc()
+                one["plain"].labels(self._model, self._why_plain(request, stats)).inc()
             if told in DONE:
                 one["whole"].labels(self._model).observe(whole_s)
                 if stats.num_new_tokens > 1:
                     rest = max(0.0, whole_s - stats.first_token_s)
                     one["per_token"].labels(self._model).observe(rest / (stats.num_new_tokens - 1))
+
+    def _why_plain(self, request: Request, stats: SpecStats) -> str:
+        """Why a request had no draft."""
+        if not self.has_drafter:
+            return "no_drafter"
+        if request.max_draft_tokens == 0:
+            return "asked_for"
+        if request.max_new_tokens == 1:  # it is the target's own
+            return "one_token"
+        return "nothing_to_draft" if stats.num_asked_rounds else "plain_is_faster"
 
     def _count(self, one: dict[str, Any], stats: SpecStats, reason: str) -> None:
         m = self._model

@@ -88,7 +88,11 @@ class KnownDrafter(GroupDrafter):
 
     def predicted_from(self, context: Context) -> int | None:
         """Where in the prediction the last draft began, if it was the caller's."""
-        return self.prediction.predicted_from(context) if context.state.get((self, "predicted"), False) else None
+        return self.prediction.predicted_from(context) if self.drafted_by(context) == self.prediction.name else None
+
+    def drafted_by(self, context: Context) -> str:
+        """``grammar``, ``prediction``, or the inner drafter."""
+        return str(context.state.get((self, "source"), self.name))
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """What is known, and the inner drafter's guesses for the other requests."""
@@ -97,7 +101,8 @@ class KnownDrafter(GroupDrafter):
             found = context.state.pop((self, "known"), None)
             tokens, predicted = self._known(context) if found is None else found
             tokens = tokens[: min(budget.max_depth, budget.max_nodes)]
-            context.state[self, "predicted"] = predicted and bool(tokens)
+            known = self.prediction.name if predicted else "grammar"
+            context.state[self, "source"] = known if tokens or self.inner is None else self.inner.name
             trees.append(TokenTree.chain(context.root, tokens))
         rest = [i for i, tree in enumerate(trees) if len(tree) == 1]
         if self.inner is not None and rest:
@@ -123,7 +128,7 @@ class KnownDrafter(GroupDrafter):
     def finish(self, context: Context) -> None:
         """Forget the request."""
         super().finish(context)
-        for name in ("known", "predicted"):
+        for name in ("known", "source"):
             context.state.pop((self, name), None)
 
 
