@@ -13,7 +13,7 @@ import torch
 from foretoken.core.conversation import Message, conversations_of, render_with, turn_ends
 from foretoken.core.noise import samples_of, seeds_of
 from foretoken.core.prompts import prompts_of
-from foretoken.core.values import check_whole, numbered
+from foretoken.core.values import check_flags, check_whole, numbered
 from foretoken.engine.calls import Calls
 from foretoken.engine.loop import Engine
 from foretoken.engine.output import Output as Output
@@ -321,6 +321,7 @@ def load(
     if generation_config not in ("auto", None):
         given = " ".join(repr(generation_config).split())[:60]
         raise ValueError(f"generation_config must be 'auto' or None, not {given}: requests take such options")
+    check_flags(allow_lossy=allow_lossy, prefix_cache=prefix_cache, known=known)
     tuned = {} if profile is None else read_profile(profile, runs_code=not _is_auto(drafter))
     if tuned:
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter

@@ -277,6 +277,20 @@ def test_bad_specs(good: Path, spec: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"allow_lossy": "yes"}, "allow_lossy must be True or False, not 'yes'"),
+        ({"known": 1}, "known must be True or False, not 1"),
+        ({"prefix_cache": "no"}, "prefix_cache must be True or False, not 'no'"),
+        ({"profile": 5}, "profile must be the path of a JSON file, not 5"),
+    ],
+)
+def test_options_of_the_wrong_kind(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ft.load("builtin", **wrong)
+
+
 def test_a_list_of_drafters_is_an_ensemble(good: Path, tmp_path: Path) -> None:
     draft = save_checkpoint(tmp_path / "draft", seed=1)
     mine = NgramDrafter(n=2)

@@ -423,6 +423,7 @@ def test_heads(server: Running) -> None:
 
 
 GOOD = {"model": "builtin", "prompt": "x", "max_tokens": 1}
+SCHEMA = {"name": "a", "schema": {"type": "object"}}
 OURS = r"\b(str|dict|dictionary|union|instance)\b|list\[|constrained|Input should|Value error|object to extract"
 
 
@@ -441,6 +442,19 @@ OURS = r"\b(str|dict|dictionary|union|instance)\b|list\[|constrained|Input shoul
         ({"stream": "yes"}, "stream", "true or false"),
         ({"temperature": 3}, "temperature", "less than or equal to 2"),
         ({"model": None}, "model", "a text"),
+        ({"logit_bias": {"abc": 1}}, "logit_bias", "'abc' does not match ^[0-9]{1,10}$"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "'-1' does not match ^[0-9]{1,10}$"),
+        ({"logit_bias": {"1.5": 1}}, "logit_bias", "'1.5' does not match ^[0-9]{1,10}$"),
+        ({"request_id": "a b"}, "request_id", "'a b' does not match ^[A-Za-z0-9._-]{1,64}$"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
+        ({"stream": False, "stream_options": {}}, "stream_options", "needs stream: true"),
+        ({"response_format": {"type": "json_object", "json_schema": SCHEMA}}, "response_format", "has no schema"),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+            "response_format",
+            "has no schema",
+        ),
+        ({"response_format": {"type": "text", "json_schema": SCHEMA}}, "response_format", "of type text has no schema"),
     ],
 )
 def test_errors_name_the_field_and_no_class(server: Running, wrong: dict[str, Any], param: str, said: str) -> None:

@@ -51,6 +51,12 @@ def check_flag(option: str, value: Any) -> None:
         raise OptionError(option, f"{option} must be True or False, not {_shown(value)}")
 
 
+def check_flags(**given: Any) -> None:
+    """Refuse options, by their names, that are no truth values, by an ``OptionError``."""
+    for option, value in given.items():
+        check_flag(option, value)
+
+
 def check_text(option: str, value: Any) -> None:
     """Refuse what is no text, and text that is no Unicode.
 

@@ -23,6 +23,8 @@ def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]
     Raises:
         ValueError: no such file, no JSON object, a newer format, or a part of the wrong shape.
     """
+    if not isinstance(file, str | Path):
+        raise ValueError(f"profile must be the path of a JSON file, not {' '.join(repr(file).split())[:60]}")
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
     except UnicodeDecodeError:

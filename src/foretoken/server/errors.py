@@ -245,6 +245,7 @@ def _said(error: Any) -> str:
         "too_short": f"must have {more.get('min_length')} items at least",
         "string_too_long": f"may have {more.get('max_length')} characters at most",
         "string_too_short": f"must have {more.get('min_length')} characters at least",
+        "string_pattern_mismatch": f"{str(error['input'])[:40]!r} does not match {more.get('pattern')}",
         "literal_error": f"must be {more.get('expected')}",
     }
     return ours.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "must")

@@ -34,6 +34,8 @@ def check_fields(body: CompletionBody, serving: Serving) -> None:
         raise bad("special tokens are never part of the text: ask for return_token_ids", "skip_special_tokens")
     if body.n is not None and body.n > 1 and not _temperature(body, serving):
         raise bad("n above 1 needs a temperature above 0: all choices would be the same", "n")
+    if body.stream_options is not None and not body.stream:
+        raise bad("stream_options needs stream: true", "stream_options")
     wanted = body.speculative
     if wanted is not None:
         member_of(wanted.method, serving)
@@ -310,6 +312,8 @@ async def constraints_of(
 def _wanted(form: ResponseFormat | None, structured: StructuredOutputs | None) -> tuple[str, Any, str] | None:
     """Kind, text and field of the one thing that is asked for."""
     asked = {} if structured is None else structured.asked
+    if form is not None and form.type != "json_schema" and (form.json_schema or (form.model_extra or {}).get("schema")):
+        raise bad(f"response_format of type {form.type} has no schema: use the type json_schema", "response_format")
     if form is not None and form.type != "text":
         if asked:
             raise bad("give response_format or structured_outputs, not both", "structured_outputs")
