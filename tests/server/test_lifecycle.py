@@ -152,6 +152,18 @@ def test_a_signal_does_not_wait_for_what_is_imported(number: signal.Signals) -> 
         running.wait(30)
 
 
+def test_a_signal_does_not_wait_for_ray_that_is_imported(tmp_path: Path) -> None:
+    """To see whether it is there takes an import of seconds: here of a package that is told to stop meanwhile."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--replicas", "2", "--port", str(free_port())]
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        command, stderr=subprocess.PIPE, text=True, env={**QUIET, "PYTHONPATH": paths}, timeout=60, check=False
+    )
+    assert ended.returncode == 0 and ended.stderr == "stopped while the model was loading\n"
+
+
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
     """The pipe of stderr is full after 64 KiB: the server goes on answering, and leaves when it is told to."""
     with process("--drafter", "none") as (running, url):

@@ -103,7 +103,7 @@ def told(start: Callable[[], None], caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.parametrize(
     ("contexts", "more", "count", "each"),
     [
-        (0.5, {}, 1, 1024),
+        (0.5, {}, 1, (1024 + SCRATCH) // 2 - SCRATCH),
         (1.5, {}, 1, 1024),
         (3.5, {}, 3, 1024),
         (3.5, {"max_running": 3}, None, 0),

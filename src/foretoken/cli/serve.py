@@ -40,7 +40,7 @@ def serve_command(
     flags["model"] = model if target is None else one_model(model, target)
     from foretoken.core.io.checkpoints import check_source
     from foretoken.server import logs
-    from foretoken.server.lifecycle import listener, run
+    from foretoken.server.lifecycle import answer_signals, listener, run
 
     logs.keep_standard_files()
     flags["api_keys"] = _keys(flags.pop("api_key"), api_key_file)
@@ -50,6 +50,7 @@ def serve_command(
     check_source(settings.model)
     _check_extra()
     logs.install()
+    answer_signals()  # to look for Ray imports it, which takes seconds
     if replicas > 1:
         from foretoken.server.cluster.scale import check_ray, serve_replicas
 

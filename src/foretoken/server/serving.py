@@ -80,8 +80,8 @@ def tell(settings: ServerSettings, llm: Llm) -> None:
 
 def tell_memory(settings: ServerSettings, llm: Llm) -> None:
     """Warn where requests that name no limit wait for each other's memory, because of how much each reserves."""
-    caps = (llm.target.context_length, settings.default_max_tokens, llm.defaults.sampling.get("max_new_tokens"))
-    each = min(cap for cap in caps if cap)
+    caps = [llm.target.context_length, settings.default_max_tokens, llm.defaults.sampling.get("max_new_tokens")]
+    each = min(cap for cap in (*caps, llm.engine.budget.room(0)) if cap)
     count = max(1, llm.engine.budget.at_once(0, each, settings.max_running))
     if count < settings.max_running:
         log.warning(
