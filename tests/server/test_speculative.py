@@ -11,6 +11,7 @@ import pytest
 from running_server import Running, served
 
 import foretoken as ft
+from foretoken.core.io.checkpoints import ZOO
 from foretoken.llm import Llm
 from foretoken.server.config import ServerSettings
 
@@ -78,6 +79,18 @@ def test_a_drafter_that_is_not_there_is_refused(auto: Running) -> None:
         answer = auto.post("/v1/completions", prompt="x", speculative=wanted)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "speculative"
     assert "model,k=4" in auto.post("/v1/completions", prompt="x", speculative={"method": "m"}).text
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_drafter_with_a_path_is_named_without_it(grouped: bool) -> None:
+    path = f"model:{ZOO / 'draft'}"
+    spec = f"router,drafters=({path},k=4|ngram)" if grouped else f"{path},k=4"
+    with served(lambda settings: ft.load("builtin", spec, dtype="float32", known=True)) as running:
+        for method in ("model", path, f"{path},k=4"):
+            answer = running.complete(max_tokens=6, speculative={"method": method, "explain": True})
+            assert {one["drafter"] for one in rounds(answer)} <= {"model", f"{path},k=4", "none"}
+        for method in ("mod", f"{path}x", "known"):
+            assert running.post("/v1/completions", prompt="x", speculative={"method": method}).status_code == 400
 
 
 def test_the_server_says_why_it_drafts(auto: Running) -> None:

@@ -73,14 +73,19 @@ def member_of(method: str | None, serving: Serving) -> str | None:
     """
     drafter = serving.llm.drafter
     spec = "none" if drafter is None else drafter.limits.name
-    if method is None or method in ("none", "auto", spec, spec.partition(",")[0]):
+    if method is None or method in ("none", "auto") or _begins(spec, method):
         return None
     members = [] if drafter is None else [limits.name for limits in drafter.limits.members]
     for name in members:
-        if method in (name, name.partition(",")[0]):
+        if _begins(name, method):
             return name
     known = ", ".join(sorted({"none", "auto", spec, *members}))
     raise bad(f"speculative.method must be one of {known}: this server has no other drafter", "speculative")
+
+
+def _begins(spec: str, method: str) -> bool:
+    """Whether a spec is meant: by its name, by name and path, or by all of it."""
+    return spec == method or spec.startswith((f"{method},", f"{method}:"))
 
 
 def encoded(text: str, serving: Serving, special: bool, field: str, must_fit: bool = True) -> list[int]:
