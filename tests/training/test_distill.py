@@ -417,6 +417,9 @@ def test_from_a_draft_model_to_a_better_one(
     captured = capsys.readouterr()
     report = json.loads(captured.out.splitlines()[-1])
     assert report["run"]["beta"] == 0.9 and report["before"]["expected_acceptance"] > 0
+    told = [captured.err.index(words) for words in ("loading", "documents read", "are held out", "1/4")]
+    assert told == sorted(told) and captured.err.count("loss") == 3  # two lines of progress, one of a measurement
+    assert f'"model:{out},k=4"' in captured.err
     assert "before:" in captured.err and "step 2: loss" in captured.err and "4/4" in captured.err
     names = {p.name for p in out.iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "README.md", "losses.csv", "losses.png"}

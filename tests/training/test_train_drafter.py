@@ -105,6 +105,7 @@ def test_from_text_to_a_drafter(
     assert vars(find_recipe(method)(model, TargetParts(model), stated).config) == report["net"]  # the command works
     served = out / "target" if method in TRAINS_TARGET else target
     head = report["drafter"].replace("FOLDER", str(out))
+    assert head in captured.err.splitlines()[-1]
     llm = ft.load(str(served), drafter=head, controller="constant", dtype="float32")
     plain = llm.plain.generate("one two three", max_new_tokens=24)
     spec = llm.generate("one two three", max_new_tokens=24)

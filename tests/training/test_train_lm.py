@@ -91,7 +91,8 @@ def test_from_text_to_a_model_that_generates(
     code = main(["train", "lm", "--data", str(data), "--out", str(out), "--steps", "4", "--licence", "mit", *OPTIONS])
     captured = capsys.readouterr()
     assert code == 0
-    assert "parameters" in captured.out and "bits per byte" in captured.out
+    assert "parameters" in captured.out and "bits per byte" in captured.out and f"model:{out}" in captured.out
+    assert "documents read" in captured.err
     assert "4/4" in captured.err and "loss" in captured.err  # the progress bar
     rows = list(csv.DictReader((out / "losses.csv").open()))
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4]

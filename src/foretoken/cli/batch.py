@@ -22,6 +22,7 @@ from foretoken.cli.model_argument import HELP, model_before
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar
 from foretoken.cli.turns import tell_defaults
+from foretoken.core.io.locks import lock
 from foretoken.options import FIELDS as REQUEST_FIELDS
 
 if TYPE_CHECKING:
@@ -287,19 +288,8 @@ def output_file(file: Path) -> Iterator[IO[bytes]]:
         OSError: it cannot be written.
     """
     with file.open("ab") as out:
-        _lock(out, file)
+        lock(out.fileno(), file)
         yield out
-
-
-def _lock(out: IO[bytes], file: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows: two runs on one file are the user's to avoid
-        return
-    try:
-        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ValueError(f"another run writes to {file}: wait for it, or choose another file") from None
 
 
 def append(out: IO[bytes], answer: Mapping[str, Any]) -> None:

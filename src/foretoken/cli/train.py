@@ -16,6 +16,7 @@ from foretoken.cli.train_progress import stop_on_signals, training_bar
 from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
 from foretoken.training.config import TEACHER_WEIGHT, Intervals, LmConfig
+from foretoken.training.run_folder import run_folder
 
 app = typer.Typer(help="Train a language model or a drafter.", no_args_is_help=True)
 
@@ -68,16 +69,21 @@ def train_lm_command(
 
     keep_freed_memory()
     hf_logging.disable_progress_bar()  # ours is the one to look at
-    with stop_on_signals() as stop, training_bar(config.steps, _describe) as bar, stop.in_steps(bar.say, out):
+    with (
+        stop_on_signals() as stop, run_folder(out), training_bar(config.steps, _describe) as bar,
+        stop.in_steps(bar.say, out),
+    ):  # fmt: skip
         report = lm.train_lm(
             data, out, config, tokenizer_from=tokenizer_from, init_from=init_from, teacher=teacher,
             teacher_weight=teacher_weight, device=device, save_every=intervals.save_every, compiled=compile,
-            on_step=bar.on_step, saving=Saving(intervals.save_minutes, stop.asked),
+            on_read=bar.on_read, on_step=bar.on_step, saving=Saving(intervals.save_minutes, stop.asked),
             card=CardInfo(data_note=data_note, licence=licence),
         )  # fmt: skip
     held, per_byte = report["held_loss_nats_per_token"], report["held_bits_per_byte"]
     loss = "nothing held out" if held is None else f"held out {held:.4f} nats per token, {per_byte:.4f} bits per byte"
-    typer.echo(f"{report['parameters']:,} parameters, {loss} -> {out}")
+    typer.echo(
+        f'{report["parameters"]:,} parameters, {loss} -> {out}, for use as --target {out} or as drafter "model:{out}"'
+    )
     if not (out / "losses.png").exists():
         typer.echo("no losses.png (losses.csv is there): pip install 'foretoken[train]' for the plot", err=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,19 +14,29 @@ from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
 from foretoken.cli.settings import FromOptions, with_settings
+from foretoken.cli.train_drafter import seen
 from foretoken.cli.train_options import Data, Device, keep_freed_memory, load_target
-from foretoken.cli.train_progress import progress_bars, stop_on_signals
+from foretoken.cli.train_progress import Stop, TrainingBar, stop_on_signals, training_bar
 from foretoken.training.config import DistillConfig, Intervals
+from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     from foretoken.lab.bench.alignment import Alignment
-    from foretoken.training.loop import Progress
     from foretoken.training.workshop import Workshop
 
 Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, or builtin.")]
 BOOST_OMITS = ("mix", "refresh", "places", "mask_token", "taps")
 """Settings of text that a student writes, and of masks."""
 Corpus = Annotated[Path | None, typer.Option(help="Where encoded and written text is kept; share it by runs.")]
+
+
+@contextmanager
+def _run(config: DistillConfig, out: Path, as_json: bool) -> Iterator[tuple[TrainingBar, Stop]]:
+    with (
+        json_only(as_json), stop_on_signals() as stop, run_folder(out),
+        training_bar(config.steps, _describe) as bar, stop.in_steps(bar.say, out),
+    ):  # fmt: skip
+        yield bar, stop
 
 
 @with_settings
@@ -49,19 +59,19 @@ def distill_command(
     from foretoken.training.loop import Saving
     from foretoken.training.workshop import load_student
 
-    with json_only(as_json), stop_on_signals() as stop, _bars() as bars, stop.in_steps(bars.say, out):
-        shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)
+    with _run(config, out, as_json) as (bar, stop):
+        shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bar)
         student = load_student(draft, shop.target, shop.tokenizer, device)
         worker = Distiller(shop, student, out, name=draft)
         measure = measure_of(shop)
         report = worker.run(
-            save_every=intervals.save_every, eval_every=intervals.eval_every, evaluate=measure, on_step=bars.step,
+            save_every=intervals.save_every, eval_every=intervals.eval_every, evaluate=measure, on_step=bar.on_step,
             saving=Saving(intervals.save_minutes, stop.asked),
         )  # fmt: skip
         _write_card(out, report, data, chosen, config)
-        bars.say(f"before: {_describe(report['before'])}")
-        bars.say(f"after:  {_describe(report['after'])}")
-        bars.say(
+        bar.say(f"before: {_describe(report['before'])}")
+        bar.say(f"after:  {_describe(report['after'])}")
+        bar.say(
             f'{report["parameters"]:,} parameters -> {out}, for use as drafter "model:{out},k={max(config.places, 4)}"'
         )
     if as_json:
@@ -89,30 +99,30 @@ def boost_command(
     from foretoken.training.boost import Boost, Stage, ready_spec
     from foretoken.training.loop import Saving
 
-    with json_only(as_json), stop_on_signals() as stop, _bars() as bars, stop.in_steps(bars.say, out):
-        shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)
+    with _run(config, out, as_json) as (bar, stop):
+        shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bar)
         measure = measure_of(shop)
         held = None if measure is None else (measure.text, measure.prompts.shape[1])
         boost = Boost(shop, draft, out, length, held)
 
         def on_stage(stage: Stage) -> None:
             _write_card(out / str(stage.number), stage.report, data, chosen, config, count)
-            bars.say(f"model {stage.number}: learned from {stage.left:.0%} of what the target wrote")
-            bars.say(_describe(stage.report["after"]))
+            bar.say(f"model {stage.number}: learned from {stage.left:.0%} of what the target wrote")
+            bar.say(_describe(stage.report["after"]))
             if stage.coverage is not None and stage.together is not None:
                 lengths = " and ".join(f"{value['mean_acceptance_length']:.2f}" for value in stage.together.values())
-                bars.say(f"all so far: {stage.coverage:.1%} of held-out places matched, ensemble {lengths} (T=0 and 1)")
+                bar.say(f"all so far: {stage.coverage:.1%} of held-out places matched, ensemble {lengths} (T=0 and 1)")
 
         stages = boost.run(
             count, save_every=intervals.save_every, eval_every=intervals.eval_every, evaluate=measure,
             together=measure.together if measure is not None else None,
-            on_step=lambda number, step: bars.step(step, f"model {number}  "), on_stage=on_stage,
+            on_step=lambda number, step: bar.on_step(step, f"model {number}  "), on_stage=on_stage,
             saving=Saving(intervals.save_minutes, stop.asked),
         )  # fmt: skip
         if len(stages) < count:
-            bars.say(f"nothing is left that {len(stages)} draft models miss: no more were trained")
+            bar.say(f"nothing is left that {len(stages)} draft models miss: no more were trained")
         spec = ready_spec([out / str(stage.number) for stage in stages])
-        bars.say(f"for use as drafter: {spec}")
+        bar.say(f"for use as drafter: {spec}")
     if as_json:
         print_json({"method": "boost", "spec": spec, "stages": [asdict(stage) for stage in stages]})
 
@@ -124,7 +134,7 @@ def open_shop(
     folder: Path,
     config: DistillConfig,
     device: str | None,
-    on_rows: Callable[[int, int], None] | None = None,
+    bar: TrainingBar,
 ) -> Workshop:
     """Load the target, check that the draft model fits, prepare the text.
 
@@ -136,9 +146,12 @@ def open_shop(
 
     check_text(data)
     keep_freed_memory()
+    bar.say(f"loading {target} and its draft model {draft}")
     model, tokenizer = load_target(target, device)
     load_student(draft, model, tokenizer)
-    return Workshop(model, tokenizer, data, folder, config, on_rows)
+    shop = Workshop(model, tokenizer, data, folder, config, bar.on_written, bar.on_read)
+    bar.say(seen(shop.corpus))
+    return shop
 
 
 def measure_of(shop: Workshop) -> Alignment | None:
@@ -149,44 +162,10 @@ def measure_of(shop: Workshop) -> Alignment | None:
     return Alignment(shop.target, prompts, shop.config.seed) if len(prompts) else None
 
 
-def _describe(measured: dict[str, Any] | None) -> str:
+def _describe(measured: Mapping[str, Any] | None) -> str:
     from foretoken.lab.bench.alignment import describe
 
-    return describe(measured) if measured else "nothing held out"
-
-
-class _Bars:
-    """Progress on stderr."""
-
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
-        self.tasks: dict[str, Any] = {}
-
-    def say(self, text: str) -> None:
-        """A line above the bars."""
-        self.bar.console.print(text, soft_wrap=True)  # a spec must stay in one piece
-
-    def rows(self, done: int, total: int) -> None:
-        """Rows that the target has written."""
-        self._update("the target writes", done, total, "the target writes")
-
-    def step(self, step: Progress, prefix: str = "") -> None:
-        """One optimizer step."""
-        text = f"{prefix}loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
-        self._update(f"{prefix}training", step.step, step.steps, text)
-        if step.measured is not None:
-            self.say(f"{prefix}step {step.step}: loss {step.loss:.4f}, {_describe(dict(step.measured))}")
-
-    def _update(self, name: str, done: int, total: int, text: str) -> None:
-        if name not in self.tasks:
-            self.tasks[name] = self.bar.add_task(text, total=total)
-        self.bar.update(self.tasks[name], completed=done, total=total, description=text)
-
-
-@contextmanager
-def _bars() -> Iterator[_Bars]:
-    with progress_bars() as bar:
-        yield _Bars(bar)
+    return describe(dict(measured)) if measured else "nothing held out"
 
 
 def _write_card(

@@ -26,6 +26,7 @@ from foretoken.cli.train_options import (
 )
 from foretoken.cli.train_progress import Stop, TrainingBar, stop_on_signals, training_bar
 from foretoken.training.config import AnswerConfig, Intervals, TrainConfig, check_context
+from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     from foretoken.methods.controllers.base import Controller
@@ -86,7 +87,7 @@ def make_command(method: str) -> Callable[..., None]:
     ) -> None:
         check_inputs(data)
         source = AnswerSource(answers, replace(answer, seed=config.seed))
-        with json_only(as_json), stop_on_signals() as stop:
+        with json_only(as_json), stop_on_signals() as stop, run_folder(out):
             report = train(
                 method, data, out, existing_model(model, target), key_values(setting), config, lr,
                 corpus=corpus, features=features, device=device, intervals=intervals,
@@ -248,8 +249,11 @@ def _tell(report: Mapping[str, Any], out: Path, recipe: Recipe) -> None:
 
     length = describe(report["acceptance"]) if report["acceptance"] else "nothing held out"
     console = screen(stderr=True)
-    console.print(f"{report['parameters']:,} parameters, {length} -> {out}", soft_wrap=True)
-    if recipe.trains_target:
+    told = f"{report['parameters']:,} parameters, {length} -> {out}"
+    if not recipe.trains_target:
+        console.print(f'{told}, for use as drafter "{recipe.spec(out)}"', soft_wrap=True)
+    else:
+        console.print(told, soft_wrap=True)
         before, after = report["target_loss_nats"]["before"], report["target_loss_nats"]["after"]
         change = "" if before is None else f" (held-out loss {before:.3f} -> {after:.3f} nats per token)"
         use = f"--target {out / FOLDER} --drafter {recipe.spec(out)}"

@@ -124,16 +124,16 @@ class TrainingBar:
         text = f"the target answers  {progress.tokens_per_s:,.0f} tokens/s"
         self._update("answers", text, progress.done, progress.count)
 
-    def on_step(self, step: Progress) -> None:
-        """An optimizer step, or what was measured before the first."""
+    def on_step(self, step: Progress, prefix: str = "") -> None:
+        """An optimizer step, or what was measured before the first; ``prefix`` tells one of several runs."""
         if step.measured and self.short is not None:
             self._measured = f"  {self.short(step.measured)}"
         if step.step:
-            text = f"loss {step.loss:.3f}{self._measured}  {step.tokens_per_s:,.0f} tokens/s"
-            self._update("steps", text, step.step, step.steps)
+            text = f"{prefix}loss {step.loss:.3f}{self._measured}  {step.tokens_per_s:,.0f} tokens/s"
+            self._update(f"{prefix}steps", text, step.step, step.steps)
         if step.measured:
             loss = f"loss {step.loss:.4f}, " if step.step else ""
-            self.say(f"step {step.step}: {loss}{self.describe(step.measured)}")
+            self.say(f"{prefix}step {step.step}: {loss}{self.describe(step.measured)}")
 
     def _update(self, name: str, text: str, done: int, count: int) -> None:
         if name not in self._tasks:

@@ -11,10 +11,11 @@ import typer
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import json_only, print_json, screen
 from foretoken.cli.settings import FromOptions, with_settings
-from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out
+from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out, seen
 from foretoken.cli.train_options import Corpus, Data, Device, Report, keep_freed_memory, key_values, load_target
 from foretoken.cli.train_progress import stop_on_signals, training_bar
 from foretoken.training.config import Intervals, TrainConfig, check_context
+from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     from foretoken.methods.drafters.base import Drafter
@@ -50,12 +51,16 @@ def specdec_pp_command(
 
     check_text(data)
     keep_freed_memory()
-    with json_only(as_json):
-        judge, guesser, tokenizer = load_pair(chosen, draft, device)
-        check_context(config.context, min(judge.context_length, guesser.context_length), "models'")
-        recipe = SpecdecPpRecipe(judge, guesser, settings, config.seed)
-        with stop_on_signals() as stop, training_bar(config.steps, describe) as bar, stop.in_steps(bar.say, out):
-            trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written)
+    with json_only(as_json), stop_on_signals() as stop, run_folder(out):
+        with training_bar(config.steps, describe) as bar, stop.in_steps(bar.say, out):
+            bar.say(f"loading {chosen} and its draft model {draft}")
+            judge, guesser, tokenizer = load_pair(chosen, draft, device)
+            check_context(config.context, min(judge.context_length, guesser.context_length), "models'")
+            recipe = SpecdecPpRecipe(judge, guesser, settings, config.seed)
+            trainer = Trainer(
+                recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written, on_read=bar.on_read
+            )
+            bar.say(seen(trainer.corpus))
             tried = _trial(trainer, recipe)
             saving = Saving(intervals.save_minutes, stop.asked)
             report = trainer.run(

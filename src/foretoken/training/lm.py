@@ -138,6 +138,7 @@ def train_lm(
     eval_every: int = 100,
     save_every: int = 100,
     compiled: bool = False,
+    on_read: Callable[[int], None] | None = None,
     on_step: Callable[[Progress], None] | None = None,
     saving: Saving | None = None,
     card: CardInfo | None = None,
@@ -156,7 +157,7 @@ def train_lm(
     """
     tokenizer_from = tokenizer_from or init_from
     tokenizer, text = _text(data, out, config, tokenizer_from)
-    corpus = build_corpus(data, tokenizer, text)
+    corpus = build_corpus(data, tokenizer, text, on_read=on_read)
     if corpus.get("chat"):
         raise ValueError("train lm learns texts, not conversations: give rows with text, or use train distill")
     model = build_model(config, int(tokenizer.eos_token_id)).to(device)

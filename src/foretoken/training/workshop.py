@@ -42,6 +42,7 @@ class Workshop:
     Args:
         folder: where the encoded text and the target's writing are kept.
         on_rows: told (rows done, rows in all) while the target writes.
+        on_read: told how many documents were read while text is encoded.
 
     Raises:
         ValueError: empty or too short data, or a context longer than the target's.
@@ -55,12 +56,13 @@ class Workshop:
         folder: Path,
         config: DistillConfig,
         on_rows: Callable[[int, int], None] | None = None,
+        on_read: Callable[[int], None] | None = None,
     ) -> None:
         check_context(config.context, target.context_length)
         self.target, self.tokenizer, self.folder, self.config = target, tokenizer, folder, config
         self.parts = TargetParts(target)
         self.on_rows = on_rows
-        self.corpus = build_corpus(data, tokenizer, folder)
+        self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
         if self.corpus["train"]["tokens"] == 0:
             raise ValueError(no_text(data))
         self.text = text_identity(folder, self.corpus)
