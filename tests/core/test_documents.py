@@ -128,3 +128,18 @@ def test_a_conversation_is_the_same_whatever_numbers_it_carries(tmp_path: Path) 
     found = [CHAT, {"id": 1, **CHAT}, {"messages": turns, "unfinished": [1]}, {**CHAT, "tools": [{"name": "f"}]}]
     same, numbered, turned, other = (one.content for one in iter_records([rows(tmp_path / "a.jsonl", *found)]))
     assert same == numbered == turned != other
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    chats, text = tmp_path / "a.jsonl", tmp_path / "a.txt"
+    chats.write_text(json.dumps(CHAT) + "\r\n" + json.dumps(CHAT), encoding="utf-8-sig")
+    text.write_text("one", encoding="utf-8-sig")
+    assert len(said(chats)) == 2
+    assert list(iter_documents([text])) == ["one"]
+
+
+def test_a_line_that_is_no_json_is_named_once(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f"{json.dumps(CHAT)}\n\n{{'a': 1}}\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3 is not JSON: .* \(column 2\)$"):
+        list(iter_records([file]))

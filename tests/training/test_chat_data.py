@@ -206,6 +206,21 @@ def test_an_edit_that_keeps_the_length_is_noticed(tmp_path: Path) -> None:
     assert (out / "train.bin").read_bytes() != tokens
 
 
+def test_a_corpus_that_was_broken_off_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, tokenizer, out = tmp_path / "a.txt", tmp_path / "b.txt", chat_tokenizer(), tmp_path / "corpus"
+    one.write_text("The sky is blue.")
+    other.write_text("The grass is green, and high.")
+    wanted = text_identity(out, build_corpus([one], tokenizer, out))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("foretoken.training.corpus.write_json", lambda *args: raise_interrupt())
+        build_corpus([other], tokenizer, out)  # its tokens are there, and what says so is not
+    assert text_identity(out, build_corpus([one], tokenizer, out)) == wanted
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_single_document_is_learned_and_what_is_missing_is_said(tmp_path: Path) -> None:
     corpus = build_corpus([write_rows(tmp_path / "one.jsonl", chats(1))], chat_tokenizer(), tmp_path / "corpus")
     assert corpus["train"]["documents"] == 1

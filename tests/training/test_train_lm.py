@@ -353,6 +353,16 @@ def test_shapes_that_do_not_fit(data: Path, tmp_path: Path, capsys: pytest.Captu
     assert "multiple of kv_heads" in command(capsys, data, tmp_path, "--heads", "2", "--kv-heads", "8")
 
 
+def test_what_cannot_be_loaded_is_found_before_anything_is_written(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, nowhere = tmp_path / "out", str(tmp_path / "nosuch")
+    assert f"{nowhere} is not a folder with a model" in command(capsys, data, out, "--teacher", nowhere)
+    assert f"{nowhere} holds no tokenizer.json" in command(capsys, data, out, "--init-from", nowhere)
+    assert "device 'nosuch' cannot be used here" in command(capsys, data, out, "--device", "nosuch")
+    assert not out.exists()
+
+
 def test_a_tokenizer_that_does_not_fit(
     data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,6 +161,7 @@ def build_corpus(
     card, wanted = out / "corpus.json", _identity(paths, tokenizer)
     limit, chat = held_below(iter_records(paths), HELD)
     out.mkdir(parents=True, exist_ok=True)
+    card.unlink(missing_ok=True)  # killed between two of the files below, it would tell of others
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     with ExitStack() as stack:
         splits = {name: _Split.open(out, name, np.dtype(dtype), chat, stack) for name in ("train", "held")}

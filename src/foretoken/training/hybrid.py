@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretoken.loading.networks import from_pretrained
+
 if TYPE_CHECKING:
     from foretoken.training.config import LmConfig
 
@@ -74,9 +76,7 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
     Raises:
         ValueError: no Llama, or one of other widths.
     """
-    from transformers import AutoModelForCausalLM
-
-    llama: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False).eval()
+    llama = from_pretrained(str(source), torch.float32, None).eval()
     mine, other = model.config, llama.config
     for key in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"):
         if other.model_type != "llama" or getattr(mine, key) != getattr(other, key):

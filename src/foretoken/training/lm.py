@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 from foretoken.core.io.documents import iter_documents
 from foretoken.core.io.files import files_checksum, save_model
+from foretoken.loading import check_folder, parse_device
+from foretoken.loading.networks import from_pretrained
 from foretoken.models.forward.parts import weights_digest
 from foretoken.training.cards import CardInfo, command, write_card
 from foretoken.training.config import TEACHER_WEIGHT, LmConfig
@@ -152,21 +154,24 @@ def train_lm(
 
     Raises:
         ValueError: empty or too short data, a checkpoint of other settings, text, start or teacher or of more steps in
-            ``out``, or weights of another architecture in ``init_from``.
+            ``out``, weights of another architecture in ``init_from``, no model in a folder, or no such device.
         FloatingPointError: the loss became NaN or infinite; the last checkpoint is intact.
     """
+    place = parse_device(device) or torch.device("cpu")
+    if teacher is not None:
+        check_folder(teacher)
     tokenizer_from = tokenizer_from or init_from
     tokenizer, text = _text(data, out, config, tokenizer_from)
     corpus = build_corpus(data, tokenizer, text, on_read=on_read)
     if corpus.get("chat"):
         raise ValueError("train lm learns texts, not conversations: give rows with text, or use train distill")
-    model = build_model(config, int(tokenizer.eos_token_id)).to(device)
+    model = build_model(config, int(tokenizer.eos_token_id)).to(place)
     if init_from is not None and config.hybrid and is_llama(init_from):
         start_from_llama(model, init_from, read_tokens(text / "train.bin", corpus["dtype"]))
     elif init_from is not None:
         _load_weights(model, init_from)
     sampler = BlockSampler(text / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
-    guide = None if teacher is None else _load_teacher(model, teacher, device)
+    guide = None if teacher is None else _load_teacher(model, teacher, place)
     identity = {
         "text": text_identity(text, corpus),
         "init_from": None if init_from is None else files_checksum(sorted(init_from.glob("*.safetensors"))),
@@ -178,8 +183,8 @@ def train_lm(
     held_loss = partial(evaluate, model, text / "held.bin", corpus["dtype"], config.context, precision=config.precision)
 
     def loss_of(step: int) -> Tensor:
-        blocks = torch.from_numpy(sampler(step)).to(device)
-        with autocast(torch.device(device).type, config.precision):
+        blocks = torch.from_numpy(sampler(step)).to(place)
+        with autocast(place.type, config.precision):
             return block_loss(blocks)
 
     loop.run(
@@ -218,12 +223,9 @@ def _loss(model: Any, guide: Any, weight: float) -> Callable[[Tensor], Tensor]:
     return lambda blocks: distillation_loss(model, guide, blocks, weight)
 
 
-def _load_teacher(model: Any, teacher: Path, device: str) -> Any:
+def _load_teacher(model: Any, teacher: Path, device: torch.device) -> Any:
     """The network to learn from.  Raises ``ValueError`` where its vocabulary is not that of ``model``."""
-    from transformers import AutoModelForCausalLM
-
-    guide: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16, trust_remote_code=False)
-    guide = guide.to(device).eval()
+    guide = from_pretrained(str(teacher), torch.bfloat16, device).eval()
     if guide.config.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"the teacher {teacher} has another vocabulary: use --tokenizer-from with the teacher's folder"

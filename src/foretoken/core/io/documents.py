@@ -219,7 +219,9 @@ def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:
         place = f"{file}, line {number}"
         try:
             yield place, line, json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place} is not JSON: {error.msg} (column {error.colno})") from None
+        except RecursionError as error:
             raise ValueError(f"{place} is not JSON: {error}") from None
 
 
@@ -240,7 +242,7 @@ def _read(file: Path) -> str:
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{file} is damaged: {error}") from None
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8").removeprefix("\ufeff")  # a byte order mark, which some editors write
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise NotTextError(f"{file} is not UTF-8 text: line {line} has the byte 0x{raw[error.start]:02x}") from None
