@@ -363,6 +363,17 @@ def test_what_cannot_be_loaded_is_found_before_anything_is_written(
     assert not out.exists()
 
 
+def test_the_tokenizer_of_a_run_without_a_checkpoint_is_not_taken_for_other_text(data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("zebra xylophone " * 400)
+    with pytest.raises(ValueError, match="too short"):  # behind its tokenizer
+        train_lm([other], tmp_path / "out", LmConfig(**{**SHAPE, "batch_size": 10**6}, steps=1))
+    train_lm([data], tmp_path / "out", LmConfig(**SHAPE, steps=1))
+    train_lm([data], tmp_path / "fresh", LmConfig(**SHAPE, steps=1))
+    ours, fresh = ((tmp_path / name / "tokenizer.json").read_text() for name in ("out", "fresh"))
+    assert ours == fresh
+
+
 def test_a_tokenizer_that_does_not_fit(
     data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

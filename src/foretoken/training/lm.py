@@ -24,6 +24,7 @@ from foretoken.loading import check_folder, parse_device
 from foretoken.loading.networks import from_pretrained
 from foretoken.models.forward.parts import weights_digest
 from foretoken.training.cards import CardInfo, command, write_card
+from foretoken.training.checkpoint import latest_checkpoint
 from foretoken.training.config import TEACHER_WEIGHT, LmConfig
 from foretoken.training.corpus import (
     BlockSampler,
@@ -237,7 +238,7 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
     from transformers import AutoTokenizer
 
     folder = source or out / "tokenizer"
-    if source is None and not (folder / "tokenizer.json").exists():
+    if source is None and latest_checkpoint(out / "checkpoints") is None:  # what is there may be of other text
         documents = list(iter_documents(data))
         if not any(documents):
             raise ValueError(no_text(data))
