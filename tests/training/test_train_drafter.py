@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +246,17 @@ def test_bad_input(data: Path, target: Path, tmp_path: Path, capsys: pytest.Capt
         error = capsys.readouterr().err
         assert words in error and error.count("error:") == 1
     assert not (tmp_path / "out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_no_number_of_a_setting_is_negative_or_not_finite(method: str, target: Path) -> None:
+    kind, model = find_recipe(method), load_model(target)
+    known = {field.name: field.default for field in fields(kind.config_class) if field.name not in kind.fixed}
+    numbers = [(key, text) for key, default in known.items() if type(default) is float for text in ("nan", "inf")]
+    numbers += [(key, "-3") for key, default in known.items() if type(default) in (int, float)]
+    for key, text in numbers:
+        with pytest.raises(ValueError, match=key.rpartition("_")[2]):
+            kind(model, TargetParts(model), {key: text})
 
 
 @pytest.mark.parametrize(

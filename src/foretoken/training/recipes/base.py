@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -161,7 +162,7 @@ class Recipe(ABC):
         """The network's shape from the target and from ``key=value`` settings.
 
         Raises:
-            ValueError: an unknown key (lists the valid ones) or a value of the wrong type.
+            ValueError: an unknown key (lists the valid ones), a value of the wrong type, or a number out of range.
         """
         known = {f.name: f for f in fields(self.config_class) if f.name not in self.fixed}
         values: dict[str, Any] = self.from_target()
@@ -169,7 +170,10 @@ class Recipe(ABC):
             if key not in known:
                 raise unknown(f"unknown setting {key!r} of {self.method!r}", key, list(known), lead="valid ones:")
             values[key] = _convert(key, text, type(known[key].default))
-        return self.config_class(**values)
+        found = self.config_class(**values)
+        for key in settings:
+            _check_number(key, values[key], known[key].default)
+        return found
 
     def from_target(self) -> dict[str, Any]:
         """The fields that the target decides."""
@@ -226,6 +230,12 @@ def _convert(key: str, text: str, kind: type[Any]) -> Any:
         return kind(text)
     except (ValueError, KeyError):
         raise ValueError(f"setting {key}={text!r} must be of type {kind.__name__}") from None
+
+
+def _check_number(key: str, value: Any, default: Any) -> None:
+    """Sizes, weights and shares are finite, and only a default below zero stands for something else."""
+    if isinstance(value, int | float) and not min(0, default) <= value < math.inf:
+        raise ValueError(f"setting {key}={value} must be a finite number, and not negative")
 
 
 def check_rank(rank: int, trains_target: bool) -> None:
