@@ -126,10 +126,11 @@ def test_the_words() -> None:
     for words in (
         "falls below 32%",
         "more than 43% of a target step",
-        "the batch reaches 16",
+        "the batch reaches 16 (estimated: v(n) is known up to n = 32)",
         "The tree 2x2 is faster",
     ):
         assert words in pays
+    assert "estimated" not in summary(plan(Assumptions(0.4, 0.1, v=V), [2]))
     lost = summary(plan(Assumptions(0.3, 0.4), range(1, 5)))
     for words in ("Do not draft", "nearest is k=1 with 0.93x", "rises above 40%", "less than 30% of a target step"):
         assert words in lost

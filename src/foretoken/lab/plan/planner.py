@@ -277,7 +277,7 @@ def summary(made: Plan) -> str:
     if best.k:
         text = (
             f"Draft k={best.k} tokens a round{where}: {best.tokens:.2f} tokens a round, {best.speedups[batch]:.2f}x "
-            f"plain decoding.{_conditions(made.limits, best.k, pays=True)}"
+            f"plain decoding.{_conditions(made, best, pays=True)}"
         )
         if best is made.rows[-1] and len(made.rows) > 2:
             text += " It is the longest draft considered: try longer ones."
@@ -287,7 +287,7 @@ def summary(made: Plan) -> str:
         text = (
             f"Do not draft chains{where}: no length pays. The nearest is k={near.k} with {near.speedups[batch]:.2f}x "
             f"plain decoding: {near.tokens:.2f} tokens a round where {given.cost(near.k, near.nodes, batch):.2f} are "
-            f"needed.{_conditions(made.limits, near.k, pays=False)}"
+            f"needed.{_conditions(made, near, pays=False)}"
         )
     tree = max(made.trees, key=lambda tree: tree.speedups[batch], default=None)
     if tree is not None and tree.speedups[batch] > best.speedups[batch]:
@@ -295,7 +295,9 @@ def summary(made: Plan) -> str:
     return text
 
 
-def _conditions(limits: BreakEven | None, k: int, pays: bool) -> str:
+def _conditions(made: Plan, row: PlanRow, pays: bool) -> str:
+    """Where a row of the plan begins or stops to pay."""
+    limits, v = made.limits, made.assumptions.v
     if limits is None:
         return ""
     parts = []
@@ -306,7 +308,9 @@ def _conditions(limits: BreakEven | None, k: int, pays: bool) -> str:
     if pays and limits.overhead is not None:
         parts.append(f"the overhead of a round exceeds {limits.overhead:.0%} of a target step")
     if pays and limits.batch is not None:
-        parts.append(f"the batch reaches {limits.batch}")
+        is_known = not isinstance(v, Measured) or limits.batch * row.nodes <= v.known_to
+        beyond = "" if is_known else f" (estimated: v(n) is known up to n = {v.known_to})"
+        parts.append(f"the batch reaches {limits.batch}{beyond}")
     if not parts:
         return "" if pays else " Nothing that acceptance or a faster drafter can do would change that."
-    return f" k={k} {'stops paying' if pays else 'would pay'} when {', or when '.join(parts)}."
+    return f" k={row.k} {'stops paying' if pays else 'would pay'} when {', or when '.join(parts)}."
