@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import random
+import signal
 import ssl
 import zlib
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ import torch
 import selection
 
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: tests send it to themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Each of a thousand clients would read all certificates anew, and no test speaks TLS.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
@@ -72,9 +76,11 @@ def checks_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_default_dtype() -> Iterator[None]:
-    """A test that leaves PyTorch another default dtype fails itself, and not those behind it."""
+    """A test that leaves PyTorch another default dtype, or finds one that a fixture or thread left, fails itself, and
+    not those behind it."""
     before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
     yield
     after = torch.get_default_dtype()
-    torch.set_default_dtype(before)
-    assert after == before, f"PyTorch's default dtype became {after}"
+    torch.set_default_dtype(torch.float32)
+    assert before == after == torch.float32, f"PyTorch's default dtype was {before} and became {after}"

@@ -89,6 +89,7 @@ class Context:
         texts: what drafters' models have read of the request (a ``DraftTexts``); theirs and the engine's business.
         beside: trees of members of a group that copy and were not asked this round, by member: the text that comes
             tells a controller what they are worth, and they are never scored.
+        source: where the last draft came from, where that is not the drafter (``grammar``, ``prediction``, a member).
     """
 
     request_id: int
@@ -106,6 +107,7 @@ class Context:
     constraint: Constraint | None = None
     texts: Any = None
     beside: Mapping[int, Any] = field(default_factory=dict)
+    source: str = ""
 
     @property
     def root(self) -> int:

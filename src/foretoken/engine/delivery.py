@@ -76,8 +76,7 @@ class Delivery:
         member = _member_of(turn)
         if 0 <= member < len(self.members):
             return self.members[member]
-        foresight = self.drafter.foresight
-        return self.drafter.name if foresight is None else foresight.drafted_by(turn.run.context)
+        return turn.run.context.source or self.drafter.name
 
     def _extend(self, run: Running, tokens: Sequence[int], hidden: Mapping[str, Tensor]) -> None:
         context = run.context

@@ -33,6 +33,8 @@ from foretoken.models.network.watch import Watch
 from foretoken.models.refusals import refusal
 
 REPLAYS = ("auto", "lazy", "capture")
+PADDED = 16
+"""Rows up to which a text is padded to those of others: drafts, not prompts that are being read."""
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[object, ...], str | None]] = WeakKeyDictionary()
 """Results of self-tests: ``custom_generate`` wraps the same model anew in every call."""
@@ -44,8 +46,8 @@ class StatefulModel(OneByOneModel):
     """Runs a ``PreTrainedModel`` with recurrent layers over committed prefixes plus a scratch chain.
 
     Every sequence has a Transformers cache of its own.  Those that are fed equally many rows share a forward
-    (:mod:`foretoken.models.cache.joined`); recurrent layers know no padding in the middle of a text.  The cache may lag
-    behind the committed tokens; those are fed in front of the next nodes.
+    (:mod:`foretoken.models.cache.joined`), and chains of all lengths where recurrences can be made to pass over padding
+    (``capture``).  The cache may lag behind the committed tokens; those are fed in front of the next nodes.
 
     Args:
         model: any causal LM that hands out a Transformers cache.
@@ -180,13 +182,14 @@ class StatefulModel(OneByOneModel):
         return [results[i] for i in range(len(feeds))]
 
     def _groups(self, feeds: Sequence[Feed]) -> list[list[int]]:
-        """Which feeds run in one forward: those of equally many rows, whose layers keep alike shapes."""
+        """Which feeds run in one forward: those of equally many rows, or of few, whose layers keep alike shapes."""
         groups: dict[Hashable, list[int]] = {}
         for i, feed in enumerate(feeds):
             state = self._states[feed.sequence.row]
             alike = None if self.joined_off else join_key(state.cache)
             rows = len(_behind(feed.sequence, state.length)) + len(feed.tokens)
-            groups.setdefault(i if alike is None else (rows, state.on_tape, alike), []).append(i)
+            width = 0 if self._files and rows <= PADDED else rows
+            groups.setdefault(i if alike is None else (width, alike), []).append(i)
         return list(groups.values())
 
     def _guard(self, feed: Feed) -> None:
@@ -214,28 +217,23 @@ class StatefulModel(OneByOneModel):
         """One forward for feeds whose states have been guarded."""
         sequences = [feed.sequence for feed in feeds]
         states = [self._states[sequence.row] for sequence in sequences]
-        files, began = self._files if states[0].on_tape else [], now(self.device)
+        texts = [
+            [*_behind(feed.sequence, state.length), *feed.tokens] for feed, state in zip(feeds, states, strict=True)
+        ]
+        began = now(self.device)
         try:
-            with alone(self.model), recording(self.model, taps) as hidden, recorded(files) as windows:
-                texts = [
-                    [*_behind(feed.sequence, state.length), *feed.tokens]
-                    for feed, state in zip(feeds, states, strict=True)
-                ]
-                logits = self._read(states, texts, max(feed.num_wanted for feed in feeds))
+            with alone(self.model), recording(self.model, taps) as hidden:
+                logits = self._read(states, texts, [feed.num_wanted for feed in feeds])
             self.run_s += now(self.device) - began
-            if files:
-                for row, state in enumerate(states):
-                    state.record([window.of(row) for window in windows])
         except BaseException:
             for state in states:
                 state.reset()
             raise
         found = []
-        for row, (feed, sequence) in enumerate(zip(feeds, sequences, strict=True)):
-            count = len(feed.tokens)
-            sequence.append(feed.tokens, feed.parents_behind(len(sequence.scratch_tokens)))
-            own = logits[row, logits.shape[1] - feed.num_wanted :]
-            found.append(Rows(own, {name: h[row, -count:] for name, h in hidden.items()}))
+        for row, (feed, text) in enumerate(zip(feeds, texts, strict=True)):
+            feed.sequence.append(feed.tokens, feed.parents_behind(len(feed.sequence.scratch_tokens)))
+            own = slice(len(text) - len(feed.tokens), len(text))
+            found.append(Rows(logits[row], {name: h[row, own] for name, h in hidden.items()}))
         return found
 
     def settle(self, sequence: SequenceState) -> None:
@@ -248,34 +246,56 @@ class StatefulModel(OneByOneModel):
     @torch.inference_mode()
     def read(self, state: StateCache, tokens: Sequence[int], wanted: int) -> Tensor:
         """Logits [wanted, V] of the last tokens, all of which the state reads."""
-        return self._read([state], [tokens], wanted)[0]
+        return self._read([state], [tokens], [wanted])[0]
 
-    def _read(self, states: Sequence[StateCache], texts: Sequence[Sequence[int]], wanted: int) -> Tensor:
-        """Logits [texts, wanted, V] of the last of equally many tokens, which the states read."""
-        name, rows = self._cache_name or "", len(texts[0])
-        cache = JoinedCache([state.cache for state in states]) if len(states) > 1 else states[0].cache
-        given: dict[str, Any] = {} if cache is None else {name: cache}
-        if "logits_to_keep" in self._parameters:
-            given["logits_to_keep"] = max(wanted, 1)
-        if "position_ids" in self._parameters:  # not every family asks its cache for them
-            positions = [range(state.length, state.length + rows) for state in states]
-            given["position_ids"] = torch.tensor(positions, device=self.device)
-        if isinstance(cache, JoinedCache):
-            mask = cache.mask(rows)
-            if mask is not None:
-                given["attention_mask"] = mask.to(self.device)
-        ids = torch.tensor([list(tokens) for tokens in texts], device=self.device)
-        with alone(self.model):
+    def _read(
+        self, states: Sequence[StateCache], texts: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> list[Tensor]:
+        """Logits [wanted, V] of the last tokens of each text, which the states read; shorter texts are padded."""
+        rows = max(map(len, texts))
+        pads = [rows - len(text) for text in texts]
+        kept = max(map(sum, zip(pads, wanted, strict=True)))
+        ids = torch.tensor([[*text, *[text[-1]] * pad] for text, pad in zip(texts, pads, strict=True)])
+        cache = JoinedCache([state.cache for state in states], pads) if len(states) > 1 else states[0].cache
+        files = self._files if any(pads) or any(state.on_tape for state in states) else []
+        with alone(self.model), recorded(files, padding_of(pads, rows, self.device)) as windows:
             decoding(self.model)
-            out = self.model(input_ids=ids, use_cache=True, **given)
+            given = self._inputs(states, cache, pads, rows, kept)
+            out = self.model(input_ids=ids.to(self.device), use_cache=True, **given)
         if isinstance(cache, JoinedCache):
             cache.hand_back()
-        for state in states:
-            state.advance(state.cache if len(states) > 1 else out.get(name), rows)
+        for row, (state, text) in enumerate(zip(states, texts, strict=True)):
+            state.advance(state.cache if len(states) > 1 else out.get(self._cache_name or ""), len(text))
+            if state.on_tape:
+                state.record([window.of(row, len(text)) for window in windows])
         self.num_forwards += 1
         self.run_rows += rows * len(texts)
-        logits: Tensor = out.logits[:, out.logits.shape[1] - wanted :]
-        return logits
+        ends = [out.logits.shape[1] - pad for pad in pads]
+        return [out.logits[row, end - count : end] for row, (end, count) in enumerate(zip(ends, wanted, strict=True))]
+
+    def _inputs(
+        self, states: Sequence[StateCache], cache: Any, pads: Sequence[int], rows: int, kept: int
+    ) -> dict[str, Any]:
+        """What a forward is given beside the tokens."""
+        given: dict[str, Any] = {} if cache is None else {self._cache_name or "": cache}
+        if "logits_to_keep" in self._parameters:
+            given["logits_to_keep"] = max(kept, 1)
+        if "position_ids" in self._parameters:  # not every family asks its cache for them
+            places = [
+                [state.length + min(i, rows - pad - 1) for i in range(rows)]
+                for state, pad in zip(states, pads, strict=True)
+            ]
+            given["position_ids"] = torch.tensor(places, device=self.device)
+        mask = cache.mask(rows) if isinstance(cache, JoinedCache) else None
+        return given if mask is None else {**given, "attention_mask": mask.to(self.device)}
+
+
+def padding_of(pads: Sequence[int], rows: int, device: torch.device) -> Tensor | None:
+    """Whether a row is padding, [texts, rows]; ``None`` where none is."""
+    if not any(pads):
+        return None
+    ends = torch.tensor([rows - pad for pad in pads], device=device)
+    return torch.arange(rows, device=device) >= ends[:, None]
 
 
 def _behind(sequence: SequenceState, length: int) -> list[int]:

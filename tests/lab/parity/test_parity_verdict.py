@@ -130,7 +130,7 @@ def test_a_drafter_that_breaks_off_is_said_once_and_nothing_is_said_of_its_texts
     report = report_on(models()[0], BreaksOff(), prompts=[[0, 1], [2]], modes=["greedy", "sampled"], samples=8)
     assert [check.broke_off for check in report.checks] == [True, True]
     assert words(report) == ["FAILED: a drafter broke off"]
-    cells = _cells(report.checks[0])
+    cells = _cells(report.checks[0], samples=8)
     assert cells[:3] == ["model", report.checks[0].verifier, "greedy"] and set(cells[3:]) == {"-"}
     beside = report_on(models()[0], BreaksOff(), Planted(), prompts=[[0, 1], [2]])
     assert words(beside) == ["all 2 texts are equal to plain decoding's, token by token", "FAILED: a drafter broke off"]

@@ -71,9 +71,6 @@ class Foresight(Protocol):
     def predicted_from(self, context: Context) -> int | None:
         """Where in the caller's prediction the last draft began (for the statistics); ``None`` for other drafts."""
 
-    def drafted_by(self, context: Context) -> str:
-        """Where the last draft came from, for people: the drafter's name, ``prediction`` or ``grammar``."""
-
 
 class Drafter(ABC):
     """One way to guess tokens.

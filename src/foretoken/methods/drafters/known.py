@@ -88,11 +88,7 @@ class KnownDrafter(GroupDrafter):
 
     def predicted_from(self, context: Context) -> int | None:
         """Where in the prediction the last draft began, if it was the caller's."""
-        return self.prediction.predicted_from(context) if self.drafted_by(context) == self.prediction.name else None
-
-    def drafted_by(self, context: Context) -> str:
-        """``grammar``, ``prediction``, or the inner drafter."""
-        return str(context.state.get((self, "source"), self.name))
+        return self.prediction.predicted_from(context) if context.source == self.prediction.name else None
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """What is known, and the inner drafter's guesses for the other requests."""
@@ -102,7 +98,7 @@ class KnownDrafter(GroupDrafter):
             tokens, predicted = self._known(context) if found is None else found
             tokens = tokens[: min(budget.max_depth, budget.max_nodes)]
             known = self.prediction.name if predicted else "grammar"
-            context.state[self, "source"] = known if tokens or self.inner is None else self.inner.name
+            context.source = known if tokens or self.inner is None else self.inner.name
             trees.append(TokenTree.chain(context.root, tokens))
         rest = [i for i, tree in enumerate(trees) if len(tree) == 1]
         if self.inner is not None and rest:
@@ -128,8 +124,7 @@ class KnownDrafter(GroupDrafter):
     def finish(self, context: Context) -> None:
         """Forget the request."""
         super().finish(context)
-        for name in ("known", "source"):
-            context.state.pop((self, name), None)
+        context.state.pop((self, "known"), None)
 
 
 def _allowed(tree: TokenTree, context: Context) -> TokenTree:

@@ -145,9 +145,6 @@ class PredictionDrafter(SourceDrafter):
         source = context.state.get(self)
         return source.drafted if isinstance(source, PredictionSource) else None
 
-    def drafted_by(self, context: Context) -> str:
-        return self.name
-
     def open(self, context: Context) -> NgramSource:
         """Index the request's prediction."""
         prediction = self.default if context.prediction is None else context.prediction

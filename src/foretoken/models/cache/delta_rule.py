@@ -6,6 +6,8 @@ Networks", equation 10):
 
     S = exp(g) S;   S = S + k (beta (v - k^T S))^T
 
+A row whose decay and write strength are zero leaves the state as it is: so padding behind a text's rows is hidden.
+
 Transformers' Gated DeltaNet models call two functions of their modeling file by name; both are wrapped for the time of
 a forward.  The one for several tokens pads them to chunks of 64, which is made for prompts; on a CPU a verification of
 a few tokens goes through the one for single tokens, which plain decoding uses.
@@ -51,9 +53,9 @@ class RecurrenceInputs:
     strength: Tensor
     normed: bool
 
-    def of(self, row: int) -> RecurrenceInputs:
-        """Those of one text."""
-        at = slice(row, row + 1)
+    def of(self, row: int, count: int) -> RecurrenceInputs:
+        """The first ``count`` tokens of one text."""
+        at = slice(row, row + 1), slice(count)
         return RecurrenceInputs(self.key[at], self.value[at], self.decay[at], self.strength[at], self.normed)
 
 
@@ -64,19 +66,22 @@ def rule_files(model: nn.Module) -> list[ModuleType]:
 
 
 @contextmanager
-def recorded(files: Sequence[ModuleType]) -> Iterator[list[RecurrenceInputs]]:
-    """Record what the recurrences of this thread are fed, layer by layer, in the forward inside the block."""
+def recorded(files: Sequence[ModuleType], padding: Tensor | None = None) -> Iterator[list[RecurrenceInputs]]:
+    """Record what the recurrences of this thread are fed, layer by layer, in the forward inside the block.
+
+    They take no notice of rows that are ``padding`` [b, n].
+    """
     tape: list[RecurrenceInputs] = []
     if not files:
         yield tape
         return
-    _thread.tape = tape
+    _thread.tape, _thread.padding = tape, padding
     for file in files:
         _wrap(file)
     try:
         yield tape
     finally:
-        _thread.tape = None
+        _thread.tape = _thread.padding = None
         for file in files:
             _unwrap(file)
 
@@ -106,6 +111,8 @@ def _recording(rule: Callable[..., Any], single: Callable[..., Any]) -> Callable
     def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
         tape = getattr(_thread, "tape", None)
         if tape is not None:
+            if _thread.padding is not None:
+                given |= {name: given[name].masked_fill(_thread.padding[..., None], 0) for name in ("g", "beta")}
             tape.append(
                 RecurrenceInputs(key, value, given["g"], given["beta"], given.get("use_qk_l2norm_in_kernel", False))
             )

@@ -1,8 +1,9 @@
-"""Caches of several texts as one, for a forward of equally many rows of each.
+"""Caches of several texts as one, for a forward of all of them.
 
 Recurrent states and the windows of convolutions are put side by side and handed back afterwards.  Keys and values stay
 where they are: an attention layer gets those of all texts aligned at their ends, with zeros in front of shorter ones,
-which a mask hides.  So no text ever holds padding, and a recurrent layer reads none.
+which a mask hides.  A text with fewer rows than others is fed padding behind them, which is dropped when its cache is
+handed back; a recurrence must let it pass unchanged (:mod:`foretoken.models.cache.delta_rule`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ def join_key(cache: Any) -> Hashable:
         return None
     linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
     return tuple(
-        (layer.record_past, *((i, state.shape) for i, state in layer.conv_states.items() if state is not None))
-        for layer in linear
+        tuple((i, state.shape) for i, state in layer.conv_states.items() if state is not None) for layer in linear
     )
 
 
@@ -40,6 +40,7 @@ class JoinedCache(Cache):
 
     Args:
         caches: of the texts, of one :func:`join_key`.
+        pads: rows of each text that are padding, at its end.
 
     Attributes:
         lengths: tokens that the attention layers hold of each text; empty without such layers.
@@ -48,9 +49,9 @@ class JoinedCache(Cache):
         CapabilityError: a layer of a kind that cannot be joined.
     """
 
-    def __init__(self, caches: Sequence[Cache]) -> None:
+    def __init__(self, caches: Sequence[Cache], pads: Sequence[int]) -> None:
         columns = zip(*(cache.layers for cache in caches), strict=True)
-        super().__init__(layers=[_joined(column) for column in columns])
+        super().__init__(layers=[_joined(column, pads) for column in columns])
         keys = [layer for layer in self.layers if isinstance(layer, _JoinedKeys)]
         self.lengths = [own.get_seq_length() for own in keys[0].own] if keys else []
 
@@ -66,27 +67,27 @@ class JoinedCache(Cache):
 
     @torch.inference_mode()
     def hand_back(self) -> None:
-        """Give every text its states."""
+        """Give every text its states, and drop its padding."""
         for layer in self.layers:
-            if isinstance(layer, _JoinedStates):
+            if isinstance(layer, _JoinedKeys | _JoinedStates):
                 layer.hand_back()
 
 
-def _joined(column: tuple[Any, ...]) -> Any:
+def _joined(column: tuple[Any, ...], pads: Sequence[int]) -> Any:
     kind = type(column[0])
     if kind is DummyLayer:  # keeps nothing
         return column[0]
     if kind not in JOINED:
         raise CapabilityError(f"cache layers of type {kind.__name__} of several texts cannot be put side by side")
-    return JOINED[kind](column)
+    return JOINED[kind](column, pads)
 
 
 class _JoinedKeys(DynamicLayer):
     """Keys and values, which every text's own layer keeps."""
 
-    def __init__(self, own: Sequence[Any]) -> None:
+    def __init__(self, own: Sequence[Any], pads: Sequence[int]) -> None:
         super().__init__()
-        self.own = own
+        self.own, self.pads = own, pads
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """[texts, H, slots, D] of all that is there now."""
@@ -102,14 +103,21 @@ class _JoinedKeys(DynamicLayer):
         """Of the longest text."""
         return max(own.get_seq_length() for own in self.own)
 
+    def hand_back(self) -> None:
+        for own, pad in zip(self.own, self.pads, strict=True):
+            if pad:
+                DynamicLayer.crop(own, -pad)
+
 
 class _JoinedStates(LinearAttentionLayer):
     """Convolution windows and recurrent states, side by side."""
 
-    def __init__(self, own: Sequence[Any]) -> None:
+    def __init__(self, own: Sequence[Any], pads: Sequence[int]) -> None:
         first = own[0]
         super().__init__(number_of_states=first.number_of_states)
-        self.own, self.device, self.dtype, self.record_past = own, first.device, first.dtype, first.record_past
+        self.own, self.pads, self.device, self.dtype = own, pads, first.device, first.dtype
+        # A window of fixed size would keep the padding and forget what was in front of it.
+        self.record_past = any(pads) or any(layer.record_past for layer in own)
         for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
             setattr(self, name, dict(getattr(first, name)))
         self.conv_kernel_size = dict(first.conv_kernel_size)
@@ -123,7 +131,10 @@ class _JoinedStates(LinearAttentionLayer):
             for i, states in getattr(self, name).items():
                 if states is None:
                     continue
-                for layer, state in zip(self.own, states.split(1), strict=True):
+                for layer, state, pad in zip(self.own, states.split(1), self.pads, strict=True):
+                    if name == "conv_states":
+                        end = state.shape[-1] - pad
+                        state = state[..., 0 if layer.record_past else end - self.conv_kernel_size[i] : end]
                     held = getattr(layer, name)[i]
                     if held.shape == state.shape:
                         held.copy_(state)
@@ -134,12 +145,16 @@ class _JoinedStates(LinearAttentionLayer):
 class _JoinedBoth(_JoinedKeys, _JoinedStates):  # type: ignore[misc]  # as Transformers' own
     """A layer with both."""
 
-    def __init__(self, own: Sequence[Any]) -> None:
+    def __init__(self, own: Sequence[Any], pads: Sequence[int]) -> None:
         DynamicLayer.__init__(self)
-        _JoinedStates.__init__(self, own)
+        _JoinedStates.__init__(self, own, pads)
+
+    def hand_back(self) -> None:
+        _JoinedKeys.hand_back(self)
+        _JoinedStates.hand_back(self)
 
 
-JOINED: dict[type, Callable[[Sequence[Any]], Any]] = {
+JOINED: dict[type, Callable[[Sequence[Any], Sequence[int]], Any]] = {
     DynamicLayer: _JoinedKeys,
     LinearAttentionLayer: _JoinedStates,
     LinearAttentionAndFullAttentionLayer: _JoinedBoth,

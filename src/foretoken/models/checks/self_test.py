@@ -76,7 +76,8 @@ def _probe(model: StatefulModel) -> tuple[list[int], list[int]]:
 
 
 def _joined_difference(model: StatefulModel) -> str | None:
-    """A chain of which one token is kept and one token alone, for two texts at once, against fresh readings."""
+    """A chain of which one token is kept and one token alone (beside a draft where that is padded), for two texts at
+    once, against fresh readings."""
     text, wrong = _probe(model)
     texts, starts = (text[:CHAIN], text[2 : CHAIN + 1]), (READ, READ - 4)
     with opened(model, *(own[:start] for own, start in zip(texts, starts, strict=True))) as sequences:
@@ -85,7 +86,10 @@ def _joined_difference(model: StatefulModel) -> str | None:
         model.forward([Feed(sequence, [own[start], *wrong[:3]]) for sequence, own, start in each])
         for sequence in sequences:
             model.commit(sequence, [0])
-        model.forward([Feed(sequence, own[start + 1 : start + 2]) for sequence, own, start in each])
+        drafts = [wrong[:1], []] if model.replay == "capture" else [[], []]
+        model.forward(
+            [Feed(one, [own[start + 1], *more]) for (one, own, start), more in zip(each, drafts, strict=True)]
+        )
         for sequence in sequences:
             model.commit(sequence, [0])
         last = model.forward([Feed(sequence, own[start + 2 : start + 5]) for sequence, own, start in each])
