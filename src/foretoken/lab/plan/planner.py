@@ -308,8 +308,9 @@ def _conditions(made: Plan, row: PlanRow, pays: bool) -> str:
     if pays and limits.overhead is not None:
         parts.append(f"the overhead of a round exceeds {limits.overhead:.0%} of a target step")
     if pays and limits.batch is not None:
-        is_known = not isinstance(v, Measured) or limits.batch * row.nodes <= v.known_to
-        beyond = "" if is_known else f" (estimated: v(n) is known up to n = {v.known_to})"
+        beyond = ""
+        if isinstance(v, Measured) and limits.batch * row.nodes > v.known_to:
+            beyond = f" (estimated: v(n) is known up to n = {v.known_to})"
         parts.append(f"the batch reaches {limits.batch}{beyond}")
     if not parts:
         return "" if pays else " Nothing that acceptance or a faster drafter can do would change that."
