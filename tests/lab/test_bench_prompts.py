@@ -68,6 +68,9 @@ def test_a_line_separator_inside_a_text_does_not_break_the_row(tmp_path: Path) -
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False), encoding="utf-8")
     assert load_prompts(file)[0].text == "a\u2028b"
+    plain = tmp_path / "p.txt"
+    plain.write_bytes("a\u2028b\r\n\r\nc\x0cd\n".encode())
+    assert [prompt.text for prompt in load_prompts(plain)] == ["a\u2028b", "c\x0cd"]
 
 
 def test_a_transcript_ends_before_the_answer_that_is_asked_for(tmp_path: Path) -> None:

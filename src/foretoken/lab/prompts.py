@@ -220,7 +220,7 @@ def _suffix(file: Path) -> str:
 def _read(file: Path, format: str) -> Iterator[BenchPrompt]:
     text = _contents(file)
     if format == "text" or (format == "auto" and _suffix(file) in TEXT_SUFFIXES):
-        for line in text.splitlines():
+        for line in text.replace("\r\n", "\n").split("\n"):  # not splitlines(): texts may hold U+2028
             if line.strip():
                 yield BenchPrompt("text", line)
         return
