@@ -120,8 +120,9 @@ class CostModel:
         return len(self.rounds.samples.get((bucket(batch), bucket(batch)), ()))
 
     def was_seen(self, batch: int, nodes: float) -> bool:
-        """Whether a round of this size was run here."""
-        return (bucket(batch), bucket(max(round(nodes), 1))) in self._seen
+        """Whether a round of so many requests was run here with half as many drafts: not all of them have a guess."""
+        least = (batch + nodes) / 2
+        return any(b == bucket(batch) and n >= least for b, n in self._seen)
 
     def draft_s(self, member: int, depth: int, batch: int) -> float:
         """A draft for so many requests; by its size while none was seen."""
