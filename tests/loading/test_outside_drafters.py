@@ -228,6 +228,15 @@ def bad(proposal: str, traits: str = "") -> str:
 LINE = r"\(mine\.py, line \d+\)"
 IID = "traits = Traits(kind=Kind.IID)"
 TREES = "traits = Traits(draws_trees=True)"
+CHANGES = (
+    "text = context.tokens; text.append(1)",
+    "text = context.tokens; text += [1]",
+    "context.tokens.pop()",
+    "context.tokens[-1] = 1",
+    "del context.tokens[1:]",
+    "context.tokens.sort()",
+)
+"""What would write guesses into the text, or take some of it away."""
 PROBE = "return TokenTree((context.root, 1, {}), (-1, 0, 0), probes=(False, False, True))"
 BROKEN = [
     ("raise KeyError('lost')", "", rf"Bad\.propose {LINE} raised KeyError: 'lost'"),
@@ -241,6 +250,12 @@ BROKEN = [
     (PROBE.format(-1), TREES, rf"Bad\.propose {LINE} proposed token -1: ids"),
     ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.25))", "", "of kind IID, which its traits do not"),
     ("return TokenTree((context.root, 1, 2), (-1, 0, 0))", "", "a tree of kind POINT, which its traits do not"),
+    (
+        "return TokenTree((context.root, 1, 2), (-1, 0, 0), Kind.IID, torch.full((1, 4), 0.25), (-1, 0, 0))",
+        "",
+        r"do not say: write traits = Traits\(kind=Kind\.IID, draws_trees=True\)",
+    ),
+    ("return TokenTree((context.root, 1, 2), (-1, 0, 0))", IID, r"say: write traits = Traits\(draws_trees=True\)"),
     ("return TokenTree.chain(context.root, [1], torch.full((1, 4), 0.5))", IID, "gave q with rows that are no"),
     ("return TokenTree.chain(context.root, [1], torch.full((1, 4), torch.nan))", IID, "gave q with rows that are no"),
     (
@@ -253,6 +268,7 @@ BROKEN = [
         IID,
         "gave q with rows that are no",
     ),
+    *((change, "", rf"Bad\.propose {LINE} raised TypeError: context\.tokens is the text itself") for change in CHANGES),
     ("return TokenTree.chain(context.root, [1.5])", "", rf"Bad\.propose {LINE} proposed a token of type float"),
     ("return TokenTree.chain(context.root, [[1, 2]])", "", "proposed a token of type list: it must be an int"),
     ("return TokenTree.chain(context.root, torch.tensor([1, 2]))", "", "proposed a token of type Tensor: it must be"),
@@ -412,6 +428,26 @@ def test_an_object_must_say_what_it_is_as_well() -> None:
             ft.load(target, drafter=given)
     with pytest.raises(DrafterError, match=r"Deep \(.*\) has max_depth = '5': it must be a whole number"):
         ft.load(target, drafter=Deep())
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "def observe(self, context, verdict): ...",
+            r"observe .* is called with \(context, tree, scores, verdict\): too",
+        ),
+        ("def start(self): ...", r"start .* is called with \(context\): too many"),
+        ("def finish(self, context, extra): ...", r"finish .* is called with \(context\): missing a required argument"),
+        ("def propose(self, context): ...", r"propose .* is called with \(context, budget\): too many"),
+        ('taps = "last"', r"has taps = 'last': write a tuple, \(\"last\",\)"),
+    ],
+)
+def test_methods_that_nobody_can_call_are_refused_at_load(tmp_path: Path, body: str, words: str) -> None:
+    target, _ = tables()
+    with pytest.raises(DrafterError, match=rf"Period.*{words}") as raised:
+        build_drafter(f"{written(tmp_path, PERIOD + chr(10) + '    ' + body)}:Period", target)
+    assert re.search(LINE, str(raised.value))
 
 
 @pytest.mark.parametrize("hook", ["start", "observe", "finish", "minimum_budget", "predicted_from"])

@@ -68,13 +68,30 @@ class Rng:
         return [self.uniform() for _ in range(count)]
 
 
+class CommittedTokens(list[int]):
+    """A text that whoever sees it may read and copy, and the engine alone extends.
+
+    Guesses appended to it would stand in the output as if the target had written them.  Slices and copies are plain
+    lists.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("context.tokens is the text itself: change a copy of it, list(context.tokens)")
+
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return CommittedTokens, (list(self),)  # by default a copy is made by appending
+
+
 @dataclass
 class Context:
     """What a drafter and a controller know of one request.
 
     Attributes:
         request_id: unique within the engine.
-        tokens: prompt and output so far, the root last.
+        tokens: prompt and output so far, the root last; the engine's own are :class:`CommittedTokens`.
         prompt_length: how many of them are the prompt.
         max_length: tokens that there may be in the end, the prompt included (0: unknown).
         sampler: the request's sampling pipeline, so that a draft distribution can be made by the same function.

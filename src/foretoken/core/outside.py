@@ -143,6 +143,22 @@ def fault_of(given: Any, protocol: type[Any], role: str) -> str:
         return f"{with_article(type(given).__name__)} is no {role}: give a name, or an object of a {role}'s class"
     if not isinstance(getattr(given, "name", None), str):
         return f'{type(given).__name__} ({line_of(type(given))}) has no name: write name = "..." in the class'
+    return misfit_of(given, protocol)
+
+
+def misfit_of(given: Any, protocol: type[Any]) -> str:
+    """The method of a protocol that an object from outside has overridden with arguments with which nobody calls it;
+    empty where there is none.  Said at load: the call itself would fail in our code, in which no line is theirs."""
+    cls = type(given)
+    for name, method in vars(protocol).items():
+        own = getattr(cls, name)
+        if name.startswith("_") or not inspect.isfunction(method) or own is method or not is_outside(cls):
+            continue
+        called = list(inspect.signature(method).parameters)[1:]
+        try:
+            inspect.signature(getattr(given, name)).bind(*called)
+        except TypeError as error:
+            return told_of(cls, name, f"is called with ({', '.join(called)}): {error}")
     return ""
 
 

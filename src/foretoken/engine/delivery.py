@@ -83,7 +83,7 @@ class Delivery:
         if len(context.tokens) == context.prompt_length:
             run.stats.first_token_s = monotonic() - run.arrived_s
         context.hidden_start = len(context.tokens) - 1
-        context.tokens.extend(tokens)
+        list.extend(context.tokens, tokens)  # the context's own methods are refused to all others
         if context.sampler.noise is not None:
             context.sampler.noise.forget(len(context.tokens) - context.prompt_length)
         context.hidden = hidden

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.core import Context, OptionError, Rng
+from foretoken.core.context import CommittedTokens
 from foretoken.core.noise import Noise, random_seed
 from foretoken.core.processed import LogitsProcessor
 from foretoken.core.sampling import Sampler
@@ -47,7 +48,7 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
         tokenizer: for stop strings.
         races: whether draft and target share noise, so that the seed fixes the text.
     """
-    tokens = list(request.prompt)
+    tokens = CommittedTokens(request.prompt)
     seed = _seed(request)
     # A string of a language is drawn as a whole, with one uniform: noise belongs to tokens.
     noise = Noise(seed, noise_source()) if seed is not None and races and request.language is None else None

@@ -13,7 +13,7 @@ from foretoken.core import with_article
 from foretoken.core.io.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.core.io.drafter_folders import IMPORTED
 from foretoken.core.io.named_models import named_model
-from foretoken.core.outside import is_outside, line_of
+from foretoken.core.outside import is_outside, line_of, misfit_of
 from foretoken.engine.errors import blamed
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
@@ -172,6 +172,10 @@ def check_outside(drafter: Drafter) -> None:
     place = f"{cls.__name__} ({line_of(cls)})"
     if not isinstance(getattr(drafter, "name", None), str):
         raise DrafterError(f'{place} has no name: write name = "..." in the class')
+    if misfit := misfit_of(drafter, Drafter):
+        raise DrafterError(misfit)
+    if isinstance(drafter.taps, str):
+        raise DrafterError(f'{place} has taps = {drafter.taps!r}: write a tuple, ("{drafter.taps}",)')
     for name, now in NOW_DATA.items():
         if hasattr(cls, name) and not (now is FORESIGHT and drafter.foresight is not None):
             raise DrafterError(f"{place} has a method {name}, which nobody asks any more: {now}")

@@ -86,9 +86,13 @@ def _check_numbers(tree: TokenTree, drafter: Drafter) -> None:
 def _check_kind(tree: TokenTree, drafter: Drafter) -> None:
     promised = drafter.traits.proposals
     kinds = {kind for kind, _ in promised} | {Kind.POINT}  # a greedy request always gets point masses
-    if tree.kind not in kinds or not (tree.is_chain or any(branches for _, branches in promised)):
+    missing = [] if tree.kind in kinds else [f"kind=Kind.{tree.kind.name}"]
+    if not (tree.is_chain or any(branches for _, branches in promised)):
+        missing.append("draws_trees=True")
+    if missing:
         sort = f"a {'chain' if tree.is_chain else 'tree'} of kind {tree.kind.name}"
-        raise _broken(_author(drafter, tree, -1), f"proposed {sort}, which its traits do not say")
+        rule = f"proposed {sort}, which its traits do not say: write traits = Traits({', '.join(missing)})"
+        raise _broken(_author(drafter, tree, -1), rule)
 
 
 def _check_distributions(tree: TokenTree, drafter: Drafter) -> None:
