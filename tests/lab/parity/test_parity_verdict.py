@@ -130,6 +130,8 @@ def test_a_drafter_that_breaks_off_is_said_once_and_nothing_is_said_of_its_texts
     report = report_on(models()[0], BreaksOff(), prompts=[[0, 1], [2]], modes=["greedy", "sampled"], samples=8)
     assert [check.broke_off for check in report.checks] == [True, True]
     assert words(report) == ["FAILED: a drafter broke off"]
+    (note,) = report.checks[0].notes
+    assert note.endswith("raised KeyError: 17") and note.count("line ") == 1, "the drafter's line, and no other"
     cells = _cells(report.checks[0], samples=8)
     assert cells[:3] == ["model", report.checks[0].verifier, "greedy"] and set(cells[3:]) == {"-"}
     beside = report_on(models()[0], BreaksOff(), Planted(), prompts=[[0, 1], [2]])

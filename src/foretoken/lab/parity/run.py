@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from foretoken.core.outside import OutsideError
 from foretoken.lab.parity.checks import (
     Reference,
     Tested,
@@ -133,8 +134,9 @@ def _checked(subject: Tested, mode: str, limit: float) -> Check | None:
         check = subject.check(mode)
         check.differences, check.broke_off = check.prompts, True
         place = traceback.extract_tb(error.__traceback__)[-1]
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        check.notes.append(f"broke off: {reason} ({Path(place.filename).name}, line {place.lineno})")
+        # A drafter's own fault is said with its line: ours, in which it was handed on, would be a second one.
+        where = "" if isinstance(error, OutsideError) else f" ({Path(place.filename).name}, line {place.lineno})"
+        check.notes.append(f"broke off: {' '.join(f'{type(error).__name__}: {error}'.split())}{where}")
         return check
 
 
