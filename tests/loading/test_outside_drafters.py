@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -321,6 +322,18 @@ def test_a_broken_rule_ends_its_request_and_no_other(
         assert run.finish_reason == "error" and isinstance(run.error, DrafterError)
         (said,) = str(run.error).splitlines()
         assert re.search(words, said), said
+
+
+def test_a_drafter_that_calls_exit_in_the_thread_of_an_engine_ends_its_request_only(tmp_path: Path) -> None:
+    target, _ = tables()
+    drafter = build_drafter(f"{written(tmp_path, bad('import sys; sys.exit(3)'))}:Bad", target)
+    asked = [Request([first, 1, 2], max_new_tokens=20) for first in range(4)]
+    with ThreadPoolExecutor(1) as thread:
+        runs = thread.submit(served, drafter, asked).result()
+    assert [run.finish_reason for run in runs] == ["length", "length", "length", "error"]
+    assert re.search(rf"Bad\.propose {LINE} raised RuntimeError: it called exit\(3\)", str(runs[BAD].error))
+    with pytest.raises(SystemExit):  # here a handler of a signal may have raised it
+        served(drafter, asked)
 
 
 NAN = {"all": "q[:] = torch.nan", "one entry": "q[0, 3] = torch.nan", "last row": "q[-1] = torch.nan"}

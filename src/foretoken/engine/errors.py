@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -75,6 +76,16 @@ def is_full_memory(error: Exception) -> bool:
     """Whether an error says that there is no memory left."""
     # PyTorch's allocator for the CPU raises a plain RuntimeError.
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def as_error(error: Exception | SystemExit) -> Exception:
+    """The error, or one for an exit that code from outside has called in a thread of an engine: it would end the engine
+    for everybody.  In the main thread handlers of signals raise it as well, so there it ends the process."""
+    if not isinstance(error, SystemExit):
+        return error
+    if current_thread() is main_thread():
+        raise error
+    return RuntimeError(f"it called exit({error})").with_traceback(error.__traceback__)
 
 
 def blamed(error: Exception) -> Exception:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from foretoken.core import NonFiniteLogitsError
 from foretoken.engine.admission import KvBudget
-from foretoken.engine.errors import blamed, is_full_memory
+from foretoken.engine.errors import as_error, blamed, is_full_memory
 from foretoken.engine.prefix_cache import PrefixCache
 from foretoken.engine.request import Emission, Running, Turn
 from foretoken.engine.stopping import FinishReason
@@ -233,7 +233,8 @@ class Requests:
             if turns:
                 stage(turns)
             return list(turns)
-        except Exception as error:  # whatever it is, it ends the requests that it concerns and nothing else
+        except (Exception, SystemExit) as raised:  # it ends the requests that it concerns and nothing else
+            error = as_error(raised)
             freed = is_full_memory(error) and self.prefix_cache.prefixes.nbytes > 0
             if freed:
                 self.prefix_cache.prefixes.clear()
@@ -251,6 +252,6 @@ class Requests:
             try:
                 stage([turn])
                 done.append(turn)
-            except Exception as error:
-                self.end(turn.run, "error", error)
+            except (Exception, SystemExit) as raised:
+                self.end(turn.run, "error", as_error(raised))
         return done

@@ -284,7 +284,7 @@ def test_a_prompt_that_is_answered_by_one_token_ends_no_search() -> None:
 def test_prompts_that_are_all_answered_by_one_token_are_named() -> None:
     with pytest.raises(ValueError, match="answers to all prompts end after a token or two") as error:
         tune(job(World(GOOD, short=tuple(map(tuple, PROMPTS)))))
-    assert "--minutes" not in str(error.value)
+    assert "--minutes" not in str(error.value) and "chat template" in str(error.value)
 
 
 # -- interrupts, and too little of everything ------------------------------------------------------------------------

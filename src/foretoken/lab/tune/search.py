@@ -308,7 +308,8 @@ class Search:
             return "no drafter could be measured: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())
         if not self._token_s and self.job.clock() < self._end_s:
             return (
-                "nothing can be measured: the answers to all prompts end after a token or two; give others (--prompts)"
+                "nothing can be measured: the answers to all prompts end after a token or two; give "
+                'others (--prompts), to a chat model JSON lines with "messages": lines of text get no chat template'
             )
         before_s = self._started_s - self._began_s
         spent = f"loading took {before_s:.1f} s" + (f", a token {1e3 * self._token_s:.0f} ms" * (self._token_s > 0))
