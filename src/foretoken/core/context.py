@@ -78,8 +78,8 @@ class CommittedTokens(list[int]):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("context.tokens is the text itself: change a copy of it, list(context.tokens)")
 
-    append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
 
     def __reduce_ex__(self, _: Any) -> Any:
         return CommittedTokens, (list(self),)  # by default a copy is made by appending
