@@ -25,6 +25,8 @@ from foretoken.llm import assemble
 from foretoken.loading import build_drafter
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.cascade import CascadeDrafter
+from foretoken.methods.drafters.model import ModelDrafter
+from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.methods.drafters.outside import DrafterError, check_proposal
 from foretoken.methods.verifiers.compatibility import inner_rule
 from toys import engine, tables
@@ -461,6 +463,35 @@ def test_methods_that_nobody_can_call_are_refused_at_load(tmp_path: Path, body: 
     with pytest.raises(DrafterError, match=rf"Period.*{words}") as raised:
         build_drafter(f"{written(tmp_path, PERIOD + chr(10) + '    ' + body)}:Period", target)
     assert re.search(LINE, str(raised.value))
+
+
+class Forgetful(NgramDrafter):
+    name = "forgetful"
+
+    def __init__(self) -> None:
+        """It forgets those above it."""
+
+
+class Forgotten(ModelDrafter):
+    name = "forgotten"
+
+    def __init__(self) -> None:
+        """It forgets those above it."""
+
+
+def test_a_constructor_that_forgot_its_base_class_is_said() -> None:
+    target, _ = tables()
+    words = r"\(test_outside_drafters\.py, line \d+\) .* has no attribute '\w+', which its base class sets: call super"
+    (run,) = served(Forgetful(), [Request([1, 2, 1], max_new_tokens=4)])
+    assert re.match(f"Forgetful {words}", str(run.error)) and isinstance(run.error, DrafterError)
+    with pytest.raises(DrafterError, match=f"Forgotten {words}"):
+        ft.load(target, drafter=Forgotten())
+
+
+def test_a_class_in_place_of_an_object_is_said() -> None:
+    target, _ = tables()
+    with pytest.raises(DrafterError, match=r"Forgetful \(.*, line \d+\) is a class: give an object, Forgetful\("):
+        ft.load(target, drafter=Forgetful)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hook", ["start", "observe", "finish", "minimum_budget", "predicted_from"])

@@ -11,7 +11,7 @@ import torch
 
 from foretoken.core import NonFiniteLogitsError
 from foretoken.core.constraints import CannotGoOn
-from foretoken.core.outside import OutsideError, is_outside
+from foretoken.core.outside import OutsideError, is_outside, line_of
 from foretoken.methods.controllers.base import Controller
 from foretoken.methods.controllers.outside import ControllerError
 from foretoken.methods.drafters.base import Drafter
@@ -106,7 +106,18 @@ def blamed(error: Exception) -> Exception:
         told = kind(f"{cls.__name__}.{frame.f_code.co_name} ({where}) raised {said}")
         told.__cause__ = error
         return told
-    return error
+    return _without_super(error) or error
+
+
+def _without_super(error: Exception) -> OutsideError | None:
+    """What is told where code of ours misses an attribute of an object from outside that a base class of ours sets."""
+    owner = _owner_of({"self": error.obj}) if isinstance(error, AttributeError) else None
+    if owner is None:
+        return None
+    cls, kind = owner
+    told = kind(f"{cls.__name__} ({line_of(cls)}) {error}, which its base class sets: call super().__init__(...)")
+    told.__cause__ = error
+    return told
 
 
 def _owner_of(names: dict[str, Any]) -> tuple[type[Any], type[OutsideError]] | None:

@@ -13,7 +13,7 @@ from foretoken.core import with_article
 from foretoken.core.io.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.core.io.drafter_folders import IMPORTED
 from foretoken.core.io.named_models import named_model
-from foretoken.core.outside import is_outside, line_of, misfit_of
+from foretoken.core.outside import fault_of, is_outside, line_of, misfit_of
 from foretoken.engine.errors import blamed
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
@@ -115,6 +115,8 @@ class LoadingContext(BuildContext):
             return given
         if isinstance(given, str):
             return self.drafter(given)
+        if isinstance(given, type) and issubclass(given, Drafter):
+            raise DrafterError(fault_of(given, Drafter, "drafter"))
         if isinstance(given, Path):
             raise ValueError(f"a path is no drafter: give model:{given} for a draft model, or NAME:{given}")
         if isinstance(given, LanguageModel) or (isinstance(given, nn.Module) and not isinstance(given, type)):
@@ -166,9 +168,21 @@ def check_outside(drafter: Drafter) -> None:
     """
     for member in drafter.drafters:
         check_outside(member)
-    cls = type(drafter)
-    if not is_outside(cls):
+    if not is_outside(type(drafter)):
         return
+    try:
+        _check_facts(drafter)
+        _ = drafter.limits  # an engine asks for them: what a constructor forgot is missing here
+    except Exception as error:
+        told = blamed(error)
+        if told is error:
+            raise
+        raise told from error
+
+
+def _check_facts(drafter: Drafter) -> None:
+    """What a drafter says of itself."""
+    cls = type(drafter)
     place = f"{cls.__name__} ({line_of(cls)})"
     if not isinstance(getattr(drafter, "name", None), str):
         raise DrafterError(f'{place} has no name: write name = "..." in the class')
