@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from foretoken.core.costs import RoundCosts, TargetCost
@@ -144,6 +146,18 @@ def test_lists_of_drafters() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             parse_names(text)
+
+
+def test_a_drafter_in_a_file_is_measured_at_a_longer_length_as_well(tmp_path: Path) -> None:
+    """Its name is in no catalogue, where it was looked for."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import foretoken as ft\n\n\nclass Mine(ft.Drafter):\n    name = 'mine'\n\n"
+        "    def __init__(self, k: int = 3) -> None:\n        self.max_depth = k\n\n"
+        "    def propose(self, context, budget):\n        return ft.TokenTree.root_only(context.root)\n"
+    )
+    assert generous(f"{file}:Mine", True) == f"{file}:Mine,k=8"
+    assert generous(f"{file}:Mine,k=2", True) == f"{file}:Mine,k=2"
 
 
 def test_lengths_and_sizes() -> None:

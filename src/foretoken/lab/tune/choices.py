@@ -13,7 +13,7 @@ from foretoken.loading.drafters import brought_drafters
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.sources import SourceDrafter
-from foretoken.registry import convert_options, find, options_of, parse_spec, rows
+from foretoken.registry import Row, convert_options, find, options_of, parse_spec, rows
 
 LIKELY = ("ngram", "suffix,share=false", "quantized,bits=4")
 """What pays most often without anything to be trained or downloaded."""
@@ -79,8 +79,8 @@ def further(target_source: Any, tried: Sequence[str]) -> list[str]:
 def generous(spec: str, given: bool) -> str:
     """The spec with a draft length worth measuring; a ``given`` one keeps what its user chose."""
     parsed = parse_spec(spec)
-    cls = find("drafter", parsed.name).load()
-    key = length_key(cls)
+    row = find("drafter", parsed.name)
+    cls, key = row.load(), length_key(row)
     if key is None or (given and key in parsed.options):
         return spec
     # Draft length that a drafter which copies text is measured at: its steps are free
@@ -93,11 +93,11 @@ def generous(spec: str, given: bool) -> str:
     return spec
 
 
-def length_key(cls: type[Any]) -> str | None:
+def length_key(row: Row) -> str | None:
     """The option that says how long a draft is, where any length will do."""
-    known = options_of(cls)
+    known = options_of(row.load())
     if "k" in known:  # without a choice of trees, a trained network's own length is all that it knows
-        return "k" if "tree" in known or not find("drafter", cls.name).needs_training else None
+        return "k" if "tree" in known or not row.needs_training else None
     return "depth" if "depth" in known and "width" in known else None
 
 
