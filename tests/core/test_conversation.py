@@ -171,7 +171,8 @@ def test_tools_reach_the_template_or_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [([1], "not a list"), ({"tokenize": True}, "'tokenize', which is set here")]
+    ("given", "words"),
+    [([1], "not a list"), ({"tokenize": True}, "'tokenize', which is set here"), ({1: 2}, "1 is no name")],
 )
 def test_what_a_template_reads_is_a_mapping(given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"template_kwargs must be a mapping .*{words}"):

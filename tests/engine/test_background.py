@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -125,6 +127,22 @@ def test_options_out_of_range_are_refused() -> None:
     for options in ({"kept_places": -1}, {"prefix_bytes": -1}):
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 0"):
             AsyncLlm(toy(), **options)
+    for options in ({"prefill_s": -1}, {"prefill_s": float("nan")}):
+        with pytest.raises(ValueError, match="prefill_s must be at least 0"):
+            AsyncLlm(toy(), **options)
+    for options in ({"prefill_s": "a"}, {"prefix_cache": 3}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be "):
+            AsyncLlm(toy(), **options)
+    with pytest.raises(TypeError, match="on_end must be a function, not an int"):
+        AsyncLlm(toy(), on_end=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"serves what foretoken\.load gives, not a str"):
+        AsyncLlm("builtin")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_service_is_not_copied(take: Callable[[AsyncLlm], Any]) -> None:
+    with pytest.raises(TypeError, match="an AsyncLlm is neither copied nor pickled"):
+        take(AsyncLlm(toy()))
 
 
 def test_an_engine_that_is_not_started_or_closed_says_so() -> None:

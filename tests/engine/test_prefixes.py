@@ -129,6 +129,12 @@ def test_texts_are_found_with_the_same_salt_only() -> None:
     assert computed(one(busy, Request(LONG, max_new_tokens=2, cache_salt="a"))) == (1, 60)
 
 
+@pytest.mark.parametrize("salt", [3, None, b"a"])
+def test_a_salt_is_text(salt: Any) -> None:
+    with pytest.raises(ValueError, match="cache_salt must be text, not "):
+        one(keeping(), Request(LONG, max_new_tokens=2, cache_salt=salt))
+
+
 def test_a_running_text_of_another_salt_is_not_copied() -> None:
     for salt, read in (("a", 1), ("b", 60)):
         busy = keeping()

@@ -144,3 +144,24 @@ def test_two_services_of_one_llm() -> None:
         await second.close(0.0)
 
     asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+@pytest.mark.parametrize("made_first", [True, False])
+def test_the_limits_are_those_of_the_service_that_serves(made_first: bool) -> None:
+    async def scenario() -> None:
+        llm, ended = small(), []
+        first = ft.AsyncLlm(llm, max_running=2, on_end=lambda *what: ended.append("first"))
+        second = ft.AsyncLlm(llm, max_running=7) if made_first else None
+        await first.start()
+        second = second or ft.AsyncLlm(llm, max_running=7)
+        assert llm.engine.max_batch == 2
+        await first.generate(PROMPTS[0], **OPTIONS)
+        assert ended == ["first"]
+        await first.close(0.0)
+        await second.start()
+        assert llm.engine.max_batch == 7
+        await second.generate(PROMPTS[0], **OPTIONS)
+        assert ended == ["first"]
+        await second.close(0.0)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))

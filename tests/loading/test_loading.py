@@ -284,6 +284,8 @@ def test_bad_specs(good: Path, spec: str, message: str) -> None:
         ({"known": 1}, "known must be True or False, not 1"),
         ({"prefix_cache": "no"}, "prefix_cache must be True or False, not 'no'"),
         ({"profile": 5}, "profile must be the path of a JSON file, not 5"),
+        ({"tensor_parallel": "2"}, "tensor_parallel must be a whole number, not '2'"),
+        ({"tensor_parallel": True}, "tensor_parallel must be a whole number, not True"),
     ],
 )
 def test_options_of_the_wrong_kind(wrong: dict[str, Any], message: str) -> None:

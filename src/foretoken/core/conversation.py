@@ -213,9 +213,9 @@ def render_with(
             that are none.
     """
     more = {} if template_kwargs is None else template_kwargs
-    if not isinstance(more, Mapping) or "tokenize" in more:
-        given = "with 'tokenize', which is set here" if isinstance(more, Mapping) else f"not {_kind(more)}"
-        raise ValueError(f"template_kwargs must be a mapping of what the chat template reads, {given}")
+    fault = _mapping_fault(more)
+    if fault:
+        raise ValueError(f"template_kwargs must be a mapping of what the chat template reads, {fault}")
     found = []
     for place, messages in enumerate(conversations):
         with numbered(place, len(conversations)):
@@ -223,6 +223,16 @@ def render_with(
             if more.get("tools") and found[-1] == render(messages, tokenizer, **{**more, "tools": None}):
                 raise ValueError("this model's chat template has no place for tools, so it cannot be told of them")
     return found
+
+
+def _mapping_fault(given: Any) -> str:
+    """Why it is no mapping that :func:`render` could hand on; empty where it is one."""
+    if not isinstance(given, Mapping):
+        return f"not {_kind(given)}"
+    unnamed = [name for name in given if not isinstance(name, str)]
+    if unnamed:
+        return f"by their names, and {unnamed[0]!r} is no name"
+    return "with 'tokenize', which is set here" if "tokenize" in given else ""
 
 
 def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:

@@ -9,7 +9,7 @@ from math import prod
 
 from foretoken.core import OptionError
 from foretoken.core.noise import check_seed
-from foretoken.core.values import check_flag, check_ids, check_real, check_whole, texts_of
+from foretoken.core.values import check_flag, check_ids, check_real, check_text, check_whole, texts_of
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.fixed import rectangle_of
@@ -62,6 +62,7 @@ def _check_kinds(request: Request) -> None:
         check_flag(name, getattr(request, name))
     if request.deadline_s is not None:
         check_real("deadline_s", request.deadline_s)
+    check_text("cache_salt", request.cache_salt)
     texts_of("stop", request.stop, "stop string")
 
 

@@ -12,14 +12,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Unpack
 
-from foretoken.core.values import check_counts
+from foretoken.core.values import check_counts, check_flags, with_article
 from foretoken.engine.errors import Draining, EngineClosed, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.status import EngineStatus as EngineStatus
+from foretoken.engine.status import status_of
 from foretoken.engine.stopping import FinishReason
 from foretoken.engine.tickets import Ticket as Ticket
 from foretoken.engine.tickets import hand_over
@@ -69,15 +70,28 @@ class AsyncLlm:
         prefix_bytes: int = 2**28,
         on_end: OnEnd | None = None,
     ) -> None:
+        if not hasattr(llm, "calls"):
+            raise TypeError(f"an AsyncLlm serves what foretoken.load gives, not {with_article(type(llm).__name__)}")
+        if on_end is not None and not callable(on_end):
+            raise TypeError(f"on_end must be a function, not {with_article(type(on_end).__name__)}")
+        check_flags(prefix_cache=prefix_cache)
         check_counts({"max_running": max_running, "prefill_chunk": prefill_chunk, "kv_memory": kv_memory or 1}, 1)
         check_counts({"max_queued": max_queued, "kept_places": kept_places, "prefix_bytes": prefix_bytes}, 0)
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
         kept = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
         self._turn = llm.calls.turn  # before ``_lock``, where both are held
         self._on_end = on_end
+        self._limits = {
+            "max_batch": max_running,
+            "kv_memory": kv_memory,
+            "prefill_chunk": prefill_chunk,
+            "prefix_bytes": kept,
+            "prefill_s": prefill_s,
+            "kept_places": kept_places,
+        }
         with self._turn:
-            llm.engine.serve(max_running, kv_memory, prefill_chunk, kept, prefill_s, kept_places)
-            llm.engine.requests.on_leave = None if on_end is None else self._note_end
+            if llm.calls.others is None:  # the limits of one that serves stay as they are
+                self._take_over()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._new: list[Ticket] = []
@@ -91,6 +105,13 @@ class AsyncLlm:
         self._report: dict[str, Any] = {}
         self._reported = 0.0
         llm.memory()  # a model finds out once what a token costs, by running: before a thread of its own does
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an AsyncLlm is neither copied nor pickled: make one of an Llm that is loaded in each process")
+
+    def _take_over(self) -> None:
+        self.llm.calls.limit(self, **self._limits)
+        self.llm.engine.requests.on_leave = None if self._on_end is None else self._note_end
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -106,6 +127,7 @@ class AsyncLlm:
             with self._turn:
                 if self.llm.calls.others is not None:
                     raise ValueError("another AsyncLlm serves this Llm: ask that one, or close it first")
+                self._take_over()
                 self.llm.calls.others = self._take_gains
             self._beat = monotonic()
             self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
@@ -135,24 +157,8 @@ class AsyncLlm:
     @property
     def status(self) -> EngineStatus:
         """What the engine does just now."""
-        engine = self.llm.engine
-        running = len(engine.running)
-        return EngineStatus(
-            running,
-            max(0, self.num_open - running),
-            engine.target.kv_bytes,
-            engine.budget.limit,
-            monotonic() - self._beat,
-            self._dead,
-            self._draining,
-            engine.rounds,
-            self._report,
-            engine.times,
-            engine.prefix_cache.prefixes.nbytes,
-            engine.prefix_cache.prefixes.limit,
-            len(engine.prefix_cache.prefixes),
-            getattr(engine.target, "graphs_off", "none") == "",
-        )
+        age_s = monotonic() - self._beat
+        return status_of(self.llm.engine, self.num_open, age_s, self._dead, self._draining, self._report)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 

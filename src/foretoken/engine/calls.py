@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -29,7 +30,18 @@ class Calls:
         self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
         self.turn = lock_of(engine.target, "call")  # the target's: another engine of the same one shares its cache
         self.others: Callable[[Sequence[tuple[Running, Emission]]], None] | None = None
+        self._limited_by: object | None = None
         self._process = os.getpid()
+
+    def limit(self, service: object, **limits: Any) -> None:
+        """Let the engine run within a service's limits, where it does not run within them already.
+
+        Raises:
+            ValueError: as :meth:`~foretoken.engine.loop.Engine.serve`.
+        """
+        if self._limited_by is not service:
+            self._engine.serve(**limits)
+            self._limited_by = service
 
     def follow(self, request: Request) -> Iterator[tuple[Running, Emission]]:
         """What a request gains, round by round; who stops listening cancels it.

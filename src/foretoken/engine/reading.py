@@ -9,6 +9,7 @@ import torch
 
 from foretoken.core import HiddenText
 from foretoken.core.portions import portions
+from foretoken.core.values import OptionError, check_real
 from foretoken.engine.logprobs import logprobs_of
 from foretoken.engine.request import Running, Turn
 from foretoken.engine.requests import Requests
@@ -38,6 +39,10 @@ class ReadingTime:
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
+        if limit_s is not None:
+            check_real("prefill_s", limit_s)
+            if not limit_s >= 0:
+                raise OptionError("prefill_s", f"prefill_s must be at least 0, not {limit_s}")
         self.limit_s, self.token_s, self._round_s = limit_s, 0.0, 0.0
 
     def note(self, tokens: int, spent_s: float) -> None:

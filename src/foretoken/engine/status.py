@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.core import RoundTimes
+from foretoken.engine.loop import Engine
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,35 @@ class EngineStatus:
     prefix_limit_bytes: int = 0
     prefix_texts: int = 0
     graphs: bool = False
+
+
+def status_of(
+    engine: Engine,
+    num_open: int,
+    heartbeat_age_s: float,
+    dead: str | None,
+    draining: bool,
+    controller: dict[str, Any],
+) -> EngineStatus:
+    """What an engine does just now.
+
+    Args:
+        num_open: requests that have not ended.
+    """
+    running, prefixes = len(engine.running), engine.prefix_cache.prefixes
+    return EngineStatus(
+        running,
+        max(0, num_open - running),
+        engine.target.kv_bytes,
+        engine.budget.limit,
+        heartbeat_age_s,
+        dead,
+        draining,
+        engine.rounds,
+        controller,
+        engine.times,
+        prefixes.nbytes,
+        prefixes.limit,
+        len(prefixes),
+        getattr(engine.target, "graphs_off", "none") == "",
+    )

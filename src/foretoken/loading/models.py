@@ -16,6 +16,7 @@ from foretoken.core.io.checkpoints import (
     place_of,
     resolve,
 )
+from foretoken.core.values import check_counts
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.gguf import check_backend, is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, check_place, unwrapped
@@ -74,6 +75,7 @@ def load_model(
     check_handed_in(source)
     if pack not in ("auto", True, False):
         raise ValueError(f"pack must be 'auto', True or False, not {pack!r}")
+    check_counts({"tensor_parallel": tensor_parallel}, 1)
     if tensor_parallel != 1:
         from foretoken.loading.parallel import load_parallel
 
