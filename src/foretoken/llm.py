@@ -208,7 +208,7 @@ class Llm:
     def memory(self) -> dict[str, int]:
         """What the target takes, in bytes: ``kv_bytes`` (keys and values of running texts), ``kv_peak_bytes`` (the most
         they have taken), ``kv_bytes_per_token``, ``prefix_bytes`` (finished texts that are kept) and ``weight_bytes``.
-        """
+        Models with recurrent layers do not count theirs: the first three are 0."""
         target = self.target
         return {
             "kv_bytes": target.kv_bytes,
