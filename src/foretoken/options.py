@@ -153,7 +153,7 @@ class CommonOptions(TypedDict, total=False):
         logprobs: report the log-probabilities of the output's tokens and of so many likeliest ones.
         prompt_logprobs: the same for the prompt.
         max_draft_tokens: longest draft; 0 decodes plainly.
-        drafter: name of the member of a group that drafts, in every round.
+        drafter: name of the member of a router that drafts, in every round.
         explain: keep a trace of every round.
         priority: in a queue, smaller numbers first.
         deadline_s: seconds after which the request is ended as it is.

@@ -141,7 +141,7 @@ def test_a_dropped_stream_says_so() -> None:
         ({"logits_processor": [5]}, "logits_processor must be a list of logits processors, not an int"),
         ({"logits_processor": lambda ids, scores: scores}, "must be a list of logits processors, not a function"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias token -1 is negative"),
-        ({"drafter": "ngram"}, "names a member of a router or ensemble: only one drafts here"),
+        ({"drafter": "ngram"}, "names a member of a router: there is no router here: leave it out"),
     ],
 )
 def test_bad_options_are_one_line(options: dict[str, Any], words: str) -> None:
@@ -151,6 +151,12 @@ def test_bad_options_are_one_line(options: dict[str, Any], words: str) -> None:
             call()
         assert "\n" not in str(error.value)
     assert not llm.engine.busy
+
+
+def test_all_members_of_an_ensemble_draft_so_none_is_named() -> None:
+    target, _ = tables()
+    with pytest.raises(ValueError, match="drafter='ngram' of a request names a member of a router: there is no router"):
+        load(target, ["ngram", "suffix"]).generate([0, 1], drafter="ngram", max_new_tokens=2)
 
 
 @pytest.mark.parametrize("n", [None, "2", 2.0, True])

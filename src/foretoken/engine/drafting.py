@@ -81,8 +81,10 @@ class Drafting:
             ValueError: says which there are.
         """
         if name is not None and name not in self.members:
-            known = f"choose one of {', '.join(self.members)}" if self.members else "only one drafts here: leave it out"
-            raise ValueError(f"drafter={name!r} of a request names a member of a router or ensemble: {known}")
+            known = (
+                f"choose one of {', '.join(self.members)}" if self.members else "there is no router here: leave it out"
+            )
+            raise ValueError(f"drafter={name!r} of a request names a member of a router: {known}")
 
     def begin(self, turns: Sequence[Turn]) -> None:
         """Nothing is drafted yet, unless a request brings its own tree: making that reads, and is no part of the

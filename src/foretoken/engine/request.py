@@ -57,7 +57,7 @@ class Request:
         deadline_s: seconds from arrival after which the request is ended as it is.
         cache_salt: texts and drafts of earlier requests are reused among requests with the same salt only.
         max_draft_tokens: longest draft; 0 decodes plainly, ``None`` leaves it to the controller.
-        drafter: name of the member of a group that drafts for it in every round; ``None``: the controller decides.
+        drafter: name of the member of a router that drafts for it in every round; ``None``: the controller decides.
         explain: keep a trace of every round.
         constraint: what the output must look like, token by token.
         language: all that the output may be: a string of it is drawn as a whole.
