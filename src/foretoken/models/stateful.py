@@ -215,8 +215,7 @@ class StatefulModel(OneByOneModel):
 
     def _together(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
         """One forward for feeds whose states have been guarded."""
-        sequences = [feed.sequence for feed in feeds]
-        states = [self._states[sequence.row] for sequence in sequences]
+        states = [self._states[feed.sequence.row] for feed in feeds]
         texts = [
             [*_behind(feed.sequence, state.length), *feed.tokens] for feed, state in zip(feeds, states, strict=True)
         ]

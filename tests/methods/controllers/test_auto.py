@@ -244,8 +244,12 @@ def test_a_first_answer_loses_next_to_nothing(name: str) -> None:
 @pytest.mark.parametrize("wrong", [2.0, 8.0])
 @pytest.mark.parametrize(
     "members",
-    [[Member(0.02, 0.75)], [Member(0.0005, 0.85, answers=0.3, is_free=True)]],
-    ids=["a draft model", "copying sometimes"],
+    [
+        [Member(0.02, 0.75)],
+        [Member(0.0005, 0.85, answers=0.3, is_free=True)],
+        [Member(0.0005, 0.9, answers=0.6, deepest=1, is_free=True)],
+    ],
+    ids=["a draft model", "copying sometimes", "copies of one token, a width that was timed"],
 )
 def test_costs_that_were_wrong_at_load_do_not_last(members: list[Member], wrong: float) -> None:
     """Another process ran while several rows were timed: plain rounds would never show it."""

@@ -30,8 +30,8 @@ from foretoken.models.machine import KeptResults, any_text, is_busy
 COUNTS, REPEATS = (1, 2, 5, 9), 3
 """Rows of the target's calls that are timed, and how often: a plain round, and drafts of usual lengths.
 
-The quickest counts, so that a pause of the machine in one of them does not: where all counts above one row seem to cost
-eight times too much, ``auto`` drafts nothing that could show otherwise.
+The quickest counts, so that a pause of the machine in one of them does not: ``auto`` begins with these costs, and finds
+out only by trying that they are wrong.
 """
 LENGTHS, ROUNDS = (1, 4), 2
 """Lengths of the drafts that are timed, and how often, after one that warms up."""

@@ -28,6 +28,8 @@ ROUND_SHAPE, DRAFT_SHAPE, FREE_SHAPE = (0.85, 0.1, 0.05), (0.25, 0.6, 0.15), (0.
 """Parts of a cost that are constant, and that grow with the two features, until more is seen."""
 DRIFT_RATE, FACTOR_RATE, CLIP = 0.1, 0.05, 0.2
 """How fast the factors follow; a round counts at most as this much (natural logarithm) off: pauses are not costs."""
+FALSE = 0.5
+"""A round that takes less than this part of what was measured before shows that the measurement was disturbed."""
 FREE = 0.02
 """A draft of a drafter that runs no model, in plain rounds, until one was seen."""
 
@@ -100,16 +102,25 @@ class CostModel:
         self.drift, self.factors = 1.0, [1.0] * len(members)
         self._seen = set[tuple[int, int]]()  # points of rounds, not of what was measured before
         self._skip, self._evicted = self.SKIPPED if start is None else 0, False
+        self._assumed = frozenset[tuple[int, int]]()  # points that were measured before
         if start is not None:
             self._start_from(start)
 
     def _start_from(self, start: RoundCosts) -> None:
         for nodes, seconds in start.target.seconds.items():
             self.rounds.samples[1, bucket(nodes)] = [seconds + start.rest_s] * SURE
+        self._assumed = frozenset(self.rounds.samples)
         for curve, member in zip(self.drafts, self.members, strict=True):
             if (cost := start.drafters.get(member.name)) is not None:
                 for depth in range(1, max(2, len(cost.survival)) + 1):
                     curve.samples[bucket(depth), bucket(depth)] = [cost.seconds(depth)] * SURE
+
+    def _forget_start(self) -> None:
+        """Keep only what was seen since: another process was in the way when rounds were measured before."""
+        for point in self._assumed:
+            del self.rounds.samples[point][:SURE]
+        self.rounds.samples = {point: seen for point, seen in self.rounds.samples.items() if seen}
+        self._assumed = frozenset()
 
     def round_s(self, batch: int, nodes: float) -> float:
         """A round without its drafting; 1 until one was seen."""
@@ -147,6 +158,8 @@ class CostModel:
             return
         point = bucket(record.batch_size), bucket(record.round_nodes or record.num_nodes)
         self._seen.add(point)
+        if self._assumed and record.total_s - draft_s < FALSE * self.drift * self.rounds.at(*point):
+            self._forget_start()
         self.drift *= math.exp(DRIFT_RATE * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
         if member < 0 or depth == 0 or draft_s <= 0:
             return
