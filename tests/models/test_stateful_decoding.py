@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,18 +147,24 @@ def test_forwards_of_a_round(qwen: Any, flush: int, worst: int) -> None:
             assert rounds < forwards <= worst * rounds
 
 
-def test_batches_are_ragged(qwen: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"temperature": 8.0, "top_k": 20, "seed": 11}], ids=["greedy", "seeded"])
+def test_batches_are_ragged(qwen: Any, options: dict[str, Any]) -> None:
     target = StatefulModel(qwen)
-    plain = written(target, None)
+    plain = written(target, None, **options)
     scripts = {tuple(p): half_right(t, period) for p, t, period in zip(PROMPTS, plain, (2, 3, 7), strict=True)}
+    lengths = set[int]()
 
     class Ragged(ScriptedDrafter):
-        """Every request has a script of its own."""
+        """Every request has a script of its own, and a length that changes."""
 
         def propose(self, context: Any, budget: Any) -> Any:
-            return scripts[tuple(context.tokens[: context.prompt_length])].propose(context, budget)
+            depth = 1 + (len(context.tokens) + context.prompt_length) % 4
+            lengths.add(depth)
+            own = replace(budget, max_depth=min(depth, budget.max_depth))
+            return scripts[tuple(context.tokens[: context.prompt_length])].propose(context, own)
 
-    assert written(target, Ragged()) == plain
+    assert written(target, Ragged(), **options) == plain
+    assert len(lengths) == 4
 
 
 def test_trees_are_refused_in_one_line(qwen: Any) -> None:
