@@ -76,6 +76,17 @@ def checks_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _same_signal_handlers() -> Iterator[None]:
+    """A test that leaves handlers of signals fails itself, and does not end the process at the next one's signal."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    assert after == before, "handlers of signals were left changed"
+
+
+@pytest.fixture(autouse=True)
 def _same_default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that leaves PyTorch another default dtype fails itself, and not those behind it.
 

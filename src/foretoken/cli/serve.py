@@ -40,7 +40,7 @@ def serve_command(
     flags["model"] = model if target is None else one_model(model, target)
     from foretoken.core.io.checkpoints import check_source
     from foretoken.server import logs
-    from foretoken.server.lifecycle import answer_signals, listener, run
+    from foretoken.server.lifecycle import answer_signals
 
     logs.keep_standard_files()
     flags["api_keys"] = _keys(flags.pop("api_key"), api_key_file)
@@ -50,20 +50,27 @@ def serve_command(
     check_source(settings.model)
     _check_extra()
     logs.install()
-    answer_signals()  # to look for Ray imports it, which takes seconds
+    with answer_signals():  # to look for Ray imports it, which takes seconds
+        code = _run(settings, replicas, ray_address)
+    if code:
+        raise typer.Exit(code)
+
+
+def _run(settings: ServerSettings, replicas: int, ray_address: str) -> int:
+    """Serve until a signal comes; returns the exit code."""
+    from foretoken.server import logs
+    from foretoken.server.lifecycle import listener, run
+
     if replicas > 1:
         from foretoken.server.cluster.scale import check_ray, serve_replicas
 
         check_ray()
         sock = listener(settings)
         logs.say(f"starting {replicas} replicas of {settings.model} ...")
-        code = serve_replicas(settings, replicas, ray_address, sock)
-    else:
-        sock = listener(settings)
-        logs.say(f"loading {settings.model} ...")
-        code = run(settings, sock)
-    if code:
-        raise typer.Exit(code)
+        return serve_replicas(settings, replicas, ray_address, sock)
+    sock = listener(settings)
+    logs.say(f"loading {settings.model} ...")
+    return run(settings, sock)
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...] | None:

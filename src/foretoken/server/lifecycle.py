@@ -45,7 +45,6 @@ def listener(settings: ServerSettings) -> socket.socket:
 
 def run(settings: ServerSettings, sock: socket.socket) -> int:
     """Serve until a signal comes or the engine stops; returns the exit code."""
-    answer_signals()
     from foretoken.server.app import create_app
     from foretoken.server.memory import share_arenas
     from foretoken.server.serving import Serving
@@ -55,13 +54,18 @@ def run(settings: ServerSettings, sock: socket.socket) -> int:
     return run_app(create_app(settings, serving), serving, sock)
 
 
-def answer_signals() -> None:
-    """End the process at a signal until the event loop has handlers of its own.
+@contextlib.contextmanager
+def answer_signals() -> Iterator[None]:
+    """End the process at a signal until the event loop has handlers of its own; the caller's come back at the end.
 
     The imports before it take seconds, and process 1 of a container does not notice a signal without a handler.
     """
-    for number in STOPPING:
-        signal.signal(number, _stopped_while_loading)
+    before = {number: signal.signal(number, _stopped_while_loading) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def run_app(app: Any, serving: Any, sock: socket.socket) -> int:

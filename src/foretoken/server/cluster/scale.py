@@ -25,7 +25,7 @@ from foretoken.server import logs
 from foretoken.server.cluster.gateway import Fleet, ReplicaLost, create_gateway
 from foretoken.server.config import ServerSettings
 from foretoken.server.keys import Caller
-from foretoken.server.lifecycle import STOPPING, answer_signals, run_app
+from foretoken.server.lifecycle import STOPPING, run_app
 
 MANY = 100_000
 """Requests that Ray may hand to a replica, which refuses by its own limits, in OpenAI's words."""
@@ -41,7 +41,6 @@ def serve_replicas(settings: ServerSettings, replicas: int, address: str, sock: 
         settings: of every replica; host, port and keys are the gateway's.
         address: ``local`` starts Ray here, ``auto`` finds the cluster that this machine is part of, or its address.
     """
-    answer_signals()
     fleet = Fleet(settings, RayReplicas(settings, replicas, address))
     return run_app(create_gateway(fleet), fleet, sock)
 
