@@ -22,16 +22,6 @@ from fake_cuda import READS, FakeCuda, _is_cuda, fake_cuda
 from foretoken.models.forward.capture import Run
 
 
-class Eager:
-    """Runs the program itself: what a graph would compute, where there is no CUDA."""
-
-    def host(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32)
-
-    def record(self, program: Run) -> Run:
-        return program
-
-
 class Recording(TorchDispatchMode):
     """Notes every operation inside the block; ``replay`` does them again."""
 

@@ -25,6 +25,17 @@ class Recorder(Protocol):
         """What does the same as ``program``; the tensors that it returns may be the same ones every time."""
 
 
+class Eager:
+    """Runs the program itself: for tests, and to see what a graph would compute where there is no CUDA."""
+
+    def host(self, size: int) -> Tensor:
+        """int32 memory [size]."""
+        return torch.zeros(size, dtype=torch.int32)
+
+    def record(self, program: Run) -> Run:
+        return program
+
+
 class CudaGraphs:
     """Captures programs on a device, all in one memory pool.
 
