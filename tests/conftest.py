@@ -14,11 +14,13 @@ from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 import torch
 
 import selection
+from process_state import process_state, put_back
 
 torch.set_num_threads(1)
 
@@ -76,14 +78,16 @@ def checks_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_signal_handlers() -> Iterator[None]:
-    """A test that leaves handlers of signals fails itself, and does not end the process at the next one's signal."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+def _same_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that leaves the process changed fails itself, and not those behind it.
+
+    Handlers of signals, threads, logs, ...: a program that uses foretoken must find them as it left them.
+    """
+    before = process_state()
     yield
-    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    assert after == before, "handlers of signals were left changed"
+    monkeypatch.undo()  # what the test itself has changed for its time
+    changed = put_back(before)
+    assert not changed, "; ".join(changed)
 
 
 @pytest.fixture(autouse=True)

@@ -107,12 +107,13 @@ def test_what_takes_longer_than_the_drain_ends_with_an_error() -> None:
 
 SLOW_LOADING = """
 import sys, time
-from foretoken.server import app, lifecycle, serving
+from foretoken.server import app, lifecycle, logs, serving
 from foretoken.server.config import ServerSettings
 
 settings = ServerSettings(port=int(sys.argv[1]))
 state = serving.Serving(settings, make=lambda settings: time.sleep(3600))
 sock = lifecycle.listener(settings)
+logs.install()
 sys.exit(lifecycle.run_app(app.create_app(settings, state), state, sock))
 """
 

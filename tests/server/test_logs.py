@@ -6,7 +6,11 @@ import json
 import logging
 import os
 import threading
+import warnings
 
+import pytest
+
+from foretoken.server import logs
 from foretoken.server.logs import LineWriter
 
 
@@ -53,3 +57,42 @@ def test_who_reads_may_be_gone() -> None:
     handler.flush()
     assert handler._lines.unfinished_tasks == 0
     os.close(write_end)
+
+
+def test_a_program_that_has_served_has_its_logs_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its own uvicorn and asyncio wrote JSON for ever, and its handlers were gone."""
+    names = ("foretoken", "asyncio", "uvicorn")
+    own = logging.NullHandler()
+    logging.getLogger("uvicorn").addHandler(own)
+    before = {name: (logging.getLogger(name).handlers[:], logging.getLogger(name).propagate) for name in names}
+    show, threads = warnings.showwarning, set(threading.enumerate())
+    try:
+        with pytest.raises(KeyError), logs.installed():
+            logs.say("inside")
+            (writer,) = set(threading.enumerate()) - threads
+            raise KeyError
+        assert capfd.readouterr().err == "inside\n"
+        assert before == {name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate) for name in names}
+        assert warnings.showwarning is show
+        writer.join(10)
+        assert not writer.is_alive()
+    finally:
+        logging.getLogger("uvicorn").removeHandler(own)
+
+
+def test_a_log_that_was_installed_for_good_stays() -> None:
+    names = ("foretoken", "asyncio", "uvicorn")
+    before = {name: (logging.getLogger(name).handlers[:], logging.getLogger(name).level) for name in names}
+    show = warnings.showwarning
+    try:
+        logs.install()
+        (handler,) = logging.getLogger("foretoken").handlers
+        with logs.installed():
+            pass
+        assert logging.getLogger("foretoken").handlers == [handler] and warnings.showwarning is not show
+    finally:
+        for name, (handlers, level) in before.items():
+            log = logging.getLogger(name)
+            log.handlers[:], log.propagate = handlers, True
+            log.setLevel(level)
+        warnings.showwarning = show

@@ -319,6 +319,15 @@ def check_intact(out: Path) -> None:
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("changes", [{}, {"hybrid": True, "layers": 4}])
+def test_a_model_is_made_from_its_seed_and_leaves_the_generator_of_the_process(changes: dict[str, Any]) -> None:
+    before = torch.get_rng_state()
+    config = replace(TINY, **changes)
+    one, other = lm.build_model(config, 0), lm.build_model(config, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
 def command(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *more: str) -> str:
     capsys.readouterr()
     assert main(["train", "lm", "--data", str(data), "--out", str(out), "--steps", "6", *OPTIONS, *more]) == 2

@@ -16,11 +16,12 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from foretoken.cli.ending import terminable
 from foretoken.cli.main import main
 from foretoken.cli.train_progress import ProgressLines, TrainingBar, duration, stop_on_signals
 from foretoken.training.checkpoint import check_same, save_checkpoint
 from foretoken.training.config import RunConfig
-from foretoken.training.curves import DrafterCurve
+from foretoken.training.curves import AlignmentCurve, Curve, DrafterCurve, LossCurve
 from foretoken.training.loop import Loop, Progress, Saving, Stopped
 
 
@@ -185,6 +186,40 @@ def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(
         with pytest.raises((KeyboardInterrupt, typer.Exit)):  # nothing is done in steps here
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("block", [stop_on_signals, terminable])
+def test_handlers_that_are_not_pythons_are_no_error(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has ``None`` for those of a program in C that embeds it: the command ended in a traceback."""
+    honest, given = signal.signal, []
+
+    def in_c(number: int, handler: Any) -> None:
+        honest(number, handler)
+        given.append(handler)
+
+    monkeypatch.setattr(signal, "signal", in_c)
+    with block():
+        pass
+    assert given[-1] == signal.SIG_DFL
+    honest(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("kind", [DrafterCurve, LossCurve, AlignmentCurve])
+def test_a_picture_leaves_the_backend_and_the_figures_of_a_program(kind: type[Curve], tmp_path: Path) -> None:
+    """In a notebook no further figure was shown."""
+    matplotlib = pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    before = matplotlib.get_backend()
+    pyplot.switch_backend("svg")
+    try:
+        curve = kind(tmp_path / "curve.csv", 0)
+        curve.losses = {1: 2.0, 2: 1.0}
+        curve.measured = {2: [1.0] * (curve.header.count(",") - 1)}
+        assert curve.plot(tmp_path / "curve.png") and (tmp_path / "curve.png").read_bytes()[1:4] == b"PNG"
+        assert matplotlib.get_backend() == "svg" and not pyplot.get_fignums()
+    finally:
+        pyplot.switch_backend(before)
 
 
 @pytest.mark.parametrize("command", ["medusa", "lm"])

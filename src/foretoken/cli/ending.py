@@ -40,4 +40,4 @@ def terminable() -> Iterator[None]:
         print("terminated", file=sys.stderr)
         raise typer.Exit(TERMINATED) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -49,8 +49,7 @@ def serve_command(
     settings = settings_from(flags, config)
     check_source(settings.model)
     _check_extra()
-    logs.install()
-    with answer_signals():  # to look for Ray imports it, which takes seconds
+    with logs.installed(), answer_signals():  # to look for Ray imports it, which takes seconds
         code = _run(settings, replicas, ray_address)
     if code:
         raise typer.Exit(code)

@@ -61,14 +61,11 @@ def train_lm_command(
     licence: Annotated[str, typer.Option(help="SPDX name of the weights' licence, for the model card.")] = "",
 ) -> None:
     """Train a small Llama-architecture language model on text; resumes by itself from OUT/checkpoints."""
-    from transformers.utils import logging as hf_logging
-
     from foretoken.training import lm
     from foretoken.training.cards import CardInfo
     from foretoken.training.loop import Saving
 
     keep_freed_memory()
-    hf_logging.disable_progress_bar()  # ours is the one to look at
     with (
         stop_on_signals() as stop, run_folder(out), training_bar(config.steps, _describe) as bar,
         stop.in_steps(bar.say, out),

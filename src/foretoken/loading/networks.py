@@ -9,6 +9,7 @@ import torch
 
 from foretoken.core.io import hub_ids
 from foretoken.core.io.checkpoints import LoadError, cause_of, check_no_drafter
+from foretoken.core.io.quiet import ERRORS_ONLY, NO_BARS
 from foretoken.loading.memory import moved
 from foretoken.loading.stored import check_method, check_storage, quantisation_of
 from foretoken.models.network.alone import BUILDING
@@ -40,7 +41,6 @@ def from_pretrained(
         LoadError: it cannot be loaded, is incomplete, or is to be split and has an encoder.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-    from transformers.utils import logging as hf_logging
 
     told = quantisation_of(path)
     check_method(told, path)
@@ -51,10 +51,7 @@ def from_pretrained(
     # Some encoder-decoder models have a causal class too, which would load half of them.
     auto: Any = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
 
-    with BUILDING:
-        before = hf_logging.get_verbosity()
-        hf_logging.set_verbosity_error()
-        hf_logging.disable_progress_bar()
+    with BUILDING, ERRORS_ONLY.changed(), NO_BARS.changed():
         try:
             loaded: Any = auto.from_pretrained(
                 path,
@@ -68,9 +65,6 @@ def from_pretrained(
         except Exception as error:  # damaged checkpoints fail in many ways, some with error classes of their own
             _check_fetched(path)
             raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
-        finally:
-            hf_logging.set_verbosity(before)
-            hf_logging.enable_progress_bar()
     model, info = loaded
     if not told:  # else Transformers has read it with the package that wrote it
         check_storage(model, path, info.get("unexpected_keys", ()))

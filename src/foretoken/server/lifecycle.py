@@ -79,7 +79,6 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
 
     from foretoken.server.protocol import guarded
 
-    logs.install()
     config = uvicorn.Config(
         app,
         http=guarded(serving.settings),

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from queue import Full, Queue
 from typing import Any
@@ -48,7 +49,7 @@ class LineWriter(logging.Handler):
         super().__init__()
         self.setFormatter(JsonLines())
         self._descriptor, self._counting, self._lost = descriptor, threading.Lock(), 0
-        self._lines: Queue[str] = Queue(most)
+        self._lines: Queue[str | None] = Queue(most)
         threading.Thread(target=self._write_all, name="foretoken-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -64,9 +65,14 @@ class LineWriter(logging.Handler):
             # Seconds that the end of the process waits for the last lines
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, 1.0)
 
+    def close(self) -> None:
+        """Let the thread end behind the lines that wait; where there is no room nobody reads, and it stays."""
+        with suppress(Full):
+            self._lines.put_nowait(None)
+        super().close()
+
     def _write_all(self) -> None:
-        while True:
-            line = self._lines.get()
+        while (line := self._lines.get()) is not None:
             with suppress(OSError):  # nobody reads any more
                 self._write(line)
                 with self._counting:
@@ -75,6 +81,7 @@ class LineWriter(logging.Handler):
                     told = f"{lost} lines of the log were lost: stderr was not read"
                     self._write(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None)))
             self._lines.task_done()
+        self._lines.task_done()
 
     def _write(self, line: str) -> None:
         rest = line.encode() + b"\n"
@@ -104,14 +111,38 @@ def keep_standard_files() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
 
 
+LEVELS = {"foretoken": logging.INFO, "asyncio": logging.WARNING, "uvicorn": logging.WARNING}
+"""The logs that are written so: ours, and what the event loop and uvicorn complain about."""
+
+
 def install() -> None:
-    """Send our log to stderr so, and what the event loop and uvicorn complain about."""
+    """Send these logs to stderr so, for as long as the process lives."""
     if any(isinstance(handler, LineWriter) for handler in logging.getLogger("foretoken").handlers):
         return
     handler = logging.NullHandler() if sys.stderr is None else LineWriter(2)
     warnings.showwarning = _warn
-    for name, level in (("foretoken", logging.INFO), ("asyncio", logging.WARNING), ("uvicorn", logging.WARNING)):
+    for name, level in LEVELS.items():
         log = logging.getLogger(name)
         log.handlers[:] = [handler]
         log.setLevel(level)
         log.propagate = False
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """The same inside the block; then everything is written and the logs are the caller's again, as they were."""
+    logs = [logging.getLogger(name) for name in LEVELS]
+    before = [(log, log.handlers[:], log.level, log.propagate) for log in logs]
+    showwarning = warnings.showwarning
+    install()
+    ours = logs[0].handlers[0]
+    try:
+        yield
+    finally:
+        ours.flush()
+        for log, handlers, level, propagate in before:
+            log.handlers[:], log.propagate = handlers, propagate
+            log.setLevel(level)
+        warnings.showwarning = showwarning
+        if ours not in before[0][1]:
+            ours.close()

@@ -18,10 +18,12 @@ class Curve(ABC):
     Attributes:
         header: first line of the file: step, loss, measured numbers.
         decimals: of measured numbers.
+        size: inches of the picture, across and down.
     """
 
     header: ClassVar[str]
     decimals: ClassVar[int] = 4
+    size: ClassVar[tuple[float, float]]
 
     def __init__(self, file: Path, start: int) -> None:
         self.file = file
@@ -53,19 +55,16 @@ class Curve(ABC):
     def plot(self, file: Path) -> bool:
         """The picture; false when matplotlib is not installed."""
         try:
-            import matplotlib
+            import matplotlib.figure  # not pyplot, whose backend and figures are the caller's
         except ImportError:
             return False
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        figure = self.draw(plt)
+        figure = matplotlib.figure.Figure(self.size, layout="constrained")
+        self.draw(figure)
         for axes in figure.axes:
             axes.set_xlabel("step")
             axes.grid(alpha=0.3)
         with replacing(file) as draft:
             figure.savefig(draft, dpi=130, format="png")
-        plt.close(figure)
         return True
 
     def _draw_loss(self, axes: Any, label: str) -> None:
@@ -82,40 +81,38 @@ class Curve(ABC):
         """The numbers of a measurement, in the order of the header."""
 
     @abstractmethod
-    def draw(self, plt: Any) -> Any:
-        """A figure, by ``matplotlib.pyplot``."""
+    def draw(self, figure: Any) -> None:
+        """Fill a ``matplotlib`` figure."""
 
 
 class DrafterCurve(Curve):
     """A drafter's training: loss, and mean acceptance length where it was measured."""
 
-    header = "step,loss,mean_acceptance_length"
+    header, size = "step,loss,mean_acceptance_length", (9.0, 4.0)
 
     def values(self, measured: Mapping[str, Any]) -> list[float]:
         return [float(measured["mean_acceptance_length"])]
 
-    def draw(self, plt: Any) -> Any:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), constrained_layout=True)
+    def draw(self, figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
         self._draw_loss(left, "training loss (nats)")
         self._draw_measured(right, 0, "held-out text")
         right.set_ylabel("mean acceptance length, held-out text")
-        return figure
 
 
 class LossCurve(Curve):
     """A language model's training: loss, and held-out loss where it was measured, both in nats per token."""
 
-    header, decimals = "step,train_loss,held_loss", 5
+    header, decimals, size = "step,train_loss,held_loss", 5, (7.0, 4.0)
 
     def values(self, measured: Mapping[str, Any]) -> list[float]:
         return [float(measured["held_loss"])]
 
-    def draw(self, plt: Any) -> Any:
-        figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    def draw(self, figure: Any) -> None:
+        axes = figure.subplots()
         self._draw_loss(axes, "loss (nats per token)")
         self._draw_measured(axes, 0, "held out")
         axes.legend()
-        return figure
 
 
 MEASURES = {
@@ -137,15 +134,15 @@ class AlignmentCurve(Curve):
     """A draft model's alignment: loss, and how far it agrees with its target."""
 
     header = "step,loss,greedy_length,sampled_length,expected_acceptance,argmax_agreement"
+    size = (12.0, 3.6)
 
     def values(self, measured: Mapping[str, Any]) -> list[float]:
         return values_of(measured)
 
-    def draw(self, plt: Any) -> Any:
-        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), constrained_layout=True)
+    def draw(self, figure: Any) -> None:
+        left, middle, right = figure.subplots(1, 3)
         self._draw_loss(left, "training loss")
         for place, label in enumerate(MEASURES.values()):
             self._draw_measured((middle, right)[place // 2], place, label, (MEASURED, OTHER)[place % 2])
         middle.legend(fontsize=8)
         right.legend(fontsize=8)
-        return figure

@@ -45,11 +45,14 @@ from foretoken.training.optimizers import autocast, build_optimizers, vocabulary
 
 def build_model(config: LmConfig, eos_token_id: int) -> Any:
     """A freshly initialised ``LlamaForCausalLM`` (float32, tied embeddings), or a hybrid."""
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        return build_hybrid(config, eos_token_id) if config.hybrid else _build_llama(config, eos_token_id)
+
+
+def _build_llama(config: LmConfig, eos_token_id: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(config.seed)
-    if config.hybrid:
-        return build_hybrid(config, eos_token_id)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab,

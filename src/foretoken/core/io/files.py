@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from foretoken.core.io import cache_folder as cache_folder
+from foretoken.core.io.quiet import NO_BARS
 
 
 @contextmanager
@@ -85,23 +86,18 @@ def save_model(network: Any, tokenizer: Any | None, folder: Path) -> None:
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    from transformers.utils import logging as hf_logging
-
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # of one file, in the middle of ours
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / ".tmp-model"
     _remove(draft)
     try:
-        network.save_pretrained(draft)
+        with NO_BARS.changed():  # of one file, in the middle of ours
+            network.save_pretrained(draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         for file in sorted(draft.iterdir()):
             file.replace(folder / file.name)
     finally:
         _remove(draft)
-        if shown:
-            hf_logging.enable_progress_bar()
 
 
 def save_described(folder: Path, weights: tuple[str, dict[str, Any]], described: tuple[str, Any]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from foretoken.core.io.quiet import ERRORS_ONLY
 from foretoken.lab.bench.arms import ArmSetup, ForeignArm, Generation
 from foretoken.lab.timing import Stopwatch
 from foretoken.loading import BUILTIN, load_model
@@ -61,7 +61,7 @@ class TransformersArm(ForeignArm):
         """One request alone; the first round counts as prefill."""
         ids = torch.tensor([list(prompt_ids)], device=self.network.device)
         clock = RoundClock()
-        with torch.random.fork_rng(), torch.inference_mode(), without_advice():
+        with torch.random.fork_rng(), torch.inference_mode(), ERRORS_ONLY.changed():
             torch.manual_seed(seed)
             clock.watch = Stopwatch()
             out = self.network.generate(
@@ -82,19 +82,6 @@ class TransformersArm(ForeignArm):
         config.do_sample = temperature > 0
         config.temperature, config.top_k, config.top_p = (temperature or 1.0), 0, 1.0
         return config
-
-
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """Transformers comments on its own inner calls otherwise, once a run."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 class TransformersPromptLookupArm(TransformersArm):

@@ -6,7 +6,8 @@ Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -79,12 +80,14 @@ class LayerSkipStudy:
         optuna = _optuna()
         self.file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            study = optuna.create_study(
-                study_name="layer-skip",
-                storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(self.journal))),
-                direction="maximize",
-                load_if_exists=True,
-            )
+            backend = optuna.storages.journal.JournalFileBackend(str(self.journal))
+            with _errors_only(optuna):
+                study = optuna.create_study(
+                    study_name="layer-skip",
+                    storage=optuna.storages.JournalStorage(backend),
+                    direction="maximize",
+                    load_if_exists=True,
+                )
             done = [trial for trial in study.trials if trial.value is not None]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.journal} is damaged ({error}): delete it to begin anew") from None
@@ -159,8 +162,18 @@ def _optuna() -> Any:
         import optuna.storages.journal
     except ImportError:
         raise ValueError("tuning needs optuna: pip install 'foretoken[tune]'") from None
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
+
+
+@contextmanager
+def _errors_only(optuna: Any) -> Iterator[None]:
+    """Inside the block optuna tells nothing of its studies."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 # -- the result ------------------------------------------------------------------------------------------------------

@@ -80,13 +80,14 @@ def dtype_costs(width: int, device: Any) -> list[dict[str, Any]]:
     """Milliseconds of [1, width] x [width, width] products per dtype, in the layout that is fastest for it, and of
     ``ROWS`` such rows at once; ``None`` where the device cannot."""
     table: list[dict[str, Any]] = []
+    draws = torch.Generator().manual_seed(0)  # never torch's own, which is the caller's
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         costs: list[float | None] = []
         layout = None
         for rows in (1, ROWS):
             try:
-                x = torch.randn(rows, width, device=device).to(dtype)
-                product = Projection(torch.randn(width, width, device=device).to(dtype), None)
+                x = torch.randn(rows, width, generator=draws).to(device, dtype)
+                product = Projection(torch.randn(width, width, generator=draws).to(device, dtype), None)
                 layout = product.layout.name
                 costs.append(median_ms(lambda x=x, product=product: product(x), 30, x.device))  # type: ignore[misc]
             except (RuntimeError, TypeError):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
+from foretoken.core.io.quiet import ERRORS_ONLY
 from foretoken.models.base import Feed, opened
 from foretoken.models.cache.state import StateCache, tensors_of
 from foretoken.models.checks.judging import MOST, ordinary_ids, widened, wider
@@ -59,14 +59,11 @@ def joined_fault(model: StatefulModel) -> str | None:
 
 
 def _tried(test: Callable[[StatefulModel], str | None], model: StatefulModel) -> str | None:
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
-        return test(model)
+        with ERRORS_ONLY.changed():
+            return test(model)
     except Exception as error:  # a forward that knows no cache fails in its own way
         return cause_of(error)
-    finally:
-        logging.set_verbosity(before)
 
 
 def _probe(model: StatefulModel) -> tuple[list[int], list[int]]:

@@ -1,0 +1,90 @@
+"""What Transformers says while we use it, which is the whole process's to decide: it is given back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+
+class ProcessSetting:
+    """A setting of the whole process that blocks of several threads change at once.
+
+    The first block notes what it was and the last one puts that back: blocks that each put back what they saw would
+    leave the changed one, once they end in another order than they began.
+
+    Args:
+        read: the setting as it is.
+        change: makes it what the blocks want.
+        write: makes it what ``read`` gave.
+    """
+
+    def __init__(self, read: Callable[[], Any], change: Callable[[], None], write: Callable[[Any], None]) -> None:
+        self._read, self._change, self._write = read, change, write
+        self._lock, self._count, self._before = Lock(), 0, None
+
+    @contextmanager
+    def changed(self) -> Iterator[None]:
+        """Inside the block it is what we want."""
+        with self._lock:
+            if not self._count:
+                self._before = self._read()
+                self._change()
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+                if not self._count:
+                    self._write(self._before)
+
+
+def _verbosity() -> int:
+    from transformers.utils import logging
+
+    return int(logging.get_verbosity())
+
+
+def _errors_only() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+
+
+def _set_verbosity(level: int) -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity(level)
+
+
+def _bars() -> tuple[bool, bool]:
+    """Whether Transformers and huggingface_hub show progress bars; the former switches the latter's along."""
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers.utils import logging
+
+    return bool(logging.is_progress_bar_enabled()), not are_progress_bars_disabled()
+
+
+def _no_bars() -> None:
+    from transformers.utils import logging
+
+    if _bars() != (False, False):  # to switch off what is off warns, where an environment variable decides
+        logging.disable_progress_bar()
+
+
+def _set_bars(shown: tuple[bool, bool]) -> None:
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging
+
+    if shown[0] and _bars() != shown:
+        logging.enable_progress_bar()
+    if _bars()[1] != shown[1]:
+        (enable_progress_bars if shown[1] else disable_progress_bars)()
+
+
+ERRORS_ONLY = ProcessSetting(_verbosity, _errors_only, _set_verbosity)
+"""Transformers gives no advice."""
+NO_BARS = ProcessSetting(_bars, _no_bars, _set_bars)
+"""Transformers shows no progress bars."""
