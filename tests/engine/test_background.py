@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import multiprocessing
 import pickle
 import threading
+import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -592,3 +596,66 @@ def test_requests_of_the_llm_itself_are_in_the_way() -> None:
         AsyncLlm(llm)
     stream.close()
     AsyncLlm(llm)
+
+
+def test_a_service_that_was_given_up_is_collected_with_its_model() -> None:
+    """In a notebook that never closes one, every further one kept a model and a thread for ever."""
+    before = set(threading.enumerate())
+    llm = toy()
+
+    async def asked(llm: Llm) -> list[int]:
+        service = AsyncLlm(llm)
+        await service.start()
+        return (await service.generate([1, 2], max_new_tokens=4)).token_ids
+
+    assert asyncio.run(asked(llm)) == toy().generate([1, 2], max_new_tokens=4).token_ids
+    (thread,) = {one for one in threading.enumerate() if one.name == "foretoken-engine"} - before
+    gc.collect()
+    thread.join(1.0)
+    assert thread.is_alive()  # the Llm is there, which it serves
+    target = weakref.ref(llm.target)
+    del llm
+    deadline = time.monotonic() + 20
+    while thread.is_alive() and time.monotonic() < deadline:  # it may be looking for something to do just now
+        gc.collect()
+        thread.join(0.1)
+    assert not thread.is_alive() and target() is None
+
+
+def test_who_holds_a_ticket_is_answered_by_a_service_that_nobody_holds() -> None:
+    async def asked() -> list[int]:
+        service = AsyncLlm(toy())
+        await service.start()
+        tickets = [service.submit(service.llm.request([1, 2], max_new_tokens=4)) for _ in range(2)]
+        del service
+        gc.collect()
+        tokens: list[int] = []
+        while True:
+            _, emission = await tickets[0].next()
+            tokens += emission.token_ids
+            if emission.finish_reason is not None:
+                return tokens
+
+    assert asyncio.run(asyncio.wait_for(asked(), 20)) == toy().generate([1, 2], max_new_tokens=4).token_ids
+
+
+def test_a_service_in_a_forked_process_says_that_its_thread_stayed_behind() -> None:
+    """Whoever asked there waited for ever."""
+    told: Any = multiprocessing.get_context("fork").SimpleQueue()
+
+    def ask(engine: AsyncLlm) -> None:
+        try:
+            engine.submit(Request(PROMPT, max_new_tokens=4))
+            told.put("queued")
+        except Exception as error:
+            told.put(f"{type(error).__name__}: {error}")
+
+    async def scenario(engine: AsyncLlm) -> None:
+        child = multiprocessing.get_context("fork").Process(target=ask, args=(engine,))
+        child.start()
+        await asyncio.to_thread(child.join, 30)
+        assert child.exitcode == 0
+        assert told.get().startswith("EngineDead: its thread stayed behind when this process was forked")
+        assert (await engine.generate(PROMPT, max_new_tokens=4)).token_ids  # in its own process it serves
+
+    during(toy(), scenario)

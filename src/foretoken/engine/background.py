@@ -18,6 +18,7 @@ from foretoken.core.values import check_counts, check_flags, with_article
 from foretoken.engine.errors import Draining, EngineClosed, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
+from foretoken.engine.service_thread import start_thread
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.status import EngineStatus as EngineStatus
 from foretoken.engine.status import status_of
@@ -103,7 +104,7 @@ class AsyncLlm:
         self._dead: str | None = None
         self._beat = monotonic()
         self._report: dict[str, Any] = {}
-        self._reported = 0.0
+        self._reported, self._mishaps = 0.0, 0
         llm.memory()  # a model finds out once what a token costs, by running: before a thread of its own does
 
     def __reduce__(self) -> NoReturn:
@@ -130,8 +131,7 @@ class AsyncLlm:
                 self._take_over()
                 self.llm.calls.others = self._take_gains
             self._beat = monotonic()
-            self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self, self._wake, IDLE_S)
 
     def drain(self) -> None:
         """Refuse new requests from now on; those that are there are finished."""
@@ -173,7 +173,7 @@ class AsyncLlm:
         """
         if self._dead is None and not self._draining:
             self.llm.engine.check(request)
-        ticket = Ticket(request)
+        ticket = Ticket(request, self)
         with self._lock:
             self._check_room(1)
             self._new.append(ticket)
@@ -202,6 +202,8 @@ class AsyncLlm:
             raise EngineDead(self._dead)
         if self._thread is None:
             raise EngineDead("nobody serves yet: await start() of this AsyncLlm first")
+        if not self._thread.is_alive():
+            raise EngineDead("its thread stayed behind when this process was forked: load a model in each process")
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request before the next round."""
@@ -269,8 +271,8 @@ class AsyncLlm:
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        mishaps = 0
+    def serve_waiting(self) -> bool:
+        """Rounds as long as there is something to do; false once it was closed."""
         try:
             while not self._stopping:
                 self._show_life()
@@ -278,18 +280,16 @@ class AsyncLlm:
                 self._check_target()
                 self._fail_lost(RuntimeError("the request was dropped when a round was broken off: ask again"))
                 if not self.llm.engine.busy:
-                    self._wake.wait(IDLE_S)
-                    self._wake.clear()
-                    continue
+                    return True
                 try:
                     self.llm.calls.round()
                     self._check_target()
-                    mishaps = 0
+                    self._mishaps = 0
                 except TargetGone:
                     raise
                 except Exception as error:
-                    mishaps += 1
-                    if mishaps == MISHAPS:
+                    self._mishaps += 1
+                    if self._mishaps == MISHAPS:
                         raise
                     self._fail_lost(error)
             self._finish("the server is shutting down", EngineClosed)
@@ -298,6 +298,7 @@ class AsyncLlm:
         except BaseException as error:
             self._finish(f"the engine has stopped: {type(error).__name__}: {error}")
             raise
+        return False
 
     def _show_life(self) -> None:
         """A heartbeat, and now and then what the controller says: nobody else may look at it while it learns."""

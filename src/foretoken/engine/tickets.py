@@ -39,10 +39,14 @@ class Ticket:
     """A request on its way, as its sender sees it; made by :meth:`AsyncLlm.submit`.
 
     One task at a time may wait for it, in the event loop of any thread.
+
+    Args:
+        request: what was asked.
+        service: who answers, kept alive until then.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, service: object = None) -> None:
+        self.request, self._service = request, service
         self.id: int | None = None
         self.arrived_s = monotonic()
         self._gains: deque[Gain] = deque()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -54,6 +55,23 @@ def test_texts_are_those_of_plain_decoding(mode: str, thread: bool) -> None:
         drafter = AheadDrafter(draft, k=3, fanout=2, target=target, thread=thread)
         assert outputs(engine(target, drafter, max_batch=batch), requests) == plain
         assert drafter.rounds == 0 if mode == "penalty" else 0 < drafter.hits < drafter.rounds
+
+
+def test_a_forked_process_drafts_ahead_in_a_thread_of_its_own() -> None:
+    """With one thread for PyTorch a process may be forked; it waited for ever for the thread that stayed behind."""
+    target, draft = llamas()
+    request, drafter = Request(PROMPT, max_new_tokens=20), AheadDrafter(draft, k=3, target=target)
+    serving = engine(target, drafter)
+    wanted = outputs(serving, [request])
+    told: Any = multiprocessing.get_context("fork").SimpleQueue()
+    child = multiprocessing.get_context("fork").Process(target=lambda: told.put(outputs(serving, [request])))
+    child.start()
+    child.join(60)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    assert child.exitcode == 0 and told.get() == wanted
+    assert drafter.hits and outputs(serving, [request]) == wanted
 
 
 @pytest.mark.parametrize("seed", [None, 4])

@@ -9,6 +9,7 @@ the next chain is there; otherwise it is drafted as usual.  Verification is unto
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ class AheadDrafter(ModelDrafter):
             raise CapabilityError(f"{type(model).__name__} has no second cache to draft ahead in: use model instead")
         self.twin: LanguageModel = sibling()
         self.fanout, self.rounds, self.hits = fanout, 0, 0
-        self._pool = ThreadPoolExecutor(1, "ahead") if thread else None
+        self._pool, self._process = ThreadPoolExecutor(1, "ahead") if thread else None, os.getpid()
         self._job: Future[None] | None = None
 
     @classmethod
@@ -214,6 +215,8 @@ class AheadDrafter(ModelDrafter):
         if items and self._pool is None:
             self._draft(items)
         elif items and self._pool is not None:
+            if os.getpid() != self._process:  # threads are not forked: it would be waited for for ever
+                self._pool, self._process = ThreadPoolExecutor(1, "ahead"), os.getpid()
             self._job = self._pool.submit(self._draft, items)
 
     def _prepared(self, context: Context, tree: TokenTree, depth: int) -> Ahead | None:

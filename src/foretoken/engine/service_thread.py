@@ -1,0 +1,33 @@
+"""The thread that serves for an object, as long as somebody has that."""
+
+from __future__ import annotations
+
+from threading import Event, Thread
+from typing import Protocol
+from weakref import ref
+
+
+class Service(Protocol):
+    """What is served."""
+
+    def serve_waiting(self) -> bool:
+        """Serve whoever waits; false once there is nothing more to come."""
+        ...
+
+
+def start_thread(service: Service, wake: Event, idle_s: float) -> Thread:
+    """Serve in a thread whenever ``wake`` is set, and every ``idle_s`` seconds.
+
+    While it waits the thread does not hold the service: one that was given up without a word, in a notebook for one,
+    is collected with its model, and the thread ends.
+    """
+    thread = Thread(target=_serve, args=(ref(service), wake, idle_s), name="foretoken-engine", daemon=True)
+    thread.start()
+    return thread
+
+
+def _serve(service: ref[Service], wake: Event, idle_s: float) -> None:
+    while (held := service()) is not None and held.serve_waiting():
+        del held
+        wake.wait(idle_s)
+        wake.clear()
