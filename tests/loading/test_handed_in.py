@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +189,9 @@ def test_dropout_is_off_while_decoding(family: str) -> None:
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     """Of one process: weights are spread over it as over many."""
+    hook = sys.excepthook  # PyTorch puts its own there for good
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    sys.excepthook = hook
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
 

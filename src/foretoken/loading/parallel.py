@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +28,9 @@ JOIN_S = 120.0
 """Seconds in which all processes must have found each other."""
 END_S = 3.0
 """Seconds in which a process must have ended after its pipe was closed."""
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that say over which network processes talk to each other."""
 
 
 @dataclass
@@ -112,6 +116,7 @@ def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: st
     path = _check_source(source, count, others)
     wanted = parse_dtype(dtype)
     parts: list[PartProcess] = []
+    give_back = _own_settings()
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
         store = str(Path(folder, "store"))
         told = {
@@ -131,13 +136,30 @@ def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: st
             network = load_network(path, wanted, count)
             for part in parts:
                 part.heard()  # it has loaded its part
-            return ParallelModel(HuggingFaceModel(network, exact=exact, lean=False), parts)
+            return ParallelModel(HuggingFaceModel(network, exact=exact, lean=False), parts, give_back)
         except BaseException:
             for part in parts:
                 part.end()
             if distributed.is_initialized():
                 distributed.destroy_process_group()
+            give_back()
             raise
+
+
+def _own_settings() -> Callable[[], None]:
+    """What puts back that which :func:`join` changes, in the process of a program that goes on: its threads, which the
+    next split model would share out again, the hook for exceptions, which names ranks, and variables."""
+    threads, hook = torch.get_num_threads(), sys.excepthook
+    variables = {name: os.environ.get(name) for name in INTERFACES}
+
+    def give_back() -> None:
+        torch.set_num_threads(threads)
+        sys.excepthook = hook
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+    return give_back
 
 
 def _kind(device: Any, count: int) -> str:
@@ -222,7 +244,7 @@ def _started(rank: int, told: dict[str, Any]) -> PartProcess:
 def join(rank: int, told: dict[str, Any]) -> None:
     """Meet the other processes, over the loopback interface."""
     if sys.platform == "linux":
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for name in INTERFACES:
             os.environ.setdefault(name, "lo")
     torch.set_num_threads(told["threads"])
     cuda = told["kind"] == "cuda"

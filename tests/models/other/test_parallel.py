@@ -24,7 +24,7 @@ from foretoken.core.io.checkpoints import ZOO
 from foretoken.engine.background import AsyncLlm
 from foretoken.engine.errors import EngineDead
 from foretoken.llm import Llm
-from foretoken.loading import load_model
+from foretoken.loading import load_model, parallel
 from foretoken.loading.parallel import check_split
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
@@ -191,6 +191,25 @@ def test_both_kinds_of_heads_are_looked_at() -> None:
 # -- two processes -----------------------------------------------------------------------------------------------------
 
 pytest.importorskip("accelerate", reason="accelerate, which Transformers splits models with, is not installed")
+
+
+def test_the_leader_has_its_own_settings_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second split model shared out again what the first had left of the threads."""
+    variables = parallel.INTERFACES
+    monkeypatch.setenv(variables[0], "own0")
+    monkeypatch.delenv(variables[1], raising=False)
+    model, _ = in_memory(tmp_path)
+    threads, hook = torch.get_num_threads(), sys.excepthook
+    torch.set_num_threads(4)
+    try:
+        give_back = parallel._own_settings()
+        parallel.join(0, {"threads": 2, "kind": "cpu", "store": str(tmp_path / "store"), "world": 1})
+        assert torch.get_num_threads() == 2
+        ParallelModel(model.inner, [], give_back).close()
+        assert torch.get_num_threads() == 4 and sys.excepthook is hook
+        assert [os.environ.get(name) for name in variables] == ["own0", None]
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def _set_verbosity(level: int) -> None:
 
 def _bars() -> tuple[bool, bool]:
     """Whether Transformers and huggingface_hub show progress bars; the former switches the latter's along."""
-    from huggingface_hub.utils import are_progress_bars_disabled
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
     from transformers.utils import logging
 
     return bool(logging.is_progress_bar_enabled()), not are_progress_bars_disabled()
@@ -75,7 +75,7 @@ def _no_bars() -> None:
 
 
 def _set_bars(shown: tuple[bool, bool]) -> None:
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
     from transformers.utils import logging
 
     if shown[0] and _bars() != shown:

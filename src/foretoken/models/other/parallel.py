@@ -67,11 +67,14 @@ class ParallelModel(LanguageModel):
 
     Args:
         inner: the leader's part.
+        on_end: called once the others have ended.
     """
 
     prefill_chunk = PREFILL_CHUNK
 
-    def __init__(self, inner: HuggingFaceModel, followers: Sequence[Follower]) -> None:
+    def __init__(
+        self, inner: HuggingFaceModel, followers: Sequence[Follower], on_end: Callable[[], None] = lambda: None
+    ) -> None:
         self.inner, self.followers = inner, tuple(followers)
         self.vocab_size, self.context_length = inner.vocab_size, inner.context_length
         self.context_why = inner.context_why
@@ -88,7 +91,7 @@ class ParallelModel(LanguageModel):
         self._next = 0
         self._forgotten: list[int] = []
         self._lost = ""
-        self._end = weakref.finalize(self, _end, self.followers)
+        self._end = weakref.finalize(self, _end, self.followers, on_end)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -269,13 +272,14 @@ def _listed(parents: Sequence[int] | None) -> list[int] | None:
     return None if parents is None else list(parents)
 
 
-def _end(followers: Sequence[Follower]) -> None:
+def _end(followers: Sequence[Follower], on_end: Callable[[], None]) -> None:
     """End the other processes and leave the group."""
     for follower in followers:
         follower.end()
     with suppress(Exception):  # at the end of the interpreter there may be none any more
         if distributed.is_initialized():
             distributed.destroy_process_group()
+        on_end()
 
 
 @torch.inference_mode()
