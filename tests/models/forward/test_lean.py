@@ -95,7 +95,10 @@ def test_rope_variants_are_covered() -> None:
 
 def test_large_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean_module, "MAX_PARAMETERS", 1000)
-    assert HuggingFaceModel(new_model("llama")).forwards.fast is None
+    model = HuggingFaceModel(new_model("llama"))
+    assert model.forwards.fast is None
+    [refused] = model.describe()["refused"]
+    assert "handed in, or that learns" in refused["why"]  # ``online`` copies the draft model that it was given by path
 
 
 @pytest.mark.parametrize("fault", ["bias", "norm", "activation"])

@@ -281,7 +281,8 @@ def _not_covered(owner: Network) -> str | None:
         return f"this {kind} model has linear layers of another kind (adapted, or quantised by another package)"
     size = sum(p.numel() for p in owner.model.parameters())
     if owner.packing.home is None and size > MAX_PARAMETERS:
-        return f"the model was handed in, and copies of its {size / 1e9:.1f}b weights would take too much memory"
+        kept = "its layers stay as they are (a model that was handed in, or that learns)"
+        return f"{kept}, and copies of its {size / 1e9:.1f}b weights would take too much memory"
     return None
 
 
