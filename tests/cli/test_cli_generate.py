@@ -185,6 +185,23 @@ def test_compare_for_people(run: Any, target: str, draft: str) -> None:
     assert "accepted draft token" in result.out
 
 
+def test_tabs_stay_tabs(run: Any, tmp_path: Path) -> None:
+    """Code with tabs can be copied from the terminal, from each command that colours text."""
+    only_tabs = ft.load("builtin", "ngram", controller="constant")
+    [tab] = only_tabs.encode("\t")[-1:]
+    options: dict[str, Any] = {"max_new_tokens": 6, "allowed_token_ids": [tab], "ignore_eos": True}
+    written = io.StringIO()
+    stream_explained(Console(file=written, force_terminal=True, color_system=None), only_tabs, "x\ty", options)
+    assert "\t" * 6 in written.getvalue()
+    assert "x\ty" in run("generate", "x\ty", "--compare", "--repeat", "1", "--max-new-tokens", "2").out
+    lines = (
+        '{"foretoken_trace": 1}',
+        '{"type": "round", "draft": ["\\tif", " x"], "accepted": [1, 2], "next": ":\\n\\t\\t"}',
+    )
+    (tmp_path / "run.jsonl").write_text("\n".join(lines))
+    assert "[\tif| x]{:\n\t\t}" in run("show", str(tmp_path / "run.jsonl")).out
+
+
 # -- colours ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from foretoken.cli.output import has_colour
+from foretoken.cli.output import has_colour, print_text
 from foretoken.engine.stopping import Detokenizer
 from foretoken.lab.report.show.texts import token_texts as token_texts
 from foretoken.lab.report.show.texts import visible
@@ -72,7 +72,7 @@ def print_explained(console: Console, output: Output, tokenizer: Any) -> None:
     """Legend, then the text, then the token trees of the first rounds if the output has any."""
     colour = has_colour(console)
     console.print(legend(colour), end="", soft_wrap=True)
-    console.print(explained(output, tokenizer, colour), soft_wrap=True)
+    print_text(console, explained(output, tokenizer, colour))
     if output.rounds:
         _print_trees(console, output, tokenizer, colour)
 
@@ -94,7 +94,7 @@ def stream_explained(
     def begin() -> None:
         console.print(legend(colour=True), end="", soft_wrap=True)
         if sys.stdout.isatty():
-            console.print(echo, style="dim", end="", soft_wrap=True)
+            print_text(console, echo, "dim", end="")
 
     output = stream_coloured(console, llm, prompt, {**options, "explain": True}, begin)
     _print_trees(console, output, llm.tokenizer, colour=True)
@@ -122,10 +122,10 @@ def stream_coloured(
     begin()
     colours, found = _Colours(llm.tokenizer), [first]
     try:
-        console.print(colours.push(first), end="", soft_wrap=True)
+        print_text(console, colours.push(first), end="")
         for piece in pieces:
             found.append(piece)
-            console.print(colours.push(piece), end="", soft_wrap=True)
+            print_text(console, colours.push(piece), end="")
     finally:  # an interrupted line is ended too
         console.print()
     return _joined(found)

@@ -14,7 +14,7 @@ import typer
 from foretoken.cli.explain import print_explained, stream_explained
 from foretoken.cli.model_argument import model_and_prompt
 from foretoken.cli.options import OWN_SAMPLING, Common, Json, with_common
-from foretoken.cli.output import has_colour, json_only, print_json, screen, status_line
+from foretoken.cli.output import has_colour, json_only, print_json, print_text, screen, status_line
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def _piped() -> str:
 def _print_prompt(task: Task) -> None:
     """On a terminal, show what is being completed; into a pipe goes the completion alone."""
     if sys.stdout.isatty():
-        screen().print(task.echo, style="dim", end="", soft_wrap=True)
+        print_text(screen(), task.echo, "dim", end="")
 
 
 def _stream(task: Task, options: dict[str, Any]) -> None:
@@ -328,15 +328,15 @@ def compared(llm: Llm, prompt: str | list[int], options: dict[str, Any], repeat:
 def _print_comparison(task: Task, result: Comparison, explain: bool) -> None:
     console, llm = screen(), task.llm
     console.rule("plain", align="left")
-    console.print(task.echo, style="dim", end="", soft_wrap=True)
-    console.print(result.plain.output.text, soft_wrap=True)
+    print_text(console, task.echo, "dim", end="")
+    print_text(console, result.plain.output.text)
     console.rule("speculative", align="left")
     begins_anew = explain and not task.echo.endswith("\n")
-    console.print(task.echo, style="dim", end="\n" if begins_anew else "", soft_wrap=True)
+    print_text(console, task.echo, "dim", end="\n" if begins_anew else "")
     if explain:
         print_explained(console, result.speculative.output, llm.tokenizer)
     else:
-        console.print(result.speculative.output.text, soft_wrap=True)
+        print_text(console, result.speculative.output.text)
     console.rule(align="left")
     print_speeds(console, result)
 

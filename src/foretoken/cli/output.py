@@ -14,6 +14,7 @@ from foretoken.core.io.finite import finite
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 LEAST = 12
 """A column of words is no narrower."""
@@ -25,6 +26,15 @@ def screen(stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def print_text(console: Console, text: str | Text, style: str = "", end: str = "\n") -> None:
+    """Print what a model reads or writes, tabs included: rich alone would print spaces in their place."""
+    from rich.segment import Segments
+    from rich.text import Text
+
+    shown = Text(text, style) if isinstance(text, str) else text
+    console.print(Segments(shown.render(console, end)), end="", soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import typer
 
 from foretoken.cli.generate import PromptFile, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import check_out, has_colour, json_only, print_json, print_table, screen, table
+from foretoken.cli.output import check_out, has_colour, json_only, print_json, print_table, print_text, screen, table
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
@@ -280,5 +280,5 @@ def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None)
         return
     console.print(legend(colour), end="", soft_wrap=True)
     words = [(word.origin, word.text) for one in run.rounds for word in one.words]
-    console.print(Text(run.prompt, "dim").append_text(coloured(words, colour)), soft_wrap=True)
+    print_text(console, Text(run.prompt, "dim").append_text(coloured(words, colour)))
     print_rounds(console, run.rounds, colour, "--round N, or --out page.html", (number or 1) - 1)
