@@ -129,7 +129,12 @@ def test_nobody_there_and_nothing_answered(run: Any, server: Any, prompts: str) 
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are caught on Unix only")
-def test_ctrl_c_tells_what_was_measured(run: Any, server: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_tells_what_was_measured(
+    run: Any, server: Any, tmp_path: Path, number: int, code: int, line: str
+) -> None:
     scripted, url = server
     scripted.pause_s = 0.03
     out = tmp_path / "run.jsonl"
@@ -138,13 +143,13 @@ def test_ctrl_c_tells_what_was_measured(run: Any, server: Any, tmp_path: Path) -
         end = time.monotonic() + 20
         while len(scripted.seen) < 2 + 6 and time.monotonic() < end:  # behind the warm-up
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     result = run("bench", "serve", url, "--concurrency", "2", "--requests", "500", "--warmup", "2", "--out", str(out))
     thread.join()
-    assert result.code == 130 and "interrupted" in result.out and result.err.endswith("interrupted\n")
+    assert result.code == code and "interrupted" in result.out and result.err.endswith(f"{line}\n")
     cell, summary = map(json.loads, out.read_text().splitlines())
     assert 1 <= cell["completed"] == cell["requests"] < 500 and cell["errors"] == {} and summary["interrupted"]
     page = tmp_path / "report.html"

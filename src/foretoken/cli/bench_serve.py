@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from foretoken.cli.ending import terminable
 from foretoken.cli.output import json_only, print_table, progress_bar, screen, table
 from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.lab.bench.load.settings import Level, LoadSettings
@@ -25,6 +27,7 @@ FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, shar
 
 
 @with_settings
+@terminable()
 def serve_command(
     *,
     urls: Annotated[
@@ -75,7 +78,7 @@ def serve_command(
 ) -> None:
     """Send requests to a server and tell latency, throughput and acceptance as its clients see them.
 
-    Ctrl-C ends it early and tells what was measured.
+    Ctrl-C and SIGTERM end it early and tell what was measured.
     """
     passes = 2 if compare or len(urls) > 1 else 1
     lines_out = as_json or (out is None and not sys.stdout.isatty())
@@ -91,8 +94,8 @@ def serve_command(
     if lines_out:
         sys.stdout.write("".join(line + "\n" for line in result.lines))
         sys.stdout.flush()
-    if result.interrupted:
-        raise KeyboardInterrupt
+    if result.stopped_by is not None:
+        signal.raise_signal(result.stopped_by)  # put off until everything was told: what it does now is the end
     if not any(cell["completed"] for cell in result.cells):
         raise ValueError("no request was answered: " + "; ".join(result.summary["notes"]))
 
@@ -181,7 +184,7 @@ def show(console: Console, result: LoadResult, out: Path | None) -> None:
         _show_equality(console, found)
     for note in result.summary["notes"]:
         console.print(note, style="dim", soft_wrap=True)
-    if result.interrupted:
+    if result.stopped_by is not None:
         console.print("interrupted: these are the requests that had ended by then", style="yellow", soft_wrap=True)
     if out is not None and result.cells:
         console.print(f"written to {out}: foretoken bench report {out} --out report.html", soft_wrap=True)

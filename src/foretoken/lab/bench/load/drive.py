@@ -8,6 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import httpx
 
@@ -174,23 +175,34 @@ def _grown(before: Drafts | None, after: Drafts | None) -> Drafts | None:
 
 
 @contextlib.contextmanager
-def stopped_by_ctrl_c(stop: asyncio.Event) -> Iterator[None]:
-    """The first Ctrl-C sets ``stop``, the second one interrupts as ever; only where signals can be caught."""
+def stopped_by_signals(stop: asyncio.Event) -> Iterator[list[int]]:
+    """The first Ctrl-C or SIGTERM sets ``stop`` and is listed, the second does as ever; only where they can be caught."""
     loop = asyncio.get_running_loop()
+    caught: list[int] = []
+    before: dict[int, Any] = {}
 
-    def asked() -> None:
+    def restore() -> None:
+        while before:
+            number, handler = before.popitem()
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)  # the loop leaves the default one, which would end us in silence
+
+    def asked(number: int) -> None:
         stop.set()
-        loop.remove_signal_handler(signal.SIGINT)
+        caught.append(number)
+        restore()
 
     try:
-        loop.add_signal_handler(signal.SIGINT, asked)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            loop.add_signal_handler(number, asked, number)
+            before[number] = handler
     except (NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
-        yield
-        return
+        pass
     try:
-        yield
+        yield caught
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        restore()
 
 
 async def drive(
@@ -199,17 +211,17 @@ async def drive(
     prompts: Mapping[str, Sequence[BenchPrompt]],
     tell: Tell,
     after: Callable[[httpx.AsyncClient, Sequence[ServerArm], list[Pass]], Awaitable[None]] | None = None,
-) -> tuple[Sequence[ServerArm], list[Pass], bool]:
-    """The arms, their passes, and whether it was interrupted; ``after`` may ask the servers about what was found.
+) -> tuple[Sequence[ServerArm], list[Pass], int | None]:
+    """The arms, their passes, and the signal that ended it early; ``after`` may ask the servers about what was found.
 
     Raises:
         ValueError: a server is not there, or refuses what it is asked.
     """
     async with open_client(settings.timeout_s) as http:
         driver = Driver(http, settings, prompts, tell)
-        with stopped_by_ctrl_c(driver.stop):
+        with stopped_by_signals(driver.stop) as caught:
             arms = await find_arms(http)
             passes = await driver.run(arms)
             if after is not None and not driver.stop.is_set():
                 await after(http, arms, passes)
-        return arms, passes, driver.stop.is_set()
+        return arms, passes, caught[0] if caught else None

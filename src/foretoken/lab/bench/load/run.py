@@ -43,12 +43,12 @@ class LoadResult:
 
     Attributes:
         cells: one per level and arm.
-        interrupted: whether it was stopped early.
+        stopped_by: the number of the signal that ended it early.
     """
 
     cells: Sequence[dict[str, Any]]
     summary: dict[str, Any]
-    interrupted: bool
+    stopped_by: int | None
 
     @property
     def lines(self) -> list[str]:
@@ -97,7 +97,7 @@ def run_load(
     compare: bool = False,
     tell: Tell = lambda done, total, text: None,
 ) -> LoadResult:
-    """Measure; Ctrl-C ends it early with what there is.
+    """Measure; Ctrl-C and SIGTERM end it early with what there is.
 
     Args:
         addresses: the servers; the first is what others are compared with.
@@ -117,10 +117,9 @@ def run_load(
             await find_gaps(http, settings, asks, *both)
 
     work = drive(settings, _finder(addresses, compare), prompts, tell, after if compare else None)
-    arms, passes, interrupted = asyncio.run(work)
-    return LoadResult(
-        figures.cells(arms, passes, settings), summary(arms, passes, settings, prompts, interrupted), interrupted
-    )
+    arms, passes, stopped_by = asyncio.run(work)
+    about = summary(arms, passes, settings, prompts, stopped_by is not None)
+    return LoadResult(figures.cells(arms, passes, settings), about, stopped_by)
 
 
 def _finder(
