@@ -136,8 +136,9 @@ def test_an_interrupted_run_is_resumed(
 
     resuming = False
     monkeypatch.setattr(bench_run, "make_arm", stopping)
-    stopped = bench(run, target, *arguments)
+    stopped = bench(run, target, *arguments, "--resume")
     assert stopped.code == code and "--resume goes on from here" in stopped.err
+    assert f"nothing to resume: there is no {out}.partial; the run begins anew" in stopped.err
     assert not out.exists()
     resuming, again = True, bench(run, target, *arguments)
     assert again.code == 2 and "add --resume" in again.err
@@ -146,7 +147,7 @@ def test_an_interrupted_run_is_resumed(
     other = bench(run, target, *arguments, "--resume", "--seed", "3")
     assert other.code == 2 and "other settings (seed)" in other.err and calls == []
     finished = bench(run, target, *arguments, "--resume")
-    assert finished.code == 0, finished.err
+    assert finished.code == 0 and "nothing to resume" not in finished.err, finished.err
     assert len(calls) == 3 and not set(first) & set(calls)
     *cells, summary = lines(out.read_text())
     assert {(c["arm"], c["category"]) for c in cells} == {(a, c) for a in ("plain", "ngram") for c in ("code", "prose")}

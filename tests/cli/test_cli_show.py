@@ -96,7 +96,8 @@ def test_a_trace_is_written_and_shown_again(run: Any, target: str, draft: str, t
     assert seen.code == 0, seen.err
     assert seen.out.startswith("engine: foretoken ") and "round 1: model: 3 drafted" in seen.out
     assert "--round N, or --out page.html" in seen.out or made.json["rounds"] <= 3
-    assert run("show", str(trace), "--out", str(page)).code == 0
+    rounds = f"{made.json['rounds']} round{'s' * (made.json['rounds'] != 1)}"
+    assert run("show", str(trace), "--out", str(page)).err == f"1 request, {rounds} drawn -> {page}\n"
     assert page.read_text().count("<section") == made.json["rounds"]
     assert run("show", str(trace), "--out", str(picture), "--round", "1").code == 0
     (total,) = run("show", str(trace), "--json").json["totals"]

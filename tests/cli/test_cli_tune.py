@@ -66,12 +66,14 @@ def test_the_result_loads_as_a_drafter(run: Any, target: str, prompts: str, tmp_
 def test_the_table_and_going_on(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "skips.json"
     command = ("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
-    result = run(*command)
+    result = run(*command, "--resume")
     assert result.code == 0, result.err
+    assert result.err.count(f"nothing to resume: {out}.study held no trials; it begins anew") == 1
     for word in ("plain", "default", "best", "tokens/s", "speed-up", f"layer_skip:{out}"):
         assert word in result.out
     check(run(*command), "holds 3 trials", "--resume")
-    assert "4/4" in run(*command, "--trials", "4", "--resume").err
+    going_on = run(*command, "--trials", "4", "--resume").err
+    assert "4/4" in going_on and "nothing to resume" not in going_on
     more = run(*command, "--trials", "5", "--resume", "--json")
     assert more.json["trials"] == 5
     assert run(*command, "--resume", "--json").json["trials"] == 5  # nothing left to try: the comparison alone

@@ -101,12 +101,12 @@ def bench_command(
     cards = _cards(card or ())
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
-        from foretoken.lab.bench.partial import check_out
+        from foretoken.lab.bench.partial import check_out, partial_of
         from foretoken.lab.bench.run import BenchSettings
         from foretoken.lab.prompts import load_prompts, select
 
-        if out is not None:
-            check_out(out, resume)
+        if out is not None and not check_out(out, resume) and resume:
+            print(f"nothing to resume: there is no {partial_of(out)}; the run begins anew", file=sys.stderr)
         about = _origin(common, arms, inflate) if ".json" in cards else None
         settings = BenchSettings(arms, temperatures, batches, repeat, common.seed or 0, not no_chat_template)
         loaded = [prompt for source in (prompts or [None]) for prompt in load_prompts(source, format)]  # type: ignore[list-item]

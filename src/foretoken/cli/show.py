@@ -229,7 +229,9 @@ def show_trace(file: Path, asked: ShowOptions) -> None:
     elif asked.out is None:
         _print_trace(screen(), trace, run, asked.number)
     else:
-        print(f"{len(trace.requests)} requests, {len(run.rounds)} rounds drawn -> {asked.out}", file=sys.stderr)
+        counts = {"request": len(trace.requests), "round": len(run.rounds)}
+        words = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
+        print(f"{words} drawn -> {asked.out}", file=sys.stderr)
 
 
 def _write_trace(out: Path, trace: Trace, run: Shown, number: int | None) -> None:

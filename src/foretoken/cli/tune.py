@@ -97,6 +97,8 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
         task = bar.add_task("warming up", total=trials)
 
         def on_trial(number: int, speed: float, search: LayerSkipStudy) -> None:
+            if resume and not number:
+                console.print(f"nothing to resume: {search.journal} held no trials; it begins anew", soft_wrap=True)
             text = f"last {speed:.1f}, best {search.best_speed:.1f} tokens/s" if number else "trying the default set"
             bar.update(task, completed=min(number, trials), description=text, refresh=True)
 

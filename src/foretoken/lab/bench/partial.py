@@ -20,8 +20,8 @@ def _holds(file: Path) -> bool:
     return file.exists() and file.stat().st_size > 0
 
 
-def check_out(out: Path, resume: bool) -> None:
-    """Whether a run can be written to ``out``, before seconds are spent on loading.
+def check_out(out: Path, resume: bool) -> bool:
+    """Whether an unfinished run is there; refuses what cannot be written before seconds are spent on loading.
 
     Raises:
         ValueError: a folder, or none to write in; an unfinished run that is not to be resumed; nothing to resume.
@@ -37,6 +37,7 @@ def check_out(out: Path, resume: bool) -> None:
         )
     if resume and not unfinished and _holds(out):
         raise ValueError(f"{out} is finished, there is nothing to resume: leave --resume out to run it again")
+    return unfinished
 
 
 class Partial:
@@ -57,8 +58,7 @@ class Partial:
         self.out, self.path = out, partial_of(out)
         self.done: dict[Key, UnitResult] = {}
         self.notes: dict[str, Any] = {}
-        check_out(out, resume)
-        found = _holds(self.path)
+        found = check_out(out, resume)
         if found:
             self._read(json.loads(dumps(config)))
         self._file: TextIO = self.path.open("a", encoding="utf-8")

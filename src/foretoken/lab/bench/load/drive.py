@@ -176,7 +176,7 @@ def _grown(before: Drafts | None, after: Drafts | None) -> Drafts | None:
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM sets ``stop`` and is listed, the second does as ever; only where they can be caught."""
+    """The first Ctrl-C or SIGTERM sets ``stop`` and is listed, the second does as ever; only if they can be caught."""
     loop = asyncio.get_running_loop()
     caught: list[int] = []
     before: dict[int, Any] = {}
