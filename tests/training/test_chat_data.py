@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.cli.train_drafter import seen
+from foretoken.core.io.files import write_json
 from foretoken.llm import load
 from foretoken.loading import load_model
 from foretoken.models.forward.parts import TargetParts
@@ -215,6 +217,37 @@ def test_a_corpus_that_was_broken_off_is_made_anew(tmp_path: Path, monkeypatch: 
         patch.setattr("foretoken.training.corpus.write_json", lambda *args: raise_interrupt())
         build_corpus([other], tokenizer, out)  # its tokens are there, and what says so is not
     assert text_identity(out, build_corpus([one], tokenizer, out)) == wanted
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders are locked on Unix only")
+def test_two_runs_that_share_a_corpus_encode_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another run begins with other data while the first one writes its card: their files would be mixed."""
+    one, other, tokenizer, out = tmp_path / "a.txt", tmp_path / "b.txt", chat_tokenizer(), tmp_path / "corpus"
+    one.write_text("The sky is blue.")
+    other.write_text("The grass is green, and high.")
+    rivals: list[threading.Thread] = []
+    second: dict[str, Any] = {}
+
+    def write(path: Path, content: Any) -> Path:
+        if not rivals:
+            rivals.append(threading.Thread(target=lambda: second.update(build_corpus([other], tokenizer, out))))
+            rivals[0].start()
+            rivals[0].join(0.5)
+            assert not second and "another run writes to" in caplog.text
+            assert first_tokens(out) == tokenizer("The sky is blue.")["input_ids"]
+        return write_json(path, content)
+
+    monkeypatch.setattr("foretoken.training.corpus.write_json", write)
+    build_corpus([one], tokenizer, out)
+    rivals[0].join()
+    assert second["files"] == json.loads((out / "corpus.json").read_text())["files"]
+    assert first_tokens(out) == tokenizer("The grass is green, and high.")["input_ids"]
+
+
+def first_tokens(corpus: Path) -> list[int]:
+    return np.fromfile(corpus / "train.bin", np.uint16).tolist()[:-1]
 
 
 def raise_interrupt() -> None:

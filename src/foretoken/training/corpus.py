@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from foretoken.core.io.documents import TEXT_SUFFIXES, Record, iter_records
 from foretoken.core.io.files import checksum, files_checksum, replacing, write_json
+from foretoken.core.io.locks import lock
 from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"
@@ -158,9 +159,23 @@ def build_corpus(
     found = stored_corpus(paths, tokenizer, out)
     if found is not None:
         return found
-    card, wanted = out / "corpus.json", _identity(paths, tokenizer)
     limit, chat = held_below(iter_records(paths), HELD)
     out.mkdir(parents=True, exist_ok=True)
+    with (out / "corpus.lock").open("a") as held:  # two runs with other data would mix their files
+        lock(held.fileno(), out, "folder", wait=True)
+        return stored_corpus(paths, tokenizer, out) or _encode(paths, tokenizer, out, limit, chat, on_read)
+
+
+def _encode(
+    paths: Sequence[str | Path],
+    tokenizer: Any,
+    out: Path,
+    limit: int,
+    chat: bool,
+    on_read: Callable[[int], None] | None,
+) -> dict[str, Any]:
+    """Write the files of a corpus; documents whose hash is below ``limit`` are held out."""
+    card, wanted = out / "corpus.json", _identity(paths, tokenizer)
     card.unlink(missing_ok=True)  # killed between two of the files below, it would tell of others
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     with ExitStack() as stack:

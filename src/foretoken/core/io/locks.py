@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 
 
-def lock(descriptor: int, path: Path, kind: str = "file") -> None:
+def lock(descriptor: int, path: Path, kind: str = "file", wait: bool = False) -> None:
     """Keep what was opened at ``path`` for this process until it is closed, or the process ends in any way.
 
     Raises:
-        ValueError: another process has it.
+        ValueError: another process has it, and it is not to ``wait`` for.
     """
     try:
         import fcntl
@@ -19,6 +19,10 @@ def lock(descriptor: int, path: Path, kind: str = "file") -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        if wait:
+            logging.getLogger("foretoken").warning("another run writes to %s: waiting for it", path)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return
         raise ValueError(f"another run writes to {path}: wait for it, or choose another {kind}") from None
     except OSError as error:  # some network file systems
         logging.getLogger("foretoken").warning(
