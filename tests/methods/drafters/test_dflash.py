@@ -291,6 +291,9 @@ def test_random_weights_keep_the_greedy_text(changes: dict[str, Any]) -> None:
         ({"causal": "no"}, "one number, or one for each of 2 layers"),
         ({"draft_vocab": 33}, "draft_vocab must be from 0"),
         ({"kv_heads": 3}, "share keys evenly"),
+        ({"causal": "2"}, "causal='2' must be 0 or 1"),
+        ({"head_dim": 0}, "head_dim must be even and at least 2"),
+        ({"ffn": 0}, "ffn at least 1"),
     ],
 )
 def test_bad_shapes(changes: dict[str, Any], words: str) -> None:

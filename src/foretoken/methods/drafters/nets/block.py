@@ -62,11 +62,9 @@ class BlockConfig(LayerConfig):
     def __post_init__(self) -> None:
         if not 2 - self.from_anchor <= self.block <= LARGEST_BLOCK:
             raise ValueError(f"a block has {2 - self.from_anchor} to {LARGEST_BLOCK} rows, not {self.block}")
-        if self.layers < 1 or self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(
-                f"a block drafter needs layers and heads that share keys evenly, not {self.layers} layers, "
-                f"{self.heads} heads and {self.kv_heads} key-value heads"
-            )
+        super().__post_init__()
+        if self.layers < 1:
+            raise ValueError(f"a block drafter needs at least 1 layer, not {self.layers}")
         if not all(part.isdecimal() for part in self.taps.split(",")):
             raise ValueError(f"taps={self.taps!r} must be depths of the target joined by commas, for example 2,5,8")
         if not 0 <= self.mask_token < self.vocab_size:
@@ -75,8 +73,8 @@ class BlockConfig(LayerConfig):
             )
         if not 0 <= self.draft_vocab <= self.vocab_size:
             raise ValueError(f"draft_vocab must be from 0 (all) to {self.vocab_size}, not {self.draft_vocab}")
-        for key in ("reach", "causal"):
-            self._each(key)
+        if self._each("reach") and max(self._each("causal")) > 1:
+            raise ValueError(f"causal={self.causal!r} must be 0 or 1")
 
     def _each(self, key: str) -> tuple[int, ...]:
         text: str = getattr(self, key)

@@ -30,6 +30,9 @@ class LayerConfig:
         ffn: width of the MLP.
         rope_theta: base of the rotary embedding.
         eps: of the norms.
+
+    Raises:
+        ValueError: heads that do not share keys evenly, or widths that no layer can have.
     """
 
     hidden_size: int
@@ -39,6 +42,16 @@ class LayerConfig:
     ffn: int
     rope_theta: float = 10000.0
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"a layer needs heads that share keys evenly, not heads={self.heads} with kv_heads={self.kv_heads}"
+            )
+        if self.head_dim < 2 or self.head_dim % 2 or self.ffn < 1:  # rotary embeddings turn pairs of numbers
+            raise ValueError(
+                f"head_dim must be even and at least 2, and ffn at least 1, not {self.head_dim} and {self.ffn}"
+            )
 
     @classmethod
     def of_target(cls, config: Any) -> LayerConfig:

@@ -29,6 +29,7 @@ class Eagle3Config(LayerConfig):
     share_head: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.vocab_size < 1 or not 0 <= self.draft_vocab <= self.vocab_size:
             raise ValueError(f"eagle3 needs draft_vocab from 0 (all) to {self.vocab_size}, not {self.draft_vocab}")
         if not all(part.isdecimal() for part in self.layers.split(",")):
