@@ -105,6 +105,16 @@ def test_used(damage: Damage, words: str, target: Path, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("measured", [[1], "much", None])
+def test_measurements_that_are_none(method: str, measured: Any, target: Path, tmp_path: Path) -> None:
+    head = save_net(method, tmp_path / "head", target)
+    file = head / "drafter.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "measured": measured}))
+    with pytest.raises(ValueError, match=r"drafter.json is damaged: copy the folder again"):
+        ft.load(target, f"{method}:{head}", dtype="float32")
+
+
 @pytest.mark.parametrize("method", ["medusa", "eagle"])
 def test_descriptions_of_other_methods(method: str, target: Path, tmp_path: Path) -> None:
     head = save_net(method, tmp_path / "head", target)

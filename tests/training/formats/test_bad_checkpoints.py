@@ -56,6 +56,14 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize("name", ["fc.weight", "midlayer.self_attn.q_proj.weight"])
+def test_what_eagle3_is_recognised_by_may_not_be_what_it_lacks(name: str, target: Path, tmp_path: Path) -> None:
+    source = theirs("eagle3", "plain", target, tmp_path)
+    (file,) = source.glob("*.safetensors")
+    save_file({key: value for key, value in load_file(file).items() if key != name}, file)
+    refused(source, target, f"lacks the tensor {name}")
+
+
 @pytest.mark.parametrize(("method", "format", "name"), LAYOUTS)
 def test_tensors(method: str, format: str, name: str, target: Path, tmp_path: Path) -> None:
     """Missing, superfluous, misshapen: by the name that the file has."""

@@ -38,7 +38,7 @@ class Eagle3Plain(NetFormat):
 
     def recognises(self, found: Found) -> bool:
         norms = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}
-        return "fc.weight" in found.names and bool(norms & found.names)
+        return bool(norms & found.names)
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
         shape = self.net_config(**trained.config)

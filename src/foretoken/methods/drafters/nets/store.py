@@ -108,6 +108,7 @@ def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[
     try:
         description: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version, stored, for_target = description["format"], description["method"], Fingerprint(**description["target"])
+        description["measured"] = dict(description["measured"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file} is damaged: copy the folder again") from None
     if version != VERSION:
