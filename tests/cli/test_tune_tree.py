@@ -57,6 +57,28 @@ def test_a_tree_for_a_draft_model(
     assert out.token_ids == plain.token_ids and out.stats.num_accepted_tokens > 0
 
 
+def test_the_spec_that_is_printed_names_what_was_measured(
+    target: str, draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, shown = tmp_path / "tree.json", [part for part in SMALL if part != "--json"]
+    assert main([*shown, "--target", target, "--drafter", f"model:{draft},k=2", "--out", str(file)]) == 0
+    assert f"--drafter model:{draft},tree={file}" in capsys.readouterr().out
+
+
+def test_what_was_only_right_behind_its_siblings_fills_no_small_tree(
+    target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best tree of one node is then the root alone, and of it no levels can be counted."""
+    file = tmp_path / "tree.json"
+    command = [*SMALL, "--target", target, "--drafter", f"model:{draft}", "--out", str(file)]
+    monkeypatch.setattr("foretoken.lab.tune.positional.measured_acceptance", lambda *_: (0.0, 0.4, 0.1))
+    assert main(command) == 0
+    assert set(json.loads(capsys.readouterr().out)["sizes"]) == {"2", "3", "4"}
+    monkeypatch.setattr("foretoken.lab.tune.positional.measured_acceptance", lambda *_: (0.0,) * 5 + (0.4,))
+    assert main(command) == 2
+    assert "no tree of 4 nodes has a place that was ever right: allow more nodes" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_found_before_anything_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import check_out, json_only, print_json, print_table, screen, table
+from foretoken.core.specs import parse_spec
 
 if TYPE_CHECKING:
     from foretoken.lab.tune.layer_skip import LayerSkipStudy, TunedSkips
@@ -157,7 +158,7 @@ def tree_command(
         outcome = _tuned_tree(common, drafter, shape, prompts, new_tokens, max_prompts, max_nodes, max_depth)
         outcome.save(out)
         if not as_json:
-            _print_tree(outcome, out)
+            _print_tree(outcome, drafter, out)
     if as_json:
         print_json({**outcome.public(), "out": str(out)})
 
@@ -214,8 +215,9 @@ def _checked_filler(
     return drafter, shape or known[0]
 
 
-def _print_tree(outcome: TunedTree, out: Path) -> None:
-    console = screen()
+def _print_tree(outcome: TunedTree, drafter: str, out: Path) -> None:
+    console, spec = screen(), parse_spec(drafter)
+    filled = f"{spec.name}:{spec.path}" if spec.path else spec.name
     shown = table("what trees promise", (), ("nodes", "ms a round", "tokens a round", "tokens/s"))
     for size, (ms, length) in outcome.sizes.items():
         chosen = "bold" if size == len(outcome.choices) else None
@@ -231,6 +233,6 @@ def _print_tree(outcome: TunedTree, out: Path) -> None:
         faster = "plain decoding" if fastest == "plain" else "the default tree"
         console.print(f"{faster} is faster than this tree for this target on this machine", style="yellow")
     console.print(
-        f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep: --drafter {outcome.method},tree={out}",
+        f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep: --drafter {filled},tree={out}",
         soft_wrap=True,
     )

@@ -116,6 +116,9 @@ def tune(
         shape: ``"medusa"`` or ``"sequoia"``.
         depth: most levels.
         tell: told what comes next.
+
+    Raises:
+        ValueError: nothing was ever accepted, or only what trees of these sizes do not hold.
     """
     tell("measuring acceptance by trial")
     acceptance = measured_acceptance(work, drafter)
@@ -130,10 +133,14 @@ def tune(
     for size in sizes:
         if shape == "sequoia":
             trees[size] = best_of_size(table, size, scoring[size] + draft.node * size, draft.level)
+        if not trees[size]:  # its places were never right, only those of later children
+            continue
         levels = max(map(len, trees[size]))
         cost = scoring[size] + draft.node * len(trees[size]) + draft.level * levels
         costs[size] = SizeCost(cost, expected_length(trees[size], rows))
-    best = max(trees, key=lambda size: costs[size].rate)
+    if not costs:
+        raise ValueError(f"no tree of {max(sizes)} nodes has a place that was ever right: allow more nodes or prompts")
+    best = max(costs, key=lambda size: costs[size].rate)
     tell("comparing")
     speeds = compared(work, drafter, trees[best])
     return TunedTree(drafter.name, trees[best], rows, costs, speeds, shape, work.temperature, draft)
