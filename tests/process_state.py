@@ -53,7 +53,8 @@ def _write_bars(shown: Any) -> None:
 
 def _read_backend() -> Any:
     matplotlib = _module("matplotlib")
-    return None if matplotlib is None else dict.__getitem__(matplotlib.rcParams, "backend")
+    name = None if matplotlib is None else dict.__getitem__(matplotlib.rcParams, "backend")
+    return name if isinstance(name, str) else None  # matplotlib has not chosen one yet
 
 
 def _write_backend(name: Any) -> None:

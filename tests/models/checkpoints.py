@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPTJForCausalLM
-from transformers.utils import logging as hf_logging
 
+from foretoken.core.io.quiet import NO_BARS
 from foretoken.loading import load_model
 from foretoken.models.base import LanguageModel
 
@@ -147,9 +147,8 @@ def enliven(model: Any, seed: int = 0) -> None:
 
 def save(model: Any, folder: Path) -> Path:
     """Write a checkpoint as users have it."""
-    hf_logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    hf_logging.enable_progress_bar()
+    with NO_BARS.changed():
+        model.save_pretrained(folder)
     return folder
 
 

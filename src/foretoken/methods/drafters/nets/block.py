@@ -64,7 +64,7 @@ class BlockConfig(LayerConfig):
             raise ValueError(f"a block has {2 - self.from_anchor} to {LARGEST_BLOCK} rows, not {self.block}")
         super().__post_init__()
         if self.layers < 1:
-            raise ValueError(f"a block drafter needs at least 1 layer, not {self.layers}")
+            raise ValueError(f"layers must be at least 1, not {self.layers}")
         if not all(part.isdecimal() for part in self.taps.split(",")):
             raise ValueError(f"taps={self.taps!r} must be depths of the target joined by commas, for example 2,5,8")
         if not 0 <= self.mask_token < self.vocab_size:
