@@ -73,6 +73,9 @@ def test_a_row_of_a_prompt_file_is_drawn(run: Any, target: str, tokenizer: Any, 
     result = run(*asked)
     assert result.code == 0, result.err
     assert "[user] for item" in out.read_text()
+    rows.write_text('{"prompt": "for item"}\n')
+    assert run(*asked).code == 0
+    assert 'class="prompt">for item</span>' in out.read_text()
     rows.write_text('{"messages": [{"role": "user"}]}')
     assert "rows.jsonl, line 1: message 1 needs a 'content'" in run(*asked).err
     rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.generate import PromptFile, common_and_prompt
+from foretoken.cli.generate import PromptFile, Task, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import check_out, has_colour, json_only, print_json, print_table, print_text, screen, table
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
@@ -90,7 +90,10 @@ def show_command(
         tell_empty(llm, output.note, raw)
         from foretoken.lab.report.show.run import shown
 
-        text = _in_words(llm, prompt) if row is not None and row.messages else text
+        if row is None:
+            text = Task(llm, text, prompt).echo
+        else:
+            text = _in_words(llm, prompt) if row.messages else row.text
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
         page, rounds = _drawn(shown(output, llm.tokenizer, text, about), out.suffix.lower(), number)
     write_whole(out, page)

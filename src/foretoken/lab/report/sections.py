@@ -14,7 +14,7 @@ from foretoken.lab.report.svg import draw
 from foretoken.lab.report.verdict import Remark, verdict
 
 LEGEND = {
-    "root": "root: the last token that were accepted",
+    "root": "root: the last committed token",
     "accepted": "accepted draft token",
     "rejected": "rejected draft token",
     "recovered": "recovered: the target's own, where drafts failed",

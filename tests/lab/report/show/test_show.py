@@ -173,6 +173,16 @@ def test_pictures_are_whole_svg_files(case: str) -> None:
         picture.render(run, 998)
 
 
+def test_lines_of_a_picture_end_between_words() -> None:
+    run = replace(run_of("greedy"), prompt="seven letters " * 20 + "x" * 100)
+    root = ElementTree.fromstring(picture.render(run, 0))
+    shown = [
+        part.text or "" for part in root.iter("{http://www.w3.org/2000/svg}text") if "prompt" in part.get("class", "")
+    ]
+    assert "".join(shown) == run.prompt  # a word that no line holds is cut
+    assert len(shown) > 4 and all(re.fullmatch(r"((seven|letters) )+|x+", line) for line in shown)
+
+
 def test_the_best_round_has_accepted_and_rejected_tokens() -> None:
     run = run_of("rejection", 60)
     kinds = {node.status for node in run.rounds[run.best()].nodes}

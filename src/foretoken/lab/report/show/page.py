@@ -19,7 +19,7 @@ MEANINGS = {
     "accepted": "an accepted draft token",
     "recovered": "the target's token in place of a rejected one",
     "bonus": "the target's token after a whole accepted path",
-    "plain": "plain: nothing was drafted",
+    "plain": "the target's token where nothing was drafted",
 }
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
