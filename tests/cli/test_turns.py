@@ -61,6 +61,25 @@ def test_a_chat_model_gets_its_template_and_raw_turns_it_off(run: Any, chat_mode
     assert "cut there" not in run("generate", chat_model, PROMPT, "--raw", *LENGTH).err
 
 
+def test_control_tokens_inside_a_template_are_told(run: Any, chat_model: str, tmp_path: Path) -> None:
+    """A prompt to fill a gap, or one that is in a template already, is put into one more."""
+    token = ft.load(chat_model, drafter=None).tokenizer.eos_token
+    said = f"the prompt holds {token}, and the model's chat template is put around it: --raw completes it as it stands"
+    out = ("--out", str(tmp_path / "x.html"))
+    for command in (("generate",), ("show", *out)):
+        assert said in run(command[0], chat_model, PROMPT + token, *LENGTH, *command[1:]).err.splitlines()
+        assert "chat template" not in run(command[0], chat_model, PROMPT + token, "--raw", *LENGTH, *command[1:]).err
+        assert "chat template" not in run(command[0], chat_model, PROMPT, *LENGTH, *command[1:]).err
+
+
+def test_an_answer_is_drawn_in_a_line_of_its_own(run: Any, chat_model: str, tmp_path: Path) -> None:
+    """As `generate --explain` prints it; a completion goes on in the prompt's line."""
+    out = tmp_path / "x.html"
+    for more, shown in (((), f"{PROMPT}\n</span>"), (("--raw",), f"{PROMPT}</span>")):
+        assert run("show", chat_model, PROMPT, *more, *LENGTH, "--out", str(out)).code == 0
+        assert f'class="prompt">{shown}' in out.read_text()
+
+
 @pytest.mark.parametrize("more", [("--compare", "--repeat", "1", "--drafter", "ngram"), ("--explain",)])
 def test_compare_and_explain_use_the_template_too(run: Any, chat_model: str, more: tuple[str, ...]) -> None:
     result = run("generate", chat_model, PROMPT, *LENGTH, *more, "--json").json

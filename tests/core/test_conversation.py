@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.tiny_tokenizer import chat_tokenizer, eos, tokenizer
-from foretoken.core.conversation import from_sharegpt, has_template, is_messages, render
+from foretoken.core.conversation import control_tokens, from_sharegpt, has_template, is_messages, render
 from foretoken.engine.background import AsyncLlm
 from foretoken.llm import Llm
 from foretoken.methods.controllers.constant import ConstantController
@@ -53,6 +53,16 @@ def test_an_answer_that_is_begun_goes_on() -> None:
     begun = [*ASK, {"role": "assistant", "content": "The"}]
     assert tokens.decode(render(begun, tokens)) == WRITTEN + "The"
     assert tokens.decode(render(begun, tokens, add_generation_prompt=False)) == WRITTEN + "The\n"
+
+
+def test_control_tokens_that_a_text_spells_out_are_found() -> None:
+    tokens = chat_tokenizer()
+    tokens.add_tokens(
+        ["<|fim_prefix|>", "<|fim_suffix|>", "word", "<table>"]
+    )  # not marked as special, as in Qwen2.5-Coder
+    text = "<|fim_suffix|>a word<eos> in a <table><|fim_prefix|>b<|fim_suffix|><|fim_middle|>"
+    assert control_tokens(text, tokens) == ["<|fim_suffix|>", "<eos>", "<|fim_prefix|>"]
+    assert control_tokens("a < b | c > d", tokens) == []
 
 
 def test_what_counts_as_messages() -> None:

@@ -58,8 +58,11 @@ def prompt_for(llm: Llm, text: str, system: str | None, raw: bool, target: str) 
         return text
     if not text.strip():
         raise ValueError("the prompt is empty: give at least one character")
-    from foretoken.core.conversation import render
+    from foretoken.core.conversation import control_tokens, render
 
+    if found := control_tokens(text, llm.tokenizer):
+        says = f"the prompt holds {', '.join(found)}, and the model's chat template is put around it"
+        screen(stderr=True).print(f"{says}: --raw completes it as it stands", soft_wrap=True, markup=False)
     messages = [{"role": "user", "content": text}]
     return render([{"role": "system", "content": system}, *messages] if system is not None else messages, llm.tokenizer)
 

@@ -40,6 +40,16 @@ def has_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
+def control_tokens(text: str, tokenizer: Any) -> list[str]:
+    """Control tokens of the tokenizer that a text spells out, as a prompt to fill a gap or a finished template does.
+
+    Not every tokenizer marks those of fill-in-the-middle as special, hence the shape; other added tokens may be plain
+    words or markup.
+    """
+    added = [name for name in tokenizer.get_added_vocab() if name.startswith(("<|", "<\uff5c"))]
+    return sorted({name for name in (*tokenizer.all_special_tokens, *added) if name in text}, key=text.index)
+
+
 def conversations_of(messages: Any) -> tuple[list[Sequence[Message]], bool]:
     """Conversations, and whether a single one was given rather than a list of them.
 
