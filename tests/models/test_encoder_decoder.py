@@ -38,7 +38,7 @@ from foretoken.training.recipes.base import Batch
 
 NEW = 20
 TREES = ("recycling", "model,tree=3x2x1")
-CHAINS = ("ngram,k=4", "suffix,k=4", "jacobi", "model,k=3")
+CHAINS = ("ngram,k=4", "suffix,k=4", "jacobi", "model,k=3", "sam", "ngram_cache", "lookahead")
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +326,11 @@ def test_what_needs_more_than_a_decoder_is_refused(target: EncoderDecoderModel) 
     with pytest.raises(ValueError, match="an encoder's input is read by prefill"):
         target.forward([Feed(sequence, [0])])
     target.release(sequence)
+
+
+def test_a_draft_with_an_encoder_does_not_learn(target: EncoderDecoderModel, draft: Path) -> None:
+    with pytest.raises(CapabilityError, match=r"weights of a decoder-only .*is run as EncoderDecoderModel"):
+        ft.load(target, f"online:{draft}")
 
 
 def test_a_folder_loads_with_its_encoder(network: Any, plain: list[list[int]], tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class OnAndOff(Controller):
 
 
 class Watched(PassTokensDrafter):
-    """Notes, for every round, the text up to the last token that were accepted and what was said below it."""
+    """Notes, for every round, the text up to the last accepted token and what was said below it."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -200,7 +200,7 @@ def test_draws_follow_the_distribution() -> None:
 
 @pytest.mark.parametrize("lean", [True, False])
 def test_drafting_says_what_training_sees(lean: bool) -> None:
-    """Every round's logits against the recipe's masked forward over the whole text, at the last token that were
+    """Every round's logits against the recipe's masked forward over the whole text, at the last token that was
     accepted."""
     target = HuggingFaceModel(llama(), lean=lean)
     recipe = PassTokensRecipe(target, TargetParts(target), {"k": "3"})

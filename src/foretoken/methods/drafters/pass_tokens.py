@@ -78,7 +78,7 @@ class _LookAhead:
 
     Attributes:
         groups: its nodes with look-ahead tokens below them, and which probes those are.
-        logits: [<= k, V] what they said below the last token that were accepted; ``None`` when there were none.
+        logits: [<= k, V] what they said below the last accepted token; ``None`` when there were none.
     """
 
     proposed: TokenTree | None = None

@@ -145,7 +145,8 @@ class Learner:
         fixed = PackedLinear, QuantisedLinear
         if not isinstance(model, HuggingFaceModel) or any(isinstance(m, fixed) for m in model.model.modules()):
             raise CapabilityError(
-                "online learns a draft model's weights: give a Transformers model, neither packed nor quantised"
+                "online learns the weights of a decoder-only Transformers model, neither packed nor quantised; this "
+                f"draft model is run as {type(model).__name__}"
             )
         self.config, self.folder, self.tokenizer, self.clock = config, save, tokenizer, clock
         served = copy.deepcopy(model.model).requires_grad_(False)
