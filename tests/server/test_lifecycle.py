@@ -225,6 +225,16 @@ def test_what_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
     assert "error" in refused(str(broken), "--port", str(free_port())).lower()
 
 
+def test_a_variable_below_a_flag_is_not_read() -> None:
+    """Kubernetes sets FORETOKEN_PORT to an address beside a Service named foretoken."""
+    from foretoken.server.config import settings_from
+
+    theirs = {"FORETOKEN_PORT": "tcp://10.0.0.1:80"}
+    assert settings_from({"port": 8080}, None, theirs).port == 8080
+    with pytest.raises(ValueError, match="FORETOKEN_PORT: port must be a whole number"):
+        settings_from({"port": None}, None, theirs)
+
+
 def test_settings_come_from_flags_then_environment_then_file(tmp_path: Path) -> None:
     from foretoken.server.config import settings_from
 

@@ -212,7 +212,7 @@ def settings_from(
     if any(not environ.get(name, "key").strip(", ") for name in ("FORETOKEN_API_KEY", "FORETOKEN_API_KEYS")):
         raise ValueError("FORETOKEN_API_KEY is set and empty: unset it to serve without a key, or put the key in it")
     for name in known:
-        if PREFIX + name.upper() in environ:
+        if flags.get(name) is None and PREFIX + name.upper() in environ:
             found[name] = _value(name, environ[PREFIX + name.upper()], PREFIX + name.upper())
     found |= {name: _value(name, value, f"--{name}") for name, value in flags.items() if value is not None}
     return replace(ServerSettings(insecure=True), **{"insecure": False} | found)

@@ -69,7 +69,7 @@ def library() -> LlamaLibrary:
     except (ImportError, OSError, RuntimeError) as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp"
         raise MissingLlamaCppError(
-            f"a GGUF file needs llama-cpp-python{'' if absent else f' ({error})'}: "
+            f"running a GGUF file with llama.cpp needs llama-cpp-python{'' if absent else f' ({error})'}: "
             "pip install 'foretoken[gguf]' (or `make gguf`), which compiles it for some minutes"
         ) from None
     return LlamaLibrary(llama_cpp)
