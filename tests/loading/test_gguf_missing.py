@@ -34,7 +34,7 @@ def test_the_extra_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(
         LoadError,
-        match=r"^running a GGUF file with llama\.cpp needs llama-cpp-python: pip install 'foretoken\[gguf\]' \(or `make gguf`\)",
+        match=r"^running .* with llama\.cpp needs llama-cpp-python: pip install 'foretoken\[gguf\]' \(or `make gguf`\)",
     ) as error:
         ft.load(file, backend="llama.cpp")
     assert "\n" not in str(error.value)
