@@ -260,6 +260,31 @@ def test_no_number_of_a_setting_is_negative_or_not_finite(method: str, target: P
 
 
 @pytest.mark.parametrize(
+    ("method", "key"),
+    [
+        *((method, "unroll") for method in ("eagle", "eagle3", "mtp")),
+        *((method, "places") for method in ("uno", "peagle")),
+        *((method, "heads") for method in ("medusa", "hydra")),
+        *((method, "block") for method in ("dflash", "dflash2", "dspark")),
+        ("bpd", "k"),
+        ("pass_tokens", "k"),
+        ("jump", "steps"),
+    ],
+)
+def test_more_tokens_ahead_than_a_block_holds(method: str, key: str, data: Path, target: Path, tmp_path: Path) -> None:
+    """Before a network of that size is made, and before the text is read; the longest that fits is trained."""
+    kind, model = find_recipe(method), load_model(target)
+    with pytest.raises(ValueError, match=rf"{method} would learn \d+ tokens ahead .*: the target's context of 64"):
+        kind(model, TargetParts(model), {key: "64" if method == "peagle" else "256"})
+    ahead = kind(model, TargetParts(model), {key: "8"}).ahead
+    longest = 47 - (ahead - 8)
+    with pytest.raises(ValueError, match="would learn 48 tokens ahead with these settings: --context of 48 tokens is"):
+        new_trainer(method, target, data, tmp_path / "out", settings={key: str(longest + 1)})
+    assert not (tmp_path / "out").exists()
+    new_trainer(method, target, data, tmp_path / "out", settings={key: str(longest)}, steps=1).run()
+
+
+@pytest.mark.parametrize(
     ("method", "module"),
     [("eagle3", "train_drafter"), ("distill", "train_distill"), ("specdec_pp", "train_specdec_pp")],
 )
@@ -297,8 +322,13 @@ def test_features_from_disk_are_the_features(data: Path, target: Path, tmp_path:
     assert len(shards) == 2  # 18 steps of one tap in shards of 16
     new_trainer("mtp", target, data, tmp_path / "c", steps=18, features=store).run()
     assert {p: p.stat().st_mtime_ns for p in store.rglob("*.safetensors")} == shards
-    with pytest.raises(ValueError, match="use another folder"):
-        new_trainer("medusa", target, data, tmp_path / "d", context=32, features=store)
+    with pytest.raises(
+        ValueError, match=r"features of --context 48, not 32 and of --seed 3, not 4: use another folder"
+    ):
+        new_trainer("medusa", target, data, tmp_path / "d", context=32, seed=4, features=store)
+    run: dict[str, Any] = {"text": "target", "written_blocks": 8}
+    with pytest.raises(ValueError, match=r"of text of another --text, --written-blocks or --written-temperature: use"):
+        new_trainer("medusa", target, data, tmp_path / "d", features=store, **run)
     first = min(shards)
     first.write_bytes(first.read_bytes()[:-9])
     with pytest.raises(ValueError, match="damaged: delete it"):
@@ -317,9 +347,9 @@ def test_features_of_other_text_or_another_dtype_are_not_read(data: Path, target
     (shuffled / "a.jsonl").write_text("\n".join(reversed(lines)))
     (other / "a.jsonl").write_text("\n".join(reversed(lines)))  # in place, too
     for folder in (shuffled, other):
-        with pytest.raises(ValueError, match="another target, text, --precision"):
+        with pytest.raises(ValueError, match="holds features of other text: use another folder"):
             new_trainer("medusa", target, folder, tmp_path / "c", features=store)
-    with pytest.raises(ValueError, match="another target, text, --precision"):
+    with pytest.raises(ValueError, match=r"holds features of a target of another dtype \(--precision\): use"):
         new_trainer("medusa", target, data, tmp_path / "d", features=store, dtype="float32")
 
 

@@ -26,6 +26,14 @@ from foretoken.training.text_sources import WrittenBlocks
 
 STEPS = 16
 """Steps (of conversations: rows) per shard."""
+NAMED = {
+    "target": "another target",
+    "dtype": "a target of another dtype (--precision)",
+    "text": "other text",
+    "written": "text of another --text, --written-blocks or --written-temperature",
+    "steps_per_shard": "another version",
+}
+"""What differs in words, where the values say little."""
 
 
 class FeatureStore:
@@ -37,7 +45,7 @@ class FeatureStore:
         written: what else its blocks depend on, where the target wrote them.
 
     Raises:
-        ValueError: the folder holds features of another target, dtype, text or order.
+        ValueError: the folder holds features of another target, dtype, text or order; the message names which.
     """
 
     def __init__(
@@ -58,11 +66,10 @@ class FeatureStore:
             **({"written": list(written)} if written else {}),
         }
         card = folder / "features.json"
-        if card.exists() and json.loads(card.read_text(encoding="utf-8")) != json.loads(json.dumps(identity)):
-            raise ValueError(
-                f"{folder} holds features of another target, text, --precision, --context, --batch-size or --seed: "
-                "use another folder"
-            )
+        stored = json.loads(card.read_text(encoding="utf-8")) if card.exists() else identity
+        others = _differences(stored, json.loads(json.dumps(identity)))
+        if others:
+            raise ValueError(f"{folder} holds features of {' and of '.join(others)}: use another folder")
         write_json(card, identity)
 
     def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
@@ -111,3 +118,11 @@ class FeatureStore:
             file.parent.mkdir(exist_ok=True)
             with replacing(file) as draft:
                 save_file({"states": torch.stack([step[tap].cpu() for step in steps])}, draft)
+
+
+def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What the stored features are of that a run's are not, in words; empty where they are the same."""
+    found = [words for key, words in NAMED.items() if stored.get(key) != now.get(key)]
+    then, blocks = stored.get("blocks", []), now["blocks"]
+    pairs = zip(("--context", "--batch-size", "--seed"), then, blocks, strict=False)
+    return found + [f"{option} {old}, not {new}" for option, old, new in pairs if old != new]

@@ -82,6 +82,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.out, self.config, self.tokenizer, self.dtype = recipe, out, config, tokenizer, dtype
         check_context(config.context, min(recipe.target.context_length, recipe.writer.context_length))
+        recipe.check_ahead(config.context, "--context")
         folder = corpus or out / "corpus"
         self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
         if self.corpus["train"]["tokens"] == 0:

@@ -96,6 +96,7 @@ class Recipe(ABC):
     def __init__(self, target: LanguageModel, parts: TargetParts, settings: Mapping[str, str], seed: int = 0) -> None:
         self.target, self.parts = target, parts
         self.config = self.configure(settings)
+        self.check_ahead(target.context_length, "the target's context")  # before a network of that size is made
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.net = self.build()
@@ -134,6 +135,19 @@ class Recipe(ABC):
     def rank(self) -> int:
         """Of a low-rank update, where only that is trained of the target; 0: all of its weights are."""
         return int(getattr(self.config, "rank", 0))
+
+    @property
+    def ahead(self) -> int:
+        """Tokens behind a place that it learns to guess from there: a block must hold more."""
+        return 1
+
+    def check_ahead(self, context: int, whose: str) -> None:
+        """Raise ``ValueError`` where blocks of ``context`` tokens are too short for the settings."""
+        if context <= self.ahead:
+            raise ValueError(
+                f"{self.method} would learn {self.ahead:,} tokens ahead with these settings: {whose} of "
+                f"{context:,} tokens is too short"
+            )
 
     @property
     def writer(self) -> LanguageModel:

@@ -73,6 +73,10 @@ class BlockRecipe(Recipe):
         return tuple(dict.fromkeys((*self.config.tap_names, "last")))
 
     @property
+    def ahead(self) -> int:
+        return int(self.config.drafts)
+
+    @property
     def reduces(self) -> bool:
         """The projection to a large vocabulary costs more than all else."""
         return True

@@ -56,6 +56,10 @@ class BpdRecipe(Recipe):
     def trains_target(self) -> bool:
         return self.config.mode == "finetune"
 
+    @property
+    def ahead(self) -> int:
+        return self.config.k - 1
+
     def from_target(self) -> dict[str, Any]:
         return {"hidden_size": self.parts.hidden_size}
 

@@ -42,6 +42,10 @@ class FeatureRecipe(Recipe):
         return self.drafter_class(FeatureModel(self.net, self.parts, self.target, head))
 
     @property
+    def ahead(self) -> int:
+        return int(self.config.unroll)
+
+    @property
     def modules(self) -> Sequence[nn.Module]:
         """The networks of the first steps, the last of which goes on alone."""
         return (self.net,)

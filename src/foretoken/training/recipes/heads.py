@@ -38,6 +38,10 @@ class HeadsRecipe(Recipe):
             projection.weight.data.copy_(self.parts.head.weight.detach())
         return heads
 
+    @property
+    def ahead(self) -> int:
+        return int(self.config.heads) + 1
+
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         frequent = () if self.frequent is None else self.frequent.tolist()
         options = {"accuracies": measured.get("accuracies"), "frequent": frequent}

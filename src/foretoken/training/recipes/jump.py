@@ -66,6 +66,10 @@ class JumpRecipe(Recipe):
         return tuple(dict.fromkeys((f"layer:{self.config.state}", f"layer:{self.config.start}", "last")))
 
     @property
+    def ahead(self) -> int:
+        return self.config.steps
+
+    @property
     def reduces(self) -> bool:
         """A large vocabulary's rare tokens are not learned: their logits would cost most of a step."""
         return True

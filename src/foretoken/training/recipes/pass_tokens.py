@@ -55,6 +55,10 @@ class PassTokensRecipe(Recipe):
     net: PassTokens
     config: PassTokensSettings
 
+    @property
+    def ahead(self) -> int:
+        return self.config.k
+
     def from_target(self) -> dict[str, Any]:
         return {"hidden_size": int(self.parts.embed.weight.shape[1])}
 

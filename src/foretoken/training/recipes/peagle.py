@@ -66,6 +66,10 @@ class PeagleRecipe(Eagle3Recipe):
             net.embed_tokens.weight.data.copy_(self.parts.embed.weight.detach().float())
         return net
 
+    @property
+    def ahead(self) -> int:
+        return self.config.places
+
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Mean over rows of the cross-entropy with the target's distribution over the draft vocabulary."""
         anchors, depths = self.rows(batch, generator)

@@ -61,6 +61,10 @@ class UnoRecipe(Recipe):
     net: UnoNet
     config: UnoSettings
 
+    @property
+    def ahead(self) -> int:
+        return self.config.places - 1
+
     def from_target(self) -> dict[str, Any]:
         shapes = linear_shapes(self.model.model)
         return {"vocab_size": self.parts.vocab_size, "num_layers": self.parts.num_layers, "shapes": shapes}
