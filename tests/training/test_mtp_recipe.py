@@ -16,6 +16,9 @@ from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.linear.layouts import usable_layouts
+from foretoken.models.linear.packing import Packing, pack_linears
+from foretoken.models.linear.quantised_linear import quantise_linears
 from foretoken.training.config import LmConfig
 from foretoken.training.lm import build_model
 from foretoken.training.recipes.base import Batch
@@ -106,6 +109,23 @@ def test_what_was_trained_loads_and_drafts_trees(tmp_path: Path) -> None:
         out = llm.generate([5, 6, 7, 8], max_new_tokens=16)
         assert out.token_ids == plain.token_ids
         assert out.stats.num_draft_tokens > out.stats.num_drafts
+
+
+@pytest.mark.parametrize("how", ["packed", "int8"])
+def test_a_layer_of_a_packed_or_quantised_target_is_started_from(how: str) -> None:
+    """A target that was loaded for decoding: its linear layers have a weight, and are in no state_dict."""
+    target, twin = llama(), llama()
+    network: Any = target.model  # type: ignore[attr-defined]
+    if how == "packed":
+        layout = usable_layouts(torch.bfloat16)[-1]
+        if layout == "plain":
+            pytest.skip("this machine has no packed bfloat16 layers")
+        assert pack_linears(network.bfloat16(), Packing(layout))
+    else:
+        assert quantise_linears(network, "int8")
+    found, wanted = (recipe_of({"layer": "target"}, model).net.state_dict() for model in (target, twin))
+    for name, value in wanted.items():
+        assert float((found[name] - value).abs().max()) <= 0.01 * float(value.abs().max()), name
 
 
 @pytest.mark.parametrize(

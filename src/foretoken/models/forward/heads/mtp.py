@@ -106,7 +106,10 @@ class NativeModule(nn.Module):
     def start_from(self, network: nn.Module) -> None:
         """Weights to train from: the target's own layer and final norm, and the mean of both inputs."""
         decoder, layers = find_decoder(network)
-        self.layer.load_state_dict(layers[self.layer_index].state_dict())
+        source = layers[self.layer_index]
+        for name, value in self.layer.state_dict().items():
+            place, _, kind = name.rpartition(".")
+            value.copy_(getattr(source.get_submodule(place), kind))  # packed layers have a weight and no state_dict
         final_norm: Any = decoder.norm
         self.norm.load_state_dict(final_norm.state_dict())
         half = torch.eye(len(self.eh_proj.weight)) / 2
