@@ -21,9 +21,11 @@ from foretoken.lab.tune.choices import (
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
 from foretoken.lab.tune.race import RaceRound, Standing
 from foretoken.lab.workload import Subject, Workload
+from foretoken.loading import build_drafter, load_model
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.registry import find, rows
 from toys import fixed_tables, llama
 
 V = TargetCost({1: 0.010, 2: 0.011, 256: 0.265})
@@ -158,6 +160,13 @@ def test_a_drafter_in_a_file_is_measured_at_a_longer_length_as_well(tmp_path: Pa
     )
     assert generous(f"{file}:Mine", True) == f"{file}:Mine,k=8"
     assert generous(f"{file}:Mine,k=2", True) == f"{file}:Mine,k=2"
+
+
+@pytest.mark.parametrize("name", [row.name for row in rows("drafter") if row.needs_training])
+def test_a_length_that_the_trained_network_has(name: str) -> None:
+    """Some guess a block and no more: their own length is all that they are asked for."""
+    drafter = build_drafter(generous(find("drafter", name).example, False), load_model("builtin"))
+    assert drafter is not None and drafter.max_depth >= 1
 
 
 def test_lengths_and_sizes() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -314,6 +314,20 @@ def test_a_slow_machine_gives_an_answer_from_few_tokens() -> None:
     """A share is too short for eight tokens of anything: the first drafter goes on, up to half of what is left."""
     outcome = tune(job(World(GOOD), drafters=("ngram", "suffix", "quantized,bits=4"), minutes=0.015))
     assert outcome.rows and outcome.spent_s <= 1.1 * 0.9
+
+
+def test_the_answers_to_the_first_prompts_are_too_short_to_measure_on() -> None:
+    """There are others, and time for them."""
+    short = (tuple(PROMPTS[0]), tuple(PROMPTS[1]))
+    outcome = tune(job(World(GOOD, short=short), drafters=("ngram", "suffix")))
+    assert {row.way.drafter for row in outcome.rows} >= {"ngram,k=16", "suffix"} and not outcome.skipped
+
+
+def test_answers_that_are_too_short_are_no_lack_of_time() -> None:
+    world = World(GOOD, answer=3, short=(tuple(PROMPTS[1]),))
+    work = Workload(Subject(TARGET, "./x"), PROMPTS[:2], 48)
+    with pytest.raises(ValueError, match="no drafter could be measured: ngram: the answers to all prompts together"):
+        tune(replace(job(world, drafters=("ngram",)), work=work))
 
 
 def test_what_there_was_no_time_for_is_told() -> None:

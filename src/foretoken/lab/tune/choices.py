@@ -88,7 +88,7 @@ def generous(spec: str, given: bool) -> str:
     known = options_of(cls)
     for option in (key, "nodes") if key == "depth" else (key,):  # a chain of 8 needs 8 nodes
         own = parsed.options.get(option, known[option].default)
-        if isinstance(own, int | str) and int(own) < wanted:
+        if isinstance(own, int | str) and 0 < int(own) < wanted:  # 0: all that a network guesses at once
             spec = with_option(spec, option, wanted)
     return spec
 

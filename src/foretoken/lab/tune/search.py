@@ -11,7 +11,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle, islice
 from statistics import median
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
@@ -42,6 +41,8 @@ PAYS = 1.02
 GROUPS = ("router", "ensemble")
 """Drafters that are made of others."""
 LATE = "out of time: give more --minutes"
+SLOW = "too slow to be measured in its share of the time: give more --minutes"
+SHORT = "the answers to all prompts together are too short: give more or others (--prompts)"
 
 Tell = Callable[[str, float], None]
 """Told what comes next, and the share of the time that is over."""
@@ -145,6 +146,7 @@ class Search:
             self.skipped[name] = LATE
             return
         self._say(name)
+        until = min(self.job.clock() + share_s, self._end_s)
         try:
             tried = self._tried(generous(name, given or name in self.job.offers), share_s)
         except REFUSALS as error:
@@ -153,7 +155,7 @@ class Search:
             self.skipped[name] = reason_of(error)
             return
         if not tried.standing.is_known:
-            self.skipped[name] = "too slow to be measured in its share of the time: give more --minutes"
+            self.skipped[name] = SLOW if self.job.clock() >= until else SHORT
         elif not tried.standing.is_possible:
             self.skipped[name] = _contradiction(tried.standing)
         else:
@@ -165,20 +167,24 @@ class Search:
         drafter = self._drafter(spec)
         depth = drafter.max_depth
         arm = self.job.racer(drafter, f"constant,k={depth}")
-        standing = Standing()
-        prompts = list(islice(cycle(enumerate(self.job.work.prompts)), SCOUTS))
         until = min(self.job.clock() + share_s, self._end_s)
-        _warmed(arm, prompts[0][1])
-        for place, prompt in prompts[: len(self.job.work.prompts)]:
-            standing.add(*self._heat([arm], place, prompt, until, SCOUTED))
+        _warmed(arm, self.job.work.prompts[0])
+        standing = self._brief(arm, until)
         if not standing.is_known and not self.scouted:  # there is no answer yet: a few tokens in up to half of the rest
             until = self.job.clock() + max(self._end_s - self.job.clock(), 0.0) / 2
-            standing.add(*self._heat([arm], *prompts[0], until, FEWEST))
+            standing.add(*self._heat([arm], 0, self.job.work.prompts[0], until, FEWEST))
         if standing.is_known and not standing.is_possible:  # a pause at a bad moment: once more
-            standing, until = Standing(), min(self.job.clock() + share_s, self._end_s)
-            for place, prompt in prompts[: len(self.job.work.prompts)]:
-                standing.add(*self._heat([arm], place, prompt, until, SCOUTED))
+            standing = self._brief(arm, min(self.job.clock() + share_s, self._end_s))
         return Scouted(spec, depth, drafter.traits.draws_trees, copies_text(drafter), standing)
+
+    def _brief(self, arm: EngineRacer, until: float) -> Standing:
+        """Some prompts, and more of them while the answers are too short to say anything."""
+        standing = Standing()
+        for place, prompt in enumerate(self.job.work.prompts):
+            if self.job.clock() >= until or (place >= SCOUTS and standing.is_known):
+                break
+            standing.add(*self._heat([arm], place, prompt, until, SCOUTED))
+        return standing
 
     def _heat(
         self, arms: Sequence[EngineRacer], place: int, prompt: Sequence[int], until: float, most: int = 1 << 20
