@@ -30,8 +30,10 @@ def test_each_target_has_its_own(zoo: Path) -> None:
     assert has_drafter("eagle3", NAME) and has_drafter("medusa", "builtin")
     for name, source in (("medusa", NAME), ("eagle3", "builtin"), ("eagle3", "other/model"), ("eagle3", None)):
         assert not has_drafter(name, source)
-        with pytest.raises(ValueError, match=f"drafter '{name}' needs a folder for this target"):
+        with pytest.raises(ValueError, match=f"drafter '{name}' needs a folder for this target") as error:
             drafter_folder(name, None, source)
+        ours = f"; {name}:{NAME} comes with the library for a tiny model"
+        assert str(error.value).endswith(ours) == (name == "eagle3")
 
 
 def test_a_models_name_stands_for_its_drafter(zoo: Path) -> None:

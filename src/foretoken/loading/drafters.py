@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core import with_article
+from foretoken.core.io import named_models
 from foretoken.core.io.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.core.io.drafter_folders import IMPORTED
 from foretoken.core.io.named_models import named_model
@@ -342,8 +343,11 @@ def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
     if path is None:
         shipped = _shipped(name, target_source)
         if shipped is None:
+            there = [model for model in named_models.MODELS.values() if _shipped(name, model.name)]
+            ours = [f"; {name}:{model.name} comes with the library for {model.title.split(',')[0]}" for model in there]
             raise ValueError(
                 f"drafter {name!r} needs a folder for this target: {name}:FOLDER, made by `foretoken train {name}`"
+                + "".join(ours)
             )
         return shipped
     folder = Path(path).expanduser()
