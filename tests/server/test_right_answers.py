@@ -308,6 +308,7 @@ def test_a_gguf_file_is_served_like_any_model(tmp_path: Path) -> None:
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("error:The `root_path` parameter")
 @pytest.mark.parametrize("root", ["/model", "/model/"])
 def test_keys_behind_a_root_path(root: str) -> None:
     """Probes stay open and everything else shut, whether the proxy leaves the prefix in the path or not."""

@@ -47,7 +47,6 @@ def create_app(settings: ServerSettings, serving: Serving | None = None) -> Fast
         lifespan=life,
         docs_url=None,
         redoc_url=None,
-        root_path=settings.root_path.rstrip("/"),
     )
     app.state.serving = state
     errors.install(app, state.metrics.failed)

@@ -82,6 +82,8 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if self.root:
+            scope = {**scope, "root_path": self.root}
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
         state["request_id"], state["sent"], state["begun"] = _id_of(headers), 0, False
