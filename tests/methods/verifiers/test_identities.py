@@ -22,7 +22,7 @@ from enumeration import (
 from foretoken import registry
 from foretoken.core import Kind, TokenTree
 from foretoken.methods.verifiers.base import Coins, Verifier
-from foretoken.methods.verifiers.kseq import threshold
+from foretoken.methods.verifiers.kseq import _groups, threshold
 
 TINY = 1e-12
 LOSSLESS = [row.name for row in registry.rows("verifier") if row.lossless]
@@ -192,3 +192,12 @@ def test_the_root_is_never_rejected_by_rounding() -> None:
     for name in ("multi_round", "kseq", "traversal"):
         verdict = rule(name).decide(tree, scores_of(tree, tables), Unlucky())
         assert 0 <= verdict.next_token < 50
+
+
+@pytest.mark.parametrize(("shift", "groups"), [(0.0, [[1, 2]]), (1e-15, [[1, 2]]), (1e-3, [[1], [2]])])
+def test_rows_that_a_forward_computed_twice_are_one_distribution(shift: float, groups: list[list[int]]) -> None:
+    """Else whether siblings share a threshold, and so a seeded text, is the kernels' affair."""
+    q = torch.softmax(torch.arange(6, dtype=torch.float64), -1)
+    other = q + shift * torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    tree = TokenTree((0, 3, 4), (-1, 0, 0), Kind.IID, torch.stack([q, other]), (-1, 0, 1))
+    assert _groups(tree, [1, 2]) == groups
