@@ -94,11 +94,11 @@ def _groups(tree: TokenTree, children: Sequence[int]) -> list[list[int]]:
 
 
 ROUNDING = 1e-6
-"""Total difference up to which two distributions are one: children below siblings with the same token are drawn from
-rows that a forward computed twice, and which of these have the same bits is the kernels' affair."""
+"""Two distributions whose total difference is no larger count as one.  Siblings with the same token have one
+distribution below them, which the draft model's forward computed once for each, not always to the same bits."""
 
 
 def _same(distribution: Tensor, other: Tensor | None) -> bool:
-    if other is None or distribution.data_ptr() == other.data_ptr():
-        return other is not None
-    return float((distribution - other).abs().sum()) <= ROUNDING
+    if other is None:
+        return False
+    return distribution.data_ptr() == other.data_ptr() or float((distribution - other).abs().sum()) <= ROUNDING
