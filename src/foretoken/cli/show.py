@@ -90,18 +90,22 @@ def show_command(
         tell_empty(llm, output.note, raw)
         from foretoken.lab.report.show.run import shown
 
-        if row is None:
-            text = Task(llm, text, prompt).echo
-        else:
-            text = _in_words(llm, prompt) if row.messages else row.text
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
-        page, rounds = _drawn(shown(output, llm.tokenizer, text, about), out.suffix.lower(), number)
+        run = shown(output, llm.tokenizer, _prompt_in_words(llm, text, prompt, row), about)
+        page, rounds = _drawn(run, out.suffix.lower(), number)
     write_whole(out, page)
     _tell_plain_rounds(llm, output)
     if as_json:
         print_json({"out": str(out), "rounds": rounds, "stats": output.stats.as_dict()})
     else:
         print(f"{rounds} rounds, {len(output.token_ids)} tokens -> {out}", file=sys.stderr)
+
+
+def _prompt_in_words(llm: Llm, text: str, prompt: str | list[int], row: BenchPrompt | None) -> str:
+    """What stands in front of the answer: what was typed, or a row of a prompt file as its text."""
+    if row is None:
+        return Task(llm, text, prompt).echo
+    return _in_words(llm, prompt) if row.messages else row.text
 
 
 def _in_words(llm: Llm, prompt: Any) -> str:
