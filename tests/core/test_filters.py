@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import NonFiniteLogitsError
-from foretoken.core.filters import LIKELY, Filters
+from foretoken.core.filters import DEPTHS, Filters
 from foretoken.core.noise import Noise
 from foretoken.core.sampling import Sampler, SamplingParams
 
@@ -64,7 +64,7 @@ def test_candidates_are_enough(name: str, kind: str, temperature: float) -> None
 def test_likely_tokens_alone_would_not_do() -> None:
     """The control: the flat rows above need the second look."""
     rows = torch.softmax(scores_of("flat"), -1)
-    assert not bool(((rows * (rows >= LIKELY)).sum(-1) > 0.9999).any())
+    assert not bool(((rows * (rows >= DEPTHS[0])).sum(-1) > 0.9999).any())
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -112,3 +112,16 @@ def test_top_k_goes_by_scores_where_a_high_temperature_makes_all_tokens_equally_
     assert torch.equal(filters.filtered(scores, temperature) > 0, best)
     distributions = torch.softmax((scores - scores.amax(-1, keepdim=True)) / temperature, -1)
     assert torch.equal(filters.cut(distributions, scores) > 0, best)
+
+
+@pytest.mark.parametrize("kind", ["likely", "flat", "ties", "impossible", "even"])
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_winner_of_what_is_kept_is_the_largest_of_the_ranking(name: str, kind: str) -> None:
+    filters = FILTERS[name]
+    params = SamplingParams(temperature=0.8, top_k=filters.top_k, top_p=filters.top_p, min_p=filters.min_p)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        rows, lengths = scores_of(kind, dtype), [3, 4, 5, 5, 90]
+        for seed in range(4):
+            sampler = Sampler(params, 3, Noise(seed))
+            wanted = sampler.ranking(rows, lengths, None).argmax(-1).tolist()
+            assert sampler.winners(rows, lengths, None) == wanted

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from foretoken.core import NON_FINITE, NonFiniteLogitsError
 
-LIKELY = 1e-4
-"""Tokens of at least this probability are looked at first: most often they are enough, and few."""
+DEPTHS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-16)
+"""Tokens of at least such a probability, or such a share of the largest one, are looked at first: most often they are
+enough, and few."""
 ROUNDING = 1e-5
 """More than sums of float32 probabilities are off by."""
 Row = np.ndarray[Any, np.dtype[Any]]
@@ -62,19 +63,12 @@ class Filters:
         best = scores.max()
         if not np.isfinite(best):
             raise NonFiniteLogitsError(NON_FINITE)
-        with np.errstate(over="ignore"):  # to -inf
-            weights = scores - best
-            if temperature != 1:
-                weights /= max(temperature, np.finfo(weights.dtype).tiny)
-        np.exp(weights, out=weights)
-        total = float(weights.sum())
-        ids = np.flatnonzero(weights >= self._least(weights, total))
+        ids, weights, total = self._candidates(scores, best, max(temperature, np.finfo(scores.dtype).tiny))
         if 0 < self.top_k < len(ids):  # a high temperature makes weights equal, though the scores are not
             near = scores[ids]
-            ids = ids[near >= np.partition(near, -self.top_k)[-self.top_k]]
-        weights = weights[ids] / total
-        if 0 < self.top_k < len(scores):  # else ids may already lack tokens that count for top-p
-            weights /= weights.sum()
+            likely = near >= np.partition(near, -self.top_k)[-self.top_k]
+            ids, weights = ids[likely], weights[likely]
+        weights = weights / (weights.sum() if total is None else total)
         if self.top_p < 1:
             order = np.argsort(-weights, kind="stable")
             ordered = weights[order]
@@ -88,15 +82,30 @@ class Filters:
             weights /= weights.sum()
         return ids, weights
 
-    def _least(self, weights: Row, total: float) -> float:
-        """A positive number that all weights [V] which stay have at least; with top-k, no others have."""
-        least, likely = self.min_p / 2, weights[weights >= LIKELY * total]  # the largest is 1
-        if 0 < self.top_k < len(weights):
-            least = float(np.partition(likely if len(likely) >= self.top_k else weights, -self.top_k)[-self.top_k])
-        elif self.top_p < 1:  # else all tokens below have less than half of the mass that may be left out
-            enough = float(likely.sum(dtype=np.float64)) > (self.top_p + ROUNDING) * total
-            least = (LIKELY if enough else (1 - self.top_p) / (2 * len(weights))) * total
-        return max(least, float(np.finfo(weights.dtype).smallest_subnormal))
+    def _candidates(self, scores: Row, best: Any, temperature: float) -> tuple[Row, Row, float | None]:
+        """Tokens among which all are that stay, in the order of their ids, their weights (the largest is 1), and the
+        weight of all tokens where that counts: for top-p without top-k."""
+        has_top_k = 0 < self.top_k < len(scores)
+        if self.top_p < 1 and not has_top_k:
+            weights = _weights(scores, best, temperature)
+            total = float(weights.sum())
+            for least in DEPTHS:
+                ids = np.flatnonzero(weights >= least * total)
+                near = weights[ids]
+                if float(near.sum(dtype=np.float64)) > (self.top_p + ROUNDING) * total:
+                    return ids, near, total
+            ids = np.flatnonzero(weights > 0)
+            return ids, weights[ids], total
+        wanted, shares = (self.top_k, DEPTHS) if has_top_k else (1, (self.min_p / 2,) if self.min_p > 0 else ())
+        for share in shares:
+            ids = np.flatnonzero(scores >= scores.dtype.type(best + temperature * np.log(share)))
+            if len(ids) >= wanted:
+                break
+        else:
+            ids = np.arange(len(scores))
+        weights = _weights(scores[ids], best, temperature)
+        possible = weights > 0
+        return ids[possible], weights[possible], None
 
     def cut(self, distributions: Tensor, scores: Tensor) -> Tensor:
         """[N, V] what is left of the distributions [N, V] that scores [N, V] make: the plain form, for a device."""
@@ -112,6 +121,15 @@ class Filters:
             least = self.min_p * distributions.max(-1, keepdim=True).values
             distributions = _normalised(distributions.where(distributions >= least, 0.0))
         return distributions
+
+
+def _weights(scores: Row, best: Any, temperature: float) -> Row:
+    """What is proportional to the probabilities by scores of which the largest is ``best``."""
+    with np.errstate(over="ignore"):  # to -inf
+        weights = scores - best
+        if temperature != 1:
+            weights /= temperature
+    return np.exp(weights, out=weights)
 
 
 def _normalised(weights: Tensor) -> Tensor:

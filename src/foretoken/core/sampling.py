@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core import NON_FINITE, NonFiniteLogitsError, OptionError, SamplingPipeline, argmaxes
+from foretoken.core import NON_FINITE, NonFiniteLogitsError, OptionError, argmaxes
 from foretoken.core.filters import Filters
 from foretoken.core.noise import Noise
 from foretoken.core.processed import LogitsProcessor, check_processed, one_row
@@ -30,6 +29,8 @@ from foretoken.core.values import check_ids, check_real, check_whole
 
 LARGEST = 1e30
 """What is added to logits, or divides or multiplies them, is no larger: float32 holds what comes of it."""
+TINY = torch.finfo(torch.float32).tiny
+"""No temperature above 0 divides by less."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,34 @@ class Sampler:
             return scores
         return self.with_noise(self._log_probs(scores), lengths)
 
+    def winners(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> list[int]:
+        """Of each row what its :meth:`ranking` is the largest of; arguments and errors are the same.
+
+        With noise no ranking is made on a CPU: few tokens can win.
+        """
+        noise = self.noise
+        if noise is None or logits.device.type != "cpu" or (logits.dtype == torch.float64 and not self.cuts):
+            is_plain = self.greedy and self._plain
+            tokens, is_finite = argmaxes(logits if is_plain else self.ranking(logits, lengths, prefixes))
+        else:
+            scores = logits if self._plain else self._all_processed(logits, prefixes)
+            positions = [length - self.prompt_length for length in lengths]
+            if self.cuts:
+                return [self._winner_of_kept(noise, *each) for each in zip(scores, positions, strict=True)]
+            tokens = noise.winners(scores, positions, max(self.params.temperature, TINY))
+            is_finite = -1 not in tokens
+        if not is_finite:
+            raise NonFiniteLogitsError(NON_FINITE)
+        return tokens
+
+    def _winner_of_kept(self, noise: Noise, scores: Tensor, position: int) -> int:
+        """The same by processed scores [V] of which filters keep few."""
+        numbers = scores if scores.dtype == torch.float64 else scores.float()
+        ids, weights = self._filters.kept(numbers.numpy(), self.params.temperature)
+        with np.errstate(divide="ignore"):  # the smallest weights may be 0 after they were divided
+            sums = np.log(weights) + noise.gumbels_of(position, torch.from_numpy(ids)).numpy()
+        return int(ids[sums.argmax()])
+
     def with_noise(self, log_probs: Tensor, lengths: Sequence[int]) -> Tensor:
         """``log_probs`` [N, V] plus the noise of the positions behind ``lengths``; as they are without noise."""
         if self.noise is None:
@@ -275,35 +304,6 @@ class Sampler:
             return scores
         # Shifted first, and never divided by what rounds to 0: a tiny temperature must not give inf - inf or 0 / 0.
         return (scores - best).div_(max(self.params.temperature, torch.finfo(scores.dtype).tiny))
-
-
-def fixed_tokens(
-    samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """The tokens that several requests with noise take, by one call: what each one's ``ranking`` is the largest of.
-
-    Args:
-        samplers: of requests of one recipe, so that the first one's probabilities are everyone's.
-        logits: [N_i, V] per request.
-        lengths: N_i per request, as for :meth:`Sampler.ranking`.
-    """
-    tokens = iter(argmaxes(race(samplers, logits, lengths))[0])
-    return [list(islice(tokens, len(each))) for each in lengths]
-
-
-def race(samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
-    """[N, V] what their tokens are the largest of, all rows of all requests; arguments as for :func:`fixed_tokens`."""
-    if len(samplers) == 1:
-        return samplers[0].with_noise(samplers[0].log_probs(logits[0]), lengths[0])
-    log_probs = samplers[0].log_probs(torch.cat(list(logits)))
-    if log_probs.device.type == "cpu":
-        parts = log_probs.split([*map(len, lengths)])
-        each = zip(samplers, parts, lengths, strict=True)
-        return torch.cat([sampler.with_noise(part, own) for sampler, part, own in each])
-    noise = [
-        row for sampler, each in zip(samplers, lengths, strict=True) for row in sampler.noise_rows(each, log_probs)
-    ]
-    return torch.stack(noise).add_(log_probs)
 
 
 DRAW_BLOCK = 256

@@ -50,6 +50,9 @@ class SamplingPipeline(Protocol):
     def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
         """[N, V] what the token that follows is the largest of, where it is ``fixed``."""
 
+    def winners(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> list[int]:
+        """Of each row what its ranking is the largest of."""
+
     def log_probs(self, logits: Tensor) -> Tensor:
         """[N, V] log-probabilities, up to a constant per row, where they depend on the logits alone."""
 
@@ -181,12 +184,14 @@ class Scores:
     def choice(self, node: int) -> int:
         """The token that a fixed request takes after ``node``: the argmax at temperature 0, else the race's winner."""
         if self.chosen is None and self.sampler.context_free and (self.sampler.greedy or self.races_at_once):
-            ranking = self.logits if self.sampler.greedy else self.sampler.ranking(self.logits, self.lengths, None)
-            chosen, finite = argmaxes(ranking)
-            if not finite:
-                raise NonFiniteLogitsError(NON_FINITE)
-            self.chosen = chosen
-        return argmaxes(self.ranking(node)[None])[0][0] if self.chosen is None else self.chosen[node]
+            self.chosen = self.sampler.winners(self.logits, self.lengths, None)
+        if self.chosen is not None:
+            return self.chosen[node]
+        prefixes = None if self.sampler.context_free else [self.node_prefix(node)]
+        try:
+            return self.sampler.winners(self.logits[node : node + 1], self.lengths[node : node + 1], prefixes)[0]
+        except NothingAllowedError:
+            return int(self._stuck_at(node, -torch.inf).argmax())
 
     def argmax(self, node: int) -> int:
         """The most likely token after ``node`` (lowest index on ties)."""

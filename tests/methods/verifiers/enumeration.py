@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from foretoken.core import Kind, Scores, TokenTree, Verdict
+from foretoken.core import Kind, Scores, TokenTree, Verdict, argmaxes
 from foretoken.methods.verifiers.base import Coins
 
 T = TypeVar("T")
@@ -128,6 +128,9 @@ class ProbabilitiesAsLogits:
 
     def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
         return logits
+
+    def winners(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> list[int]:
+        return argmaxes(logits)[0]
 
 
 class Tables:

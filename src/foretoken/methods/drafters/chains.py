@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import argmaxes, is_large
-from foretoken.core.sampling import fixed_tokens
+from foretoken.core.race import fixed_tokens
 from foretoken.methods.drafters.drawing import distribution_of, draw_each, draw_iid, ranked
 from foretoken.methods.drafters.growing import Growing, widened
 from foretoken.models.base import Feed, LanguageModel

@@ -22,7 +22,8 @@ from torch import Tensor
 from foretoken.core import Rng, Scores, TokenTree, Verdict, is_large
 from foretoken.core.noise import send_together
 from foretoken.core.outside import is_outside
-from foretoken.core.sampling import check_best, checks_later, fixed_tokens, race
+from foretoken.core.race import fixed_tokens, race
+from foretoken.core.sampling import check_best, checks_later
 from foretoken.core.transfers import read_together
 from foretoken.methods.verifiers.base import Coins, Verifier, draw_all
 

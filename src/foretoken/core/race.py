@@ -1,0 +1,42 @@
+"""The tokens of several requests with noise, which share calls where that saves time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from foretoken.core import SamplingPipeline, argmaxes
+
+
+def fixed_tokens(
+    samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The tokens that several requests with noise take: what each one's ``ranking`` is the largest of.
+
+    Args:
+        samplers: of requests of one recipe, so that the first one's probabilities are everyone's.
+        logits: [N_i, V] per request.
+        lengths: N_i per request, as for :meth:`foretoken.core.sampling.Sampler.ranking`.
+    """
+    if logits[0].device.type == "cpu":
+        return [one.winners(rows, own, None) for one, rows, own in zip(samplers, logits, lengths, strict=True)]
+    tokens = iter(argmaxes(race(samplers, logits, lengths))[0])
+    return [list(islice(tokens, len(each))) for each in lengths]
+
+
+def race(samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
+    """[N, V] what their tokens are the largest of, all rows of all requests; arguments as for :func:`fixed_tokens`."""
+    if len(samplers) == 1:
+        return samplers[0].with_noise(samplers[0].log_probs(logits[0]), lengths[0])
+    log_probs = samplers[0].log_probs(torch.cat(list(logits)))
+    if log_probs.device.type == "cpu":
+        parts = log_probs.split([*map(len, lengths)])
+        each = zip(samplers, parts, lengths, strict=True)
+        return torch.cat([sampler.with_noise(part, own) for sampler, part, own in each])
+    noise = [
+        row for sampler, each in zip(samplers, lengths, strict=True) for row in sampler.noise_rows(each, log_probs)
+    ]
+    return torch.stack(noise).add_(log_probs)
