@@ -21,6 +21,7 @@ from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.ngram import NgramDrafter
+from foretoken.methods.verifiers import batched
 from foretoken.methods.verifiers.base import Coins, Verifier, residual, verdict_at, walk_down
 from foretoken.methods.verifiers.coupled import CoupledVerifier
 from foretoken.models.base import Feed, LanguageModel, Rows
@@ -221,6 +222,11 @@ def test_an_unfiltered_draft_changes_no_text(build: Build, monkeypatch: pytest.M
 def test_an_unfiltered_target_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both arms agree on the wrong texts: the distribution tells."""
     target, draft = tables()
+
+    def winner(self: Sampler, noise: Noise, scores: Tensor, position: int) -> int:
+        return int((self._tempered(scores[None])[0] + noise.gumbels(position, len(scores), scores.device)).argmax())
+
+    monkeypatch.setattr(Sampler, "_winner_of_kept", winner)
     monkeypatch.setattr(Sampler, "_log_probs", Sampler._tempered)
     for build in (None, chain):
         speculative = engine(target, build(draft) if build else None)
@@ -231,7 +237,8 @@ def test_an_unfiltered_target_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_unfiltered_race_in_the_batched_call_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one request the target filters, of several it does not: their texts depend on the company."""
     target, draft = tables()
-    monkeypatch.setattr(Sampler, "log_probs", lambda self, logits: self._tempered(logits))
+    fixed = batched.fixed_tokens
+    monkeypatch.setattr(batched, "fixed_tokens", lambda each, *rest: fixed([unfiltered(one) for one in each], *rest))
     alone = outputs(engine(target, max_batch=1), requests(FILTERS))
     together = outputs(engine(target, chain(draft), max_batch=8), requests(FILTERS))
     assert sum(one != other for one, other in zip(alone, together, strict=True)) >= CAUGHT_TEXTS
@@ -243,6 +250,36 @@ def test_temperature_forgotten_in_the_race_is_caught(monkeypatch: pytest.MonkeyP
     speculative = engine(target, chain(draft))
     assert differences(speculative, engine(target), SamplingParams(temperature=0.4)) == 0
     assert pair_chance(speculative, target, SamplingParams(temperature=0.4)) < CAUGHT
+
+
+# -- the race without a ranking ------------------------------------------------------------------------------------
+
+
+class Single(MarkovTable):
+    """The same in float32, whose races make no ranking."""
+
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        return [Rows(rows.logits.float()) for rows in super().forward(feeds, taps)]
+
+
+@pytest.mark.parametrize("fault", ["temperature", "position", "lowest"])
+def test_a_wrong_race_without_a_ranking_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temperature or position forgotten, or the first possible token taken: in both arms by the distribution."""
+    p, q = tables()
+    target, params = Single(p.table, p.vocab_size), SamplingParams(temperature=0.4)
+    assert pair_chance(engine(target, chain(q)), target, params) > FALSE_ALARM
+    assert differences(engine(target, chain(q)), engine(target), params) == 0
+    winners = Noise.winners
+
+    def wrong(self: Noise, logits: Tensor, positions: Sequence[int], temperature: float) -> list[int]:
+        if fault == "lowest":
+            return [0] * len(positions)
+        if fault == "position":
+            return winners(self, logits, [0] * len(positions), temperature)
+        return winners(self, logits, positions, 1.0)
+
+    monkeypatch.setattr(Noise, "winners", wrong)
+    assert pair_chance(engine(target, chain(q)), target, params) < CAUGHT
 
 
 # -- precision -------------------------------------------------------------------------------------------------------

@@ -89,3 +89,30 @@ def test_runners_share_a_network_and_nothing_else() -> None:
         found.append(each.forward([Feed(text, [5, 9, 2], [-1, 0, 0])])[0].logits)
     assert torch.equal(*found)
     assert len(model._sequences) == len(other._sequences) == 1 and other.run_rows == 6
+
+
+@pytest.mark.parametrize(
+    ("lengths", "calls"),
+    [
+        ([3], [(1, 3)]),
+        ([3] * 9, [(4, 3), (4, 3), (1, 3)]),  # as many as fit into a chunk of twelve
+        ([4, 6, 2, 2, 1], [(2, 6), (3, 2)]),
+        ([6, 6, 1, 1, 1], [(2, 6), (3, 1)]),
+        ([9, 1, 1, 1, 1], [(1, 9), (4, 1)]),  # padding would take longer
+        ([30, 0, 4, 4], [(1, 12), (1, 12), (1, 6), (2, 4)]),  # a long text in chunks, an empty one not at all
+    ],
+)
+def test_texts_are_read_together_where_that_is_no_longer(
+    lengths: list[int], calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, int]] = []
+    run = Counting.run
+    monkeypatch.setattr(Counting, "run", lambda self, call: (shapes.append(tuple(call.ids.shape)), run(self, call))[1])
+    monkeypatch.setattr(TreeRunner, "prefill_chunk", 12)
+    model = runner()
+    texts = [(model.open(), [(i + j) % V for j in range(length)]) for i, length in enumerate(lengths)]
+    taps = model.prefill_batch(texts, ["last"])
+    assert shapes == calls
+    for (sequence, tokens), own in zip(texts, taps, strict=True):
+        assert sequence.tokens == tokens and not sequence.scratch_tokens
+        assert own.get("last", torch.zeros(0, 1)).flatten().tolist() == [*range(1, len(tokens) + 1)]

@@ -144,17 +144,32 @@ class TreeRunner(ModuleModel):
     def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
     ) -> list[Mapping[str, Tensor]]:
-        """Short texts in one call where little of it is padding, else one by one."""
-        lengths = [len(tokens) for _, tokens in texts]
-        padded = len(texts) * max(lengths, default=0)
-        most = 2 * sum(lengths) if self.forwards.spared is None else self.prefill_chunk
-        if len(texts) < 2 or 0 in lengths or padded > min(most, self.prefill_chunk):
-            return super().prefill_batch(texts, taps)
-        self._grow(texts)
-        rows = self.forward([Feed(sequence, tokens, wanted=0) for sequence, tokens in texts], taps)
-        for sequence, tokens in texts:
-            self.commit(sequence, range(len(tokens)))
-        return [row.taps for row in rows]
+        """As many texts in a call as fit into a chunk, if a forward that runs padding would run little of it."""
+        taps_of: list[Mapping[str, Tensor]] = []
+        for group in self._groups([len(tokens) for _, tokens in texts]):
+            together = [texts[i] for i in group]
+            if len(group) == 1:
+                taps_of.append(self.prefill(*together[0], taps))
+                continue
+            self._grow(together)
+            rows = self.forward([Feed(sequence, tokens, wanted=0) for sequence, tokens in together], taps)
+            for sequence, tokens in together:
+                self.commit(sequence, range(len(tokens)))
+            taps_of += [row.taps for row in rows]
+        return taps_of
+
+    def _groups(self, lengths: Sequence[int]) -> list[range]:
+        """Which texts are read in one call: neighbours, whose rows of the cache are neighbours, too."""
+        groups = [range(0)]
+        for end in range(1, len(lengths) + 1):
+            group = range(groups[-1].start, end)
+            own = [lengths[i] for i in group]
+            run = sum(own) if self.forwards.spared is not None else len(own) * max(own)
+            if len(own) == 1 or (0 not in own and run <= min(2 * sum(own), self.prefill_chunk)):
+                groups[-1] = group
+            else:
+                groups.append(range(end - 1, end))
+        return [group for group in groups if group]
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep one scratch path (gathered to contiguous slots), drop the rest."""
