@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.bench_serve import FORMATS, numbers, serve_command
+from foretoken.cli.bench_serve import Category, Format, Lines, Prompts, chosen_prompts, numbers, serve_command
 from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
@@ -47,14 +47,9 @@ def bench_command(
             f"{OTHER_ENGINES}. Plain decoding is always measured.",
         ),
     ] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="File or folder of prompts, may be given several times; built-in prompts by default."),
-    ] = None,
-    format: Annotated[str, typer.Option(help=f"Format of the prompts: {FORMATS}.")] = "auto",
-    category: Annotated[
-        list[str] | None, typer.Option(help="Only these categories; may be given several times.")
-    ] = None,
+    prompts: Prompts = None,
+    format: Format = "auto",
+    category: Category = None,
     max_prompts: Annotated[
         int | None, typer.Option(min=1, help="Most prompts per category, spread over the file.")
     ] = None,
@@ -81,9 +76,7 @@ def bench_command(
         list[Path] | None,
         typer.Option(help="File for a card: .json for `foretoken bench cards`, .md to read; may be given twice."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print cells and, as the last line, the summary; the rest goes to stderr.")
-    ] = False,
+    as_json: Lines = False,
     *,
     common: Common,
 ) -> None:
@@ -103,22 +96,19 @@ def bench_command(
     with json_only(lines_out):
         from foretoken.lab.bench.partial import check_out, partial_of
         from foretoken.lab.bench.run import BenchSettings
-        from foretoken.lab.prompts import load_prompts, select
 
         if out is not None and not check_out(out, resume) and resume:
             print(f"nothing to resume: there is no {partial_of(out)}; the run begins anew", file=sys.stderr)
         about = _origin(common, arms, inflate) if ".json" in cards else None
         settings = BenchSettings(arms, temperatures, batches, repeat, common.seed or 0, not no_chat_template)
-        loaded = [prompt for source in (prompts or [None]) for prompt in load_prompts(source, format)]  # type: ignore[list-item]
-        chosen = select(loaded, category or (), max_prompts)
+        chosen = chosen_prompts(prompts, format, category, max_prompts)
         result = _run(common, chosen, settings, out, resume, not stop_at_eos, inflate)
         if not as_json:
             _print(screen(), result, out)
         for kind, file in cards.items():
             _write_card(result, kind, file, about)
     if lines_out:
-        for line in result.lines:
-            sys.stdout.write(line + "\n")
+        sys.stdout.write("".join(line + "\n" for line in result.lines))
         sys.stdout.flush()
 
 

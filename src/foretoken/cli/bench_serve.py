@@ -21,9 +21,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.lab.bench.load.run import LoadResult
+    from foretoken.lab.prompts import BenchPrompt
 
 Number = TypeVar("Number", int, float)
 FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
+Prompts = Annotated[
+    list[Path] | None,
+    typer.Option(help="File or folder of prompts, may be given several times; built-in prompts by default."),
+]
+Format = Annotated[str, typer.Option(help=f"Format of the prompts: {FORMATS}.")]
+Category = Annotated[list[str] | None, typer.Option(help="Only these categories; may be given several times.")]
+Lines = Annotated[
+    bool, typer.Option("--json", help="Print cells and, as the last line, the summary; the rest goes to stderr.")
+]
 
 
 @with_settings
@@ -50,14 +60,9 @@ def serve_command(
         bool, typer.Option("--compare", help="Plain decoding against speculation on one server, and equal texts.")
     ] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Chat completions instead of completions.")] = False,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="File or folder of prompts, may be given several times; built-in prompts by default."),
-    ] = None,
-    format: Annotated[str, typer.Option(help=f"Format of the prompts: {FORMATS}.")] = "auto",
-    category: Annotated[
-        list[str] | None, typer.Option(help="Only these categories; may be given several times.")
-    ] = None,
+    prompts: Prompts = None,
+    format: Format = "auto",
+    category: Category = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Most prompts per category.")] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ask for answers of full length (vLLM, SGLang, foretoken).")
@@ -72,9 +77,7 @@ def serve_command(
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a request has failed.")] = 600.0,
     out: Annotated[Path | None, typer.Option(help="File for the run (JSON lines), for foretoken bench report.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print cells and, as the last line, the summary; the rest goes to stderr.")
-    ] = False,
+    as_json: Lines = False,
 ) -> None:
     """Send requests to a server and tell latency, throughput and acceptance as its clients see them.
 
@@ -87,8 +90,8 @@ def serve_command(
             load, levels=_levels(concurrency, rate, burst), passes=repeat or passes, chat=chat, ignore_eos=ignore_eos,
             extra=_object(extra_body), timeout_s=timeout,
         )  # fmt: skip
-        found = _prompts(prompts, format, category, max_prompts)
-        result = _measured(urls, compare, api_key or [], model or [], found, out, settings)
+        chosen = chosen_prompts(prompts, format, category, max_prompts)
+        result = _measured(urls, compare, api_key or [], model or [], chosen, out, settings)
         if not as_json:
             show(screen(), result, out)
     if lines_out:
@@ -134,9 +137,10 @@ def _object(text: str) -> dict[str, Any]:
     return found
 
 
-def _prompts(
+def chosen_prompts(
     files: Sequence[Path] | None, format: str, category: Sequence[str] | None, most: int | None
-) -> dict[str, Any]:
+) -> dict[str, list[BenchPrompt]]:
+    """The prompts of files, or the built-in ones, by category."""
     from foretoken.lab.prompts import load_prompts, select
 
     loaded = [prompt for source in (files or [None]) for prompt in load_prompts(source, format)]  # type: ignore[list-item]

@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli.model_argument import HELP, Target, WordsCommand, existing_model, is_model, names_model
 from foretoken.cli.options import Json
-from foretoken.cli.output import check_inputs
+from foretoken.cli.output import check_inputs, json_only, print_json, progress_bar
 
 app = typer.Typer(help="Build the datastores of retrieval drafters.", no_args_is_help=True)
 
@@ -41,9 +41,6 @@ def build_command(
     source = existing_model(model, target)
     check_inputs(data)
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from foretoken.cli.output import json_only, print_json, screen
     from foretoken.loading import load_tokenizer
     from foretoken.methods.drafters.datastore import build_datastore
 
@@ -51,15 +48,9 @@ def build_command(
         tokenizer = load_tokenizer(source)
         if tokenizer is None:
             raise ValueError(f"{source} has no tokenizer: give a MODEL that has one")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        console = screen(stderr=True)
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("reading", total=None)
-
-            def show(what: str, done: int, total: int | None) -> None:
-                bar.update(task, description=what, completed=done, total=total)
-
-            report = build_datastore(data, tokenizer, out, show)
+        with progress_bar() as tell:
+            tell(0, 0, "reading")
+            report = build_datastore(data, tokenizer, out, lambda what, done, total: tell(done, total or 0, what))
     if as_json:
         print_json({"out": str(out), **report})
     else:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import json_only, print_json, progress_bar, screen
 from foretoken.options import COMMAND_LINE
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+THREAD_TIMES = {"one_token_ms": "1 token, ms", "sixteen_tokens_ms": "16 tokens, ms"}
 
 
 @with_common(omit=COMMAND_LINE)
@@ -34,19 +37,10 @@ def doctor_command(
 
 
 def _measure(common: Common, repeat: int) -> dict[str, Any]:
-    from rich.progress import BarColumn, Progress, TextColumn
-
     from foretoken.loading.measured import machine
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    # Drawn between the measurements only: an animated bar would take time from them.
-    with Progress(*columns, console=screen(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("loading", total=5)
-        bar.refresh()
-
-        def stage(name: str) -> None:
-            bar.update(task, advance=1, description=name, refresh=True)
-
+    with progress_bar() as tell:
+        tell(0, 4, "loading")
         llm = common.load()
         target = llm.target
         report: dict[str, Any] = {
@@ -55,18 +49,17 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
             "threads": machine.threads(),
             "target": _about(common.target, target),
         }
-        stage("dtypes")
+        tell(0, 4, "dtypes")
         width = getattr(getattr(target, "config", None), "hidden_size", 0) or 512
         report["dtypes"] = machine.dtype_costs(width, getattr(target, "device", "cpu"))
         report["layouts"] = machine.layout_costs(target)
-        stage("scoring 1 to 64 tokens")
+        tell(1, 4, "scoring 1 to 64 tokens")
         report["scoring"] = machine.scoring_costs(target, repeat)
-        stage("drafting")
+        tell(2, 4, "drafting")
         drafts = llm.drafter is not None
         report["draft"] = machine.draft_costs(llm, report["scoring"][0]["median_ms"]) if drafts else None
-        stage("threads")
+        tell(3, 4, "threads")
         report["thread_check"] = machine.thread_check(target, max(3, repeat // 2))
-        stage("done")
     report["recommendations"] = machine.recommendations(report)
     return report
 
@@ -94,32 +87,20 @@ def _about(source: str, target: Any) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.table import Table
-
     console = screen()
     _print_facts(console, report)
-    table = Table(title="scoring n tokens in one call", title_justify="left", title_style="bold")
-    for name in ("tokens", "median ms", "ratio to 1"):
-        table.add_column(name, justify="right")
-    for row in report["scoring"]:
-        table.add_row(str(row["tokens"]), f"{row['median_ms']:.2f}", f"{row['ratio']:.2f}")
-    console.print(table)
+    rows = [(str(row["tokens"]), f"{row['median_ms']:.2f}", f"{row['ratio']:.2f}") for row in report["scoring"]]
+    _print_table(console, "scoring n tokens in one call", [], ["tokens", "median ms", "ratio to 1"], rows)
     if report["layouts"]:
-        table = Table(title="products x W^T in each layout, us", title_justify="left", title_style="bold")
-        table.add_column("weight")
-        rows = [key for key in report["layouts"][0] if key != "product"]
-        for key in rows:
-            table.add_column(key.removesuffix("_us").replace("rows_", "") + " rows", justify="right")
-        for row in report["layouts"]:
-            table.add_row(row["product"], *(f"{row[key]:.0f}" for key in rows))
-        console.print(table)
-    table = Table(title="threads", title_justify="left", title_style="bold")
-    for name in ("threads", "1 token, ms", "16 tokens, ms"):
-        table.add_column(name, justify="right")
-    for row in report["thread_check"]:
-        cells = [f"{row[k]:.2f}" if row[k] is not None else "" for k in ("one_token_ms", "sixteen_tokens_ms")]
-        table.add_row(str(row["threads"]), *cells)
-    console.print(table)
+        keys = [key for key in report["layouts"][0] if key != "product"]
+        heads = [key.removesuffix("_us").replace("rows_", "") + " rows" for key in keys]
+        layouts = [[row["product"], *(f"{row[key]:.0f}" for key in keys)] for row in report["layouts"]]
+        _print_table(console, "products x W^T in each layout, us", ["weight"], heads, layouts)
+    threads = [
+        [str(row["threads"]), *("" if row[key] is None else f"{row[key]:.2f}" for key in THREAD_TIMES)]
+        for row in report["thread_check"]
+    ]
+    _print_table(console, "threads", [], ["threads", *THREAD_TIMES.values()], threads)
     if report["draft"]:
         draft = report["draft"]
         console.print(
@@ -130,6 +111,21 @@ def _print(report: dict[str, Any]) -> None:
     console.print("recommendations", style="bold")
     for line in report["recommendations"]:
         console.print(f"- {line}", soft_wrap=True)
+
+
+def _print_table(
+    console: Console, title: str, words: Sequence[str], numbers: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _print_facts(console: Console, report: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import typer
 from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import check_out, json_only, print_json, print_table, screen, table
+from foretoken.cli.output import check_out, json_only, print_json, print_table, progress_bar, screen, table
 from foretoken.core.specs import parse_spec
 
 if TYPE_CHECKING:
@@ -87,21 +87,17 @@ def workload_of(common: Common, prompts: Path | None, new_tokens: int, most: int
 
 
 def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> TunedSkips:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from foretoken.lab.tune.layer_skip import tune
 
     console = screen(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Drawn between trials only: an animated bar would take time from what is being measured.
-    with Progress(*columns, console=console, auto_refresh=False) as bar:
-        task = bar.add_task("warming up", total=trials)
+    with progress_bar() as tell:
+        tell(0, trials, "warming up")
 
         def on_trial(number: int, speed: float, search: LayerSkipStudy) -> None:
             if resume and not number:
                 console.print(f"nothing to resume: {search.journal} held no trials; it begins anew", soft_wrap=True)
             text = f"last {speed:.1f}, best {search.best_speed:.1f} tokens/s" if number else "trying the default set"
-            bar.update(task, completed=min(number, trials), description=text, refresh=True)
+            tell(min(number, trials), trials, text)
 
         try:
             return tune(work, k, out, trials, resume, on_trial)

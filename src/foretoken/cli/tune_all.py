@@ -12,7 +12,7 @@ import typer
 
 from foretoken.cli.ending import terminable
 from foretoken.cli.options import Common, Json, given_options, with_common
-from foretoken.cli.output import check_out, json_only, print_json, screen
+from foretoken.cli.output import check_out, json_only, print_json, progress_bar, screen
 from foretoken.options import FILTERS
 
 if TYPE_CHECKING:
@@ -144,40 +144,14 @@ def _tuned(job: TuneJob, out: Path) -> Outcome:
     from foretoken.core.io.files import write_json
     from foretoken.lab.tune.search import tune
 
-    console = screen(stderr=True)
-    bar = _Bar(console)
-    with bar:
-        outcome = tune(job, bar.tell, bar.row)
+    def on_row(row: TunedRow) -> None:
+        text = f"{row.speedup:5.2f}x  {row.tokens_per_round:4.2f} tokens a round  {row.way.drafter}"
+        screen(stderr=True).print(text, style="dim", soft_wrap=True)
+
+    with progress_bar() as tell:  # of the time, in per cent
+        outcome = tune(job, lambda text, share: tell(round(100 * share), 100, text), on_row)
     write_json(out, outcome.profile())
     return outcome
-
-
-class _Bar:
-    """The share of the time that is over, on a terminal, and a line for every drafter that was tried."""
-
-    def __init__(self, console: Any) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
-        self._console, shown = console, console.is_terminal
-        # Drawn between measurements only: an animated bar would take time from what is being measured.
-        self._progress = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not shown)
-        self._task = self._progress.add_task("loading", total=1.0)
-
-    def __enter__(self) -> None:
-        self._progress.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def tell(self, text: str, share: float) -> None:
-        """What comes next."""
-        self._progress.update(self._task, description=text, completed=share, refresh=True)
-
-    def row(self, row: TunedRow) -> None:
-        """What a drafter did."""
-        text = f"{row.speedup:5.2f}x  {row.tokens_per_round:4.2f} tokens a round  {row.way.drafter}"
-        self._console.print(text, style="dim", soft_wrap=True)
 
 
 def _public(outcome: Outcome) -> dict[str, Any]:
