@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from foretoken.cli.options import Json
 from foretoken.cli.output import check_out, json_only, print_json, print_table, screen, table
+from foretoken.cli.settings import FromOptions, with_settings
+from foretoken.core.settings import setting
 
 if TYPE_CHECKING:
     from foretoken.core.costs import RoundCosts
@@ -28,63 +29,53 @@ LEAVES = 4096
 """Widest tree."""
 
 
-def plan_command(
-    alpha: Annotated[float | None, typer.Option(help="Acceptance rate of a draft token, in [0, 1].")] = None,
-    survival: Annotated[
-        str | None, typer.Option(help="Instead: shares of rounds accepted at least 1, 2, ... far, e.g. 0.8,0.6,0.5.")
-    ] = None,
-    c: Annotated[float | None, typer.Option(help="Cost of a draft step over that of a target step; 0: free.")] = None,
-    k: Annotated[str, typer.Option(help="Draft lengths: one, or a range such as 1-16.")] = "1-16",
-    guesses: Annotated[
-        int, typer.Option(min=1, help="Chains that guess the same k tokens in a round (lookahead's G).")
-    ] = 1,
-    overhead: Annotated[
-        float | None, typer.Option(help="Further cost of a speculative round, in target steps.")
-    ] = None,
-    v: Annotated[
-        str | None,
-        typer.Option(
-            help="Cost of scoring n tokens: 'flat', points such as 1:1,8:1.1,32:2, or "
-            "roofline,parameters=7e9,bandwidth=3.35e12,flops=989e12[,bytes=2,context=..,kv_bytes=..,experts=..,active=..]."
-        ),
-    ] = None,
-    operations: Annotated[
-        float | None, typer.Option(help="Arithmetic of a draft token over that of a target token; as --c if not given.")
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Costs and acceptance from a file of `foretoken tune`; options replace them.")
-    ] = None,
-    drafter: Annotated[str | None, typer.Option(help="Which drafter of the profile; the best if not given.")] = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes, e.g. 1,4,16; the first one decides the plan.")] = "1",
-    tree: Annotated[list[str] | None, typer.Option(help="A tree to compare, children per level: 3x2x1.")] = None,
-    positions: Annotated[
-        str | None, typer.Option(help="For trees: chance of the first, second, ... sibling, e.g. 0.6,0.15,0.05.")
-    ] = None,
-    ahead: Annotated[
-        int | None, typer.Option(min=1, help="Draft during verification for so many tokens after each accepted length.")
-    ] = None,
-    contention: Annotated[
-        float,
-        typer.Option(help="With --ahead: how much slower each is while both run; 1: two devices, 2: all is shared."),
-    ] = 1.0,
-    plot: Annotated[Path | None, typer.Option(help="PNG file: speed-up against k, c and batch size.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Work out how much to draft, how much faster that is, and what would break it.  No model is loaded."""
-    lengths, batches = parse_lengths(k), parse_counts(batch, "--batch")
-    shapes = [parse_widths(text) for text in tree or ()]
-    siblings = None if positions is None else parse_chances(positions, "--positions")
-    if plot is not None:
-        check_writable(plot)
-    from dataclasses import replace
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is assumed, and what is asked; costs in target steps."""
 
+    alpha: float | None = setting(None, "Acceptance rate of a draft token, in [0, 1].")
+    survival: str | None = setting(None, "Instead: shares of rounds accepted at least 1, 2, ... far, e.g. 0.8,0.6,0.5.")
+    c: float | None = setting(None, "Cost of a draft step over that of a target step; 0: free.")
+    k: str = setting("1-16", "Draft lengths: one, or a range such as 1-16.")
+    guesses: int = setting(1, "Chains that guess the same k tokens in a round (lookahead's G).", 1)
+    overhead: float | None = setting(None, "Further cost of a speculative round, in target steps.")
+    v: str | None = setting(
+        None,
+        "Cost of scoring n tokens: 'flat', points such as 1:1,8:1.1,32:2, or "
+        "roofline,parameters=7e9,bandwidth=3.35e12,flops=989e12[,bytes=2,context=..,kv_bytes=..,experts=..,active=..].",
+    )
+    operations: float | None = setting(
+        None, "Arithmetic of a draft token over that of a target token; as --c if not given."
+    )
+    profile: Path | None = setting(None, "Costs and acceptance from a file of `foretoken tune`; options replace them.")
+    drafter: str | None = setting(None, "Which drafter of the profile; the best if not given.")
+    batch: str = setting("1", "Batch sizes, e.g. 1,4,16; the first one decides the plan.")
+    tree: list[str] | None = setting(None, "A tree to compare, children per level: 3x2x1.")
+    positions: str | None = setting(None, "For trees: chance of the first, second, ... sibling, e.g. 0.6,0.15,0.05.")
+    ahead: int | None = setting(None, "Draft during verification for so many tokens after each accepted length.", 1)
+    contention: float = setting(
+        1.0, "With --ahead: how much slower each is while both run; 1: two devices, 2: all is shared."
+    )
+    plot: Path | None = setting(None, "PNG file: speed-up against k, c and batch size.")
+
+
+@with_settings
+def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json = False) -> None:
+    """Work out how much to draft, how much faster that is, and what would break it.  No model is loaded."""
+    lengths, batches = parse_lengths(asked.k), parse_batches(asked.batch)
+    shapes = [parse_widths(text) for text in asked.tree or ()]
+    siblings = None if asked.positions is None else parse_chances(asked.positions, "--positions")
+    plot = asked.plot
+    if plot is not None:
+        if plot.suffix.lower() != ".png":
+            raise ValueError(f"--plot writes a PNG file: {plot} should end in .png")
+        check_out(plot, "--plot", new_folders=True)
     from foretoken.lab.plan.planner import plan, summary
 
-    if siblings is not None and not shapes and ahead is None:
+    if siblings is not None and not shapes and asked.ahead is None:
         raise ValueError("--positions are the chances of siblings in a tree: give --tree or --ahead, or leave it out")
-    given, name = _assumptions(alpha, survival, c, overhead, v, operations, profile, drafter, lengths, batches[0])
-    given = replace(given, guesses=guesses)
-    ahead_rows = _ahead_rows(given, lengths, batches, siblings, ahead, contention)
+    given, name = _assumptions(asked, lengths, batches[0])
+    ahead_rows = _ahead_rows(asked, given, lengths, batches, siblings)
     with json_only(as_json):
         made = plan(given, lengths, batches, shapes, siblings)
         if plot is not None:
@@ -94,7 +85,7 @@ def plan_command(
             draw(made, plot)
         if not as_json:
             _print(made, name, plot)
-            _print_ahead(ahead_rows, contention)
+            _print_ahead(ahead_rows, asked.contention)
     if as_json:
         found = {
             "drafter": name,
@@ -109,46 +100,33 @@ def plan_command(
 # -- reading options -------------------------------------------------------------------------------------------------
 
 
-def _assumptions(
-    alpha: float | None,
-    survival: str | None,
-    c: float | None,
-    overhead: float | None,
-    v: str | None,
-    operations: float | None,
-    profile: Path | None,
-    drafter: str | None,
-    lengths: list[int],
-    batch: int,
-) -> tuple[Assumptions, str | None]:
+def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[Assumptions, str | None]:
     """What is assumed, and which drafter of a profile that is."""
-    from dataclasses import replace
-
     from foretoken.lab.plan.assumptions import Assumptions
 
-    if alpha is not None and survival is not None:
+    if asked.alpha is not None and asked.survival is not None:
         raise ValueError("give --alpha or --survival, not both")
-    if alpha is not None and not 0 <= alpha <= 1:
-        raise ValueError(f"--alpha must be in [0, 1], not {alpha:g}")
-    acceptance = alpha if survival is None else tuple(parse_chances(survival, "--survival"))
+    if asked.alpha is not None and not 0 <= asked.alpha <= 1:
+        raise ValueError(f"--alpha must be in [0, 1], not {asked.alpha:g}")
+    acceptance = asked.alpha if asked.survival is None else tuple(parse_chances(asked.survival, "--survival"))
     given, name = Assumptions(0.0), None
-    if profile is not None:
-        given, name = _measured(read_costs(profile), drafter, lengths, batch)
-    elif drafter is not None:
+    if asked.profile is not None:
+        given, name = _measured(read_costs(asked.profile), asked.drafter, lengths, batch)
+    elif asked.drafter is not None:
         raise ValueError("--drafter chooses from a profile: give --profile too, or --alpha and --c")
     elif acceptance is None:
         raise ValueError("give --alpha, --survival, or a --profile with measured acceptance")
     changes: dict[str, Any] = {
         "acceptance": acceptance,
-        "c": checked_cost(c, "--c"),
-        "overhead": checked_cost(overhead, "--overhead"),
-        "v": None if v is None else parse_curve(v),
-        "c_hat": checked_cost(operations, "--operations"),
+        "c": checked_cost(asked.c, "--c"),
+        "overhead": checked_cost(asked.overhead, "--overhead"),
+        "v": None if asked.v is None else parse_curve(asked.v),
+        "c_hat": checked_cost(asked.operations, "--operations"),
+        "guesses": asked.guesses,
+        # A rate is that of every round: drafts are as long as asked
+        "nodes_per_depth": None if acceptance is None else 1.0,
     }
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if acceptance is not None:  # a rate is that of every round: drafts are as long as asked
-        changes["nodes_per_depth"] = 1.0
-    return replace(given, **changes), name
+    return replace(given, **{key: value for key, value in changes.items() if value is not None}), name
 
 
 def _measured(costs: RoundCosts, drafter: str | None, lengths: list[int], batch: int) -> tuple[Assumptions, str]:
@@ -164,23 +142,18 @@ def _measured(costs: RoundCosts, drafter: str | None, lengths: list[int], batch:
 
 
 def _ahead_rows(
-    given: Assumptions,
-    lengths: list[int],
-    batches: list[int],
-    siblings: list[float] | None,
-    ahead: int | None,
-    contention: float,
+    asked: PlanOptions, given: Assumptions, lengths: list[int], batches: list[int], siblings: list[float] | None
 ) -> list[AheadRow]:
     """What drafting during verification gives; empty where nobody asks."""
     from foretoken.lab.plan.ahead import ahead_rows
 
-    if ahead is None:
-        if contention != 1.0:
+    if asked.ahead is None:
+        if asked.contention != 1.0:
             raise ValueError("--contention goes with --ahead")
         return []
     if batches[0] != 1 or given.guesses != 1:
         raise ValueError("--ahead is worked out for one request with one chain: leave out --batch and --guesses")
-    return ahead_rows(given, lengths, ahead, contention, siblings)
+    return ahead_rows(given, lengths, asked.ahead, asked.contention, siblings)
 
 
 # -- showing ---------------------------------------------------------------------------------------------------------
@@ -308,8 +281,6 @@ def parse_curve(text: str) -> CallCost:
 
 
 def _roofline(text: str) -> CallCost:
-    from dataclasses import fields
-
     from foretoken.lab.plan.roofline import Roofline
     from foretoken.registry import parse_spec
 
@@ -342,12 +313,10 @@ def parse_chances(text: str, name: str) -> list[float]:
     return values
 
 
-def parse_counts(text: str, name: str) -> list[int]:
+def parse_batches(text: str) -> list[int]:
     """``1,4,16``, each once."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{name} must be whole numbers > 0 joined by commas, for example 1,4,16; not {text!r}")
-    return list(dict.fromkeys(map(int, parts)))
+    wanted = "--batch must be whole numbers > 0 joined by commas, for example 1,4,16"
+    return list(dict.fromkeys(_counts(text, ",", wanted)))
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -363,17 +332,14 @@ def parse_lengths(text: str) -> list[int]:
 
 def parse_widths(text: str) -> list[int]:
     """``3x2x1``."""
-    parts = text.lower().split("x")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"--tree must be positive child counts per level, for example 3x2x1; not {text!r}")
-    found = [int(part) for part in parts]
+    found = _counts(text, "x", "--tree must be positive child counts per level, for example 3x2x1")
     if math.prod(found) > LEAVES:
         raise ValueError(f"--tree {text!r} has too many nodes: at most {LEAVES} leaves")
     return found
 
 
-def check_writable(file: Path) -> None:
-    """Find out before the work whether the picture can be written."""
-    if file.suffix.lower() != ".png":
-        raise ValueError(f"--plot writes a PNG file: {file} should end in .png")
-    check_out(file, "--plot", new_folders=True)
+def _counts(text: str, separator: str, wanted: str) -> list[int]:
+    parts = text.lower().split(separator)
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{wanted}; not {text!r}")
+    return [int(part) for part in parts]

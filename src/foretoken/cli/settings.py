@@ -80,10 +80,11 @@ def _filled(annotation: Any) -> tuple[Any, FromOptions | None]:
 
 
 def _parameters(config: type, told: FromOptions) -> list[inspect.Parameter]:
-    kinds = typing.get_type_hints(config)
-    return [
-        inspect.Parameter(
-            option, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=option_of(kinds[one.name], about)
+    kinds, found = typing.get_type_hints(config), []
+    for option, (one, about) in told.fields(config).items():
+        names = [f"--{option.replace('_', '-')}"] if about.is_flag else []
+        annotation = option_of(kinds[one.name], about, names)
+        found.append(
+            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=annotation)
         )
-        for option, (one, about) in told.fields(config).items()
-    ]
+    return found

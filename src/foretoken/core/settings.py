@@ -15,11 +15,13 @@ class About:
     Attributes:
         help: a sentence; empty where the name says all.
         low, high: the smallest and the largest number that it takes; ``None`` where there is no such limit.
+        is_flag: whether the option stands alone and turns something on, with none that turns it off.
     """
 
     help: str = ""
     low: float | None = None
     high: float | None = None
+    is_flag: bool = False
 
 
 def setting(
@@ -33,6 +35,11 @@ def setting(
         shown: whether the value stands in the object's ``repr``.
     """
     return field(default=default, metadata={_KEY: About(help, low, high)}, repr=shown)
+
+
+def flag(help: str) -> Any:
+    """A switch that is off, with an option to turn it on."""
+    return field(default=False, metadata={_KEY: About(help, is_flag=True)})
 
 
 def settings_of(config: type) -> dict[Field[Any], About]:
