@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import inspect
 import sys
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -17,6 +16,8 @@ import typer
 
 from foretoken.cli.model_argument import HELP, GroupModel, Model, existing_model, one_model
 from foretoken.cli.output import doing
+from foretoken.cli.settings import FromOptions, parameter, parameters_of, signed, with_settings
+from foretoken.core.settings import flag, setting
 from foretoken.options import COMMAND_LINE, FIELDS, FILTERS, Field
 from foretoken.registry import find, parse_spec
 
@@ -44,36 +45,21 @@ class Common:
     options that were really given.
     """
 
-    target: Annotated[str, typer.Option(help=f"The same as MODEL: {HELP}")] = "builtin"
-    drafter: Annotated[str, typer.Option(help=DRAFTER_HELP)] = "auto"
-    verifier: Annotated[
-        str, typer.Option(help="auto or NAME, such as coupled, block or traversal; `foretoken methods` lists all.")
-    ] = "auto"
-    controller: Annotated[
-        str, typer.Option(help="auto or NAME, such as goodput or constant,k=4; `foretoken methods` lists all.")
-    ] = "auto"
-    profile: Annotated[
-        Path | None, typer.Option(help="JSON file with drafter, verifier and controller for what is left at auto.")
-    ] = None
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, float64, bfloat16 or float16.")] = "auto"
-    device: Annotated[
-        str, typer.Option(help="auto (the first of cuda, mps and cpu that is there), cpu, cuda, cuda:1, mps.")
-    ] = "auto"
-    inflate: Annotated[
-        str | None, typer.Option(help="For measuring: the target's outputs at the cost of 300m, 1b, 3b, 7b parameters.")
-    ] = None
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            help="Quantise the target's weights on the cpu: int8, int4, int8-a8 or int4-a8. It is then another."
-        ),
-    ] = None
-    backend: Annotated[
-        str, typer.Option(help="What runs a GGUF file: auto (native where it is covered), native or llama.cpp.")
-    ] = "auto"
-    allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Permit verifiers that change the target's distribution.")
-    ] = False
+    target: str = setting("builtin", f"The same as MODEL: {HELP}")
+    drafter: str = setting("auto", DRAFTER_HELP)
+    verifier: str = setting("auto", "auto or NAME, such as coupled, block or traversal; `foretoken methods` lists all.")
+    controller: str = setting("auto", "auto or NAME, such as goodput or constant,k=4; `foretoken methods` lists all.")
+    profile: Path | None = setting(None, "JSON file with drafter, verifier and controller for what is left at auto.")
+    dtype: str = setting("auto", "auto (the checkpoint's), float32, float64, bfloat16 or float16.")
+    device: str = setting("auto", "auto (the first of cuda, mps and cpu that is there), cpu, cuda, cuda:1, mps.")
+    inflate: str | None = setting(
+        None, "For measuring: the target's outputs at the cost of 300m, 1b, 3b, 7b parameters."
+    )
+    quantize: str | None = setting(
+        None, "Quantise the target's weights on the cpu: int8, int4, int8-a8 or int4-a8. It is then another."
+    )
+    backend: str = setting("auto", "What runs a GGUF file: auto (native where it is covered), native or llama.cpp.")
+    allow_lossy: bool = flag("Permit verifiers that change the target's distribution.")
 
     sampling: Mapping[str, Any] = field(default_factory=lambda: {name: FIELDS[name].default for name in COMMAND_LINE})
     given: frozenset[str] = frozenset()
@@ -229,7 +215,8 @@ class Common:
 def with_common(
     omit: tuple[str, ...] = (), *, model: str = "argument", own_sampling: bool = False, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the common options: its parameter ``common`` becomes one option per field of :class:`Common`.
+    """Give a command the common options: its parameter ``common`` becomes one option per field of :class:`Common`, and
+    others become options as :func:`foretoken.cli.settings.with_settings` says.
 
     Args:
         omit: fields that the command does not take or declares itself.
@@ -238,22 +225,18 @@ def with_common(
         own_sampling: the model's own sampling options are the defaults, and the help says so.
     """
     shared = [
-        _parameter(p.name, _decided_by_model(p) if own_sampling and p.name in OWN_SAMPLING else p.annotation,
+        parameter(p.name, _decided_by_model(p) if own_sampling and p.name in OWN_SAMPLING else p.annotation,
                    defaults.get(p.name, p.default))
         for p in common_parameters() if p.name not in omit
     ]  # fmt: skip
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = typing.get_type_hints(command, include_extras=True)
-        parameters = [
-            p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own[p.name])
-            for p in inspect.signature(command).parameters.values()
-            if p.name != "common"
-        ]
+        command = with_settings(command)
+        parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "common"]
         context = next((p.name for p in parameters if p.annotation is typer.Context), None)
-        first = [] if context is not None else [_parameter("ctx", typer.Context, inspect.Parameter.empty)]
+        first = [] if context is not None else [parameter("ctx", typer.Context, inspect.Parameter.empty)]
         if model != "own":
-            first.append(_parameter("model", Model if model == "argument" else GroupModel, None))
+            first.append(parameter("model", Model if model == "argument" else GroupModel, None))
 
         @wraps(command)
         def run(**values: Any) -> None:
@@ -264,23 +247,16 @@ def with_common(
                 common = common.of(chosen, is_run=ctx.invoked_subcommand is None)
             command(common=common, **values)
 
-        run.__signature__ = inspect.Signature([*first, *parameters, *shared])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in (*first, *parameters, *shared)}
-        return run
+        return signed(run, [*first, *parameters, *shared])
 
     return decorate
 
 
 def common_parameters() -> list[inspect.Parameter]:
     """The options of :class:`Common` as parameters of a command, those of requests before the last one."""
-    kinds = typing.get_type_hints(Common, include_extras=True)
-    own = [
-        _parameter(f.name, kinds[f.name], f.default)
-        for f in dataclasses.fields(Common)
-        if f.name not in ("sampling", "given")
-    ]
-    asked = [_parameter(name, _option(FIELDS[name]), FIELDS[name].default) for name in COMMAND_LINE]
-    return [*own[:-1], *asked, own[-1]]
+    *own, lossy = parameters_of(Common, FromOptions())
+    asked = [parameter(name, _option(FIELDS[name]), FIELDS[name].default) for name in COMMAND_LINE]
+    return [*own, *asked, lossy]
 
 
 def _option(field: Field) -> Any:
@@ -311,10 +287,6 @@ def given_options(ctx: typer.Context) -> frozenset[str]:
     """Names of the parameters that stand on the command line."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _decided_by_model(parameter: inspect.Parameter) -> Any:

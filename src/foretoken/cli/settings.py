@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Annotated, Any
@@ -51,10 +51,10 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     for name, one in inspect.signature(command).parameters.items():
         config, told = _filled(hints[name])
         if told is None:
-            parameters.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            parameters.append(parameter(name, hints[name], one.default))
         else:
             groups[name] = config, told
-            parameters += _parameters(config, told)
+            parameters += parameters_of(config, told)
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -63,9 +63,18 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = config(**told.fixed, **given)
         command(**values)
 
+    return signed(run, parameters)
+
+
+def signed(run: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """The function with the parameters that Typer makes options of."""
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
+
+
+def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def option_of(kind: Any, about: About, names: Iterable[str] = (), **more: Any) -> Any:
@@ -79,12 +88,10 @@ def _filled(annotation: Any) -> tuple[Any, FromOptions | None]:
     return (annotation.__origin__, marks[0]) if marks else (None, None)
 
 
-def _parameters(config: type, told: FromOptions) -> list[inspect.Parameter]:
+def parameters_of(config: type, told: FromOptions) -> list[inspect.Parameter]:
+    """A parameter for each field that has an option."""
     kinds, found = typing.get_type_hints(config), []
     for option, (one, about) in told.fields(config).items():
         names = [f"--{option.replace('_', '-')}"] if about.is_flag else []
-        annotation = option_of(kinds[one.name], about, names)
-        found.append(
-            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=annotation)
-        )
+        found.append(parameter(option, option_of(kinds[one.name], about, names), one.default))
     return found
