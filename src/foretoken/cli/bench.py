@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.bench_serve import Category, Format, Lines, Prompts, chosen_prompts, numbers, serve_command
+from foretoken.cli.bench_serve import CATEGORY, FORMAT, PROMPTS, Lines, chosen_prompts, numbers, serve_command
 from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
 from foretoken.cli.output import json_only, print_table, progress_bar, screen, table
+from foretoken.cli.settings import FromOptions
+from foretoken.core.settings import flag, setting
 from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm
-from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +35,29 @@ app = typer.Typer(
 )
 
 
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, on what, and where it is kept."""
+
+    prompts: list[Path] | None = setting(None, PROMPTS)
+    format: str = setting("auto", FORMAT)
+    category: list[str] | None = setting(None, CATEGORY)
+    max_prompts: int | None = setting(None, "Most prompts per category, spread over the file.", 1)
+    temperature: list[str] | None = setting(None, "Temperatures, joined by commas or given several times; 0 is greedy.")
+    batch: list[str] | None = setting(None, "Batch sizes, joined by commas or given several times.")
+    inflate: str | None = setting(
+        None, "Make the target one of this size with the same outputs: 300m, 1b, 3b, 7b or a number."
+    )
+    repeat: int = setting(1, "Runs per prompt; the one of median time counts.", 1)
+    stop_at_eos: bool = flag("Let outputs end early; by default all have the same length.")
+    no_chat_template: bool = flag("Complete conversations as plain text.")
+    out: Path | None = setting(None, "File for the run (JSON lines); OUT.partial while it runs.")
+    resume: bool = flag("Go on with OUT.partial.")
+    card: list[Path] | None = setting(
+        None, "File for a card: .json for `foretoken bench cards`, .md to read; may be given twice."
+    )
+
+
 @app.callback(invoke_without_command=True)
 @with_common(omit=("drafter", "temperature", "inflate"), model="group", max_new_tokens=128)
 @terminable()
@@ -47,37 +72,9 @@ def bench_command(
             f"{OTHER_ENGINES}. Plain decoding is always measured.",
         ),
     ] = None,
-    prompts: Prompts = None,
-    format: Format = "auto",
-    category: Category = None,
-    max_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Most prompts per category, spread over the file.")
-    ] = None,
-    temperature: Annotated[
-        list[str] | None, typer.Option(help="Temperatures, joined by commas or given several times; 0 is greedy.")
-    ] = None,
-    batch: Annotated[
-        list[str] | None, typer.Option(help="Batch sizes, joined by commas or given several times.")
-    ] = None,
-    inflate: Annotated[
-        str | None,
-        typer.Option(help="Make the target one of this size with the same outputs: 300m, 1b, 3b, 7b or a number."),
-    ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs per prompt; the one of median time counts.")] = 1,
-    stop_at_eos: Annotated[
-        bool, typer.Option("--stop-at-eos", help="Let outputs end early; by default all have the same length.")
-    ] = False,
-    no_chat_template: Annotated[
-        bool, typer.Option("--no-chat-template", help="Complete conversations as plain text.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="File for the run (JSON lines); OUT.partial while it runs.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with OUT.partial.")] = False,
-    card: Annotated[
-        list[Path] | None,
-        typer.Option(help="File for a card: .json for `foretoken bench cards`, .md to read; may be given twice."),
-    ] = None,
-    as_json: Lines = False,
     *,
+    asked: Annotated[BenchOptions, FromOptions()],
+    as_json: Lines = False,
     common: Common,
 ) -> None:
     """Measure drafters against plain decoding: by category, temperature and batch size, interleaved, with proof.
@@ -86,23 +83,26 @@ def bench_command(
     """
     if context.invoked_subcommand is not None:
         return
-    arms = _checked(common, drafter or ["auto"])
-    temperatures = tuple(numbers("temperature", temperature, float)) or (0.0,)
-    batches = tuple(numbers("batch", batch, int)) or (1,)
-    if resume and out is None:
+    arms, out = drafter or ["auto"], asked.out
+    common.check_rules()
+    for arm in arms:
+        check_arm(arm)
+    temperatures = tuple(numbers("temperature", asked.temperature, float)) or (0.0,)
+    batches = tuple(numbers("batch", asked.batch, int)) or (1,)
+    if asked.resume and out is None:
         raise ValueError("--resume goes on with OUT.partial: give --out too")
-    cards = _cards(card or ())
+    cards = _cards(asked.card or ())
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
         from foretoken.lab.bench.partial import check_out, partial_of
         from foretoken.lab.bench.run import BenchSettings
 
-        if out is not None and not check_out(out, resume) and resume:
+        if out is not None and not check_out(out, asked.resume) and asked.resume:
             print(f"nothing to resume: there is no {partial_of(out)}; the run begins anew", file=sys.stderr)
-        about = _origin(common, arms, inflate) if ".json" in cards else None
-        settings = BenchSettings(arms, temperatures, batches, repeat, common.seed or 0, not no_chat_template)
-        chosen = chosen_prompts(prompts, format, category, max_prompts)
-        result = _run(common, chosen, settings, out, resume, not stop_at_eos, inflate)
+        about = _origin(common, arms, asked.inflate) if ".json" in cards else None
+        chat = not asked.no_chat_template
+        settings = BenchSettings(arms, temperatures, batches, asked.repeat, common.seed or 0, chat)
+        result = _run(common, asked, settings)
         if not as_json:
             _print(screen(), result, out)
         for kind, file in cards.items():
@@ -112,64 +112,37 @@ def bench_command(
         sys.stdout.flush()
 
 
-def _checked(common: Common, arms: Sequence[str]) -> list[str]:
-    """The arms' specs, checked before seconds are spent on loading."""
-    if common.verifier != "auto":
-        find("verifier", parse_spec(common.verifier).name)
-    if common.controller != "auto":
-        find("controller", parse_spec(common.controller).name)
-    for arm in arms:
-        check_arm(arm)
-    return list(arms)
-
-
-def _run(
-    common: Common,
-    prompts: Mapping[str, Sequence[Any]],
-    settings: BenchSettings,
-    out: Path | None,
-    resume: bool,
-    ignore_eos: bool,
-    inflate: str | None,
-) -> BenchResult:
+def _run(common: Common, asked: BenchOptions, settings: BenchSettings) -> BenchResult:
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.bench.arms import ArmSetup
     from foretoken.lab.bench.partial import partial_of
     from foretoken.lab.bench.run import run_bench
-    from foretoken.loading import load_model, load_tokenizer
+    from foretoken.loading import load_tokenizer
 
+    prompts = chosen_prompts(asked.prompts, asked.format, asked.category, asked.max_prompts)
     SamplingParams(max(settings.temperatures), **common.filters)
-    device = None if common.device == "auto" else common.device
-    dtype = None if common.dtype == "auto" else common.dtype
     shared = ArmSetup(
-        load_model(
-            common.target,
-            dtype=dtype,
-            device=common.device,
-            inflate=inflate,
-            quantize=common.quantize,
-            backend=common.backend,
-        ),
+        replace(common, inflate=asked.inflate).load_target(is_told=False),
         common.target,
         load_tokenizer(common.target, common.backend),
         common.verifier,
         common.controller,
-        device,
+        None if common.device == "auto" else common.device,
         common.allow_lossy,
         common.profile,
         common.max_new_tokens,
-        ignore_eos,
+        not asked.stop_at_eos,
         common.filters,
-        inflate,
+        asked.inflate,
         common.quantize,
         common.backend,
     )
     with progress_bar() as on_progress:
         try:
-            return run_bench(shared, prompts, settings, out, resume, on_progress)
+            return run_bench(shared, prompts, settings, asked.out, asked.resume, on_progress)
         except KeyboardInterrupt:
-            if out is not None and partial_of(out).exists():
-                print(f"what is finished is in {partial_of(out)}; --resume goes on from here", file=sys.stderr)
+            if asked.out is not None and partial_of(asked.out).exists():
+                print(f"what is finished is in {partial_of(asked.out)}; --resume goes on from here", file=sys.stderr)
             raise
 
 
@@ -178,12 +151,12 @@ def _run(
 
 def _print(console: Console, result: BenchResult, out: Path | None) -> None:
     everything = [*result.cells, *result.summary["overall"]]
-    for setting in dict.fromkeys((c["temperature"], c["batch"]) for c in everything):
-        here = [c for c in everything if (c["temperature"], c["batch"]) == setting]
+    for place in dict.fromkeys((c["temperature"], c["batch"]) for c in everything):
+        here = [c for c in everything if (c["temperature"], c["batch"]) == place]
         prefill = {
             found["arm"]: f"{1000 * found['prefill_s']:.1f}"
             for found in result.summary["prefill"]
-            if (found["temperature"], found["batch"]) == setting
+            if (found["temperature"], found["batch"]) == place
         }
         _print_setting(console, here, prefill)
     ties = sum(found["ties"] for found in result.summary["equality"])

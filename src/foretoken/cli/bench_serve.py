@@ -24,13 +24,9 @@ if TYPE_CHECKING:
     from foretoken.lab.prompts import BenchPrompt
 
 Number = TypeVar("Number", int, float)
-FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
-Prompts = Annotated[
-    list[Path] | None,
-    typer.Option(help="File or folder of prompts, may be given several times; built-in prompts by default."),
-]
-Format = Annotated[str, typer.Option(help=f"Format of the prompts: {FORMATS}.")]
-Category = Annotated[list[str] | None, typer.Option(help="Only these categories; may be given several times.")]
+PROMPTS = "File or folder of prompts, may be given several times; built-in prompts by default."
+FORMAT = "Format of the prompts: auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text."
+CATEGORY = "Only these categories; may be given several times."
 Lines = Annotated[
     bool, typer.Option("--json", help="Print cells and, as the last line, the summary; the rest goes to stderr.")
 ]
@@ -60,9 +56,9 @@ def serve_command(
         bool, typer.Option("--compare", help="Plain decoding against speculation on one server, and equal texts.")
     ] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Chat completions instead of completions.")] = False,
-    prompts: Prompts = None,
-    format: Format = "auto",
-    category: Category = None,
+    prompts: Annotated[list[Path] | None, typer.Option(help=PROMPTS)] = None,
+    format: Annotated[str, typer.Option(help=FORMAT)] = "auto",
+    category: Annotated[list[str] | None, typer.Option(help=CATEGORY)] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Most prompts per category.")] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Ask for answers of full length (vLLM, SGLang, foretoken).")

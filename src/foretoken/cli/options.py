@@ -112,10 +112,7 @@ class Common:
             check_drafter(self.drafter)
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if self.verifier != "auto":
-            find("verifier", parse_spec(self.verifier).name)
-        if self.controller != "auto":
-            find("controller", parse_spec(self.controller).name)
+        self.check_rules()
         if self.seed is not None:
             from foretoken.core.noise import check_seed
 
@@ -125,6 +122,13 @@ class Common:
             from foretoken.core.sampling import SamplingParams
 
             SamplingParams(**unusual)
+
+    def check_rules(self) -> None:
+        """Find an unknown verifier or controller, by a ``ValueError``."""
+        if self.verifier != "auto":
+            find("verifier", parse_spec(self.verifier).name)
+        if self.controller != "auto":
+            find("controller", parse_spec(self.controller).name)
 
     def load(self, drafter: str | None = None, tensor_parallel: int = 1, own_sampling: bool = False) -> Llm:
         """Load the target and everything around it; ``drafter`` replaces the option.
@@ -166,8 +170,8 @@ class Common:
                 print(f"warning: {told}", file=sys.stderr)
         return llm
 
-    def load_target(self) -> LanguageModel:
-        """Load the target alone.
+    def load_target(self, is_told: bool = True) -> LanguageModel:
+        """Load the target alone; an inflated one is told of first, if ``is_told``.
 
         Raises:
             ValueError: a bad checkpoint, dtype, device or size.
@@ -182,7 +186,8 @@ class Common:
             quantize=self.quantize,
             backend=self.backend,
         )
-        self._tell_inflated(target)
+        if is_told:
+            self._tell_inflated(target)
         return target
 
     def subject(self) -> Subject:

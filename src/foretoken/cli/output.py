@@ -135,17 +135,17 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+def progress_bar(stays: bool = False) -> Iterator[Callable[[int, int, str], None]]:
     """A bar on a terminal's stderr; call it with (steps done, steps in all or 0, what begins).
 
-    Drawn only when it changes, as :func:`status_line`.
+    Drawn only when it changes, as :func:`status_line`.  Where it ``stays``, its last state is left behind, in a file too.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     console = screen(stderr=True)
-    shown = console.is_terminal
-    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not shown) as bar:
+    shown = stays or console.is_terminal
+    with Progress(*columns, console=console, auto_refresh=False, transient=not stays, disable=not shown) as bar:
         task = bar.add_task("", total=None)
 
         def tell(done: int, total: int, text: str) -> None:

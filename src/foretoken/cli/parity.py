@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,9 @@ import typer
 from foretoken.cli.ending import INTERRUPTED, terminable
 from foretoken.cli.options import Common, Json, check_drafter, common_parameters, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar, screen, table
+from foretoken.cli.settings import FromOptions
 from foretoken.core.outside import refuse_code
+from foretoken.core.settings import setting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,86 +27,71 @@ if TYPE_CHECKING:
 
 _DIFFERENCE = 1
 """Exit code."""
-_TOKENS, _SAMPLES, _FALSE_ALARM = 32, 128, 1e-3
-"""Defaults of the run."""
 OPTIONS = ("dtype", "device", "inflate", "quantize")
 """How a target is loaded, as far as a certificate repeats it."""
 
 
-@with_common(omit=("drafter",), max_new_tokens=_TOKENS)
+@dataclass(frozen=True)
+class ParityOptions:
+    """What is checked."""
+
+    drafter: list[str] | None = setting(
+        None,
+        "ngram, model:PATH,k=4, auto, ...: `foretoken methods` lists all. May be given several times; "
+        "by default all that fit the target.",
+    )
+    prompts: Path | None = setting(None, "Text file (one prompt a line) or JSONL with prompt, text or turns.")
+    mode: list[str] | None = setting(
+        None, "Check only this: transformers, greedy, batch, stop, sampled, seed. May be repeated."
+    )
+    samples: int = setting(128, "Outputs per drafter for the test of the distribution; 0 leaves it out.")
+    false_alarm: float = setting(1e-3, "Chance that the whole report fails although every distribution is right.")
+    repetition_penalty: float = setting(1.0, "Above 1 discourages tokens seen before.")
+    certificate: Path | None = setting(None, "Write the run to this file, for another machine to repeat it.")
+    verify: Path | None = setting(None, "Run the checks of this certificate again, and say what is equal.")
+
+
+@with_common(omit=("drafter",), max_new_tokens=32)
 @terminable()
-def parity_command(
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="ngram, model:PATH,k=4, auto, ...: `foretoken methods` lists all. May be given several times; "
-            "by default all that fit the target."
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Text file (one prompt a line) or JSONL with prompt, text or turns.")
-    ] = None,
-    mode: Annotated[
-        list[str] | None,
-        typer.Option(help="Check only this: transformers, greedy, batch, stop, sampled, seed. May be repeated."),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(help="Outputs per drafter for the test of the distribution; 0 leaves it out.")
-    ] = _SAMPLES,
-    false_alarm: Annotated[
-        float, typer.Option(help="Chance that the whole report fails although every distribution is right.")
-    ] = _FALSE_ALARM,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages tokens seen before.")] = 1.0,
-    certificate: Annotated[
-        Path | None, typer.Option(help="Write the run to this file, for another machine to repeat it.")
-    ] = None,
-    verify: Annotated[
-        Path | None, typer.Option(help="Run the checks of this certificate again, and say what is equal.")
-    ] = None,
-    as_json: Json = False,
-    *,
-    common: Common,
-) -> None:
+def parity_command(*, asked: Annotated[ParityOptions, FromOptions()], as_json: Json = False, common: Common) -> None:
     """Compare speculative decoding with plain decoding on a target, greedy and sampled.
 
     Greedy outputs, and sampled ones of a seed, must be plain decoding's token by token.  Exit code 1 when
     there is a difference that rounding does not explain.  Ctrl-C and SIGTERM print what was checked so far.
     """
     common.check()
-    for spec in drafter or ():
+    for spec in asked.drafter or ():
         if spec != "auto":
             check_drafter(spec)
-    if verify is not None:
-        own: dict[str, Any] = {"certificate": certificate, "prompts": prompts, "mode": mode, "samples": samples}
-        own |= {"false_alarm": false_alarm, "repetition_penalty": repetition_penalty}
-        _refuse_beside_verify(common, own)
+    if asked.verify is not None:
+        _refuse_beside_verify(common, asked)
         named = common.target if {"model", "target"} & common.given else None
-        verify_certificate(verify, common, named, drafter, as_json)
+        verify_certificate(asked.verify, common, named, asked.drafter, as_json)
         return
-    settings = _settings(common, mode, samples, false_alarm, repetition_penalty)
-    checksums = {} if certificate is None else before_certifying(certificate, common)
+    settings = _settings(common, asked)
+    checksums = {} if asked.certificate is None else before_certifying(asked.certificate, common)
     with json_only(as_json):
         from foretoken.lab.prompts import read_prompts
 
-        texts = read_prompts(prompts)
+        texts = read_prompts(asked.prompts)
         target = common.load_target()
-        report, stopped = run_on(target, common.target, drafter, texts, settings)
+        report, stopped = run_on(target, common.target, asked.drafter, texts, settings)
     if as_json:
         print_json(report.public())
     else:
         print_report(report, settings)
-    if certificate is not None:
-        write_certificate(certificate, report, settings, target, common, checksums)
+    if asked.certificate is not None:
+        write_certificate(asked.certificate, report, settings, target, common, checksums)
     if stopped:
         raise typer.Exit(INTERRUPTED)
     if not report.passed:
         raise typer.Exit(_DIFFERENCE)
 
 
-def _refuse_beside_verify(common: Common, own: dict[str, Any]) -> None:
+def _refuse_beside_verify(common: Common, asked: ParityOptions) -> None:
     """Refuse options that a certificate decides, by a ``ValueError``."""
-    usual = {"samples": _SAMPLES, "false_alarm": _FALSE_ALARM, "repetition_penalty": 1.0}
-    names = [name for name, value in own.items() if (value or None) != usual.get(name)]
+    own = ("certificate", "prompts", "mode", "samples", "false_alarm", "repetition_penalty")
+    names = [name for name in own if (getattr(asked, name) or None) != getattr(ParityOptions, name)]
     shared = {parameter.name for parameter in common_parameters()} - {"target", "drafter"}
     names += sorted(shared & common.given)
     if names:
@@ -112,11 +99,10 @@ def _refuse_beside_verify(common: Common, own: dict[str, Any]) -> None:
         raise ValueError(f"--verify runs what the certificate says: leave out {given}")
 
 
-def _settings(
-    common: Common, modes: list[str] | None, samples: int, false_alarm: float, repetition_penalty: float
-) -> Settings:
+def _settings(common: Common, asked: ParityOptions) -> Settings:
     from foretoken.lab.parity.report import MODES, Settings
 
+    sampling = {"temperature": common.temperature or 1.0, **common.filters}
     return Settings(
         target_source=common.target,
         verifier=common.verifier,
@@ -125,11 +111,11 @@ def _settings(
         device=None if common.device == "auto" else common.device,
         allow_lossy=common.allow_lossy,
         max_new_tokens=common.max_new_tokens,
-        sampling={"temperature": common.temperature or 1.0, **common.filters, "repetition_penalty": repetition_penalty},
-        samples=samples,
-        false_alarm=false_alarm,
+        sampling={**sampling, "repetition_penalty": asked.repetition_penalty},
+        samples=asked.samples,
+        false_alarm=asked.false_alarm,
         seed=common.seed or 0,
-        modes=modes or MODES,
+        modes=asked.mode or MODES,
     )
 
 

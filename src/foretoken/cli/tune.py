@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,8 @@ from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import check_out, json_only, print_json, print_table, progress_bar, screen, table
+from foretoken.cli.settings import FromOptions
+from foretoken.core.settings import setting
 from foretoken.core.specs import parse_spec
 
 if TYPE_CHECKING:
@@ -29,11 +32,8 @@ app = typer.Typer(
 )
 OWN = ("drafter", "verifier", "controller", "profile", "max_new_tokens", "top_k", "top_p", "min_p", "allow_lossy")
 """Common options that mean something else here, or nothing."""
-Prompts = Annotated[
-    Path | None,
-    typer.Option(help="Text file (one prompt a line) or JSONL with prompt, text or turns; built-in ones if none."),
-]
-MaxPrompts = Annotated[int, typer.Option(min=1, help="Most prompts to use, spread over the file.")]
+PROMPTS = "Text file (one prompt a line) or JSONL with prompt, text or turns; built-in ones if none."
+MAX_PROMPTS = "Most prompts to use, spread over the file."
 
 
 @app.command("layer-skip")
@@ -41,10 +41,10 @@ MaxPrompts = Annotated[int, typer.Option(min=1, help="Most prompts to use, sprea
 @terminable()
 def layer_skip_command(
     out: Annotated[Path, typer.Option(help="File for the result, which loads as layer_skip:FILE.")],
-    prompts: Prompts = None,
+    prompts: Annotated[Path | None, typer.Option(help=PROMPTS)] = None,
     trials: Annotated[int, typer.Option(min=1, help="Sets of skipped sublayers to try.")] = 100,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate per prompt and trial.")] = 32,
-    max_prompts: MaxPrompts = 8,
+    max_prompts: Annotated[int, typer.Option(min=1, help=MAX_PROMPTS)] = 8,
     k: Annotated[int, typer.Option(min=1, help="Longest draft.")] = 8,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the trials beside --out.")] = False,
     as_json: Json = False,
@@ -90,7 +90,7 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
     from foretoken.lab.tune.layer_skip import tune
 
     console = screen(stderr=True)
-    with progress_bar() as tell:
+    with progress_bar(stays=True) as tell:
         tell(0, trials, "warming up")
 
         def on_trial(number: int, speed: float, search: LayerSkipStudy) -> None:
@@ -128,57 +128,52 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
         console.print("plain decoding is faster than skipping layers for this target on this machine", style="yellow")
 
 
+@dataclass(frozen=True)
+class TreeOptions:
+    """Which trees are tried, and on what."""
+
+    drafter: str = setting("medusa", "What fills the tree: heads (medusa[:FOLDER], hydra[:FOLDER]) or model[:PATH].")
+    shape: str = setting("", "How it is built: medusa (greedily) or sequoia (for draft models, their default).")
+    prompts: Path | None = setting(None, PROMPTS)
+    new_tokens: int = setting(64, "Tokens that the target writes per prompt.", 8)
+    max_prompts: int = setting(8, MAX_PROMPTS, 1)
+    max_nodes: int = setting(64, "Largest tree to try.", 1)
+    max_depth: int = setting(8, "Deepest tree of a draft model to try.", 1)
+
+
 @app.command("tree")
 @with_common(omit=(*OWN, "seed"))
 @terminable()
 def tree_command(
     out: Annotated[Path, typer.Option(help="File for the tree, which loads as NAME,tree=FILE.")],
-    drafter: Annotated[
-        str, typer.Option(help="What fills the tree: heads (medusa[:FOLDER], hydra[:FOLDER]) or model[:PATH].")
-    ] = "medusa",
-    shape: Annotated[
-        str, typer.Option(help="How it is built: medusa (greedily) or sequoia (for draft models, their default).")
-    ] = "",
-    prompts: Prompts = None,
-    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the target writes per prompt.")] = 64,
-    max_prompts: MaxPrompts = 8,
-    max_nodes: Annotated[int, typer.Option(min=1, help="Largest tree to try.")] = 64,
-    max_depth: Annotated[int, typer.Option(min=1, help="Deepest tree of a draft model to try.")] = 8,
-    as_json: Json = False,
     *,
+    asked: Annotated[TreeOptions, FromOptions()],
+    as_json: Json = False,
     common: Common,
 ) -> None:
     """Choose a tree from how often its places are right, and from what nodes and levels cost on this machine."""
     with json_only(as_json):
         check_out(out, new_folders=True)
-        outcome = _tuned_tree(common, drafter, shape, prompts, new_tokens, max_prompts, max_nodes, max_depth)
+        outcome = _tuned_tree(common, asked)
         outcome.save(out)
         if not as_json:
-            _print_tree(outcome, drafter, out)
+            _print_tree(outcome, asked.drafter, out)
     if as_json:
         print_json({**outcome.public(), "out": str(out)})
 
 
-def _tuned_tree(
-    common: Common,
-    spec: str,
-    shape: str,
-    prompts: Path | None,
-    new_tokens: int,
-    most: int,
-    max_nodes: int,
-    max_depth: int,
-) -> TunedTree:
+def _tuned_tree(common: Common, asked: TreeOptions) -> TunedTree:
     from foretoken.lab.tune import positional, tree
     from foretoken.methods.drafters.heads import HeadsDrafter
 
-    work = workload_of(common, prompts, new_tokens, most)
-    filler, chosen = _checked_filler(spec, work.subject.drafter(spec), shape, common.temperature)
-    sizes = [size for size in tree.SIZES if size <= max_nodes]
+    work = workload_of(common, asked.prompts, asked.new_tokens, asked.max_prompts)
+    drafter = work.subject.drafter(asked.drafter)
+    filler, chosen = _checked_filler(asked.drafter, drafter, asked.shape, common.temperature)
+    sizes = [size for size in tree.SIZES if size <= asked.max_nodes]
     with screen(stderr=True).status("starting") as status:
         if isinstance(filler, HeadsDrafter):
             return tree.tune(work, filler, sizes, status.update)
-        return positional.tune(work, filler, sizes, chosen, max_depth, status.update)
+        return positional.tune(work, filler, sizes, chosen, asked.max_depth, status.update)
 
 
 def _checked_filler(

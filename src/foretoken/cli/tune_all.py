@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,9 @@ import typer
 from foretoken.cli.ending import terminable
 from foretoken.cli.options import Common, Json, given_options, with_common
 from foretoken.cli.output import check_out, json_only, print_json, progress_bar, screen
+from foretoken.cli.settings import FromOptions
+from foretoken.cli.tune import MAX_PROMPTS
+from foretoken.core.settings import setting
 from foretoken.options import FILTERS
 
 if TYPE_CHECKING:
@@ -22,30 +26,27 @@ SMALLEST = 24
 """Fewest tokens of an answer: drafts need room."""
 
 
+@dataclass(frozen=True)
+class TuneOptions:
+    """What is tried on what, and for how long."""
+
+    out: Path | None = setting(None, "File for the profile, which --profile FILE reads [MODEL.profile.json, here].")
+    drafters: str = setting("", "Drafters to try and no others, as model,k=8,ngram; the likely ones first if none.")
+    draft: list[Path] | None = setting(
+        None, "Folder or file with draft models or trained drafters to try, too; may be given again."
+    )
+    prompts: Path | None = setting(
+        None, "Text (one prompt a line), JSONL with prompt, turns or messages; built-in ones if none."
+    )
+    new_tokens: int = setting(64, "Most tokens of an answer.", SMALLEST)
+    max_prompts: int = setting(16, MAX_PROMPTS, 1)
+    minutes: float = setting(3.0, "Time for everything, loading included.")
+
+
 @with_common(omit=("drafter", "verifier", "controller", "max_new_tokens", *FILTERS, "allow_lossy"), model="group")
 @terminable()
 def tune_command(
-    ctx: typer.Context,
-    out: Annotated[
-        Path | None, typer.Option(help="File for the profile, which --profile FILE reads [MODEL.profile.json, here].")
-    ] = None,
-    drafters: Annotated[
-        str, typer.Option(help="Drafters to try and no others, as model,k=8,ngram; the likely ones first if none.")
-    ] = "",
-    draft: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder or file with draft models or trained drafters to try, too; may be given again."),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="Text (one prompt a line), JSONL with prompt, turns or messages; built-in ones if none."),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(min=SMALLEST, help="Most tokens of an answer.")] = 64,
-    max_prompts: Annotated[int, typer.Option(min=1, help="Most prompts to use, spread over the file.")] = 16,
-    minutes: Annotated[float, typer.Option(help="Time for everything, loading included.")] = 3.0,
-    as_json: Json = False,
-    *,
-    common: Common,
+    ctx: typer.Context, *, asked: Annotated[TuneOptions, FromOptions()], as_json: Json = False, common: Common
 ) -> None:
     """Find the drafter and its length that are fastest for a target on this machine, within --minutes.
 
@@ -58,9 +59,9 @@ def tune_command(
         return
     began_s = perf_counter()
     with json_only(as_json):
-        out = out or Path(f"{Path(common.target).name or 'model'}.profile.json")
+        out = asked.out or Path(f"{Path(common.target).name or 'model'}.profile.json")
         check_out(out, new_folders=True)
-        job = _job(common, drafters, draft or (), prompts, new_tokens, max_prompts, minutes, began_s)
+        job = _job(common, asked, began_s)
         outcome = _tuned(job, out)
         if not as_json:
             _print(outcome, out, common.target)
@@ -80,18 +81,9 @@ def _refuse_options(ctx: typer.Context) -> None:
         raise ValueError(f"put {option} behind the subcommand: foretoken tune {ctx.invoked_subcommand} {option} ...")
 
 
-def _job(
-    common: Common,
-    names: str,
-    folders: Sequence[Path],
-    prompts: Path | None,
-    new_tokens: int,
-    most: int,
-    minutes: float,
-    began_s: float,
-) -> TuneJob:
-    if not minutes > 0:
-        raise ValueError(f"--minutes must be above 0, not {minutes:g}")
+def _job(common: Common, asked: TuneOptions, began_s: float) -> TuneJob:
+    if not asked.minutes > 0:
+        raise ValueError(f"--minutes must be above 0, not {asked.minutes:g}")
     from foretoken.core.conversation import turn_ends
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.prompts import load_prompts, prompts_of_kind
@@ -102,17 +94,18 @@ def _job(
 
     common.check()
     SamplingParams(common.temperature)
-    chosen = parse_names(names) if names else []
-    loaded = None if prompts is None else load_prompts(prompts)
-    offers = _offers(common, folders)
+    chosen = parse_names(asked.drafters) if asked.drafters else []
+    prompts = None if asked.prompts is None else load_prompts(asked.prompts)
+    offers = _offers(common, asked.draft or ())
     subject = common.subject()
     target = subject.target
     if (told := settle_threads(target)) is not None:
         print(f"warning: {told}", file=sys.stderr)
-    ids = fitting_prompts(subject, loaded or prompts_of_kind(subject.tokenizer), new_tokens, most)
+    prompts = prompts or prompts_of_kind(subject.tokenizer)
+    ids = fitting_prompts(subject, prompts, asked.new_tokens, asked.max_prompts)
     target.eos_token_ids |= frozenset(end for end in turn_ends(subject.tokenizer) if end < target.vocab_size)
-    work = Workload(subject, ids, new_tokens, common.temperature, common.seed or 0)
-    return TuneJob(work, chosen, offers, minutes, perf_counter, began_s)
+    work = Workload(subject, ids, asked.new_tokens, common.temperature, common.seed or 0)
+    return TuneJob(work, chosen, offers, asked.minutes, perf_counter, began_s)
 
 
 def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
