@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,11 +48,11 @@ def drafters_command(
         raise ValueError(f"drafters lists and measures nothing: foretoken tune {model}{offers} --minutes 3 measures")
     with json_only(as_json):
         common, places = _common_and_folders(common, words or ())
-        listing = _listing(common, places)
+        fits, default = _listing(common, places)
         if not as_json:
-            _print(listing)
+            _print(fits, default)
     if as_json:
-        print_json({"drafters": [fit.public for fit in listing.fits]})
+        print_json({"drafters": [fit.public for fit in fits]})
 
 
 def _common_and_folders(common: Common, words: Sequence[str]) -> tuple[Common, list[Path]]:
@@ -64,15 +63,8 @@ def _common_and_folders(common: Common, words: Sequence[str]) -> tuple[Common, l
     return common.of(None), [Path(word) for word in words[repeated:]]
 
 
-@dataclass(frozen=True)
-class _Listing:
-    """What is printed: the drafters in order, and what ``auto`` means."""
-
-    fits: Sequence[Fit]
-    default: str | None
-
-
-def _listing(common: Common, folders: Sequence[Path]) -> _Listing:
+def _listing(common: Common, folders: Sequence[Path]) -> tuple[list[Fit], str | None]:
+    """The drafters in order, and what ``auto`` means."""
     from foretoken.lab.bench.fitting import fits, ordered, places
     from foretoken.loading import default_drafter
 
@@ -82,20 +74,20 @@ def _listing(common: Common, folders: Sequence[Path]) -> _Listing:
     subject = common.subject()
     default = default_drafter(subject.target, common.target)
     with progress_bar() as on_progress:
-        return _Listing(ordered(fits(subject, folders, on_progress)), default)
+        return ordered(fits(subject, folders, on_progress)), default
 
 
 # -- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print(listing: _Listing) -> None:
+def _print(fits: Sequence[Fit], default: str | None) -> None:
     """What works, then what does not: the reason takes what the terminal has room for."""
     console = screen()
     for title, works in (("works", True), ("does not work", False)):
-        some = [fit for fit in listing.fits if fit.works is works]
+        some = [fit for fit in fits if fit.works is works]
         if some:
             _print_group(console, title, some)
-    console.print(f"drafter=auto means here: {listing.default or 'plain decoding'}", soft_wrap=True)
+    console.print(f"drafter=auto means here: {default or 'plain decoding'}", soft_wrap=True)
 
 
 def _print_group(console: Console, title: str, fits: Sequence[Fit]) -> None:

@@ -138,7 +138,8 @@ def status_line() -> Iterator[Callable[[str], None]]:
 def progress_bar(stays: bool = False) -> Iterator[Callable[[int, int, str], None]]:
     """A bar on a terminal's stderr; call it with (steps done, steps in all or 0, what begins).
 
-    Drawn only when it changes, as :func:`status_line`.  Where it ``stays``, its last state is left behind, in a file too.
+    Drawn only when it changes, as :func:`status_line`.  Where it ``stays``, its last state is left behind, even in a
+    file.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from foretoken.lab.prompts import BenchPrompt
-    from foretoken.lab.report.show.run import Shown
+    from foretoken.lab.report.show.run import Shown, Total
     from foretoken.lab.report.show.trace_file import Trace
     from foretoken.llm import Llm, Output
 
@@ -71,7 +70,7 @@ def show_command(
     if out is not None and out.suffix.lower() not in kinds:
         raise ValueError(f"--out {out} must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
     if trace is not None:
-        show_trace(trace, ShowOptions(out, request, number, as_json))
+        show_trace(trace, out, request, number, as_json)
         return
     if request is not None:
         raise ValueError("--request chooses from a trace: give TRACE.jsonl")
@@ -92,23 +91,20 @@ def show_command(
 
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
         run = shown(output, llm.tokenizer, _prompt_in_words(llm, text, prompt, row), about)
-        page, rounds = _drawn(run, out.suffix.lower(), number)
-    write_whole(out, page)
+    write_whole(out, _drawn(run, out, number))
     _tell_plain_rounds(llm, output)
     if as_json:
-        print_json({"out": str(out), "rounds": rounds, "stats": output.stats.as_dict()})
+        print_json({"out": str(out), "rounds": len(run.rounds), "stats": output.stats.as_dict()})
     else:
-        print(f"{rounds} rounds, {len(output.token_ids)} tokens -> {out}", file=sys.stderr)
+        print(f"{len(run.rounds)} rounds, {len(output.token_ids)} tokens -> {out}", file=sys.stderr)
 
 
 def _prompt_in_words(llm: Llm, text: str, prompt: str | list[int], row: BenchPrompt | None) -> str:
     """What stands in front of the answer: what was typed, or a row of a prompt file as its text."""
     if row is None:
         return Task(llm, text, prompt).echo
-    return _in_words(llm, prompt) if row.messages else row.text
-
-
-def _in_words(llm: Llm, prompt: Any) -> str:
+    if not row.messages:
+        return row.text
     return str(prompt if llm.tokenizer is None else llm.tokenizer.decode(prompt))
 
 
@@ -128,16 +124,20 @@ def _row_of(file: Path | None) -> BenchPrompt | None:
     return rows[0]
 
 
-def _drawn(run: Shown, kind: str, number: int | None) -> tuple[str, int]:
+def _drawn(run: Shown, out: Path, number: int | None, totals: Sequence[Total] = ()) -> str:
+    """What goes into a file, by its suffix; ``number``: the round of a picture, from 1, by default the most telling."""
     from foretoken import __version__
     from foretoken.lab.report.show import page, picture
     from foretoken.lab.report.show.trace_file import to_lines
 
+    kind = out.suffix.lower()
     if kind == ".jsonl":
-        return "\n".join(to_lines(run, f"foretoken {__version__}")) + "\n", len(run.rounds)
+        return "\n".join(to_lines(run, f"foretoken {__version__}")) + "\n"
     if kind == ".html":
-        return page.render(run), len(run.rounds)
-    return picture.render(run, run.best() if number is None else number - 1), len(run.rounds)
+        return page.render(run, totals)
+    if not run.rounds:
+        raise ValueError(f"{out}: the trace tells no rounds, only totals, so there is none to draw")
+    return picture.render(run, run.best() if number is None else number - 1)
 
 
 def _tell_plain_rounds(llm: Llm, output: Output) -> None:
@@ -170,22 +170,6 @@ def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tup
     ]
 
 
-@dataclass(frozen=True)
-class ShowOptions:
-    """What is wanted of a trace.
-
-    Attributes:
-        out: a page or picture; ``None``: the terminal.
-        request: which request; ``None``: the first.
-        number: which round, from 1; ``None``: the first ones, or of a picture the most telling.
-    """
-
-    out: Path | None
-    request: str | None
-    number: int | None
-    as_json: bool
-
-
 def trace_file(words: Sequence[str] | None, given: Collection[str]) -> Path | None:
     """The trace that is the only argument, or ``None`` where a prompt is meant.
 
@@ -211,47 +195,40 @@ def _check_round(out: Path, number: int | None) -> None:
         raise ValueError(f"--round chooses what an .svg draws, and {out} has all rounds: leave it out")
 
 
-def show_trace(file: Path, asked: ShowOptions) -> None:
-    """Show a trace.
+def show_trace(file: Path, out: Path | None, request: str | None, number: int | None, as_json: bool) -> None:
+    """Show a trace: in the terminal, or in the file ``out``.
+
+    Args:
+        request: which request; ``None``: the first.
+        number: which round, from 1; ``None``: the first ones, or of a picture the most telling.
 
     Raises:
         ValueError: a broken trace, no such request or round, or a page that cannot be written.
     """
     from foretoken.lab.report.show.trace_file import read_trace
 
-    if asked.out is not None:
-        check_out(asked.out)
-        _check_round(asked.out, asked.number)
-    elif asked.as_json and (asked.number is not None or asked.request is not None):
+    if out is not None:
+        check_out(out)
+        _check_round(out, number)
+    elif as_json and (number is not None or request is not None):
         raise ValueError("--json prints the totals of the whole trace: leave out --round and --request")
     trace = read_trace(file)
-    run = trace.choose(asked.request)
-    if asked.number is not None and not 1 <= asked.number <= len(run.rounds):
-        raise ValueError(f"there is no round {asked.number}: the request has {len(run.rounds)}")
-    if asked.out is not None:
-        _write_trace(asked.out, trace, run, asked.number)
-    if asked.as_json:
-        totals = [dict(vars(total.whole())) for total in trace.totals]
-        print_json({"out": str(asked.out) if asked.out else None, "facts": dict(trace.facts), "totals": totals})
-    elif asked.out is None:
-        _print_trace(screen(), trace, run, asked.number)
+    run = trace.choose(request)
+    if number is not None and not 1 <= number <= len(run.rounds):
+        raise ValueError(f"there is no round {number}: the request has {len(run.rounds)}")
+    if out is not None:
+        # The totals, where they say more than the rounds below them
+        totals = trace.totals if trace.given or len(trace.requests) > 1 else []
+        write_whole(out, _drawn(run, out, number, totals))
+    if as_json:
+        whole = [dict(vars(total.whole())) for total in trace.totals]
+        print_json({"out": None if out is None else str(out), "facts": dict(trace.facts), "totals": whole})
+    elif out is None:
+        _print_trace(screen(), trace, run, number)
     else:
         counts = {"request": len(trace.requests), "round": len(run.rounds)}
         words = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
-        print(f"{words} drawn -> {asked.out}", file=sys.stderr)
-
-
-def _write_trace(out: Path, trace: Trace, run: Shown, number: int | None) -> None:
-    from foretoken.lab.report.show import page, picture
-
-    if out.suffix.lower() == ".html":
-        # The totals, where they say more than the rounds below them
-        text = page.render(run, trace.totals if trace.given or len(trace.requests) > 1 else [])
-    elif not run.rounds:
-        raise ValueError(f"{out}: the trace tells no rounds, only totals, so there is none to draw")
-    else:
-        text = picture.render(run, run.best() if number is None else number - 1)
-    write_whole(out, text)
+        print(f"{words} drawn -> {out}", file=sys.stderr)
 
 
 def write_whole(out: Path, text: str) -> None:
