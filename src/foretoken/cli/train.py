@@ -12,11 +12,10 @@ from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
 from foretoken.cli.train_options import Data, keep_freed_memory
-from foretoken.cli.train_progress import stop_on_signals, training_bar
+from foretoken.cli.train_progress import training_run
 from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
 from foretoken.training.config import TEACHER_WEIGHT, Intervals, LmConfig
-from foretoken.training.run_folder import run_folder
 
 app = typer.Typer(help="Train a language model or a drafter.", no_args_is_help=True)
 
@@ -66,10 +65,7 @@ def train_lm_command(
     from foretoken.training.loop import Saving
 
     keep_freed_memory()
-    with (
-        stop_on_signals() as stop, run_folder(out), training_bar(config.steps, _describe) as bar,
-        stop.in_steps(bar.say, out),
-    ):  # fmt: skip
+    with training_run(out, config.steps, _describe) as (bar, stop):
         report = lm.train_lm(
             data, out, config, tokenizer_from=tokenizer_from, init_from=init_from, teacher=teacher,
             teacher_weight=teacher_weight, device=device, save_every=intervals.save_every, compiled=compile,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,13 +11,12 @@ import typer
 
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.options import Json
-from foretoken.cli.output import json_only, print_json
+from foretoken.cli.output import print_json
 from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.cli.train_drafter import seen
 from foretoken.cli.train_options import Data, Device, keep_freed_memory, load_target
-from foretoken.cli.train_progress import Stop, TrainingBar, stop_on_signals, training_bar
+from foretoken.cli.train_progress import TrainingBar, training_run
 from foretoken.training.config import DistillConfig, Intervals
-from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     from foretoken.lab.bench.alignment import Alignment
@@ -28,15 +26,6 @@ Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, o
 BOOST_OMITS = ("mix", "refresh", "places", "mask_token", "taps")
 """Settings of text that a student writes, and of masks."""
 Corpus = Annotated[Path | None, typer.Option(help="Where encoded and written text is kept; share it by runs.")]
-
-
-@contextmanager
-def _run(config: DistillConfig, out: Path, as_json: bool) -> Iterator[tuple[TrainingBar, Stop]]:
-    with (
-        json_only(as_json), stop_on_signals() as stop, run_folder(out),
-        training_bar(config.steps, _describe) as bar, stop.in_steps(bar.say, out),
-    ):  # fmt: skip
-        yield bar, stop
 
 
 @with_settings
@@ -56,18 +45,13 @@ def distill_command(
     """Align a draft model with its target (DistillSpec); resumes by itself from OUT/checkpoints."""
     chosen = existing_model(model, target)
     from foretoken.training.distill import Distiller
-    from foretoken.training.loop import Saving
     from foretoken.training.workshop import load_student
 
-    with _run(config, out, as_json) as (bar, stop):
+    with training_run(out, config.steps, _describe, as_json) as (bar, stop):
         shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bar)
         student = load_student(draft, shop.target, shop.tokenizer, device)
         worker = Distiller(shop, student, out, name=draft)
-        measure = measure_of(shop)
-        report = worker.run(
-            save_every=intervals.save_every, eval_every=intervals.eval_every, evaluate=measure, on_step=bar.on_step,
-            saving=Saving(intervals.save_minutes, stop.asked),
-        )  # fmt: skip
+        report = worker.run(evaluate=measure_of(shop), on_step=bar.on_step, **stop.saving(intervals))
         _write_card(out, report, data, chosen, config)
         bar.say(f"before: {_describe(report['before'])}")
         bar.say(f"after:  {_describe(report['after'])}")
@@ -97,9 +81,8 @@ def boost_command(
     """Train draft models one after another, each on what the earlier ones miss (SpecInfer's boost-tuning)."""
     chosen = existing_model(model, target)
     from foretoken.training.boost import Boost, Stage, ready_spec
-    from foretoken.training.loop import Saving
 
-    with _run(config, out, as_json) as (bar, stop):
+    with training_run(out, config.steps, _describe, as_json) as (bar, stop):
         shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bar)
         measure = measure_of(shop)
         held = None if measure is None else (measure.text, measure.prompts.shape[1])
@@ -114,10 +97,9 @@ def boost_command(
                 bar.say(f"all so far: {stage.coverage:.1%} of held-out places matched, ensemble {lengths} (T=0 and 1)")
 
         stages = boost.run(
-            count, save_every=intervals.save_every, eval_every=intervals.eval_every, evaluate=measure,
-            together=measure.together if measure is not None else None,
+            count, evaluate=measure, together=measure.together if measure is not None else None,
             on_step=lambda number, step: bar.on_step(step, f"model {number}  "), on_stage=on_stage,
-            saving=Saving(intervals.save_minutes, stop.asked),
+            **stop.saving(intervals),
         )  # fmt: skip
         if len(stages) < count:
             bar.say(f"nothing is left that {len(stages)} draft models miss: no more were trained")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +29,8 @@ from foretoken.training.config import AnswerConfig, Intervals, TrainConfig, chec
 from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
+    import torch
+
     from foretoken.methods.controllers.base import Controller
     from foretoken.methods.drafters.base import Drafter
     from foretoken.models.base import LanguageModel
@@ -38,26 +40,6 @@ HELD_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 6, 48, 40
 """Held-out texts that a drafter is run on while it trains."""
 PLACES = 256
 """Places of a block whose logits are computed at once."""
-
-
-@dataclass(frozen=True)
-class AnswerSource:
-    """Whose answers are learned.
-
-    Attributes:
-        kind: ``"data"`` (the chats as they are) or ``"target"`` (the target answers their questions first).
-    """
-
-    kind: str
-    config: AnswerConfig
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What the command was given, as its options are called; empty for the chats as they are."""
-        if self.kind == "data":
-            return {}
-        values = {f"answer_{name}": value for name, value in asdict(self.config).items() if name != "seed"}
-        return {"answers": self.kind, **values}
 
 
 def make_command(method: str) -> Callable[..., None]:
@@ -86,13 +68,41 @@ def make_command(method: str) -> Callable[..., None]:
         as_json: Report = False,
     ) -> None:
         check_inputs(data)
-        source = AnswerSource(answers, replace(answer, seed=config.seed))
+        from foretoken.training.cards import write_drafter_card
+        from foretoken.training.corpus import check_text
+        from foretoken.training.recipes import find_recipe
+        from foretoken.training.trainer import Trainer
+
         with json_only(as_json), stop_on_signals() as stop, run_folder(out):
-            report = train(
-                method, data, out, existing_model(model, target), key_values(setting), config, lr,
-                corpus=corpus, features=features, device=device, intervals=intervals,
-                weight_bits=weight_bits, answers=source, stop=stop,
-            )  # fmt: skip
+            chosen, settings = existing_model(model, target), key_values(setting)
+            read, asked = data, {}
+            if answers == "data":  # questions alone are no text yet
+                check_text(data)
+            keep_freed_memory()
+            kind = find_recipe(method)
+            config = replace(config, lr=kind.lr if lr is None else lr)
+            with training_bar(config.steps, describe, brief) as bar:
+                bar.say(f"loading {chosen}")
+                recipe, served, tokenizer, dtype = _loaded(kind, chosen, device, settings, config)
+                check_context(config.context, served.context_length)
+                bar.say(needs(recipe, config))
+                if answers != "data":
+                    asked = {f"answer_{name}": value for name, value in asdict(answer).items() if name != "seed"}
+                    asked = {"answers": answers, **asked}
+                    answer = replace(answer, seed=config.seed)
+                    read = [_answers(answers, answer, data, out, chosen, recipe, device, bar, stop)]
+                trainer = Trainer(
+                    recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read
+                )
+                bar.say(seen(trainer.corpus))
+                prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, served.context_length // 2))
+                evaluate = (lambda drafter, target: held_out(target, drafter, prompts)) if prompts else None
+                with stop.in_steps(bar.say, out):
+                    report = trainer.run(
+                        evaluate=evaluate, on_step=bar.on_step, weight_bits=weight_bits, **stop.saving(intervals)
+                    )
+            write_drafter_card(out, report, data, chosen, answers=asked)
+            _tell(report, out, recipe)
         if as_json:
             print_json(report)
 
@@ -100,70 +110,25 @@ def make_command(method: str) -> Callable[..., None]:
     return with_settings(command)
 
 
-def train(
-    method: str,
-    data: Sequence[Path],
-    out: Path,
-    target: str,
-    settings: Mapping[str, str],
-    config: TrainConfig,
-    lr: float | None,
-    *,
-    corpus: Path | None,
-    features: Path | None,
-    device: str | None,
-    intervals: Intervals,
-    weight_bits: int,
-    answers: AnswerSource,
-    stop: Stop,
-) -> dict[str, Any]:
-    """Load the target, let it answer where that is asked for, train, show it, write the card; returns the report."""
+def _loaded(
+    kind: type[Recipe], target: str, device: str | None, settings: Mapping[str, str], config: TrainConfig
+) -> tuple[Recipe, LanguageModel, Any, torch.dtype]:
+    """The recipe on its target, the target as it is trained with, its tokenizer, and the dtype that it is stored in."""
     from foretoken.models.forward.parts import TargetParts
-    from foretoken.training.cards import write_drafter_card
-    from foretoken.training.corpus import check_text
     from foretoken.training.joint import load_trainable
-    from foretoken.training.loop import Saving
-    from foretoken.training.recipes import find_recipe
-    from foretoken.training.trainer import Trainer
 
-    if answers.kind == "data":  # questions alone are no text yet
-        check_text(data)
-    keep_freed_memory()
-    kind = find_recipe(method)
-    config = replace(config, lr=kind.lr if lr is None else lr)
-    with training_bar(config.steps, describe, brief) as bar:
-        bar.say(f"loading {target}")
-        model, tokenizer = load_target(target, device)
-        dtype = TargetParts(model).head.weight.dtype
+    model, tokenizer = load_target(target, device)
+    dtype = TargetParts(model).head.weight.dtype
+    recipe = kind(model, TargetParts(model), settings, config.seed)
+    if recipe.trains_target or config.precision == "float32":
+        model = load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
         recipe = kind(model, TargetParts(model), settings, config.seed)
-        if recipe.trains_target or config.precision == "float32":
-            model = (
-                load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
-            )
-            recipe = kind(model, TargetParts(model), settings, config.seed)
-        check_context(config.context, model.context_length)
-        bar.say(needs(recipe, config))
-        is_written = answers.kind != "data"
-        read = [_answers(answers, data, out, target, recipe, device, bar, stop)] if is_written else data
-        trainer = Trainer(recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read)
-        bar.say(seen(trainer.corpus))
-        prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, model.context_length // 2))
-        with stop.in_steps(bar.say, out):
-            report = trainer.run(
-                save_every=intervals.save_every,
-                eval_every=intervals.eval_every,
-                evaluate=(lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None,
-                on_step=bar.on_step,
-                saving=Saving(intervals.save_minutes, stop.asked),
-                weight_bits=weight_bits,
-            )
-    write_drafter_card(out, report, data, target, answers=answers.options)
-    _tell(report, out, recipe)
-    return report
+    return recipe, model, tokenizer, dtype
 
 
 def _answers(
-    answers: AnswerSource,
+    kind: str,
+    config: AnswerConfig,
     data: Sequence[Path],
     out: Path,
     target: str,
@@ -180,15 +145,15 @@ def _answers(
     from foretoken.llm import load
     from foretoken.training.answers import AnswerFile, read_questions
 
-    if answers.kind != "target":
-        raise ValueError(f"--answers must be data or target, not {answers.kind!r}")
+    if kind != "target":
+        raise ValueError(f"--answers must be data or target, not {kind!r}")
     dialogues = read_questions(data)
-    file = AnswerFile(out, asdict(recipe.parts.fingerprint()), answers.config, dialogues)
+    file = AnswerFile(out, asdict(recipe.parts.fingerprint()), config, dialogues)
     if len(file.kept()) < len(dialogues):
         bar.say(f"{len(dialogues):,} conversations for the target to answer -> {file.file}")
     llm = load(target, drafter=None, device=device)
     with stop.in_steps(bar.say, out):
-        written = file.write(llm, answers.config, bar.on_answers, stop.asked)
+        written = file.write(llm, config, bar.on_answers, stop.asked)
     if written is None:
         bar.say(f"stopped; what was answered is in {file.part}: the same command goes on from there")
         raise typer.Exit(stop.exit_code)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from foretoken.cli.ending import TERMINATED
-from foretoken.cli.output import screen
+from foretoken.cli.output import json_only, screen
+from foretoken.training.config import Intervals
+from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     from foretoken.training.answers import AnswerProgress
@@ -167,6 +169,13 @@ class Stop:
         self._waits = self._in_steps
         return self.number != 0
 
+    def saving(self, intervals: Intervals) -> dict[str, Any]:
+        """When a loop saves, measures and ends, as arguments of what runs one."""
+        from foretoken.training.loop import Saving
+
+        saving = Saving(intervals.save_minutes, self.asked)
+        return {"save_every": intervals.save_every, "eval_every": intervals.eval_every, "saving": saving}
+
     @property
     def exit_code(self) -> int:
         """As a shell reports the signal."""
@@ -194,6 +203,18 @@ class Stop:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise typer.Exit(TERMINATED)
+
+
+@contextmanager
+def training_run(
+    out: Path, steps: int, describe: Callable[[Mapping[str, Any]], str], as_json: bool = False
+) -> Iterator[tuple[TrainingBar, Stop]]:
+    """All that stands around a training in the folder ``out``: its progress, and what ends it early."""
+    with (
+        json_only(as_json), stop_on_signals() as stop, run_folder(out),
+        training_bar(steps, describe) as bar, stop.in_steps(bar.say, out),
+    ):  # fmt: skip
+        yield bar, stop
 
 
 @contextmanager

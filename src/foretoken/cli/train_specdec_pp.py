@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.model_argument import Model, Target, existing_model
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import print_json
 from foretoken.cli.settings import FromOptions, with_settings
 from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out, seen
 from foretoken.cli.train_options import Corpus, Data, Device, Report, keep_freed_memory, key_values, load_target
-from foretoken.cli.train_progress import stop_on_signals, training_bar
+from foretoken.cli.train_progress import training_run
 from foretoken.training.config import Intervals, TrainConfig, check_context
-from foretoken.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     from foretoken.methods.drafters.base import Drafter
@@ -45,36 +44,23 @@ def specdec_pp_command(
     chosen, settings = existing_model(model, target), key_values(setting)
     from foretoken.training.cards import write_stop_card
     from foretoken.training.corpus import check_text
-    from foretoken.training.loop import Saving
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import Trainer
 
     check_text(data)
     keep_freed_memory()
-    with json_only(as_json), stop_on_signals() as stop, run_folder(out):
-        with training_bar(config.steps, describe) as bar, stop.in_steps(bar.say, out):
-            bar.say(f"loading {chosen} and its draft model {draft}")
-            judge, guesser, tokenizer = load_pair(chosen, draft, device)
-            check_context(config.context, min(judge.context_length, guesser.context_length), "models'")
-            recipe = SpecdecPpRecipe(judge, guesser, settings, config.seed)
-            trainer = Trainer(
-                recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written, on_read=bar.on_read
-            )
-            bar.say(seen(trainer.corpus))
-            tried = _trial(trainer, recipe)
-            saving = Saving(intervals.save_minutes, stop.asked)
-            report = trainer.run(
-                save_every=intervals.save_every,
-                eval_every=intervals.eval_every,
-                evaluate=tried,
-                on_step=bar.on_step,
-                saving=saving,
-            )
+    with training_run(out, config.steps, describe, as_json) as (bar, stop):
+        bar.say(f"loading {chosen} and its draft model {draft}")
+        judge, guesser, tokenizer = load_pair(chosen, draft, device)
+        check_context(config.context, min(judge.context_length, guesser.context_length), "models'")
+        recipe = SpecdecPpRecipe(judge, guesser, settings, config.seed)
+        trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written, on_read=bar.on_read)
+        bar.say(seen(trainer.corpus))
+        report = trainer.run(evaluate=_trial(trainer, recipe), on_step=bar.on_step, **stop.saving(intervals))
         write_stop_card(out, report, data, chosen, draft)
-        screen(stderr=True).print(
+        bar.say(
             f"{report['parameters']:,} parameters, {describe(report['acceptance'])} -> {out}, for use as "
-            f'controller "specdec_pp:{out}"',
-            soft_wrap=True,
+            f'controller "specdec_pp:{out}"'
         )
     if as_json:
         print_json(report)
