@@ -29,8 +29,8 @@ import httpx
 import psutil
 
 import foretoken as ft
-from foretoken.lab.bench.load.run import Address, run_load
-from foretoken.lab.bench.load.settings import Level, LoadSettings
+from foretoken.lab.bench.load.run import run_load
+from foretoken.lab.bench.load.settings import Level, LoadSettings, Server
 from foretoken.lab.prompts import BenchPrompt, load_prompts
 
 
@@ -66,7 +66,7 @@ def streamed(url: str, prompts: list[BenchPrompt], new_tokens: int) -> tuple[flo
         max_tokens=new_tokens,
         ignore_eos=True,
     )
-    (cell,) = run_load([Address("server", url)], {"all": prompts}, settings).cells
+    (cell,) = run_load([Server("server", url)], {"all": prompts}, settings).cells
     if cell["errors"]:
         raise SystemExit(str(cell["errors"]))
     return cell["new_tokens"] / cell["tokens_per_s"], cell["new_tokens"]

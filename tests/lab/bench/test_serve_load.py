@@ -17,8 +17,8 @@ from load_servers import Scripted, running
 
 from foretoken.lab.bench.load import client, figures
 from foretoken.lab.bench.load.client import Drafts, Sample, drafts_of
-from foretoken.lab.bench.load.run import Address, LoadResult, parse_addresses, run_load
-from foretoken.lab.bench.load.settings import Level, LoadSettings, arrivals
+from foretoken.lab.bench.load.run import LoadResult, parse_addresses, run_load
+from foretoken.lab.bench.load.settings import Level, LoadSettings, Server, arrivals
 from foretoken.lab.prompts import BenchPrompt
 
 SPEC = {"num_draft_tokens": 6, "num_accepted_draft_tokens": 3, "num_spec_steps": 2}
@@ -39,7 +39,7 @@ def load(
     given: dict[str, Any] = {"requests": len(prompts), "warmup": 1, "timeout_s": 5.0, **more}
     settings = LoadSettings(levels or [Level("concurrency", 2)], **given)
     asked = {"toy": [BenchPrompt("toy", text) for text in prompts]}
-    return run_load([Address("server", url)], asked, settings, compare)
+    return run_load([Server("server", url)], asked, settings, compare)
 
 
 # -- one request -----------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_nobody_at_the_address_and_a_wrong_key(scripted: Any) -> None:
 def test_a_client_that_is_late_says_so() -> None:
     from foretoken.lab.bench.load.drive import Pass
     from foretoken.lab.bench.load.run import notes
-    from foretoken.lab.bench.load.settings import Server, ServerArm
+    from foretoken.lab.bench.load.settings import ServerArm
 
     arm = ServerArm("x", Server("x", "u", "m"))
     late = Pass(arm, Level("rate", 1.0), 0, lag_s=0.2)
@@ -310,7 +310,7 @@ def test_an_interrupted_test_counts_the_prompts_that_it_has() -> None:
     from foretoken.lab.bench.load.client import Sample
     from foretoken.lab.bench.load.drive import Pass
     from foretoken.lab.bench.load.run import notes
-    from foretoken.lab.bench.load.settings import Server, ServerArm
+    from foretoken.lab.bench.load.settings import ServerArm
 
     cut = Pass(ServerArm("x", Server("x", "u", "m")), Level("rate", 1.0), 0, [Sample(0, "a")], cut=True)
     groups = {"a": ["one", "two", "three", "four"], "b": ["five", "six", "seven", "eight"]}
@@ -321,7 +321,7 @@ def test_an_interrupted_test_counts_the_prompts_that_it_has() -> None:
 
 def test_stopping_keeps_what_has_ended(scripted: Any) -> None:
     from foretoken.lab.bench.load.drive import Driver
-    from foretoken.lab.bench.load.settings import Server, ServerArm
+    from foretoken.lab.bench.load.settings import ServerArm
 
     url = scripted[1]
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -206,13 +206,13 @@ def headers_of(server: Server) -> dict[str, str]:
     return {"Authorization": f"Bearer {server.key}"} if server.key else {}
 
 
-async def find_server(http: httpx.AsyncClient, name: str, url: str, key: str, model: str | None) -> Server:
-    """The server at an address, with what it says of itself.
+async def find_server(http: httpx.AsyncClient, server: Server) -> Server:
+    """The server with what it says of itself.
 
     Raises:
         ValueError: nothing answers there, or it does not say what it serves and no model was named.
     """
-    server = Server(name, url, model or "", key)
+    url, model = server.url, server.model
     try:
         answer = await http.get(f"{url}/v1/models", headers=headers_of(server), timeout=10.0)
     except httpx.TransportError as error:
@@ -227,7 +227,7 @@ async def find_server(http: httpx.AsyncClient, name: str, url: str, key: str, mo
     mine = next((one for one in listed if one.get("id") == model), listed[0] if listed else {})
     # Who knows ``cache_salt``; others refuse fields that they do not know, or ignore them
     salted = mine.get("owned_by") in ("foretoken", "vllm")
-    return Server(name, url, model or str(mine.get("id")), key, salted, await _about(http, server))
+    return replace(server, model=model or str(mine.get("id")), salted=salted, about=await _about(http, server))
 
 
 async def _about(http: httpx.AsyncClient, server: Server) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from foretoken.lab.bench.load.client import Drafts, Sample, ask, counters, open_client
+from foretoken.lab.bench.load.client import Drafts, Sample, ask, counters
 from foretoken.lab.bench.load.settings import Ask, Level, LoadSettings, ServerArm, arrivals
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.lab.timing import interleave
@@ -203,25 +203,3 @@ def stopped_by_signals(stop: asyncio.Event) -> Iterator[list[int]]:
         yield caught
     finally:
         restore()
-
-
-async def drive(
-    settings: LoadSettings,
-    find_arms: Callable[[httpx.AsyncClient], Awaitable[Sequence[ServerArm]]],
-    prompts: Mapping[str, Sequence[BenchPrompt]],
-    tell: Tell,
-    after: Callable[[httpx.AsyncClient, Sequence[ServerArm], list[Pass]], Awaitable[None]] | None = None,
-) -> tuple[Sequence[ServerArm], list[Pass], int | None]:
-    """The arms, their passes, and the signal that ended it early; ``after`` may ask the servers about what was found.
-
-    Raises:
-        ValueError: a server is not there, or refuses what it is asked.
-    """
-    async with open_client(settings.timeout_s) as http:
-        driver = Driver(http, settings, prompts, tell)
-        with stopped_by_signals(driver.stop) as caught:
-            arms = await find_arms(http)
-            passes = await driver.run(arms)
-            if after is not None and not driver.stop.is_set():
-                await after(http, arms, passes)
-        return arms, passes, caught[0] if caught else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -116,25 +116,30 @@ def _mean(samples: Sequence[Sample], name: str) -> float:
     return fmean(known) if known else 0.0
 
 
+def pairs(passes: Sequence[Pass], baseline: Sequence[Pass]) -> Iterator[tuple[Sample, Sample]]:
+    """Requests that ended well, and beside each the same one in the baseline's pass of the same number."""
+    others = {(one.number, sample.number): sample for one in baseline for sample in one.samples if sample.ok}
+    for one in passes:
+        for sample in one.samples:
+            if sample.ok and (one.number, sample.number) in others:
+                yield sample, others[one.number, sample.number]
+
+
 def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
     """Texts of the same request in the same pass: how many were compared, how many differ (of those: how many by a
     numerical tie, where the server was asked), and some that do."""
-    others = {(one.number, sample.number): sample for one in baseline for sample in one.samples if sample.ok}
-    examples: list[dict[str, Any]] = []
-    compared = different = ties = 0
-    for one in passes:
-        for sample in one.samples:
-            other = others.get((one.number, sample.number))
-            if not sample.ok or other is None:
-                continue
-            compared += 1
-            if sample.text == other.text and sample.finish_reason == other.finish_reason:
-                continue
-            different += 1
-            ties += sample.gap is not None and sample.gap <= LARGEST_TIE
-            if len(examples) < EXAMPLES:
-                examples.append(_difference(sample, other))
-    return {"compared": compared, "different": different, "ties": ties, "examples": examples}
+    compared = list(pairs(passes, baseline))
+    different = [
+        (sample, other)
+        for sample, other in compared
+        if sample.text != other.text or sample.finish_reason != other.finish_reason
+    ]
+    return {
+        "compared": len(compared),
+        "different": len(different),
+        "ties": sum(sample.gap is not None and sample.gap <= LARGEST_TIE for sample, _ in different),
+        "examples": [_difference(sample, other) for sample, other in different[:EXAMPLES]],
+    }
 
 
 def _difference(sample: Sample, other: Sample) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,14 @@ import httpx
 
 from foretoken.core.io.files import write_text
 from foretoken.lab.bench.load import figures
-from foretoken.lab.bench.load.client import Sample, find_server, headers_of
-from foretoken.lab.bench.load.drive import Pass, Tell, drive
+from foretoken.lab.bench.load.client import Sample, find_server, headers_of, open_client
+from foretoken.lab.bench.load.drive import Driver, Pass, Tell, stopped_by_signals
 from foretoken.lab.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Ask, LoadSettings, Server, ServerArm
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.models.native.library import cpu_info
 
 MOST_ASKED, TOP = 32, 20
 """Differing answers that a server is asked about, and how many of its likeliest tokens it is asked for."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """A server as the command line names it."""
-
-    name: str
-    url: str
-    key: str = ""
-    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class LoadResult:
         write_text(file, "".join(line + "\n" for line in self.lines))
 
 
-def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], models: Sequence[str]) -> list[Address]:
+def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], models: Sequence[str]) -> list[Server]:
     """Servers of ``URL`` or ``NAME=URL``.
 
     Raises:
@@ -75,23 +65,23 @@ def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], mo
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{text!r} is no server: give http://HOST:PORT, or NAME=http://HOST:PORT")
         alone = SERVER if len(given) == 1 else url.split("://", 1)[1]
-        key = _of(keys, place, len(given), "--api-key") or ""
-        found.append(Address(name or alone, url, key, _of(models, place, len(given), "--model")))
+        key, model = _of(keys, place, len(given), "--api-key"), _of(models, place, len(given), "--model")
+        found.append(Server(name or alone, url, model, key))
     twice = [name for name, count in Counter(one.name for one in found).items() if count > 1]
     if twice:
         raise ValueError(f"two servers are called {twice[0]}: give NAME=URL")
     return found
 
 
-def _of(given: Sequence[str], place: int, count: int, option: str) -> str | None:
-    """The value of a server: each its own, or one for all."""
+def _of(given: Sequence[str], place: int, count: int, option: str) -> str:
+    """The value of a server: each its own, or one for all; empty where none was given."""
     if len(given) not in (0, 1, count):
         raise ValueError(f"{option} was given {len(given)} times for {count} servers: give it once, or once for each")
-    return given[place if len(given) == count else 0] if given else None
+    return given[place if len(given) == count else 0] if given else ""
 
 
 def run_load(
-    addresses: Sequence[Address],
+    servers: Sequence[Server],
     prompts: Mapping[str, Sequence[BenchPrompt]],
     settings: LoadSettings,
     compare: bool = False,
@@ -100,7 +90,7 @@ def run_load(
     """Measure; Ctrl-C and SIGTERM end it early with what there is.
 
     Args:
-        addresses: the servers; the first is what others are compared with.
+        servers: the first is what others are compared with.
         prompts: by category.
         compare: plain decoding against speculation on the one server.
         tell: is told how far it is.
@@ -108,32 +98,38 @@ def run_load(
     Raises:
         ValueError: a server is not there, or refuses what it is asked.
     """
-
-    async def after(http: httpx.AsyncClient, arms: Sequence[ServerArm], passes: list[Pass]) -> None:
-        asks = settings.asks(prompts, settings.requests)
-        first, second = ([one for one in passes if one.arm is arm] for arm in arms)
-        for level in settings.levels:
-            both = ([one for one in mine if one.level is level] for mine in (first, second))
-            await find_gaps(http, settings, asks, *both)
-
-    work = drive(settings, _finder(addresses, compare), prompts, tell, after if compare else None)
-    arms, passes, stopped_by = asyncio.run(work)
+    arms, passes, stopped_by = asyncio.run(_measured(servers, prompts, settings, compare, tell))
     about = summary(arms, passes, settings, prompts, stopped_by is not None)
     return LoadResult(figures.cells(arms, passes, settings), about, stopped_by)
 
 
-def _finder(
-    addresses: Sequence[Address], compare: bool
-) -> Callable[[httpx.AsyncClient], Awaitable[Sequence[ServerArm]]]:
-    async def find(http: httpx.AsyncClient) -> Sequence[ServerArm]:
-        servers = [await find_server(http, one.name, one.url, one.key, one.model) for one in addresses]
-        if not compare:
-            return [ServerArm(server.name, server) for server in servers]
-        ids = {"return_token_ids": True}
-        plain = {"speculative": {"enabled": False}}
-        return [ServerArm(PLAIN, servers[0], {**ids, **plain}), ServerArm(SPECULATIVE, servers[0], ids)]
+async def _measured(
+    servers: Sequence[Server],
+    prompts: Mapping[str, Sequence[BenchPrompt]],
+    settings: LoadSettings,
+    compare: bool,
+    tell: Tell,
+) -> tuple[list[ServerArm], list[Pass], int | None]:
+    """The arms, their passes, and the signal that ended it early."""
+    async with open_client(settings.timeout_s) as http:
+        driver = Driver(http, settings, prompts, tell)
+        with stopped_by_signals(driver.stop) as caught:
+            found = [await find_server(http, server) for server in servers]
+            arms = _compared(found[0]) if compare else [ServerArm(server.name, server) for server in found]
+            passes = await driver.run(arms)
+            if compare and not driver.stop.is_set():
+                asks = settings.asks(prompts, settings.requests)
+                for level in settings.levels:
+                    plain, own = ([one for one in passes if one.arm is arm and one.level is level] for arm in arms)
+                    await find_gaps(http, settings, asks, plain, own)
+        return arms, passes, caught[0] if caught else None
 
-    return find
+
+def _compared(server: Server) -> list[ServerArm]:
+    """Plain decoding and speculation on one server."""
+    ids = {"return_token_ids": True}
+    plain = {"speculative": {"enabled": False}}
+    return [ServerArm(PLAIN, server, {**ids, **plain}), ServerArm(SPECULATIVE, server, ids)]
 
 
 def summary(
@@ -255,16 +251,13 @@ async def find_gaps(
     """Set :attr:`Sample.gap` of greedy answers that differ from the baseline's, where tokens are known."""
     if settings.temperature or settings.chat:
         return
-    first = {(one.number, sample.number): sample for one in baseline for sample in one.samples if sample.ok}
-    asked = 0
-    for one in others:
-        for sample in one.samples:
-            other = first.get((one.number, sample.number))
-            if other is None or not sample.ok or not sample.token_ids or sample.token_ids == other.token_ids:
-                continue
-            if asked < MOST_ASKED:
-                asked += 1
-                sample.gap = await _gap(http, one.arm.server, asks[sample.number].prompt.text, other, sample)
+    different = [
+        (sample, other)
+        for sample, other in figures.pairs(others, baseline)
+        if sample.token_ids and sample.token_ids != other.token_ids
+    ]
+    for sample, other in different[:MOST_ASKED]:
+        sample.gap = await _gap(http, others[0].arm.server, asks[sample.number].prompt.text, other, sample)
 
 
 async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, one: Sample, other: Sample) -> float | None:

@@ -25,6 +25,7 @@ class Server:
 
     Attributes:
         url: without ``/v1``.
+        model: what requests name; empty until the server was asked what it serves.
         key: API key; empty for none.
         salted: whether it keeps the caches of different ``cache_salt`` apart (it refuses or ignores the field if not).
         about: what it says of itself.
@@ -32,7 +33,7 @@ class Server:
 
     name: str
     url: str
-    model: str
+    model: str = ""
     key: str = field(default="", repr=False)
     salted: bool = False
     about: Mapping[str, Any] = field(default_factory=dict)
