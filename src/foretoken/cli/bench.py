@@ -308,7 +308,8 @@ def report_command(
 ) -> None:
     """Make a self-contained HTML page of a benchmark: bars, curves, and token trees round by round."""
     from foretoken.cli.output import print_json
-    from foretoken.lab.report import write_plots, write_report
+    from foretoken.lab.report.page import write_report
+    from foretoken.lab.report.plots import write_plots
 
     with json_only(as_json):
         write_report(run, out)

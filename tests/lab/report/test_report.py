@@ -18,9 +18,10 @@ from foretoken.cli.main import main
 from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import UnitResult
 from foretoken.lab.bench.results import drafted as draft_tokens
-from foretoken.lab.report import figures, verdict, write_plots, write_report
+from foretoken.lab.report import figures, verdict
 from foretoken.lab.report.charts import Bar, BarChart, LineChart, Series, ticks
-from foretoken.lab.report.page import embedded, render
+from foretoken.lab.report.page import embedded, render, write_report
+from foretoken.lab.report.plots import write_plots
 from foretoken.lab.report.read import Run, read_run
 from foretoken.lab.report.svg import WIDTH, draw
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from foretoken.lab.report import load_figures, load_sections, write_plots, write_report
+from foretoken.lab.report import load_figures, load_sections
 from foretoken.lab.report.charts import BarChart, LineChart
-from foretoken.lab.report.page import render
+from foretoken.lab.report.page import render, write_report
+from foretoken.lab.report.plots import write_plots
 from foretoken.lab.report.read import Run, read_run
 
 EVIL = "</script><script>alert(1)</script>"
