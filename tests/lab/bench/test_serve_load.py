@@ -267,7 +267,7 @@ def test_plain_against_speculation_on_our_own_server() -> None:
 
 def test_addresses() -> None:
     (one,) = parse_addresses(["http://h:1/v1/"], False, ["k"], [])
-    assert (one.name, one.url, one.key, one.model) == ("server", "http://h:1", "k", None)
+    assert (one.name, one.url, one.key, one.model) == ("server", "http://h:1", "k", "")
     two = parse_addresses(["a=http://h:1", "http://h:2/x?y=http://z"], False, ["k", "l"], ["m"])
     assert [(one.name, one.key, one.model) for one in two] == [("a", "k", "m"), ("h:2/x?y=http://z", "l", "m")]
     for given, words in (

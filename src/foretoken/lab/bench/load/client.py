@@ -282,8 +282,7 @@ def _reason(body: bytes) -> str:
     """The message of an error, as OpenAI and others word it."""
     try:
         found = json.loads(body)
-        error = found.get("error", found.get("detail", found))
-        return str(error.get("message", error) if isinstance(error, dict) else error)
+        return _message(found.get("error", found.get("detail", found)))
     except (ValueError, AttributeError):
         return body[:300].decode(errors="replace")
 

@@ -52,7 +52,6 @@ class Driver:
 
     Args:
         prompts: by category.
-        tell: is told how far it is.
     """
 
     def __init__(

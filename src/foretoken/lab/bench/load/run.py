@@ -93,7 +93,6 @@ def run_load(
         servers: the first is what others are compared with.
         prompts: by category.
         compare: plain decoding against speculation on the one server.
-        tell: is told how far it is.
 
     Raises:
         ValueError: a server is not there, or refuses what it is asked.

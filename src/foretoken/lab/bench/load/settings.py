@@ -118,11 +118,11 @@ class LoadSettings:
         """Whether the same request must have the same answer."""
         return self.temperature == 0 or self.seed is not None
 
-    def asks(self, prompts: Mapping[str, Sequence[BenchPrompt]], count: int, first: int = 0) -> list[Ask]:
+    def asks(self, prompts: Mapping[str, Sequence[BenchPrompt]], count: int) -> list[Ask]:
         """Requests that go through the categories in turn, and from the beginning again when prompts run out."""
         lists = [list(group) for group in prompts.values()]
         found = []
-        for number in range(first, first + count):
+        for number in range(count):
             group = lists[number % len(lists)]
             prompt = group[number // len(lists) % len(group)]
             found.append(Ask(number, prompt, None if self.seed is None else self.seed + number))
