@@ -6,18 +6,18 @@ import json
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from foretoken.cli.options import Json
 from foretoken.cli.output import check_out, json_only, print_json, print_table, screen, table
 from foretoken.cli.settings import FromOptions, with_settings
+from foretoken.core.costs import RoundCosts, TargetCost
 from foretoken.core.settings import setting
-
-if TYPE_CHECKING:
-    from foretoken.core.costs import RoundCosts
-    from foretoken.lab.plan.ahead import AheadRow
-    from foretoken.lab.plan.assumptions import Assumptions, CallCost
-    from foretoken.lab.plan.planner import Plan
+from foretoken.lab.plan.ahead import AheadRow, ahead_row, ahead_summary
+from foretoken.lab.plan.assumptions import Assumptions, CallCost, Flat, Measured
+from foretoken.lab.plan.planner import Plan, plan, summary
+from foretoken.lab.plan.roofline import Roofline
+from foretoken.registry import parse_spec
 
 LEGEND = (
     "tokens: per round; ops and reads: arithmetic, and reads of the target's weights, per token over plain decoding; "
@@ -70,7 +70,6 @@ def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json 
         if plot.suffix.lower() != ".png":
             raise ValueError(f"--plot writes a PNG file: {plot} should end in .png")
         check_out(plot, "--plot", new_folders=True)
-    from foretoken.lab.plan.planner import plan, summary
 
     if siblings is not None and not shapes and asked.ahead is None:
         raise ValueError("--positions are the chances of siblings in a tree: give --tree or --ahead, or leave it out")
@@ -102,7 +101,6 @@ def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json 
 
 def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[Assumptions, str | None]:
     """What is assumed, and which drafter of a profile that is."""
-    from foretoken.lab.plan.assumptions import Assumptions
 
     if asked.alpha is not None and asked.survival is not None:
         raise ValueError("give --alpha or --survival, not both")
@@ -131,7 +129,6 @@ def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[As
 
 def _measured(costs: RoundCosts, drafter: str | None, lengths: list[int], batch: int) -> tuple[Assumptions, str]:
     """The profile's drafter of that name, or the one that promises most."""
-    from foretoken.lab.plan.assumptions import Assumptions
 
     if not costs.drafters:
         raise ValueError("the profile has no measured drafters: run `foretoken tune` again, or give --alpha and --c")
@@ -145,7 +142,6 @@ def _ahead_rows(
     asked: PlanOptions, given: Assumptions, lengths: list[int], batches: list[int], siblings: list[float] | None
 ) -> list[AheadRow]:
     """What drafting during verification gives; empty where nobody asks."""
-    from foretoken.lab.plan.ahead import ahead_rows
 
     if asked.ahead is None:
         if asked.contention != 1.0:
@@ -153,14 +149,13 @@ def _ahead_rows(
         return []
     if batches[0] != 1 or given.guesses != 1:
         raise ValueError("--ahead is worked out for one request with one chain: leave out --batch and --guesses")
-    return ahead_rows(given, lengths, asked.ahead, asked.contention, siblings)
+    return [ahead_row(given, k, asked.ahead, asked.contention, siblings) for k in lengths if k]
 
 
 # -- showing ---------------------------------------------------------------------------------------------------------
 
 
 def _print(made: Plan, name: str | None, plot: Path | None) -> None:
-    from foretoken.lab.plan.planner import summary
 
     console = screen()
     shown = table(None, (), ["k", "tokens", *_heads(made), "ops", "reads", "from α", "up to c"])
@@ -176,7 +171,7 @@ def _print(made: Plan, name: str | None, plot: Path | None) -> None:
             style="bold" if row is made.best else None,
         )
     print_table(console, shown)
-    console.print(LEGEND, style="dim", soft_wrap=True)
+    console.print(LEGEND, style="dim")
     if made.trees:
         shown = table(None, (), ["tree", "nodes", "tokens", *_heads(made)])
         for tree in made.trees:
@@ -186,14 +181,14 @@ def _print(made: Plan, name: str | None, plot: Path | None) -> None:
     _print_changes(made)
     if len(made.batches) > 1:
         best = ", ".join(f"k={k} at {batch}" for batch, k in made.best_by_batch.items())
-        console.print(f"best by batch: {best}", soft_wrap=True)
+        console.print(f"best by batch: {best}")
     if name is not None:
-        console.print(f"measured drafter: {name}", soft_wrap=True)
+        console.print(f"measured drafter: {name}")
     for note in made.notes:
-        console.print(f"note: {note}", style="dim", soft_wrap=True)
+        console.print(f"note: {note}", style="dim")
     if plot is not None:
-        console.print(f"picture: {plot}", soft_wrap=True)
-    console.print(summary(made), style="bold", soft_wrap=True)
+        console.print(f"picture: {plot}")
+    console.print(summary(made), style="bold")
 
 
 def _print_changes(made: Plan) -> None:
@@ -207,7 +202,6 @@ def _print_changes(made: Plan) -> None:
 
 
 def _print_ahead(rows: list[AheadRow], contention: float) -> None:
-    from foretoken.lab.plan.ahead import ahead_summary
 
     if not rows:
         return
@@ -218,7 +212,7 @@ def _print_ahead(rows: list[AheadRow], contention: float) -> None:
         speeds = (f"{row.speedup:.2f}x", f"{row.without:.2f}x")
         shown.add_row(str(row.k), str(row.rows), f"{row.hits:.0%}", f"{row.work:.2f}", *speeds, most)
     print_table(screen(), shown)
-    screen().print(ahead_summary(rows, contention), style="bold", soft_wrap=True)
+    screen().print(ahead_summary(rows, contention), style="bold")
 
 
 def _heads(made: Plan) -> list[str]:
@@ -236,8 +230,6 @@ def _or_never(value: float | None, k: int) -> str:
 
 def read_costs(file: Path) -> RoundCosts:
     """The measured costs in a profile."""
-    from foretoken.core.costs import RoundCosts
-    from foretoken.lab.plan.assumptions import Assumptions
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -258,8 +250,6 @@ def read_costs(file: Path) -> RoundCosts:
 
 def parse_curve(text: str) -> CallCost:
     """v(n): ``flat``, ``1:1,8:1.1,...`` or ``roofline,key=value,...``."""
-    from foretoken.core.costs import TargetCost
-    from foretoken.lab.plan.assumptions import Flat, Measured
 
     if text.strip() == "flat":
         return Flat()
@@ -281,8 +271,6 @@ def parse_curve(text: str) -> CallCost:
 
 
 def _roofline(text: str) -> CallCost:
-    from foretoken.lab.plan.roofline import Roofline
-    from foretoken.registry import parse_spec
 
     kinds = {f.name: int if f.type == "int" else float for f in fields(Roofline)}
     needed, options = ("parameters", "bandwidth", "flops"), parse_spec(text).options

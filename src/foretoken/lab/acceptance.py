@@ -100,7 +100,8 @@ class AcceptanceCheck:
         """
         if new.tokenizer is None:
             raise ValueError(f"{new.target} has no tokenizer, and acceptance is measured on text: leave the check out")
-        prompts = ordinary_prompts(new.tokenizer, new.model.context_length)
+        most = max(1, new.model.context_length // 2)  # prompts are cut where the context is short
+        prompts = [one.encode(new.tokenizer)[-most:] for one in prompts_of_kind(new.tokenizer)[:PROMPTS]]
         expected = stated(new.source) if self.expect is None else self.expect
         own = _measured(new, new.folder, prompts)
         better = ""
@@ -114,18 +115,6 @@ class AcceptanceCheck:
             raise ValueError(f"{new.source} {fault}")
         warnings = [better] * bool(better) + [f"it {fault}"] * bool(fault)
         return {"acceptance": {**asdict(own), "expected": expected, "by_length": by_length}, "warnings": warnings}
-
-
-def ordinary_prompts(tokenizer: Any, context: int) -> list[list[int]]:
-    """Ids of a few built-in prompts of the kind that a model is for, cut where its context is short."""
-    most = max(1, context // 2)
-    return [prompt.encode(tokenizer)[-most:] for prompt in prompts_of_kind(tokenizer)[:PROMPTS]]
-
-
-def long_text(tokenizer: Any) -> list[int]:
-    """Ids of a long ordinary text that every machine has: a module of Python's standard library."""
-    ids: list[int] = encode(inspect.getsource(argparse), tokenizer)
-    return ids
 
 
 def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
@@ -174,7 +163,9 @@ def _measured(new: Imported, folder: Path, prompts: Sequence[Sequence[int]]) -> 
 
 def _by_length(new: Imported) -> dict[int, float]:
     """Tokens a round by the length of the text before, all at the same places; nothing where no two lengths fit."""
-    text, room = long_text(new.tokenizer), new.model.context_length - NEW_TOKENS
+    # An ordinary text that every machine has: a module of Python's standard library
+    text: list[int] = encode(inspect.getsource(argparse), new.tokenizer)
+    room = new.model.context_length - NEW_TOKENS
     lengths = [length for length in LENGTHS if length <= min(room, len(text))]
     if len(lengths) < 2:
         return {}

@@ -39,7 +39,6 @@ class Subject:
 
     Attributes:
         source: what it was loaded from (``builtin``, a path, a hub id, a model): decides which drafters it has.
-        tokenizer: its tokenizer, if any.
         verifier, controller: specs, for arms that name none of their own.
         device: where draft models run.
         allow_lossy: permit verifiers that change the target's distribution.

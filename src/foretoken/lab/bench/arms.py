@@ -48,7 +48,6 @@ class Unit:
     """A batch of prompts of one category.
 
     Attributes:
-        category, number: which.
         prompts: their numbers within the category.
         seeds: one per prompt, the same for every arm.
         new_tokens: length of the outputs.

@@ -46,10 +46,7 @@ def drafter_cost(survival: Sequence[float], rounds: Sequence[DraftRound], batch:
 
 def _line(rounds: Sequence[DraftRound]) -> tuple[float, float]:
     """Seconds per call and per level: least squares over the depths' medians, weighted by how often they occurred."""
-    by_depth: dict[int, list[float]] = defaultdict(list)
-    for found in rounds:
-        by_depth[found.depth].append(found.draft_s)
-    points = [(depth, statistics.median(times), len(times)) for depth, times in by_depth.items()]
+    points = [(depth, statistics.median(times), len(times)) for depth, times in _by_depth(rounds).items()]
     total = sum(weight for _, _, weight in points)
     mean_depth = sum(depth * weight for depth, _, weight in points) / total
     mean_s = sum(seconds * weight for _, seconds, weight in points) / total
@@ -63,10 +60,14 @@ def _line(rounds: Sequence[DraftRound]) -> tuple[float, float]:
 
 def draft_seconds(rounds: Sequence[DraftRound]) -> dict[int, float]:
     """Depth -> mean seconds of drafting that deep."""
-    by_depth: dict[int, list[float]] = defaultdict(list)
-    for found in rounds:
-        by_depth[found.depth].append(found.draft_s)
-    return {depth: statistics.fmean(times) for depth, times in sorted(by_depth.items())}
+    return {depth: statistics.fmean(times) for depth, times in sorted(_by_depth(rounds).items())}
+
+
+def _by_depth(rounds: Sequence[DraftRound]) -> dict[int, list[float]]:
+    times: dict[int, list[float]] = defaultdict(list)
+    for one in rounds:
+        times[one.depth].append(one.draft_s)
+    return times
 
 
 def predicted_speedup(

@@ -67,7 +67,13 @@ class LlamaCppArm(ForeignArm):
             self.engine = open_llama(network, threads, drafter)
         else:
             raise ValueError(f"this arm needs a GGUF file or a Transformers target, not {type(shared.target).__name__}")
-        self.clock = _Calls(self.engine)
+        self.calls, evaluate = 0, self.engine.eval
+
+        def counted(tokens: Sequence[int]) -> None:
+            self.calls += 1
+            evaluate(tokens)
+
+        self.engine.eval = counted
 
     def drafter(self, shared: ArmSetup) -> Any | None:
         """What llama.cpp asks for draft tokens."""
@@ -79,7 +85,7 @@ class LlamaCppArm(ForeignArm):
         self.engine.set_seed(seed)
         tokens: list[int] = []
         times: list[float] = []
-        self.clock.count = 0
+        self.calls = 0
         watch = Stopwatch()
         options = {"temp": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0}
         for token in self.engine.generate(list(prompt_ids), **options):
@@ -87,7 +93,7 @@ class LlamaCppArm(ForeignArm):
             times.append(watch.seconds)
             if len(tokens) >= max_new_tokens or (not self.shared.ignore_eos and token in self.eos):
                 break
-        rounds = self.clock.count - 1  # without the prefill
+        rounds = self.calls - 1  # every round is one call of the target, and so is the prefill
         decoded = len(tokens) - 1
         length = decoded / rounds if rounds > 0 else None
         return Generation(tokens, times[-1] - times[0], decoded, times[0], length)
@@ -150,20 +156,6 @@ class DraftArm(LlamaCppArm):
             return np.array(drafted, dtype=np.intc)
 
         return propose
-
-
-class _Calls:
-    """Counts the target's calls: every round is one."""
-
-    def __init__(self, engine: Any) -> None:
-        self.count = 0
-        evaluate = engine.eval
-
-        def counted(tokens: Sequence[int]) -> None:
-            self.count += 1
-            evaluate(tokens)
-
-        engine.eval = counted
 
 
 def open_llama(network: Any, threads: int = 0, drafter: Any | None = None) -> Any:

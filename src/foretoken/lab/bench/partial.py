@@ -20,7 +20,7 @@ def _holds(file: Path) -> bool:
     return file.exists() and file.stat().st_size > 0
 
 
-def check_out(out: Path, resume: bool) -> bool:
+def check_run_out(out: Path, resume: bool) -> bool:
     """Whether an unfinished run is there; refuses what cannot be written before seconds are spent on loading.
 
     Raises:
@@ -58,7 +58,7 @@ class Partial:
         self.out, self.path = out, partial_of(out)
         self.done: dict[Key, UnitResult] = {}
         self.notes: dict[str, Any] = {}
-        found = check_out(out, resume)
+        found = check_run_out(out, resume)
         if found:
             self._read(json.loads(dumps(config)))
         self._file: TextIO = self.path.open("a", encoding="utf-8")

@@ -30,7 +30,6 @@ class UnitResult:
     """One arm on one unit: a batch of prompts at a setting; seconds count every round of the batch once.
 
     Attributes:
-        arm, temperature, batch, category: which.
         unit: its number within the category.
         prompts: numbers of its prompts within the category.
         seconds: decoding without the prefill, everything included.

@@ -15,7 +15,7 @@ from foretoken.lab.bench.partial import Partial
 from foretoken.lab.bench.results import Key, Setting, UnitResult
 from foretoken.lab.bench.serving import make_arm
 from foretoken.lab.bench.specs import PLAIN
-from foretoken.lab.bench.summary import BenchResult, Tally, dtype_of, machine, runs_as
+from foretoken.lab.bench.summary import BenchResult, dtype_of, machine, runs_as, tally
 from foretoken.lab.prompts import BenchPrompt
 from foretoken.lab.timing import interleave, median_run
 from foretoken.models.call_costs import measure_target
@@ -76,7 +76,6 @@ class Bench:
     """A benchmark of one target.
 
     Attributes:
-        prompts: prompts by category.
         on_progress: told (finished, all, what comes next) between runs, never while the clock runs.
 
     Raises:
@@ -179,7 +178,7 @@ class Bench:
         self._measure_targets(partial)
         for setting in self.settings.settings:
             self._run_setting(setting, partial)
-        return Tally(self, where).result()
+        return tally(self, where)
 
     def _measure_targets(self, partial: Partial | None) -> None:
         most = max(arm.most_nodes for arm in self.arms)

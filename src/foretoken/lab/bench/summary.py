@@ -51,107 +51,99 @@ class BenchResult:
         return [dumps(found) for found in (*self.cells, self.summary)]
 
 
-@dataclass(frozen=True)
-class Tally:
-    """Makes cells and summary of a benchmark's results.
+def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
+    """Cells and summary of a benchmark that has run; ``where``: the machine, as it was when the run began."""
+    settings = bench.settings.settings
+    pairs = [(arm.name, setting) for setting in settings for arm in bench.arms if arm.can(setting)]
+    cells = [_cell(bench, arm, setting, category) for category in bench.ids for arm, setting in pairs]
+    by_arm = {arm.name: [r for s in settings for r in _of(bench, arm.name, s)] for arm in bench.arms}
+    batch = min(bench.settings.batches)
+    measured = [r for s in settings if s[1] == batch for arm in bench.arms for r in _of(bench, arm.name, s)]
+    first = [r for r in measured if r.temperature == bench.settings.temperatures[0]]
+    splits = {name: time_split(found) for name, found in by_arm.items()}
+    summary = {
+        "summary": True,
+        "target": target_name(bench.shared.target, bench.shared.source),
+        "machine": where,
+        "runs_as": runs_as(bench.shared),
+        "arms": bench.settings.names,
+        "settings": {**bench.config, "cut_prompts": bench.num_cut},
+        "inflation": inflation(bench.shared.target),
+        "cells": len(cells),
+        "costs": round_costs(first, bench.settings.names, bench.targets[batch]).as_dict(),
+        **positions_at(first, bench.settings.names, (bench.settings.temperatures[0], batch)),
+        "rounds": {name: split for name, split in splits.items() if split is not None},
+        "overall": [_cell(bench, arm, setting, None) for arm, setting in pairs],
+        "equality": list(filter(None, (equality(bench, arm, s, c) for c in bench.ids for arm, s in pairs))),
+        "drafted": [drafted(_of(bench, arm, s, c)) for c in bench.ids for arm, s in pairs],
+        "prefill": [_prefill(bench, arm, setting) for arm, setting in pairs],
+        "skipped": [
+            f"{arm.name} at batch {size}: it serves one request at a time"
+            for size in dict.fromkeys(bench.settings.batches)
+            for arm in bench.arms
+            if not arm.can((0.0, size))
+        ],
+        "traces": list(_traces(bench)),
+    }
+    return BenchResult(cells, summary)
 
-    Attributes:
-        where: the machine, as it was when the run began.
+
+def _of(bench: Bench, arm: str, setting: Setting, category: str | None = None) -> list[UnitResult]:
+    found = [
+        r for r in bench.results.values() if r.arm == arm and r.setting == setting and category in (None, r.category)
+    ]
+    places = {name: i for i, name in enumerate(bench.ids)}
+    return sorted(found, key=lambda r: (places[r.category], r.unit))
+
+
+def _cell(bench: Bench, arm: str, setting: Setting, category: str | None) -> dict[str, Any]:
+    own, plain = _of(bench, arm, setting, category), _of(bench, PLAIN, setting, category)
+    everything = _of(bench, arm, setting)
+    base = _of(bench, PLAIN, setting)
+    predicted = prediction(own, everything, anchored(bench.targets[setting[1]], base), rest_s(base))
+    count = sum(len(group) for name, group in bench.ids.items() if category in (None, name))
+    return cell(own, plain, category or OVERALL, predicted, count)
+
+
+def _prefill(bench: Bench, arm: str, setting: Setting) -> dict[str, Any]:
+    """Mean seconds of a prompt's prefill; another engine's holds its first token."""
+    found = _of(bench, arm, setting)
+    mean = sum(r.prefill_s for r in found) / sum(len(r.prompts) for r in found)
+    return {"arm": arm, "temperature": setting[0], "batch": setting[1], "prefill_s": mean}
+
+
+def _traces(bench: Bench) -> Iterator[dict[str, Any]]:
+    for found in bench.results.values():
+        if found.trace:
+            prompt = bench.prompts[found.category][found.prompts[0]]
+            text = prompt.text if isinstance(prompt, BenchPrompt) else " ".join(map(str, prompt))
+            yield {
+                "arm": found.arm,
+                "category": found.category,
+                "prompt": text,
+                "temperature": found.temperature,
+                "rounds": found.trace,
+            }
+
+
+def equality(bench: Bench, arm: str, setting: Setting, category: str) -> dict[str, Any] | None:
+    """How many outputs equal plain decoding's, and which of the others rounding explains.
+
+    ``None`` where they need not be equal: sampled, and not coupled with plain decoding's.
     """
-
-    bench: Bench
-    where: dict[str, Any]
-
-    def _of(self, arm: str, setting: Setting, category: str | None = None) -> list[UnitResult]:
-        found = [
-            r
-            for r in self.bench.results.values()
-            if r.arm == arm and r.setting == setting and category in (None, r.category)
-        ]
-        places = {name: i for i, name in enumerate(self.bench.ids)}
-        return sorted(found, key=lambda r: (places[r.category], r.unit))
-
-    def _cell(self, arm: str, setting: Setting, category: str | None) -> dict[str, Any]:
-        own, plain = self._of(arm, setting, category), self._of(PLAIN, setting, category)
-        everything = self._of(arm, setting)
-        base = self._of(PLAIN, setting)
-        predicted = prediction(own, everything, anchored(self.bench.targets[setting[1]], base), rest_s(base))
-        count = sum(len(group) for name, group in self.bench.ids.items() if category in (None, name))
-        return cell(own, plain, category or OVERALL, predicted, count)
-
-    def result(self) -> BenchResult:
-        """Cells and summary."""
-        settings = self.bench.settings.settings
-        pairs = [(arm.name, setting) for setting in settings for arm in self.bench.arms if arm.can(setting)]
-        cells = [self._cell(arm, setting, category) for category in self.bench.ids for arm, setting in pairs]
-        by_arm = {arm.name: [r for s in settings for r in self._of(arm.name, s)] for arm in self.bench.arms}
-        batch = min(self.bench.settings.batches)
-        measured = [r for s in settings if s[1] == batch for arm in self.bench.arms for r in self._of(arm.name, s)]
-        first = [r for r in measured if r.temperature == self.bench.settings.temperatures[0]]
-        splits = {name: time_split(found) for name, found in by_arm.items()}
-        summary = {
-            "summary": True,
-            "target": target_name(self.bench.shared.target, self.bench.shared.source),
-            "machine": self.where,
-            "runs_as": runs_as(self.bench.shared),
-            "arms": self.bench.settings.names,
-            "settings": {**self.bench.config, "cut_prompts": self.bench.num_cut},
-            "inflation": inflation(self.bench.shared.target),
-            "cells": len(cells),
-            "costs": round_costs(first, self.bench.settings.names, self.bench.targets[batch]).as_dict(),
-            **positions_at(first, self.bench.settings.names, (self.bench.settings.temperatures[0], batch)),
-            "rounds": {name: split for name, split in splits.items() if split is not None},
-            "overall": [self._cell(arm, setting, None) for arm, setting in pairs],
-            "equality": list(filter(None, (self.equality(arm, s, c) for c in self.bench.ids for arm, s in pairs))),
-            "drafted": [drafted(self._of(arm, s, c)) for c in self.bench.ids for arm, s in pairs],
-            "prefill": [self._prefill(arm, setting) for arm, setting in pairs],
-            "skipped": [
-                f"{arm.name} at batch {size}: it serves one request at a time"
-                for size in dict.fromkeys(self.bench.settings.batches)
-                for arm in self.bench.arms
-                if not arm.can((0.0, size))
-            ],
-            "traces": list(self._traces()),
-        }
-        return BenchResult(cells, summary)
-
-    def _prefill(self, arm: str, setting: Setting) -> dict[str, Any]:
-        """Mean seconds of a prompt's prefill; another engine's holds its first token."""
-        found = self._of(arm, setting)
-        mean = sum(r.prefill_s for r in found) / sum(len(r.prompts) for r in found)
-        return {"arm": arm, "temperature": setting[0], "batch": setting[1], "prefill_s": mean}
-
-    def _traces(self) -> Iterator[dict[str, Any]]:
-        for found in self.bench.results.values():
-            if found.trace:
-                prompt = self.bench.prompts[found.category][found.prompts[0]]
-                text = prompt.text if isinstance(prompt, BenchPrompt) else " ".join(map(str, prompt))
-                yield {
-                    "arm": found.arm,
-                    "category": found.category,
-                    "prompt": text,
-                    "temperature": found.temperature,
-                    "rounds": found.trace,
-                }
-
-    def equality(self, arm: str, setting: Setting, category: str) -> dict[str, Any] | None:
-        """How many outputs equal plain decoding's, and which of the others rounding explains.
-
-        ``None`` where they need not be equal: sampled, and not coupled with plain decoding's.
-        """
-        plain, own = self._of(PLAIN, setting, category), self._of(arm, setting, category)
-        if not comparable(own, plain):
-            return None
-        counts = {"identical": 0, "ties": 0, "differences": 0}
-        for one, other in zip(plain, own, strict=True):
-            for i, (want, got) in enumerate(zip(one.outputs, other.outputs, strict=True)):
-                prompt = self.bench.ids[category][one.prompts[i]]
-                noise = None if one.seeds is None else Noise(one.seeds[i])
-                params = SamplingParams(setting[0], **self.bench.shared.filters)
-                sampler = Sampler(params, len(prompt), noise)
-                found = first_difference(self.bench.shared.target, prompt, want, got, sampler)
-                counts["identical" if found is None else "ties" if found.is_tie else "differences"] += 1
-        return {"arm": arm, "category": category, "temperature": setting[0], "batch": setting[1], **counts}
+    plain, own = _of(bench, PLAIN, setting, category), _of(bench, arm, setting, category)
+    if not comparable(own, plain):
+        return None
+    counts = {"identical": 0, "ties": 0, "differences": 0}
+    for one, other in zip(plain, own, strict=True):
+        for i, (want, got) in enumerate(zip(one.outputs, other.outputs, strict=True)):
+            prompt = bench.ids[category][one.prompts[i]]
+            noise = None if one.seeds is None else Noise(one.seeds[i])
+            params = SamplingParams(setting[0], **bench.shared.filters)
+            sampler = Sampler(params, len(prompt), noise)
+            found = first_difference(bench.shared.target, prompt, want, got, sampler)
+            counts["identical" if found is None else "ties" if found.is_tie else "differences"] += 1
+    return {"arm": arm, "category": category, "temperature": setting[0], "batch": setting[1], **counts}
 
 
 def dtype_of(shared: ArmSetup) -> str:

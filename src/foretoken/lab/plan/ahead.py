@@ -133,13 +133,6 @@ def ahead_row(
     )
 
 
-def ahead_rows(
-    given: Assumptions, ks: Sequence[int], fanout: int, contention: float, positions: Sequence[float] | None = None
-) -> list[AheadRow]:
-    """:func:`ahead_row` for several draft lengths."""
-    return [ahead_row(given, k, fanout, contention, positions) for k in ks if k]
-
-
 def ahead_summary(rows: Sequence[AheadRow], contention: float) -> str:
     """Whether it pays, in a sentence or two."""
     best, usual = max(rows, key=lambda row: row.speedup), max(rows, key=lambda row: row.without)

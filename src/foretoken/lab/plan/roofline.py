@@ -55,11 +55,10 @@ class Roofline:
     expert_parameters: float = 0.9
 
     def __post_init__(self) -> None:
-        _check(parameters=self.parameters, bandwidth=self.bandwidth, flops=self.flops, bytes=self.bytes)
-        for name in ("context", "kv_bytes", "fixed_s", "experts"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a finite number >= 0, not {value}")
+        for name in ("parameters", "bandwidth", "flops", "bytes", "context", "kv_bytes", "fixed_s", "experts"):
+            value, above = getattr(self, name), name in ("parameters", "bandwidth", "flops", "bytes")
+            if not (math.isfinite(value) and (value > 0 if above else value >= 0)):
+                raise ValueError(f"{name} must be a finite number {'>' if above else '>='} 0, not {value}")
         if self.experts:
             experts_touched(self.experts, self.active, 1)
             if not 0 <= self.expert_parameters <= 1:
@@ -86,9 +85,3 @@ class Roofline:
     def __call__(self, nodes: int, batch: int = 1) -> float:
         """v: the same in calls that score one token of one request."""
         return self.seconds(nodes, batch) / self.seconds(1)
-
-
-def _check(**values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be a finite number > 0, not {value}")

@@ -6,8 +6,7 @@ token, so ``c`` is a draft step and ``v(n)`` a call with n tokens, v(1) = 1.  A 
 the chance that a draft stands at least one, two, ... tokens far: what is measured where acceptance differs by position.
 
 Nothing here runs a model.  Numbers of theorems and equations are those of Leviathan et al. 2023,
-https://arxiv.org/abs/2211.17192; :mod:`foretoken.lab.plan.speedup` has trees, and
-:class:`foretoken.lab.plan.assumptions.Assumptions` the speed-up.
+https://arxiv.org/abs/2211.17192; :class:`foretoken.lab.plan.assumptions.Assumptions` has the speed-up.
 """
 
 from __future__ import annotations

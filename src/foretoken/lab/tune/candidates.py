@@ -19,7 +19,6 @@ class Scouted:
     """A drafter that ran a short race against plain decoding, with its whole budget.
 
     Attributes:
-        spec: how it was built.
         depth: the longest draft that it was asked for.
         trees: whether its drafts branch, so that a shorter draft is another tree and no piece of the longer one.
         copies: whether it copies from text instead of running a network.

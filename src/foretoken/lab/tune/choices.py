@@ -10,7 +10,6 @@ from foretoken.core.specs import split_outside
 from foretoken.lab.workload import Subject
 from foretoken.loading import BUILTIN
 from foretoken.loading.drafters import brought_drafters
-from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.sources import SourceDrafter
 from foretoken.registry import Row, convert_options, find, options_of, parse_spec, rows
@@ -126,8 +125,3 @@ def _wrapped(text: str) -> str:
 def router_spec(network: str, copier: str, costs: Sequence[float]) -> str:
     """A router over two drafters, with what a draft token of each costs in target steps."""
     return f"router,drafters=({network}|{copier}),costs={'|'.join(f'{cost:.3g}' for cost in costs)}"
-
-
-def copies_text(drafter: Drafter) -> bool:
-    """Whether a drafter copies from text instead of running a network."""
-    return isinstance(drafter, SourceDrafter)

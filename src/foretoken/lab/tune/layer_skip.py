@@ -6,9 +6,9 @@ Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,37 +47,53 @@ def settings_of(work: Workload, k: int) -> dict[str, Any]:
 # -- the search ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class LayerSkipStudy:
-    """The state of a search, kept beside its result so that it can go on.
+    """A search, kept beside its result so that it can go on.
 
-    Attributes:
+    Args:
         work: what is decoded to measure a set.
         k: longest draft.
         file: where the best set is written after every improvement.
-        best_speed: its tokens per second when it was tried.
+        resume: go on with the trials of ``journal``.
+
+    Attributes:
+        journal: the file of all trials.
+        done: how many trials had been made before.
+        best, best_speed: the best set, and its tokens per second when it was tried.
+
+    Raises:
+        ValueError: there are trials and ``resume`` was not asked for, they are of another search, or optuna is not
+            installed.
     """
 
-    work: Workload
-    k: int
-    file: Path
-    best: SkipSet | None = None
-    best_speed: float = 0.0
-    _study: Study | None = field(default=None, repr=False)
-
-    @property
-    def journal(self) -> Path:
-        """The file of all trials."""
-        return self.file.with_name(self.file.name + ".study")
-
-    def open(self, resume: bool) -> int:
-        """Begin, or go on with the trials of ``journal``; returns how many have been made.
-
-        Raises:
-            ValueError: there are trials and ``resume`` was not asked for, they are of another search, or optuna is
-                not installed.
-        """
+    def __init__(self, work: Workload, k: int, file: Path, resume: bool) -> None:
         optuna = _optuna()
+        self.work, self.k, self.file = work, k, file
+        self.journal = file.with_name(file.name + ".study")
+        self.best: SkipSet | None = None
+        self.best_speed = 0.0
+        self._layers = num_layers_of(work.target)
+        self._study, done = self._open(optuna)
+        self.done = len(done)
+        if done and not resume:
+            raise ValueError(
+                f"{self.journal} holds {len(done)} trials: add --resume to go on with them, or delete it to begin anew"
+            )
+        settings = settings_of(work, k)
+        if done and self._study.user_attrs.get("settings") != settings:
+            raise ValueError(f"{self.journal} is of a search with another target, other prompts or other options")
+        self._study.set_user_attr("settings", settings)
+        # A new stream for every part of a search: the same seed would try the same random sets again.
+        self._study.sampler = optuna.samplers.TPESampler(seed=work.seed + len(self._study.trials))
+        tried = [(_set_of(trial.params), trial.value or 0.0) for trial in done]
+        for skips in first_sets(self._layers):
+            if skips not in dict(tried):
+                self._study.enqueue_trial(_params_of(skips, self._layers), skip_if_exists=True)
+        for skips, speed in tried:
+            self._keep(skips, speed)
+
+    def _open(self, optuna: Any) -> tuple[Study, list[FrozenTrial]]:
+        """The study of the journal, and the trials that were finished.  Raises ``ValueError`` where it is damaged."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         try:
             backend = optuna.storages.journal.JournalFileBackend(str(self.journal))
@@ -88,32 +104,9 @@ class LayerSkipStudy:
                     direction="maximize",
                     load_if_exists=True,
                 )
-            done = [trial for trial in study.trials if trial.value is not None]
+            return study, [trial for trial in study.trials if trial.value is not None]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.journal} is damaged ({error}): delete it to begin anew") from None
-        if done and not resume:
-            raise ValueError(
-                f"{self.journal} holds {len(done)} trials: add --resume to go on with them, or delete it to begin anew"
-            )
-        settings = settings_of(self.work, self.k)
-        if done and study.user_attrs.get("settings") != settings:
-            raise ValueError(f"{self.journal} is of a search with another target, other prompts or other options")
-        study.set_user_attr("settings", settings)
-        # A new stream for every part of a search: the same seed would try the same random sets again.
-        study.sampler = optuna.samplers.TPESampler(seed=self.work.seed + len(study.trials))
-        self._study = study
-        self._recall(done)
-        return len(done)
-
-    def _recall(self, done: Sequence[FrozenTrial]) -> None:
-        """Queue the first sets that were not tried yet, and find the best of those that were."""
-        layers = num_layers_of(self.work.target)
-        tried = [_set_of(trial.params) for trial in done]
-        for skips in first_sets(layers):
-            if skips not in tried and self._study is not None:
-                self._study.enqueue_trial(_params_of(skips, layers), skip_if_exists=True)
-        for trial, skips in zip(done, tried, strict=True):
-            self._keep(skips, trial.value or 0.0)
 
     def _keep(self, skips: SkipSet, speed: float) -> bool:
         if speed <= self.best_speed:
@@ -123,13 +116,10 @@ class LayerSkipStudy:
 
     def step(self) -> float:
         """Try one more set; returns its tokens per second (0 for a set that leaves nothing to run)."""
-        if self._study is None:
-            raise ValueError("open the search first")
-        layers = num_layers_of(self.work.target)
         trial = self._study.ask()
-        names = [f"{kind}.{layer}" for kind in SUBLAYERS for layer in range(layers)]
+        names = [f"{kind}.{layer}" for kind in SUBLAYERS for layer in range(self._layers)]
         skips = _set_of({name: trial.suggest_categorical(name, [False, True]) for name in names})
-        empty = len(skips.attention) == len(skips.mlp) == layers
+        empty = len(skips.attention) == len(skips.mlp) == self._layers
         speed = 0.0 if empty else measured(self.work, self.k, skips).tokens_per_s
         self._study.tell(trial, speed)
         if self._keep(skips, speed):
@@ -242,15 +232,14 @@ def tune(
     layers = frozenset(range(num_layers_of(work.target)))
     for skips in (SkipSet(attention=layers), SkipSet(mlp=layers)):
         skips.check(work.target)
-    search = LayerSkipStudy(work, k, file)
-    done = search.open(resume)
+    search = LayerSkipStudy(work, k, file, resume)
     default = SkipSet.odd(len(layers))
     measured(work, k, None)  # warm-up: first calls are slower
     measured(work, k, default)
-    on_trial(done, search.best_speed, search)
-    for number in range(done, trials):
+    on_trial(search.done, search.best_speed, search)
+    for number in range(search.done, trials):
         on_trial(number + 1, search.step(), search)
-    return _finish(search, {"default": default, "best": search.best or default}, max(done, trials))
+    return _finish(search, {"default": default, "best": search.best or default}, max(search.done, trials))
 
 
 def _finish(search: LayerSkipStudy, sets: dict[str, SkipSet], trials: int) -> TunedSkips:

@@ -115,7 +115,6 @@ def tune(
         sizes: node counts to choose from.
         shape: ``"medusa"`` or ``"sequoia"``.
         depth: most levels.
-        tell: told what comes next.
 
     Raises:
         ValueError: nothing was ever accepted, or only what trees of these sizes do not hold.

@@ -15,13 +15,14 @@ from statistics import median
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, why_not
-from foretoken.lab.tune.choices import copies_text, further, generous, likely, router_spec, sizes
+from foretoken.lab.tune.choices import further, generous, likely, router_spec, sizes
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
 from foretoken.lab.tune.race import FEWEST, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s
 from foretoken.lab.tune.tuned import Outcome, TunedRow, TuneJob, Way
 from foretoken.lab.workload import REFUSALS, reason_of
 from foretoken.loading.measured.profile import measured_target
 from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.sources import SourceDrafter
 from foretoken.registry import parse_spec
 
 COUNTS = ((1, 2, 3, 4, 6, 8, 12, 16, 32, 64), (1, 4, 16))
@@ -175,7 +176,7 @@ class Search:
             standing.add(*self._heat([arm], 0, self.job.work.prompts[0], until, FEWEST))
         if standing.is_known and not standing.is_possible:  # a pause at a bad moment: once more
             standing = self._brief(arm, min(self.job.clock() + share_s, self._end_s))
-        return Scouted(spec, depth, drafter.traits.draws_trees, copies_text(drafter), standing)
+        return Scouted(spec, depth, drafter.traits.draws_trees, isinstance(drafter, SourceDrafter), standing)
 
     def _brief(self, arm: EngineRacer, until: float) -> Standing:
         """Some prompts, and more of them while the answers are too short to say anything."""
@@ -203,7 +204,10 @@ class Search:
         for one in [one for one in self.scouted.values() if one.standing.speedup >= 0.7 * best]:
             if one.trees:
                 yield from sizes(one.spec, given)
-            elif can_fill(one.spec) and self.job.clock() + _shape_s(one) + share_s < latest_s:
+                continue
+            # What it takes, at most, to see which of a draft model's choices are accepted, by its own rounds
+            shape_s = SCOUTED * sum(steady_s(one.standing.own)) / len(one.standing.own)
+            if can_fill(one.spec) and self.job.clock() + shape_s + share_s < latest_s:
                 self._say(f"{one.spec}: which choice is accepted")
                 try:
                     brief = replace(self.job.work, prompts=self.job.work.prompts[:1], new_tokens=SCOUTED)
@@ -219,7 +223,8 @@ class Search:
         """The best ways against each other: after every rung half of them go on."""
         prompts = list(enumerate(self.job.work.prompts))
         prompts = prompts[SCOUTS:] + prompts[:SCOUTS]  # first those that nothing was tried on
-        racing = self._ways()
+        racing = [Way(one.drafter, one.controller) for one in self._candidates()[:FINALISTS]]
+        racing.append(Way(self._group(), "auto"))
         arms: dict[Way, EngineRacer] = {}
         for rung in range(RUNGS):
             until = self.job.clock() + (self._end_s - self.job.clock()) / (RUNGS - rung)
@@ -248,12 +253,6 @@ class Search:
             return
         if way.controller != "auto":  # which would learn from it
             _warmed(arms[way], self.job.work.prompts[0])
-
-    def _ways(self) -> list[Way]:
-        """The best configurations, and ``auto`` with the best drafters."""
-        best = self._candidates()[:FINALISTS]
-        fixed = [Way(one.drafter, one.controller) for one in best]
-        return [*fixed, Way(self._group(), "auto")]
 
     def _candidates(self) -> list[Candidate]:
         """Every drafter in its best shape, the most promising first."""
@@ -287,7 +286,7 @@ class Search:
 
     def outcome(self) -> Outcome:
         """The answer so far."""
-        rows = [self._final_row(way, standing) for way, standing in self.finals.items() if standing.is_known]
+        rows = [self._row(way, standing, True) for way, standing in self.finals.items() if standing.is_known]
         rows = [row for row in rows if self.finals[row.way].is_possible]
         known = {row.way.drafter for row in rows}
         brief = [self._scouted_row(one) for one in self.scouted.values() if one.spec not in known]
@@ -327,20 +326,15 @@ class Search:
         )
 
     def _scouted_row(self, one: Scouted) -> TunedRow:
-        way = Way(one.spec, f"constant,k={one.depth}")
-        return self._row(way, one.standing, False, best_candidate(one, self._curve, self._rest_s))
+        return self._row(Way(one.spec, f"constant,k={one.depth}"), one.standing, False)
 
-    def _final_row(self, way: Way, standing: Standing) -> TunedRow:
-        one = self.scouted.get(way.drafter)
-        candidate = None if one is None else best_candidate(one, self._curve, self._rest_s)
-        return self._row(way, standing, True, candidate)
-
-    def _row(self, way: Way, standing: Standing, compared: bool, candidate: Candidate | None) -> TunedRow:
+    def _row(self, way: Way, standing: Standing, compared: bool) -> TunedRow:
         written = sum(one.written for one in standing.own)
         texts = (standing.texts, standing.differing)
         row = TunedRow(way, standing.speedup, standing.tokens_per_round, written, compared, "", *texts)
-        if row.speedup > 1 or candidate is None:
+        if row.speedup > 1 or way.drafter not in self.scouted:
             return row
+        candidate = best_candidate(self.scouted[way.drafter], self._curve, self._rest_s)
         return replace(row, why=why_not(candidate, self._curve, self._rest_s))
 
     def _say(self, text: str) -> None:
@@ -370,11 +364,6 @@ def _warmed(arm: EngineRacer, prompt: Sequence[int], count: int = 2) -> list[Rac
         return [one for one in (arm.advance() for _ in range(count)) if one is not None]
     finally:
         arm.cancel()
-
-
-def _shape_s(one: Scouted) -> float:
-    """Seconds that it takes, at most, to see which of a draft model's choices are accepted, by its own rounds."""
-    return SCOUTED * sum(steady_s(one.standing.own)) / len(one.standing.own)
 
 
 def _contradiction(standing: Standing) -> str:
