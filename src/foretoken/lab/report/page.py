@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -60,12 +61,17 @@ def render(run: Run) -> str:
     made = [(name, content) for name, make in parts if (content := make(run)) is not None]
     links = [tag("a", name, href=f"#{_id(content)}") for name, content in made]
     body = join(header(run), tag("nav", *links, aria_label="sections"), *(content for _, content in made))
+    return whole_page(f"foretoken bench: {run.name}", body, run.traces)
+
+
+def whole_page(title: str, body: Markup, traces: Sequence[Any] = (), css: str = "", js: str = "") -> str:
+    """The file around a page's body, with style and script that are this page's own behind those of all."""
     return Template(resource("template.html")).substitute(
-        title=safe(f"foretoken bench: {run.name}"),
-        css=palette() + resource("tree.css") + resource("report.css"),
-        js=resource("report.js"),
+        title=safe(title),
+        css=palette() + resource("tree.css") + resource("report.css") + css,
+        js=resource("report.js") + js,
         body=body,
-        data=embedded({"traces": run.traces}),
+        data=embedded({"traces": traces}),
     )
 
 

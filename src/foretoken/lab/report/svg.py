@@ -85,20 +85,12 @@ def _line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     return tag("line", x1=_at(x1), y1=_at(y1), x2=_at(x2), y2=_at(y2), class_=class_)
 
 
-def _label_width(labels: Sequence[str]) -> float:
-    return 12 + LETTER * max((len(cut(label)) for label in labels), default=0)
-
-
 def _x_axis(places: Sequence[float], to_x: Callable[[float], float], y: float, label: str, middle: float) -> Markup:
     marks = [
         join(_text(to_x(p), y + 16, short(p), "tick", "middle"), _line(to_x(p), y, to_x(p), y + 4, "axis"))
         for p in places
     ]
     return join(*marks, _text(middle, y + 34, label, "label", "middle"))
-
-
-def _row_grid(places: Sequence[float], to_x: Callable[[float], float], top: float, bottom: float) -> Markup:
-    return join(*(_line(to_x(p), top, to_x(p), bottom, "grid") for p in places))
 
 
 # -- bars ------------------------------------------------------------------------------------------------------------
@@ -112,12 +104,14 @@ def _in_rows(
     content: Callable[[float, float], list[Markup]],
 ) -> Markup:
     """A chart of rows with room to the ``right``; ``content`` is what lies on its grid, by left edge and scale."""
-    left, bottom, end = _label_width(labels), TOP + ROW * len(labels), max(end, 1e-9) * 1.02
+    left = 12 + LETTER * max((len(cut(label)) for label in labels), default=0)
+    bottom, end = TOP + ROW * len(labels), max(end, 1e-9) * 1.02
     scale = (WIDTH - left - right) / end
     to_x = lambda value: left + scale * value  # noqa: E731
     places = ticks(0, end)
     axis = _x_axis(places, to_x, bottom, chart.x_label, left + scale * end / 2)
-    parts = (_row_grid(places, to_x, TOP, bottom), *content(left, scale), axis)
+    grid = [_line(to_x(place), TOP, to_x(place), bottom, "grid") for place in places]
+    parts = (*grid, *content(left, scale), axis)
     return _svg(f"{chart.title}: {chart.x_label}", WIDTH, bottom + 42, *parts)
 
 
@@ -271,9 +265,7 @@ def _mark(frame: _Frame, x: float, name: str) -> Markup:
 def _series(chart: LineChart, frame: _Frame, series: Series) -> Markup:
     parts = []
     if series.joined and len(series.points) > 1:
-        parts.append(
-            tag("path", d=frame.path(series.points), class_=f"line d{max(series.colour, 0) // len(LIGHT) % 3}")
-        )
+        parts.append(tag("path", d=frame.path(series.points), class_=_dashes(series)))
     for i, (x, y) in enumerate(series.points):
         where = f" ({series.labels[i]})" if i < len(series.labels) else ""
         value = f"{y:.1%}" if chart.percent else f"{y:.3g}"
@@ -284,25 +276,31 @@ def _series(chart: LineChart, frame: _Frame, series: Series) -> Markup:
     return tag("g", *parts, class_=colour_class(series.colour))
 
 
+def _dashes(series: Series) -> str:
+    """Colours of a second and third round are told apart by how the line is broken."""
+    return f"line d{max(series.colour, 0) // len(LIGHT) % 3}"
+
+
 def _shape(series: Series) -> str:
     return PLAIN_MARK if series.colour == NEUTRAL else SHAPES[series.colour % len(SHAPES)]
 
 
 def _symbol(series: Series) -> Markup:
-    line = (
-        [tag("path", d="M0,8H24", class_=f"line d{max(series.colour, 0) // len(LIGHT) % 3}")] if series.joined else []
-    )
+    line = [tag("path", d="M0,8H24", class_=_dashes(series))] if series.joined else []
     dot = tag("path", d=_shape(series), class_="dot", transform="translate(12,8)")
-    return tag("svg", *line, dot, class_=f"key {colour_class(series.colour)}", width=24, height=16, aria_hidden="true")
+    return _key(*line, dot, class_=f"key {colour_class(series.colour)}")
 
 
 def _sample(class_: str) -> Markup:
-    return tag("svg", tag("path", d="M0,8H24", class_=class_), class_="key", width=24, height=16, aria_hidden="true")
+    return _key(tag("path", d="M0,8H24", class_=class_))
 
 
 def _swatch(class_: str) -> Markup:
-    square = tag("rect", x=0.5, y=0.5, width=14, height=14, rx=2, class_=f"swatch {class_}")
-    return tag("svg", square, class_="key", width=24, height=16, aria_hidden="true")
+    return _key(tag("rect", x=0.5, y=0.5, width=14, height=14, rx=2, class_=f"swatch {class_}"))
+
+
+def _key(*parts: Markup, class_: str = "key") -> Markup:
+    return tag("svg", *parts, class_=class_, width=24, height=16, aria_hidden="true")
 
 
 def _legend(entries: Sequence[tuple[str, Markup]]) -> Markup:

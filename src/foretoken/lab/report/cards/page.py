@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from foretoken.core.io.files import write_text
 from foretoken.lab.report.cards.card import Card, read_cards
-from foretoken.lab.report.markup import Markup, join, safe, tag
-from foretoken.lab.report.page import embedded, palette, resource
+from foretoken.lab.report.markup import Markup, join, tag
+from foretoken.lab.report.page import resource, whole_page
 from foretoken.lab.report.sections import sortable
 
 MATRIX = ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2")
@@ -73,17 +71,9 @@ def render(cards: Sequence[tuple[str, Card]], faults: Sequence[str] = ()) -> str
         tag("p", "A click on a heading sorts.", class_="how"),
         _table(rows),
     )  # fmt: skip
-    return Template(resource("template.html")).substitute(
-        title=safe("foretoken: benchmark cards"),
-        css=palette() + resource("tree.css") + resource("report.css") + _own("cards.css"),
-        js=resource("report.js") + _own("cards.js"),
-        body=body,
-        data=embedded({"traces": []}),
+    return whole_page(
+        "foretoken: benchmark cards", body, css=resource("cards/cards.css"), js=resource("cards/cards.js")
     )
-
-
-def _own(name: str) -> str:
-    return files("foretoken.lab.report.cards").joinpath(name).read_text(encoding="utf-8")
 
 
 def matrix_name(matrix: Sequence[str]) -> str:

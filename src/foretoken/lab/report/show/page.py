@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 
 from foretoken.lab.report.markup import Markup, join, tag
 from foretoken.lab.report.page import resource
@@ -45,16 +44,10 @@ def render(run: Shown, totals: Sequence[Total] = ()) -> str:
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
         tag("title", "foretoken show"),
-        tag("style", style()),
+        tag("style", Markup(resource("tree.css") + resource("show/show.css"))),
     )
     page = tag("html", tag("head", head), tag("body", tag("main", body)), lang="en")
     return f"<!DOCTYPE html>\n{page}\n"
-
-
-def style() -> Markup:
-    """Style sheet of the page."""
-    own = files("foretoken.lab.report.show").joinpath("show.css").read_text(encoding="utf-8")
-    return Markup(resource("tree.css") + own)
 
 
 def legend() -> Markup:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foretoken.lab.report.show.texts import printable, quoted, token_text, token_texts
-from foretoken.lab.report.show.why import TraceNode, nodes_of, origin_of
+from foretoken.lab.report.show.why import TraceNode, nodes_of
 
 if TYPE_CHECKING:
     from foretoken.engine.trace import RoundTrace
@@ -30,7 +30,6 @@ class Round:
 
     Attributes:
         trace: what the engine wrote down.
-        nodes: the tree, the root first.
         next_token: the target's own token; ``why`` begins with its origin and a colon.
         words: what it wrote, cut where the text ends.
     """
@@ -78,16 +77,16 @@ class Shown:
 
     def best(self) -> int:
         """The round that shows most: many accepted, and something rejected."""
-        return max(range(len(self.rounds)), key=lambda i: _interest(self.rounds[i]))
+
+        def interest(i: int) -> tuple[bool, int, int]:
+            one = self.rounds[i]
+            return any(n.status == "rejected" for n in one.nodes), len(one.trace.accepted), -len(one.nodes)
+
+        return max(range(len(self.rounds)), key=interest)
 
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
-
-
-def _interest(one: Round) -> tuple[bool, int, int]:
-    rejected = sum(node.status == "rejected" for node in one.nodes)
-    return (rejected > 0, len(one.trace.accepted), -len(one.nodes))
 
 
 def shown(output: Output, tokenizer: Any, prompt: str, facts: Sequence[tuple[str, str]]) -> Shown:
@@ -119,11 +118,12 @@ def _round(trace: RoundTrace, tokenizer: Any, words: Sequence[Word]) -> Round:
         return token_text(tokenizer, token)
 
     next_p = None if trace.verifier == "greedy" else trace.next_p
-    meaning = own_meaning(origin_of(trace), text(trace.next_token), next_p)
+    origin = "plain" if trace.drafter == "none" else "bonus" if trace.next_is_bonus else "recovered"
+    meaning = own_meaning(origin, text(trace.next_token), next_p)
     own = TraceNode(-1, -1, trace.next_token, text(trace.next_token), "accepted", meaning, next_p, None)
     nodes = nodes_of(trace, text)
     if trace.verifier == "greedy":  # one-hot distributions: 0 or 1 says no more than the colour
-        nodes = [TraceNode(n.index, n.parent, n.token, n.text, n.status, n.why, None, n.q) for n in nodes]
+        nodes = [replace(node, p=None) for node in nodes]
     return Round(trace, nodes, own, words)
 
 

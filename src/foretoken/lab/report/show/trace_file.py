@@ -7,14 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foretoken.lab.report.show.read_round import Fault, number, read_round, text_of
 from foretoken.lab.report.show.run import Round, Shown, Total, total_of
 from foretoken.lab.report.show.texts import printable
-
-if TYPE_CHECKING:
-    from foretoken.lab.report.show.why import TraceNode
 
 MARK, VERSION = "foretoken_trace", 1
 ONLY_REQUEST = "1"
@@ -83,7 +80,7 @@ def _round_fields(one: Round) -> dict[str, Any]:
         "why": [node.why for node in drafts],
         "p": [_short(node.p) for node in drafts],
         "q": [_short(node.q) for node in drafts],
-        "ids": _ids([*one.nodes, own]),
+        "ids": [node.token for node in (*one.nodes, own)],
         "next": own.text,
         "next_p": _short(own.p),
         "origin": own.why.partition(":")[0],
@@ -91,10 +88,6 @@ def _round_fields(one: Round) -> dict[str, Any]:
         "draft_ms": _short(1000 * trace.draft_s),
         "target_ms": _short(1000 * trace.target_s),
     }
-
-
-def _ids(nodes: Sequence[TraceNode]) -> list[int]:
-    return [node.token for node in nodes]
 
 
 def _short(value: float | None) -> float | None:

@@ -40,13 +40,6 @@ class TraceNode:
     q: float | None
 
 
-def origin_of(trace: RoundTrace) -> str:
-    """Where the last token of a round came from."""
-    if trace.drafter == "none":
-        return "plain"
-    return "bonus" if trace.next_is_bonus else "recovered"
-
-
 def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[TraceNode]:
     """The nodes of a round with what became of them."""
     met, status = deciding_tests(trace), statuses(trace)
