@@ -41,7 +41,6 @@ class Reference:
     Attributes:
         plain: greedy outputs of plain decoding.
         outside: greedy outputs of ``model.generate``; ``None`` when the target is no Transformers model.
-        stops: outputs that end early.
         seeded: sampled outputs of plain decoding, of every prompt twice, with the seeds of :attr:`seeds`.
     """
 
@@ -83,8 +82,7 @@ class Tested:
     def alone(self) -> list[Output]:
         """Greedy outputs of every prompt alone."""
         r = self.reference
-        options = {"max_new_tokens": r.settings.max_new_tokens, **r.settings.greedy}
-        pairs = zip(r.prompts, r.predictions, strict=True)
+        pairs, options = zip(r.prompts, r.predictions, strict=True), r.settings.greedy_options
         return [self.steady.generate(prompt, prediction=guess, **options) for prompt, guess in pairs]
 
     def check(self, mode: str) -> Check:
@@ -147,7 +145,7 @@ def stop_cases(plain: Llm, prompts: Sequence[list[int]], expected: Sequence[list
         place = len(output) // 4
         for options in (_stop_string(plain, output, place), _eos_bias(plain.target, prompt, output, place)):
             if options:
-                options |= {"max_new_tokens": s.max_new_tokens, **s.greedy}
+                options |= s.greedy_options
                 cases.append(StopCase(i, options, plain.generate(prompt, **options)))
     return cases
 
@@ -189,9 +187,8 @@ def check_transformers(subject: Tested) -> Check | None:
 def check_batch(subject: Tested) -> Check:
     """All prompts together against plain decoding of each alone, with the controller that was asked for."""
     r = subject.reference
-    options = {"max_new_tokens": r.settings.max_new_tokens, **r.settings.greedy}
     # Each prompt twice: the batch is ragged, and twins must not disturb each other.
-    outputs = subject.chosen.generate(2 * r.prompts, prediction=2 * r.predictions, **options)
+    outputs = subject.chosen.generate(2 * r.prompts, prediction=2 * r.predictions, **r.settings.greedy_options)
     return _compared(subject, "batch", 2 * r.plain, outputs)
 
 
@@ -274,7 +271,7 @@ def _check_coupled(subject: Tested) -> Check:
     r = subject.reference
     check = subject.check("seed")
     count = len(r.prompts)
-    options = _sampled(r)
+    options = r.settings.sampled_options
     jobs = list(zip(2 * r.prompts, r.seeds, 2 * r.predictions, strict=True))
     outputs = [
         subject.steady.generate(ids, seed=seed, prediction=guess, **options) for ids, seed, guess in jobs[:count]
@@ -304,7 +301,8 @@ def _check_again(subject: Tested, verifier: Verifier) -> Check | None:
     # A controller that looks at the clock may plan other drafts the second time.
     llm = always_drafting(subject.chosen, r.settings.allow_lossy)
     first, again = (
-        llm.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **_sampled(r)) for _ in range(2)
+        llm.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **r.settings.sampled_options)
+        for _ in range(2)
     )
     check.prompts = len(again)
     for i, (one, other) in enumerate(zip(first, again, strict=True)):
@@ -318,8 +316,3 @@ def _check_again(subject: Tested, verifier: Verifier) -> Check | None:
             f"a real difference ({verifier.name} draws from the seed alone)"
         )
     return check
-
-
-def _sampled(r: Reference) -> dict[str, Any]:
-    """Options of the seeded outputs."""
-    return {**r.settings.sampling, "max_new_tokens": r.settings.max_new_tokens}

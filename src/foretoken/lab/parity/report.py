@@ -70,6 +70,16 @@ class Settings:
         """Sampling options of the greedy checks: the penalties alone."""
         return {name: value for name, value in self.sampling.items() if name.endswith("_penalty")}
 
+    @property
+    def greedy_options(self) -> dict[str, Any]:
+        """Options of a greedy request."""
+        return {"max_new_tokens": self.max_new_tokens, **self.greedy}
+
+    @property
+    def sampled_options(self) -> dict[str, Any]:
+        """Options of a sampled request, without its seed."""
+        return {"max_new_tokens": self.max_new_tokens, **self.sampling}
+
 
 @dataclass
 class Check:
@@ -163,16 +173,35 @@ class Report:
         """Whether anything was drafted in any check."""
         return any(check.drafted for check in self.checks)
 
+    @property
+    def untried(self) -> list[str]:
+        """A line for every drafter that drafted nothing, in some checks or in all of them."""
+        ended = [check for check in self.checks if not check.broke_off]
+        lines = []
+        for drafter in dict.fromkeys(check.drafter for check in ended):
+            own = [check for check in ended if check.drafter == drafter]
+            silent = [check.mode for check in own if not check.tried]
+            if len(silent) == len(own):
+                what = "on these prompts: it was not tried, and its texts are not counted"
+                lines.append(f"{drafter} drafted nothing {what}")
+            elif silent:
+                what = f"in {', '.join(silent)}: it was not tried there, and those texts are not counted"
+                lines.append(f"{drafter} drafted nothing {what}")
+        return lines
+
+    @property
+    def compared(self) -> list[Check]:
+        """The checks that came to their end and compared texts for which something was drafted."""
+        return [check for check in self.checks if not check.broke_off and check.compares_texts and check.tried]
+
     def public(self) -> dict[str, Any]:
         """As the CLI's JSON prints it; ``prompts`` counts the texts that were compared, over all checks in which
         anything was drafted, and ``untried`` names the others."""
-        ended = [check for check in self.checks if not check.broke_off]
-        texts = [check for check in ended if check.compares_texts and check.tried]
-        totals = {key: sum(getattr(check, key) for check in texts) for key in ("prompts", "identical", "ties")}
+        totals = {key: sum(getattr(check, key) for check in self.compared) for key in ("prompts", "identical", "ties")}
         return {
             "passed": self.passed,
             "tried": self.tried,
-            "untried": untried(ended),
+            "untried": self.untried,
             "exactness": self.exactness,
             **totals,
             "checks": [check.public() for check in self.checks],
@@ -184,35 +213,17 @@ class Report:
 
 def verdict(report: Report) -> list[Remark]:
     """What drafted nothing, how many texts are equal, and what follows from it."""
-    ended = [check for check in report.checks if not check.broke_off]
-    texts = [check for check in ended if check.compares_texts and check.tried]
-    plain = [check for check in texts if check.mode != OUTSIDE]
-    outside = [check for check in texts if check.mode == OUTSIDE]
+    plain = [check for check in report.compared if check.mode != OUTSIDE]
+    outside = [check for check in report.compared if check.mode == OUTSIDE]
     promise = f"{EXACT.get(report.exactness, report.exactness)} here ({report.exactness_why})"
-    remarks = [Remark(text) for text in untried(ended)]
+    remarks = [Remark(text) for text in report.untried]
     if plain:
         why = f": this model is {promise}"
         remarks.append(Remark(equality(plain, "plain decoding's", why)))
     if outside:
         why = ": its kernels are others than ours, so that near-ties may differ"
         remarks.append(Remark(equality(outside, "those of transformers.generate", why)))
-    return [*remarks, _outcome(report, texts)]
-
-
-def untried(checks: Sequence[Check]) -> list[str]:
-    """A line for every drafter that drafted nothing, in some checks or in all of them."""
-    lines = []
-    for drafter in dict.fromkeys(check.drafter for check in checks):
-        own = [check for check in checks if check.drafter == drafter]
-        silent = [check.mode for check in own if not check.tried]
-        if len(silent) == len(own):
-            lines.append(f"{drafter} drafted nothing on these prompts: it was not tried, and its texts are not counted")
-        elif silent:
-            modes = ", ".join(silent)
-            lines.append(
-                f"{drafter} drafted nothing in {modes}: it was not tried there, and those texts are not counted"
-            )
-    return lines
+    return [*remarks, _outcome(report)]
 
 
 def equality(checks: Sequence[Check], whose: str, why: str) -> str:
@@ -243,8 +254,9 @@ def _gaps(checks: Sequence[Check]) -> str:
     return f"logit gap {low}" if low == high else f"logit gaps {low} to {high}"
 
 
-def _outcome(report: Report, texts: Sequence[Check]) -> Remark:
+def _outcome(report: Report) -> Remark:
     """The last line.  "Passed" is said only of what was compared, and with what differs beside it."""
+    texts = report.compared
     far = "" if report.complete else f", and only {report.done} of {report.planned} checks were run"
     if report.differs:
         return Remark(f"FAILED: {_failure(report.checks)}{far}", "bad")

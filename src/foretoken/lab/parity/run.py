@@ -62,7 +62,6 @@ def run_parity(
     Args:
         drafters: specs or drafters; ``None`` tries all, and leaves out those that do not fit.
         prompts: of a file, or what :func:`foretoken.core.prompts.encode` takes.
-        on_progress: told what is being done.
         report: filled as checks are finished, for a caller who wants what there is when the run is broken off.
 
     Raises:
@@ -106,8 +105,7 @@ def _reference(
 ) -> tuple[Reference, Llm]:
     plain = Llm(target, None, None, None, tokenizer)
     encoded = [p.encode(tokenizer) if isinstance(p, BenchPrompt) else plain.encode(p) for p in prompts]
-    options = {"max_new_tokens": settings.max_new_tokens, **settings.greedy}
-    expected = [plain.generate(prompt, **options).token_ids for prompt in encoded]
+    expected = [plain.generate(prompt, **settings.greedy_options).token_ids for prompt in encoded]
     outside = None
     if "transformers" in settings.modes:
         found = [transformers_output(target, prompt, settings) for prompt in encoded]
@@ -115,8 +113,7 @@ def _reference(
     stops = stop_cases(plain, encoded, expected, settings) if "stop" in settings.modes else []
     reference = Reference(target, encoded, settings, expected, outside, stops)
     if "seed" in settings.modes:
-        options |= settings.sampling
-        pairs = zip(2 * encoded, reference.seeds, strict=True)
+        pairs, options = zip(2 * encoded, reference.seeds, strict=True), settings.sampled_options
         seeded = [plain.generate(prompt, seed=seed, **options).token_ids for prompt, seed in pairs]
         reference = replace(reference, seeded=seeded)
     return reference, plain
