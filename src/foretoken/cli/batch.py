@@ -22,6 +22,7 @@ from foretoken.cli.model_argument import HELP, model_before
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar
 from foretoken.cli.turns import tell_defaults
+from foretoken.core.conversation import checked, from_sharegpt, is_messages, to_answer
 from foretoken.core.io.locks import lock
 from foretoken.options import FIELDS as REQUEST_FIELDS
 
@@ -201,8 +202,6 @@ def _check_sampling(own: Mapping[str, Any]) -> None:
 
 def _prompt_of(found: Mapping[str, Any]) -> Any:
     """What a line asks."""
-    from foretoken.core.conversation import checked, from_sharegpt, is_messages, to_answer
-
     asked = [name for name in ("prompt", "messages", "conversations") if name in found]
     if len(asked) != 1:
         raise ValueError("give prompt or messages (or conversations), one of them")
@@ -211,15 +210,13 @@ def _prompt_of(found: Mapping[str, Any]) -> Any:
         return checked(value)
     if asked == ["conversations"]:
         return to_answer(from_sharegpt(value))
-    if isinstance(value, str) or _are_ids(value):
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value):
         return value
     if is_messages(value):
         return checked(value)
     raise ValueError("prompt is neither a text, nor a list of token ids, nor messages")
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
 
 
 def finished_ids(file: Path) -> set[str]:

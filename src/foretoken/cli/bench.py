@@ -14,7 +14,7 @@ from foretoken.cli.bench_serve import CATEGORY, FORMAT, PROMPTS, Lines, chosen_p
 from foretoken.cli.ending import terminable
 from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
-from foretoken.cli.output import json_only, print_table, progress_bar, screen, table
+from foretoken.cli.output import check_out, json_only, print_json, print_table, progress_bar, screen, table
 from foretoken.cli.settings import FromOptions
 from foretoken.core.settings import flag, setting
 from foretoken.lab.bench.specs import OTHER_ENGINES, check_arm
@@ -94,12 +94,17 @@ def bench_command(
     cards = _cards(asked.card or ())
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
-        from foretoken.lab.bench.partial import check_out, partial_of
+        from foretoken.lab.bench.partial import check_run_out, partial_of
         from foretoken.lab.bench.run import BenchSettings
 
-        if out is not None and not check_out(out, asked.resume) and asked.resume:
+        if out is not None and not check_run_out(out, asked.resume) and asked.resume:
             print(f"nothing to resume: there is no {partial_of(out)}; the run begins anew", file=sys.stderr)
-        about = _origin(common, arms, asked.inflate) if ".json" in cards else None
+        about = None
+        if ".json" in cards:
+            from foretoken.lab.report.cards.written import origin
+
+            loading = {"quantize": common.quantize, "inflate": asked.inflate, "backend": common.backend}
+            about = origin(common.target, loading, arms)
         chat = not asked.no_chat_template
         settings = BenchSettings(arms, temperatures, batches, asked.repeat, common.seed or 0, chat)
         result = _run(common, asked, settings)
@@ -117,25 +122,18 @@ def _run(common: Common, asked: BenchOptions, settings: BenchSettings) -> BenchR
     from foretoken.lab.bench.arms import ArmSetup
     from foretoken.lab.bench.partial import partial_of
     from foretoken.lab.bench.run import run_bench
-    from foretoken.loading import load_tokenizer
 
     prompts = chosen_prompts(asked.prompts, asked.format, asked.category, asked.max_prompts)
     SamplingParams(max(settings.temperatures), **common.filters)
     shared = ArmSetup(
-        replace(common, inflate=asked.inflate).load_target(is_told=False),
-        common.target,
-        load_tokenizer(common.target, common.backend),
-        common.verifier,
-        common.controller,
-        None if common.device == "auto" else common.device,
-        common.allow_lossy,
-        common.profile,
-        common.max_new_tokens,
-        not asked.stop_at_eos,
-        common.filters,
-        asked.inflate,
-        common.quantize,
-        common.backend,
+        **vars(replace(common, inflate=asked.inflate).subject(is_told=False)),
+        profile=common.profile,
+        max_new_tokens=common.max_new_tokens,
+        ignore_eos=not asked.stop_at_eos,
+        filters=common.filters,
+        inflate=asked.inflate,
+        quantize=common.quantize,
+        backend=common.backend,
     )
     with progress_bar() as on_progress:
         try:
@@ -162,15 +160,15 @@ def _print(console: Console, result: BenchResult, out: Path | None) -> None:
     ties = sum(found["ties"] for found in result.summary["equality"])
     differences = sum(found["differences"] for found in result.summary["equality"])
     if ties:
-        console.print(f"outputs that differ from plain decoding's by a numerical tie: {ties}", soft_wrap=True)
+        console.print(f"outputs that differ from plain decoding's by a numerical tie: {ties}")
     if differences:
-        console.print(f"outputs that really differ from plain decoding's: {differences}", style="red", soft_wrap=True)
+        console.print(f"outputs that really differ from plain decoding's: {differences}", style="red")
     for skipped in result.summary["skipped"]:
-        console.print(f"left out: {skipped}", style="dim", soft_wrap=True)
+        console.print(f"left out: {skipped}", style="dim")
     if cut := result.summary["settings"]["cut_prompts"]:
         console.print(f"{cut} prompts were too long for the context and lost their beginning", style="dim")
     if out is not None:
-        console.print(f"written to {out}: foretoken bench report {out} --out report.html", soft_wrap=True)
+        console.print(f"written to {out}: foretoken bench report {out} --out report.html")
 
 
 def _print_setting(console: Console, cells: Sequence[Mapping[str, Any]], prefill: Mapping[str, str]) -> None:
@@ -253,12 +251,6 @@ def _cards(given: Sequence[Path]) -> dict[str, Path]:
     return found
 
 
-def _origin(common: Common, arms: Sequence[str], inflate: str | None) -> Origin:
-    from foretoken.lab.report.cards.written import origin
-
-    return origin(common.target, {"quantize": common.quantize, "inflate": inflate, "backend": common.backend}, arms)
-
-
 def _write_card(result: BenchResult, kind: str, file: Path, about: Origin | None) -> None:
     from foretoken.core.io.files import write_text
     from foretoken.lab.report.cards.card import to_json
@@ -273,7 +265,7 @@ def _write_card(result: BenchResult, kind: str, file: Path, about: Origin | None
         write_text(file, text)
     except OSError as error:
         raise ValueError(f"--card {file} cannot be written: {error.strerror}") from None
-    screen().print(f"card written to {file}", soft_wrap=True)
+    screen().print(f"card written to {file}")
 
 
 @app.command("cards")
@@ -283,7 +275,6 @@ def cards_command(
     as_json: Json = False,
 ) -> None:
     """Make one page of a folder of cards, with filters by CPU, model and method."""
-    from foretoken.cli.output import check_out, print_json
     from foretoken.lab.report.cards.page import write_page
 
     check_out(out)
@@ -293,7 +284,7 @@ def cards_command(
     if as_json:
         print_json({"folder": str(folder), "out": str(out), "cards": cards, "rows": rows, "left_out": faults})
     else:
-        screen().print(f"{cards} cards, {rows} measurements -> {out}", soft_wrap=True)
+        screen().print(f"{cards} cards, {rows} measurements -> {out}")
 
 
 # -- report ----------------------------------------------------------------------------------------------------------
@@ -307,7 +298,6 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Make a self-contained HTML page of a benchmark: bars, curves, and token trees round by round."""
-    from foretoken.cli.output import print_json
     from foretoken.lab.report.page import write_report
     from foretoken.lab.report.plots import write_plots
 
@@ -317,9 +307,9 @@ def report_command(
     if as_json:
         print_json({"run": str(run), "out": str(out), "plots": [str(file) for file in pictures]})
         return
-    screen().print(f"report written to {out}", soft_wrap=True)
+    screen().print(f"report written to {out}")
     if pictures:
-        screen().print(f"{len(pictures)} plots written to {plots}", soft_wrap=True)
+        screen().print(f"{len(pictures)} plots written to {plots}")
 
 
 app.command("serve")(serve_command)

@@ -179,15 +179,15 @@ def show(console: Console, result: LoadResult, out: Path | None) -> None:
     for cell in result.cells:
         if cell["errors"]:
             kinds = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items())
-            console.print(f"{cell['arm']}, {cell['load']} {cell['level']:g}: {kinds}", style="red", soft_wrap=True)
+            console.print(f"{cell['arm']}, {cell['load']} {cell['level']:g}: {kinds}", style="red")
     for found in result.summary["equality"]:
         _show_equality(console, found)
     for note in result.summary["notes"]:
-        console.print(note, style="dim", soft_wrap=True)
+        console.print(note, style="dim")
     if result.stopped_by is not None:
-        console.print("interrupted: these are the requests that had ended by then", style="yellow", soft_wrap=True)
+        console.print("interrupted: these are the requests that had ended by then", style="yellow")
     if out is not None and result.cells:
-        console.print(f"written to {out}: foretoken bench report {out} --out report.html", soft_wrap=True)
+        console.print(f"written to {out}: foretoken bench report {out} --out report.html")
 
 
 def _table(result: LoadResult) -> Any:
@@ -235,11 +235,11 @@ def _show_equality(console: Console, found: Mapping[str, Any]) -> None:
     level = f"{found['arm']}, {found['load']} {found['level']:g}"
     compared, different = found["compared"], found["different"]
     if not different:
-        console.print(f"{level}: texts are equal, {compared} of {compared}", style="green", soft_wrap=True)
+        console.print(f"{level}: texts are equal, {compared} of {compared}", style="green")
         return
     if different == found["ties"]:
         words = f"{level}: {different} of {compared} texts differ, all by numerical ties (bfloat16 rounds by batch)"
-        console.print(words, soft_wrap=True)
+        console.print(words)
         return
     first = found["examples"][0]
     texts = " became ".join(map(repr, first["texts"]))
@@ -247,5 +247,4 @@ def _show_equality(console: Console, found: Mapping[str, Any]) -> None:
         f"{level}: {different} of {compared} texts differ, {found['ties']} of them by numerical ties; "
         f"request {first['request']} from character {first['character']}: {texts}",
         style="red",
-        soft_wrap=True,
     )

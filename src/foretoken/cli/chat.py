@@ -11,6 +11,7 @@ from foretoken.cli.generate import CUT, stats_line
 from foretoken.cli.options import Common, with_common
 from foretoken.cli.output import screen
 from foretoken.cli.turns import System, check_system, is_chat_model, tell_defaults, tell_empty
+from foretoken.core.conversation import render
 
 if TYPE_CHECKING:
     from foretoken.engine.stats import SpecStats
@@ -39,7 +40,7 @@ def chat_command(system: System = None, *, common: Common) -> None:
     if interactive:
         with contextlib.suppress(ImportError):  # arrow keys and earlier lines; not on every system
             import readline  # noqa: F401
-        screen(stderr=True).print(HELP, style="dim", soft_wrap=True)
+        screen(stderr=True).print(HELP, style="dim")
     while (line := _read(interactive)) is not None:
         if line == "/quit":
             break
@@ -149,7 +150,7 @@ class Session:
             if stats.num_draft_prompt_tokens_computed:
                 read += f" ({stats.num_draft_prompt_tokens_computed} by the drafter)"
             line = f"{stats_line(stats)}, {read}{CUT * cut}"
-            screen(stderr=True).print(f"({line})", style="dim", soft_wrap=True)
+            screen(stderr=True).print(f"({line})", style="dim")
         if self.stats is None:
             self.stats = stats
         else:
@@ -191,8 +192,6 @@ class Session:
 
     def _prompt(self) -> list[int]:
         if self._has_template:
-            from foretoken.core.conversation import render
-
             return render(self._all(), self.llm.tokenizer)
         names = {"user": "User", "assistant": "Assistant"}
         lines = [f"{names[m['role']]}: {m['content']}\n" for m in self.messages]

@@ -113,8 +113,8 @@ def _print_answers(console: Console, show: Show, llm: Llm, prompt: str | list[in
 
     threads = torch.get_num_threads()
     exact = {"bitwise": "exact to the last bit here"}.get(llm.exactness, "exact up to rounding here")
-    console.print(f"{show.title}; cpu, {threads} thread{'s' * (threads > 1)}, {exact}", soft_wrap=True)
-    console.print(f"> {show.prompt}", style="dim", soft_wrap=True)
+    console.print(f"{show.title}; cpu, {threads} thread{'s' * (threads > 1)}, {exact}")
+    console.print(f"> {show.prompt}", style="dim")
     console.rule("plain", align="left")
     stream_coloured(console, llm.plain, prompt, options)
     green = "; accepted guesses are green" if has_colour(console) else ""
@@ -129,10 +129,9 @@ def _print_result(console: Console, show: Show, result: Comparison, others: Sequ
     for other in others:
         same = "the same words" if other.identical else "other words, please report it"
         said = f'"{show.other}", whose answer has nothing to copy: {other.speedup:.2f}x, {same}'
-        console.print(said, style="bold", soft_wrap=True)
+        console.print(said, style="bold")
     console.print(
         f"Compared: the same model, kernels and prompt ({show.kind}), greedy. Plain decoding writes one token a pass; "
         f"speculative decoding checks several guesses in one. Medians of {REPEAT} runs in turns, without the prompt.",
         style="dim",
-        soft_wrap=True,
     )

@@ -106,11 +106,10 @@ def _print(report: dict[str, Any]) -> None:
         console.print(
             f"draft ({draft['drafter']}): {draft['step_ms']:.2f} ms per draft token, "
             f"c = {draft['c']:.2f} of a target step; overhead {draft['overhead_share']:.0%} of a round",
-            soft_wrap=True,
         )
     console.print("recommendations", style="bold")
     for line in report["recommendations"]:
-        console.print(f"- {line}", soft_wrap=True)
+        console.print(f"- {line}")
 
 
 def _print_table(
@@ -125,7 +124,7 @@ def _print_table(
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    console.print(table, soft_wrap=False)
 
 
 def _print_facts(console: Console, report: dict[str, Any]) -> None:
@@ -153,10 +152,10 @@ def _print_facts(console: Console, report: dict[str, Any]) -> None:
         "16-row product": _by_dtype(report, "linear_rows_ms"),
     }
     for name, value in facts.items():
-        console.print(f"{name:<14} {value}", soft_wrap=True)
+        console.print(f"{name:<14} {value}")
         if name == "refused":
             for line in refused[1:]:
-                console.print(f"{'':<14} {line}", soft_wrap=True)
+                console.print(f"{'':<14} {line}")
 
 
 def _by_dtype(report: dict[str, Any], key: str) -> str:

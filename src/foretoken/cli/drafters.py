@@ -87,7 +87,7 @@ def _print(fits: Sequence[Fit], default: str | None) -> None:
         some = [fit for fit in fits if fit.works is works]
         if some:
             _print_group(console, title, some)
-    console.print(f"drafter=auto means here: {default or 'plain decoding'}", soft_wrap=True)
+    console.print(f"drafter=auto means here: {default or 'plain decoding'}")
 
 
 def _print_group(console: Console, title: str, fits: Sequence[Fit]) -> None:
@@ -102,7 +102,7 @@ def _print_group(console: Console, title: str, fits: Sequence[Fit]) -> None:
     for fit in fits:
         if fit not in long:
             shown.add_row(fit.spec, fit.why)
-    console.print(shown)
+    console.print(shown, soft_wrap=False)
     for fit in long:
-        console.print(f" {fit.spec}", style=style, soft_wrap=True)
-        console.print(Padding(fit.why, (0, 0, fit is long[-1], INDENT)))
+        console.print(f" {fit.spec}", style=style)
+        console.print(Padding(fit.why, (0, 0, fit is long[-1], INDENT)), soft_wrap=False)

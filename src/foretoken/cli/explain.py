@@ -71,7 +71,7 @@ def legend(colour: bool) -> Text:
 def print_explained(console: Console, output: Output, tokenizer: Any) -> None:
     """Legend, then the text, then the token trees of the first rounds if the output has any."""
     colour = has_colour(console)
-    console.print(legend(colour), end="", soft_wrap=True)
+    console.print(legend(colour), end="")
     print_text(console, explained(output, tokenizer, colour))
     if output.rounds:
         _print_trees(console, output, tokenizer, colour)
@@ -92,7 +92,7 @@ def stream_explained(
     """
 
     def begin() -> None:
-        console.print(legend(colour=True), end="", soft_wrap=True)
+        console.print(legend(colour=True), end="")
         if sys.stdout.isatty():
             print_text(console, echo, "dim", end="")
 
@@ -187,22 +187,21 @@ def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: 
     """The token trees of a few rounds.
 
     Args:
-        console: where to.
         more: how to see the others.
         first: the first round that is printed, from 0.
     """
     from rich.text import Text
 
     for number, one in enumerate(rounds[first : first + TREES], first + 1):
-        console.print(Text(f"round {number}: {one.caption}", "dim"), soft_wrap=True)
+        console.print(Text(f"round {number}: {one.caption}", "dim"))
         for line in lines_of(one):
             left, right = MARKS.get(line.kind, ("", ""))
             text = line.text if colour else f"{left}{line.text}{right}"
             shown_line = Text(f"  {line.branch}").append(text, STYLES.get(line.kind, "dim"))
-            console.print(shown_line.append(f"  {line.why}" if line.why else "", "dim"), soft_wrap=True)
+            console.print(shown_line.append(f"  {line.why}" if line.why else "", "dim"))
     left_over = len(rounds) - first - TREES
     if left_over > 0:
-        console.print(Text(f"{left_over} more rounds: {more}", "dim"), soft_wrap=True)
+        console.print(Text(f"{left_over} more rounds: {more}", "dim"))
 
 
 # -- a tree as lines -------------------------------------------------------------------------------------------------

@@ -82,13 +82,18 @@ def generate_command(
         options: dict[str, Any] = {**llm.defaults.sampling, **common.asked, "stop": stop or None, **expected}
         if compare:
             result = compared(task.llm, task.prompt, options, repeat)
-            report = _compared_report(result, explain)
+            report = result.public()
+            if explain:
+                report["speculative"]["origins"] = result.speculative.output.origins
         elif as_json or (explain and not has_colour(screen())):
             output = llm.generate(task.prompt, **options, explain=explain)
             tell_empty(llm, output.note, raw)
             report = _report(output) | (_explained(output, llm.tokenizer) if explain else {})
     if as_json:
-        print_json({**report, **_used(llm, options), **_inflated(llm)})
+        from foretoken.lab.workload import inflation
+
+        grown = inflation(llm.target)
+        print_json({**report, **_used(llm, options), **({} if grown is None else {"inflation": grown})})
     elif compare:
         _print_comparison(task, result, explain)
     elif explain and has_colour(screen()):
@@ -158,13 +163,6 @@ def _report(output: Output) -> dict[str, Any]:
     }
 
 
-def _compared_report(result: Comparison, explain: bool) -> dict[str, Any]:
-    report = result.public()
-    if explain:
-        report["speculative"]["origins"] = result.speculative.output.origins
-    return report
-
-
 def _explained(output: Output, tokenizer: Any) -> dict[str, Any]:
     """What ``--explain`` adds to JSON: where each token came from, and the rounds as the server tells them."""
     from foretoken.lab.report.show.texts import token_text
@@ -187,14 +185,6 @@ def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     names = [*own, *(name for name in OWN_SAMPLING if name in options and name not in own)]
     return {"sampling": {name: options[name] for name in names}, "sampling_source": llm.defaults.source}
-
-
-def _inflated(llm: Llm) -> dict[str, Any]:
-    """A note for JSON about an inflated target; nothing about another one."""
-    from foretoken.lab.workload import inflation
-
-    found = inflation(llm.target)
-    return {} if found is None else {"inflation": found}
 
 
 def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | None) -> tuple[Common, str]:
@@ -292,7 +282,7 @@ def _stream(task: Task, options: dict[str, Any]) -> None:
 
 def _print_stats(stats: SpecStats, seed: int | None, cut: bool) -> None:
     line = stats_line(stats) + (f", seed {seed}" if seed is not None else "") + CUT * cut
-    screen(stderr=True).print(line, style="dim", soft_wrap=True)
+    screen(stderr=True).print(line, style="dim")
 
 
 def stats_line(stats: SpecStats) -> str:
@@ -347,11 +337,11 @@ def print_speeds(console: Console, result: Comparison) -> None:
     console.print(f"speculative  {_speed(result.speculative)}")
     stats = result.speculative.output.stats
     console.print(f"speed-up     {result.speedup:.2f}x", style="bold")
-    console.print(f"output identical: {_identity(result)}", style="bold", soft_wrap=True)
+    console.print(f"output identical: {_identity(result)}", style="bold")
     console.print(f"mean acceptance length {stats.mean_acceptance_length:.2f} tokens per round")
     counts = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens"
     console.print(f"acceptance rate {stats.acceptance_rate:.0%} ({counts})")
-    console.print(f"time         {time_split(stats)}", soft_wrap=True)
+    console.print(f"time         {time_split(stats)}")
 
 
 def _speed(arm: Runs) -> str:

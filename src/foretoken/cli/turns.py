@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.output import screen
+from foretoken.core.conversation import control_tokens, has_template, render
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
@@ -27,8 +28,6 @@ def check_turn(system: str | None, raw: bool) -> None:
 
 def is_chat_model(llm: Llm) -> bool:
     """Whether the model's tokenizer has a chat template."""
-    from foretoken.core.conversation import has_template
-
     return llm.tokenizer is not None and has_template(llm.tokenizer)
 
 
@@ -42,8 +41,6 @@ def check_system(llm: Llm, system: str | None, target: str) -> None:
         return
     if not is_chat_model(llm):
         raise ValueError(f"{target} has no chat template, which --system needs: put the instructions into the prompt")
-    from foretoken.core.conversation import render
-
     render([{"role": "system", "content": system}, {"role": "user", "content": "Hello"}], llm.tokenizer)
 
 
@@ -58,8 +55,6 @@ def prompt_for(llm: Llm, text: str, system: str | None, raw: bool, target: str) 
         return text
     if not text.strip():
         raise ValueError("the prompt is empty: give at least one character")
-    from foretoken.core.conversation import control_tokens, render
-
     if found := control_tokens(text, llm.tokenizer):
         says = f"the prompt holds {', '.join(found)}, and the model's chat template is put around it"
         screen(stderr=True).print(f"{says}: --raw completes it as it stands", soft_wrap=True, markup=False)
@@ -70,11 +65,11 @@ def prompt_for(llm: Llm, text: str, system: str | None, raw: bool, target: str) 
 def tell_defaults(llm: Llm) -> None:
     """Name sampling options that the model brings along, on stderr, before anything else."""
     if llm.defaults.sampling:
-        screen(stderr=True).print(f"sampling: {llm.defaults}", style="dim", soft_wrap=True)
+        screen(stderr=True).print(f"sampling: {llm.defaults}", style="dim")
 
 
 def tell_empty(llm: Llm, note: str, raw: bool = False) -> None:
     """Say on stderr why an answer shows nothing, if it does: ``note`` is the output's."""
     if note:
         advice = "; --raw leaves the chat template out" if raw and is_chat_model(llm) else ""
-        screen(stderr=True).print(f"the answer is empty: {note}{advice}", soft_wrap=True)
+        screen(stderr=True).print(f"the answer is empty: {note}{advice}")
