@@ -48,10 +48,10 @@ def _print_lists(found: list[dict[str, Any]]) -> None:
     console = screen()
     width = max(len(row["name"]) for row in found)
     for role in ROLES:
-        mine = [row for row in found if row["role"] == role]
-        if mine:
+        rows = [row for row in found if row["role"] == role]
+        if rows:
             console.print(f"{role}s", style="bold")
-        for row in mine:
+        for row in rows:
             mark = " (lossy)" if not row["lossless"] else " (trained)" if row["needs_training"] else ""
             room = console.width - width - 4 - len(mark)
             console.print(f"  {row['name']:<{width}}  {_cut(row['summary'], room)}{mark}")

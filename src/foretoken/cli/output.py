@@ -53,12 +53,12 @@ def table(title: str | None = None, words: Sequence[str] = (), numbers: Sequence
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    result = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in words:
-        made.add_column(name, overflow="fold")
+        result.add_column(name, overflow="fold")
     for name in numbers:
-        made.add_column(name, justify="right", no_wrap=True)
-    return made
+        result.add_column(name, justify="right", no_wrap=True)
+    return result
 
 
 def print_table(console: Console, shown: Table) -> None:

@@ -76,20 +76,20 @@ def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json 
     given, name = _assumptions(asked, lengths, batches[0])
     ahead_rows = _ahead_rows(asked, given, lengths, batches, siblings)
     with json_only(as_json):
-        made = plan(given, lengths, batches, shapes, siblings)
+        result = plan(given, lengths, batches, shapes, siblings)
         if plot is not None:
             from foretoken.lab.plan.plots import plot as draw
 
             plot.parent.mkdir(parents=True, exist_ok=True)
-            draw(made, plot)
+            draw(result, plot)
         if not as_json:
-            _print(made, name, plot)
+            _print(result, name, plot)
             _print_ahead(ahead_rows, asked.contention)
     if as_json:
         found = {
             "drafter": name,
-            **made.public(),
-            "summary": summary(made),
+            **result.public(),
+            "summary": summary(result),
             "plot": None if plot is None else str(plot),
             "ahead": [row.public() for row in ahead_rows],
         }
@@ -155,11 +155,11 @@ def _ahead_rows(
 # -- showing ---------------------------------------------------------------------------------------------------------
 
 
-def _print(made: Plan, name: str | None, plot: Path | None) -> None:
+def _print(result: Plan, name: str | None, plot: Path | None) -> None:
 
     console = screen()
-    shown = table(None, (), ["k", "tokens", *_heads(made), "ops", "reads", "from α", "up to c"])
-    for row in made.rows:
+    shown = table(None, (), ["k", "tokens", *_heads(result), "ops", "reads", "from α", "up to c"])
+    for row in result.rows:
         shown.add_row(
             str(row.k),
             f"{row.tokens:.2f}",
@@ -168,35 +168,35 @@ def _print(made: Plan, name: str | None, plot: Path | None) -> None:
             f"{row.target_reads:.2f}x",
             _or_never(row.break_even_alpha, row.k),
             _or_never(row.break_even_c, row.k),
-            style="bold" if row is made.best else None,
+            style="bold" if row is result.best else None,
         )
     print_table(console, shown)
     console.print(LEGEND, style="dim")
-    if made.trees:
-        shown = table(None, (), ["tree", "nodes", "tokens", *_heads(made)])
-        for tree in made.trees:
+    if result.trees:
+        shown = table(None, (), ["tree", "nodes", "tokens", *_heads(result)])
+        for tree in result.trees:
             speedups = (f"{x:.2f}x" for x in tree.speedups.values())
             shown.add_row(tree.shape, str(tree.nodes), f"{tree.tokens:.2f}", *speedups)
         print_table(console, shown)
-    _print_changes(made)
-    if len(made.batches) > 1:
-        best = ", ".join(f"k={k} at {batch}" for batch, k in made.best_by_batch.items())
+    _print_changes(result)
+    if len(result.batches) > 1:
+        best = ", ".join(f"k={k} at {batch}" for batch, k in result.best_by_batch.items())
         console.print(f"best by batch: {best}")
     if name is not None:
         console.print(f"measured drafter: {name}")
-    for note in made.notes:
+    for note in result.notes:
         console.print(f"note: {note}", style="dim")
     if plot is not None:
         console.print(f"picture: {plot}")
-    console.print(summary(made), style="bold")
+    console.print(summary(result), style="bold")
 
 
-def _print_changes(made: Plan) -> None:
-    near = made.best if made.best.k else made.nearest
+def _print_changes(result: Plan) -> None:
+    near = result.best if result.best.k else result.nearest
     if near is None:
         return
     shown = table(None, ["if"], [f"speed-up of k={near.k}", "best k then", "its speed-up"])
-    for change in made.changes:
+    for change in result.changes:
         shown.add_row(change.what, f"{change.speedup:.2f}x", str(change.best_k), f"{change.best_speedup:.2f}x")
     print_table(screen(), shown)
 
@@ -215,8 +215,8 @@ def _print_ahead(rows: list[AheadRow], contention: float) -> None:
     screen().print(ahead_summary(rows, contention), style="bold")
 
 
-def _heads(made: Plan) -> list[str]:
-    return ["speed-up"] if made.batches == (1,) else [f"B={batch}" for batch in made.batches]
+def _heads(result: Plan) -> list[str]:
+    return ["speed-up"] if result.batches == (1,) else [f"B={batch}" for batch in result.batches]
 
 
 def _or_never(value: float | None, k: int) -> str:

@@ -107,22 +107,22 @@ def _sample(subject: Tested, check: Check) -> list[list[list[int]]]:
     # the CPU, which gets a state of ours meanwhile, so that the same command gives the same report.
     with unseeded_from(r.settings.seed):
         for half, llm in enumerate((subject.steady, subject.chosen)):
-            mine = [prompt for turn, prompt in jobs if turn % 2 == half]
-            for start in range(0, len(mine), BATCH):
-                _serve(llm, r, mine[start : start + BATCH], outputs, check)
+            prompts = [prompt for turn, prompt in jobs if turn % 2 == half]
+            for start in range(0, len(prompts), BATCH):
+                _serve(llm, r, prompts[start : start + BATCH], outputs, check)
     return outputs
 
 
 def _serve(llm: Llm, r: Reference, batch: Sequence[int], outputs: list[list[list[int]]], check: Check) -> None:
     """One batch of prompts; what comes out is added to its prompt's ``outputs``."""
     room = min(r.target.context_length - len(prompt) for prompt in r.prompts)
-    made = llm.generate(
+    answers = llm.generate(
         [r.prompts[prompt] for prompt in batch],
         prediction=[r.predictions[prompt] for prompt in batch],
         max_new_tokens=min(TABLE_TOKENS, room),
         **r.settings.sampling,
     )
-    for prompt, output in zip(batch, made, strict=True):
+    for prompt, output in zip(batch, answers, strict=True):
         outputs[prompt].append(output.token_ids)
         check.drafted += output.stats.num_draft_tokens
 
@@ -135,7 +135,7 @@ def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
     prompts = [[*prompt, *start] for prompt in r.prompts]
     params = SamplingParams(**r.settings.sampling)
     samplers = [Sampler(params, len(p), skipped=len(p) - len(start) if start else 0) for p in prompts]
-    begin = Counter((i, tuple(o[:n])) for i, made in enumerate(outputs) for o in made for n in range(len(o)))
+    begin = Counter((i, tuple(o[:n])) for i, answers in enumerate(outputs) for o in answers for n in range(len(o)))
     found = Evidence()
     sequences = [r.target.open() for _ in prompts]
     try:

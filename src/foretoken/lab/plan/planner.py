@@ -160,13 +160,13 @@ def plan(
     best_by_batch = {batch: assumptions.best_k(ks, batch) for batch in batches}
     best = rows[ks.index(best_by_batch[batches[0]])]
     found = tuple(_tree(assumptions, shape, positions, batches) for shape in trees)
-    made = Plan(assumptions, tuple(batches), rows, best, best_by_batch, found, (), None, ())
-    nearest = best if best.k else made.nearest
+    result = Plan(assumptions, tuple(batches), rows, best, best_by_batch, found, (), None, ())
+    nearest = best if best.k else result.nearest
     return replace(
-        made,
+        result,
         changes=() if nearest is None else tuple(_changes(assumptions, nearest.k, ks, batches[0])),
         limits=None if nearest is None else _limits(assumptions, nearest.k, batches[0]),
-        notes=tuple(_notes(made, positions)),
+        notes=tuple(_notes(result, positions)),
     )
 
 
@@ -249,9 +249,9 @@ class _Steeper:
         return plain + 2.0 * max(full - plain, 0.0)
 
 
-def _notes(made: Plan, positions: Sequence[float] | None) -> list[str]:
-    given, notes = made.assumptions, []
-    most = max([row.nodes for row in made.rows] + [tree.nodes + 1 for tree in made.trees]) * max(made.batches)
+def _notes(result: Plan, positions: Sequence[float] | None) -> list[str]:
+    given, notes = result.assumptions, []
+    most = max([row.nodes for row in result.rows] + [tree.nodes + 1 for tree in result.trees]) * max(result.batches)
     if given.c == 0 and given.overhead == 0:
         notes.append("drafting is taken to be free (c = 0)")
     if isinstance(given.v, Roofline):
@@ -261,25 +261,25 @@ def _notes(made: Plan, positions: Sequence[float] | None) -> list[str]:
     elif isinstance(given.v, Measured) and most > given.v.known_to:
         notes.append(f"v(n) is known up to n = {given.v.known_to} and continued along its last slope up to {most}")
     known = None if isinstance(given.acceptance, float | int) else len(given.acceptance)
-    if known is not None and made.rows[-1].k > known:
+    if known is not None and result.rows[-1].k > known:
         notes.append(f"acceptance is known up to position {known}; further ones are taken to be like the last")
     if given.guesses > 1:
         notes.append(f"the {given.guesses} guesses are taken to be independent, an upper estimate")
-    if positions is None and any(tree.nodes > tree.depth for tree in made.trees):
+    if positions is None and any(tree.nodes > tree.depth for tree in result.trees):
         notes.append("siblings are taken to be independent trials, an upper estimate; give measured positions")
     return notes
 
 
-def summary(made: Plan) -> str:
+def summary(result: Plan) -> str:
     """The plan in a few plain sentences."""
-    given, batch, best, near = made.assumptions, made.batches[0], made.best, made.nearest
+    given, batch, best, near = result.assumptions, result.batches[0], result.best, result.nearest
     where = "" if batch == 1 else f" at batch {batch}"
     if best.k:
         text = (
             f"Draft k={best.k} tokens a round{where}: {best.tokens:.2f} tokens a round, {best.speedups[batch]:.2f}x "
-            f"plain decoding.{_conditions(made, best, pays=True)}"
+            f"plain decoding.{_conditions(result, best, pays=True)}"
         )
-        if best is made.rows[-1] and len(made.rows) > 2:
+        if best is result.rows[-1] and len(result.rows) > 2:
             text += " It is the longest draft considered: try longer ones."
     elif near is None:
         text = "Only plain decoding was asked about."
@@ -287,17 +287,17 @@ def summary(made: Plan) -> str:
         text = (
             f"Do not draft chains{where}: no length pays. The nearest is k={near.k} with {near.speedups[batch]:.2f}x "
             f"plain decoding: {near.tokens:.2f} tokens a round where {given.cost(near.k, near.nodes, batch):.2f} are "
-            f"needed.{_conditions(made, near, pays=False)}"
+            f"needed.{_conditions(result, near, pays=False)}"
         )
-    tree = max(made.trees, key=lambda tree: tree.speedups[batch], default=None)
+    tree = max(result.trees, key=lambda tree: tree.speedups[batch], default=None)
     if tree is not None and tree.speedups[batch] > best.speedups[batch]:
         text += f" The tree {tree.shape} is faster: {tree.tokens:.2f} tokens a round, {tree.speedups[batch]:.2f}x."
     return text
 
 
-def _conditions(made: Plan, row: PlanRow, pays: bool) -> str:
+def _conditions(result: Plan, row: PlanRow, pays: bool) -> str:
     """Where a row of the plan begins or stops to pay."""
-    limits, v = made.limits, made.assumptions.v
+    limits, v = result.limits, result.assumptions.v
     if limits is None:
         return ""
     parts = []

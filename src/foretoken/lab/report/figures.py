@@ -106,11 +106,11 @@ def speedups(run: Run, setting: Setting) -> list[BarChart]:
 
 
 def _bar(run: Run, arm: str, cells: Sequence[Cell], whole: bool) -> Bar | None:
-    mine = [cell for cell in cells if cell["arm"] == arm]
-    found = overall(run, setting_of(mine[0]), arm) if whole and mine else together(mine)
+    own = [cell for cell in cells if cell["arm"] == arm]
+    found = overall(run, setting_of(own[0]), arm) if whole and own else together(own)
     if found is None:
         return None
-    return Bar(arm, found.value, found.low, found.high, colour_of(run, arm), _worst(mine))
+    return Bar(arm, found.value, found.low, found.high, colour_of(run, arm), _worst(own))
 
 
 def overall(run: Run, setting: Setting, arm: str) -> Speedup | None:

@@ -58,9 +58,9 @@ def write_report(run_file: Path, out_file: Path) -> None:
 def render(run: Run) -> str:
     """The page of a run."""
     header, parts = (load_sections.header, LOAD_SECTIONS) if run.is_load else (sections.header, SECTIONS)
-    made = [(name, content) for name, make in parts if (content := make(run)) is not None]
-    links = [tag("a", name, href=f"#{_id(content)}") for name, content in made]
-    body = join(header(run), tag("nav", *links, aria_label="sections"), *(content for _, content in made))
+    contents = [(name, content) for name, make in parts if (content := make(run)) is not None]
+    links = [tag("a", name, href=f"#{_id(content)}") for name, content in contents]
+    body = join(header(run), tag("nav", *links, aria_label="sections"), *(content for _, content in contents))
     return whole_page(f"foretoken bench: {run.name}", body, run.traces)
 
 

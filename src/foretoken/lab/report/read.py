@@ -229,11 +229,11 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         if r.key[1:] in plain:  # a unit is compared only where plain decoding has done it too
             groups.setdefault((r.arm, r.temperature, r.batch, r.category), []).append(r)
     cells = [
-        cell(mine, [plain[r.key[1:]] for r in mine], mine[0].category, None, len({p for r in mine for p in r.prompts}))
-        for mine in groups.values()
+        cell(own, [plain[r.key[1:]] for r in own], own[0].category, None, len({p for r in own for p in r.prompts}))
+        for own in groups.values()
     ]
     arms = {arm: [r for r in results if r.arm == arm] for arm in dict.fromkeys(r.arm for r in results)}
-    splits = {arm: split for arm, mine in arms.items() if (split := time_split(mine)) is not None}
+    splits = {arm: split for arm, own in arms.items() if (split := time_split(own)) is not None}
     config = dict(objects[0]["config"])
     traces = [
         {"arm": r.arm, "category": r.category, "prompt": "", "temperature": r.temperature, "rounds": r.trace}
@@ -246,7 +246,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         "settings": config,
         **positions_at(results, list(arms), _first_setting(config, results)),
         "rounds": splits,
-        "drafted": [drafted(mine) for mine in groups.values()],
+        "drafted": [drafted(own) for own in groups.values()],
         "traces": traces,
     }
     return list(cells), summary

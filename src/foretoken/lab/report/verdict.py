@@ -140,15 +140,15 @@ def extra_costs(run: Run, setting: Setting, arm: str) -> dict[str, float]:
     Times are per token and times L, the tokens of a round, so that ``1 + sum of extra costs = L / speed-up``.
     """
     length = _tokens_per_round(run, setting, arm)
-    mine = per_token(run.at(setting, arm))
+    own = per_token(run.at(setting, arm))
     plain = next((found for name in PLAIN if (found := per_token(run.at(setting, name)))), None)
     whole = sum(plain.values()) if plain else 0.0
-    if length is None or mine is None or plain is None or whole <= 0:
+    if length is None or own is None or plain is None or whole <= 0:
         return {}
     return {
-        "drafting costs": length * mine["draft_s"] / whole,
-        "the target call grows with its nodes by": (length * mine["target_s"] - plain["target_s"]) / whole,
-        "overhead adds": (length * mine["overhead_s"] - plain["overhead_s"]) / whole,
+        "drafting costs": length * own["draft_s"] / whole,
+        "the target call grows with its nodes by": (length * own["target_s"] - plain["target_s"]) / whole,
+        "overhead adds": (length * own["overhead_s"] - plain["overhead_s"]) / whole,
     }
 
 

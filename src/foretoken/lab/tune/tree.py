@@ -124,15 +124,15 @@ def measured_accuracies(work: Workload, drafter: HeadsDrafter, texts: Sequence[S
         ValueError: every text is shorter than the heads look ahead.
     """
     parts = TargetParts(work.target)
-    recipe: Any = find_recipe(drafter.name)
-    settings = {key: str(value) for key, value in asdict(drafter.heads.config).items() if key not in recipe.fixed}
-    made = recipe(work.target, parts, settings)
-    made.net = drafter.heads
+    kind: Any = find_recipe(drafter.name)
+    settings = {key: str(value) for key, value in asdict(drafter.heads.config).items() if key not in kind.fixed}
+    recipe = kind(work.target, parts, settings)
+    recipe.net = drafter.heads
     batches = []
     for text in texts:
         tokens = torch.tensor([list(text)], device=parts.device)
-        batches.append(Batch(tokens, parts.features(tokens[:, :-1], made.taps), parts))
-    found: list[list[float]] = made.measure(batches)["accuracies"]
+        batches.append(Batch(tokens, parts.features(tokens[:, :-1], recipe.taps), parts))
+    found: list[list[float]] = recipe.measure(batches)["accuracies"]
     if not any(map(any, found)):
         raise ValueError("the heads were right nowhere: give longer prompts, or train them longer")
     return found

@@ -224,10 +224,10 @@ async def find_server(http: httpx.AsyncClient, server: Server) -> Server:
     listed = _listed(answer)
     if not model and not listed:
         raise ValueError(f"{url}/v1/models does not say what is served ({answer.status_code}): give --model")
-    mine = next((one for one in listed if one.get("id") == model), listed[0] if listed else {})
+    entry = next((one for one in listed if one.get("id") == model), listed[0] if listed else {})
     # Who knows ``cache_salt``; others refuse fields that they do not know, or ignore them
-    salted = mine.get("owned_by") in ("foretoken", "vllm")
-    return replace(server, model=model or str(mine.get("id")), salted=salted, about=await _about(http, server))
+    salted = entry.get("owned_by") in ("foretoken", "vllm")
+    return replace(server, model=model or str(entry.get("id")), salted=salted, about=await _about(http, server))
 
 
 async def _about(http: httpx.AsyncClient, server: Server) -> dict[str, Any]:
@@ -326,8 +326,8 @@ def read_counters(lines: Sequence[str]) -> Drafts | None:
     for line in lines:
         found = re.match(r"(\w+):(\w+)(?:\{.*\})? ([-+0-9.eE]+)", line)
         if found and found[2] in names:
-            mine = sums.setdefault(found[1], {})
-            mine[names[found[2]]] = mine.get(names[found[2]], 0.0) + float(found[3])
+            counts, key = sums.setdefault(found[1], {}), names[found[2]]
+            counts[key] = counts.get(key, 0.0) + float(found[3])
     first = next(iter(sums.values()), None)
     if first is None or "drafted" not in first:
         return None

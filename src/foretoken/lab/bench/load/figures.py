@@ -105,9 +105,9 @@ def ratios(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, float]
             value = one.tokens / one.seconds / (other.tokens / other.seconds)
             found.setdefault("tokens_per_s", []).append(value)
         for name in ("ttft_s", "tpot_s", "e2e_s"):
-            mine, theirs = _mean(one.samples, name), _mean(other.samples, name)
-            if mine and theirs:
-                found.setdefault(name.removesuffix("_s"), []).append(theirs / mine)
+            own, base = _mean(one.samples, name), _mean(other.samples, name)
+            if own and base:
+                found.setdefault(name.removesuffix("_s"), []).append(base / own)
     return {name: median(values) for name, values in found.items()} or None
 
 
@@ -191,7 +191,7 @@ def cells(arms: Sequence[ServerArm], passes: Sequence[Pass], settings: LoadSetti
     for level in settings.levels:
         baseline = groups.get((level, arms[0].name), [])
         for arm in arms:
-            mine = groups.get((level, arm.name))
-            if mine and any(one.samples for one in mine):
-                found.append(cell(mine, baseline, settings))
+            own = groups.get((level, arm.name))
+            if own and any(one.samples for one in own):
+                found.append(cell(own, baseline, settings))
     return found

@@ -182,10 +182,10 @@ def _equality(
     if not settings.fixed:
         return []
     return [
-        {"arm": arm.name, "load": level.shape, "level": level.value, **figures.equality(mine, theirs)}
+        {"arm": arm.name, "load": level.shape, "level": level.value, **figures.equality(own, base)}
         for level in settings.levels
         for arm in arms[1:]
-        if (mine := groups.get((level, arm.name))) and (theirs := groups.get((level, arms[0].name)))
+        if (own := groups.get((level, arm.name))) and (base := groups.get((level, arms[0].name)))
     ]
 
 
