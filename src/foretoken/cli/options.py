@@ -241,7 +241,9 @@ def with_common(
         def run(**values: Any) -> None:
             ctx = values[context] if context is not None else values.pop("ctx")
             chosen = values.pop("model") if model != "own" else None
-            common = _common({p.name: values.pop(p.name) for p in shared}, given_options(ctx))
+            named = {p.name: values.pop(p.name) for p in shared}
+            asked = {name: named.pop(name, FIELDS[name].default) for name in COMMAND_LINE}
+            common = Common(**named, sampling=asked, given=given_options(ctx))
             if model != "own":
                 common = common.of(chosen, is_run=ctx.invoked_subcommand is None)
             command(common=common, **values)
@@ -261,12 +263,6 @@ def common_parameters() -> list[inspect.Parameter]:
 def _option(field: Field) -> Any:
     kind = Any if field.kind is None else field.kind
     return Annotated[kind | None if field.default is None else kind, typer.Option(help=field.help)]
-
-
-def _common(values: dict[str, Any], given: frozenset[str]) -> Common:
-    """From the values of options; those that a command does not take are the usual ones."""
-    asked = {name: values.pop(name, FIELDS[name].default) for name in COMMAND_LINE}
-    return Common(**values, sampling=asked, given=given)
 
 
 def check_drafter(spec: str) -> None:

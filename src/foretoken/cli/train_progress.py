@@ -74,21 +74,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02d} min"
 
 
-@contextmanager
-def progress_bars() -> Iterator[Any]:
-    """The progress of a training on stderr, without tasks: rich's bars, or :class:`ProgressLines`."""
-    console = screen(stderr=True, live=True)
-    if not console.is_terminal:
-        yield ProgressLines(console)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console) as bar:
-        yield bar
-
-
 class TrainingBar:
     """The progress of one run: reading, the target's writing, steps.
 
@@ -147,8 +132,16 @@ class TrainingBar:
 def training_bar(
     steps: int, describe: Callable[[Mapping[str, Any]], str], short: Callable[[Mapping[str, Any]], str] | None = None
 ) -> Iterator[TrainingBar]:
-    """The progress of a :class:`foretoken.training.loop.Loop`."""
-    with progress_bars() as bar:
+    """The progress of a :class:`foretoken.training.loop.Loop` on stderr."""
+    console = screen(stderr=True, live=True)
+    if not console.is_terminal:
+        yield TrainingBar(ProgressLines(console), steps, describe, short)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console) as bar:
         yield TrainingBar(bar, steps, describe, short)
 
 

@@ -145,15 +145,12 @@ def of_place(path: Path, subject: Subject) -> list[Fit]:
         return [Fit("", str(path), False, "its path has a comma, a bar or a parenthesis, which no spec can hold")]
     if (path / CONFIG).exists():
         return [_trained(path, subject)]
-    if path.is_dir() and not _is_something(path):
+    if not path.is_dir():
+        return _first_that_works(path, subject) if path.suffix == ".gguf" else _of_file(path, subject)
+    if not _is_something(path):
         return [Fit("", str(path), False, "it holds no model, trained drafter, datastore or GGUF file")]
-    if path.is_dir():
-        foreign = _foreign(path)
-        if foreign is not None:
-            return [foreign]
-    if path.is_dir() or path.suffix == ".gguf":
-        return _first_that_works(path, subject)
-    return _of_file(path, subject)
+    foreign = _foreign(path)
+    return _first_that_works(path, subject) if foreign is None else [foreign]
 
 
 def offered(path: Path) -> str | None:
@@ -203,12 +200,8 @@ def _foreign(folder: Path) -> Fit | None:
         found = Found(folder)
         for layout in LAYOUTS:
             if find("drafter", layout.method).needs_training and layout.load().recognises(found):
-                return Fit(
-                    layout.method,
-                    str(folder),
-                    False,
-                    f"it is in the layout of {layout.summary}: foretoken import {folder} --out FOLDER first",
-                )
+                why = f"it is in the layout of {layout.summary}: foretoken import {folder} --out FOLDER first"
+                return Fit(layout.method, str(folder), False, why)
     except REFUSALS:
         return None  # damaged: whoever reads it as a model says how
     return None

@@ -104,10 +104,8 @@ class Bench:
         shared = self.shared
         room = shared.target.context_length - shared.max_new_tokens
         if shared.max_new_tokens < 1 or room < 1:
-            raise ValueError(
-                f"max_new_tokens must be 1 to {shared.target.context_length - 1} for this target, "
-                f"not {shared.max_new_tokens}"
-            )
+            most = shared.target.context_length - 1
+            raise ValueError(f"max_new_tokens must be 1 to {most} for this target, not {shared.max_new_tokens}")
         if isinstance(prompt, BenchPrompt):
             if shared.tokenizer is None:
                 raise ValueError("text prompts need a tokenizer: this target has none beside it")

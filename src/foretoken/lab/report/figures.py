@@ -253,18 +253,13 @@ def predictions(run: Run) -> LineChart | None:
     return LineChart(title, "predicted speed-up", "measured speed-up", series, [equal], band=band)
 
 
-def costs_of(run: Run) -> RoundCosts | None:
-    """The run's measured costs, when it has them."""
-    try:
-        return RoundCosts.from_dict(run.part("costs"))
-    except ValueError:
-        return None
-
-
 def node_costs(run: Run) -> LineChart | None:
     """v(n): what scoring n tokens costs, in calls with one; the tree sizes in use lie on the curve."""
-    costs = costs_of(run)
-    if costs is None or len(costs.target.seconds) < 2:
+    try:
+        costs = RoundCosts.from_dict(run.part("costs"))
+    except ValueError:  # it has none
+        return None
+    if len(costs.target.seconds) < 2:
         return None
     counts = sorted(costs.target.seconds)
     curve = [(float(n), costs.target.relative(n)) for n in counts]
