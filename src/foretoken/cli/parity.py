@@ -146,6 +146,8 @@ def run_on(
 
 
 def print_report(report: Report, settings: Settings) -> None:
+    from foretoken.lab.parity.report import verdict
+
     console = screen()
     shown = table("parity")
     shown.add_column("drafter", overflow="fold", min_width=12)
@@ -165,7 +167,9 @@ def print_report(report: Report, settings: Settings) -> None:
         for note in check.notes:
             console.print(f"{check.drafter}, {check.mode}: {note}")
     _print_power(console, report, settings)
-    _print_verdict(console, report)
+    colours = {"good": "bold green", "bad": "bold red", "even": ""}
+    for remark in verdict(report):
+        console.print(remark.text, style=colours[remark.tone])
 
 
 def _print_power(console: Console, report: Report, settings: Settings) -> None:
@@ -179,14 +183,6 @@ def _print_power(console: Console, report: Report, settings: Settings) -> None:
         f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one that is off by a "
         f"total variation of {span} or more between the merged cells of every table is found with a chance of 0.9",
     )
-
-
-def _print_verdict(console: Console, report: Report) -> None:
-    from foretoken.lab.parity.report import verdict
-
-    colours = {"good": "bold green", "bad": "bold red", "even": ""}
-    for remark in verdict(report):
-        console.print(remark.text, style=colours[remark.tone])
 
 
 def _cells(check: Check, samples: int) -> list[str]:

@@ -158,15 +158,13 @@ def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tup
     sampling = "greedy" if not temperature else f"T = {temperature:g}"
     if output.seed is not None:
         sampling += f", seed {output.seed}"
+    length = f"{stats.mean_acceptance_length:.2f} a round"
     return [
         ("target", str(target)),
         ("drafter", "none" if llm.drafter is None else llm.drafter.name),
         ("verifier", ", ".join(rules)),
         ("sampling", sampling),
-        (
-            "result",
-            f"{len(output.token_ids)} tokens in {stats.num_drafts} rounds: {stats.mean_acceptance_length:.2f} a round",
-        ),
+        ("result", f"{len(output.token_ids)} tokens in {stats.num_drafts} rounds: {length}"),
     ]
 
 

@@ -62,24 +62,16 @@ class BenchPrompt:
 # -- one row of every format -----------------------------------------------------------------------------------------
 
 
-def _text_of(row: Row, key: str) -> str:
-    value = row.get(key)
+def _text_of(row: Row, key: str, default: str | None = None) -> str:
+    value = row.get(key, default)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key!r} must be a text")
     return value
 
 
-def _category_of(row: Row, default: str) -> str:
-    value = row.get("category", default)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("'category' must be a text")
-    return value
-
-
 def _plain(row: Row) -> BenchPrompt:
-    return BenchPrompt(
-        _category_of(row, "default"), _text_of(row, "prompt" if "prompt" in row or "text" not in row else "text")
-    )
+    key = "prompt" if "prompt" in row or "text" not in row else "text"
+    return BenchPrompt(_text_of(row, "category", "default"), _text_of(row, key))
 
 
 def _turns(row: Row) -> BenchPrompt:
@@ -87,7 +79,7 @@ def _turns(row: Row) -> BenchPrompt:
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
         raise ValueError("'turns' must be a list of texts")
-    return BenchPrompt(_category_of(row, "default"), turns[0], ({"role": "user", "content": turns[0]},))
+    return BenchPrompt(_text_of(row, "category", "default"), turns[0], ({"role": "user", "content": turns[0]},))
 
 
 def _humaneval(row: Row) -> BenchPrompt:
@@ -123,7 +115,7 @@ def _sharegpt(row: Row) -> BenchPrompt:
 def _transcript(row: Row, found: list[Any]) -> BenchPrompt:
     messages = to_answer(found)
     text = "\n\n".join(f"{message['role']}: {_said(message)}" for message in messages)
-    return BenchPrompt(_category_of(row, "chat"), f"{text}\n\nassistant:", tuple(messages))
+    return BenchPrompt(_text_of(row, "category", "chat"), f"{text}\n\nassistant:", tuple(messages))
 
 
 def _said(message: Mapping[str, Any]) -> str:

@@ -272,9 +272,8 @@ def round_costs(results: Sequence[UnitResult], arms: Sequence[str], target: Targ
 def positions(results: Sequence[UnitResult]) -> list[float]:
     """Per depth the share of rounds in which drafts were accepted at least that far."""
     rounds = sum(r.drafts or 0 for r in results)
-    return (
-        [sum(counts) / rounds for counts in zip_longest(*(r.per_pos for r in results), fillvalue=0)] if rounds else []
-    )
+    counts = zip_longest(*(r.per_pos for r in results), fillvalue=0)
+    return [sum(count) / rounds for count in counts] if rounds else []
 
 
 def positions_at(results: Sequence[UnitResult], arms: Sequence[str], setting: Setting) -> dict[str, Any]:

@@ -103,11 +103,8 @@ def _facts(name: str, there: Mapping[str, Any], here: Mapping[str, Any], only: S
     other = [key for key in keys if there.get(key) != here.get(key)]
     if not other:
         return Line(name, "the same", True)
-    return Line(
-        name,
-        "; ".join(f"{key} is {_shown(there.get(key))} there, {_shown(here.get(key))} here" for key in other),
-        False,
-    )
+    parts = [f"{key} is {_shown(there.get(key))} there, {_shown(here.get(key))} here" for key in other]
+    return Line(name, "; ".join(parts), False)
 
 
 def _shown(value: Any) -> str:

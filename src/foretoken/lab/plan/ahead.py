@@ -122,15 +122,9 @@ def ahead_row(
     spare = hits * k * step - waits
     most = (1.0 + spare / beside if beside > 0 else math.inf) if spare >= 0 else None
     tokens = given.tokens(k)
-    return AheadRow(
-        k,
-        rows,
-        hits,
-        work,
-        tokens / (call + (contention - 1.0) * beside + rest),
-        tokens / (call + k * step + fixed),
-        most,
-    )
+    speedup = tokens / (call + (contention - 1.0) * beside + rest)
+    without = tokens / (call + k * step + fixed)
+    return AheadRow(k, rows, hits, work, speedup, without, most)
 
 
 def ahead_summary(rows: Sequence[AheadRow], contention: float) -> str:

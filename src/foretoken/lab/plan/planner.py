@@ -173,17 +173,9 @@ def plan(
 def _row(given: Assumptions, k: int, batches: Sequence[int]) -> PlanRow:
     nodes, tokens = given.nodes(k), given.tokens(k)
     c_hat = given.c if given.c_hat is None else given.c_hat
-    limits = _limits(given, k, batches[0], search=False) if k else None
-    return PlanRow(
-        k,
-        nodes,
-        tokens,
-        {batch: given.speedup(k, batch) for batch in batches},
-        (nodes + k * c_hat) / tokens,
-        1.0 / tokens,
-        limits.alpha if limits else None,
-        limits.c if limits else None,
-    )
+    limits = _limits(given, k, batches[0], search=False) if k else BreakEven(None, None, None, None)
+    speedups = {batch: given.speedup(k, batch) for batch in batches}
+    return PlanRow(k, nodes, tokens, speedups, (nodes + k * c_hat) / tokens, 1.0 / tokens, limits.alpha, limits.c)
 
 
 def _tree(
@@ -212,12 +204,8 @@ def _limits(given: Assumptions, k: int, batch: int, search: bool = True) -> Brea
     if search and spare > 0:
         sizes = (2**i for i in range(MAX_BATCH.bit_length()))
         too_many = next((size for size in sizes if size > batch and given.speedup(k, size) < 1.0), None)
-    return BreakEven(
-        theory.alpha_for_tokens(given.cost(k, nodes, batch), k, given.guesses),
-        c if c >= 0 else None,
-        overhead if overhead >= 0 else None,
-        too_many,
-    )
+    alpha = theory.alpha_for_tokens(given.cost(k, nodes, batch), k, given.guesses)
+    return BreakEven(alpha, c if c >= 0 else None, overhead if overhead >= 0 else None, too_many)
 
 
 def _changes(given: Assumptions, k: int, ks: Sequence[int], batch: int) -> list[Change]:

@@ -86,15 +86,9 @@ def resource(name: str) -> str:
 def palette() -> str:
     """The colours of arms, for light and dark mode."""
     classes = [f".c{i} {{ --c: var(--arm{i}); }}" for i in range(len(LIGHT))]
-    return "\n".join(
-        [
-            f":root {{ {_variables(LIGHT)} }}",
-            f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}",
-            *classes,
-            ".cn { --c: var(--ink); }",
-            "",
-        ]
-    )
+    light = f":root {{ {_variables(LIGHT)} }}"
+    dark = f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}"
+    return "\n".join([light, dark, *classes, ".cn { --c: var(--ink); }", ""])
 
 
 def _variables(colours: tuple[str, ...]) -> str:

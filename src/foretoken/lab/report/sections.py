@@ -72,18 +72,13 @@ def header(run: Run) -> Markup:
 
 def header_of(title: str, told: Iterable[tuple[str, str]], notes: Iterable[str], remarks: Iterable[Remark]) -> Markup:
     """A header with facts that are known, notes and a verdict."""
+    sentences = [tag("p", remark.text, class_=remark.tone) for remark in remarks]
     return tag(
         "header",
         tag("h1", title),
         tag("dl", *(join(tag("dt", name), tag("dd", value)) for name, value in told if value), class_="facts"),
         *(tag("p", note, class_="note") for note in notes),
-        tag(
-            "div",
-            *(tag("p", remark.text, class_=remark.tone) for remark in remarks),
-            class_="verdict",
-            role="note",
-            aria_label="verdict",
-        ),
+        tag("div", *sentences, class_="verdict", role="note", aria_label="verdict"),
     )
 
 

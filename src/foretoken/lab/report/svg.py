@@ -229,14 +229,8 @@ def _lines(chart: LineChart) -> tuple[Markup, list[tuple[str, Markup]]]:
     axis = _x_axis(x_places, frame.x, frame.bottom, chart.x_label, (frame.left + frame.right) / 2)
     # What reaches past the frame (a band, a guide) is cut by the nested svg; the axes stay outside of it.
     drawn = tag("g", *band, *guides, *marks, *(_series(chart, frame, s) for s in chart.series))
-    picture = _svg(
-        f"{chart.title}: {chart.y_label} against {chart.x_label}",
-        WIDTH,
-        frame.bottom + 42,
-        _y_axis(chart, frame),
-        drawn,
-        axis,
-    )
+    title = f"{chart.title}: {chart.y_label} against {chart.x_label}"
+    picture = _svg(title, WIDTH, frame.bottom + 42, _y_axis(chart, frame), drawn, axis)
     entries = [(s.name, _symbol(s)) for s in chart.series]
     entries += [(g.name, _sample(f"guide g{i}")) for i, g in enumerate(chart.guides)]
     entries += [(name, _sample("mark")) for _, name, _ in chart.marks]

@@ -178,11 +178,8 @@ def drafts_of(event: Mapping[str, Any]) -> Drafts | None:
     spec = metrics.get("speculative_decoding") if isinstance(metrics, Mapping) else None
     if isinstance(spec, Mapping) and "num_draft_tokens" in spec:
         rounds = spec.get("num_spec_steps")
-        return Drafts(
-            None if rounds is None else int(rounds),
-            int(spec["num_draft_tokens"] or 0),
-            int(spec.get("num_accepted_draft_tokens") or 0),
-        )
+        accepted = int(spec.get("num_accepted_draft_tokens") or 0)
+        return Drafts(None if rounds is None else int(rounds), int(spec["num_draft_tokens"] or 0), accepted)
     timings = event.get("timings")
     if isinstance(timings, Mapping) and timings.get("draft_n"):
         return Drafts(None, int(timings["draft_n"]), int(timings.get("draft_n_accepted") or 0))

@@ -178,12 +178,6 @@ def total_of(name: str, run: Shown) -> Total:
     shares = [sum(length > depth for length in accepted) / count for depth in range(deepest)]
     seconds = sum(one.trace.draft_s + one.trace.target_s for one in run.rounds)
     timed = all(one.trace.target_s for one in run.rounds)
-    tokens = sum(accepted) + count
-    return Total(
-        name,
-        count,
-        sum(one.drafted for one in run.rounds),
-        sum(accepted),
-        tokens_per_s=tokens / seconds if timed and seconds > 0 else None,
-        per_position=tuple(shares),
-    )
+    speed = (sum(accepted) + count) / seconds if timed and seconds > 0 else None
+    drafted = sum(one.drafted for one in run.rounds)
+    return Total(name, count, drafted, sum(accepted), tokens_per_s=speed, per_position=tuple(shares))
