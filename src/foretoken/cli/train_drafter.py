@@ -18,6 +18,7 @@ from foretoken.cli.train_options import (
     Corpus,
     Data,
     Device,
+    Features,
     Report,
     WeightBits,
     keep_freed_memory,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from foretoken.methods.drafters.base import Drafter
     from foretoken.models.base import LanguageModel
     from foretoken.training.recipes.base import Recipe
+    from foretoken.training.trainer import Trainer
 
 HELD_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 6, 48, 40
 """Held-out texts that a drafter is run on while it trains."""
@@ -57,9 +59,7 @@ def make_command(method: str) -> Callable[..., None]:
             list[str] | None, typer.Option("--set", help="key=value of the network or its loss.")
         ] = None,
         corpus: Corpus = None,
-        features: Annotated[
-            Path | None, typer.Option(help="Keep the target's hidden states here; share them by runs of one target.")
-        ] = None,
+        features: Features = None,
         answers: Answers = "data",
         answer: Annotated[AnswerConfig, FromOptions("answer_")],
         intervals: Annotated[Intervals, FromOptions()],
@@ -87,19 +87,17 @@ def make_command(method: str) -> Callable[..., None]:
                 check_context(config.context, served.context_length)
                 bar.say(needs(recipe, config))
                 if answers != "data":
-                    asked = {f"answer_{name}": value for name, value in asdict(answer).items() if name != "seed"}
-                    asked = {"answers": answers, **asked}
                     answer = replace(answer, seed=config.seed)
                     read = [_answers(answers, answer, data, out, chosen, recipe, device, bar, stop)]
+                    asked = _as_options(answers, answer)
                 trainer = Trainer(
                     recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read
                 )
                 bar.say(seen(trainer.corpus))
-                prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, served.context_length // 2))
-                evaluate = (lambda drafter, target: held_out(target, drafter, prompts)) if prompts else None
+                trial = _trial(trainer, served)
                 with stop.in_steps(bar.say, out):
                     report = trainer.run(
-                        evaluate=evaluate, on_step=bar.on_step, weight_bits=weight_bits, **stop.saving(intervals)
+                        evaluate=trial, on_step=bar.on_step, weight_bits=weight_bits, **stop.saving(intervals)
                     )
             write_drafter_card(out, report, data, chosen, answers=asked)
             _tell(report, out, recipe)
@@ -124,6 +122,18 @@ def _loaded(
         model = load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
         recipe = kind(model, TargetParts(model), settings, config.seed)
     return recipe, model, tokenizer, dtype
+
+
+def _as_options(answers: str, config: AnswerConfig) -> dict[str, Any]:
+    """What the command was given for answers, as its options are called."""
+    values = {f"answer_{name}": value for name, value in asdict(config).items() if name != "seed"}
+    return {"answers": answers, **values}
+
+
+def _trial(trainer: Trainer, model: LanguageModel) -> Callable[[Drafter, LanguageModel], Mapping[str, Any]] | None:
+    """Runs the drafter of the moment on held-out text; ``None`` where nothing is held out."""
+    prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, model.context_length // 2))
+    return (lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None
 
 
 def _answers(

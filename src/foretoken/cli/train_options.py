@@ -28,6 +28,9 @@ Answers = Annotated[
     ),
 ]
 Corpus = Annotated[Path | None, typer.Option(help="Where the encoded text is kept; share it by runs.")]
+Features = Annotated[
+    Path | None, typer.Option(help="Keep the target's hidden states here; share them by runs of one target.")
+]
 WeightBits = Annotated[int, typer.Option(help="Store the drafter's weights in 16 bits, or in 8 for half the room.")]
 Device = Annotated[str | None, typer.Option(help="auto (the default), cpu, cuda, cuda:1 or mps.")]
 Report = Annotated[bool, typer.Option("--json", help="Print the report as the last line.")]
