@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
+from foretoken.cli.options import Common
 from foretoken.lab.tune import race, search
 from foretoken.lab.tune.tuned import TuneJob
 
@@ -202,3 +203,11 @@ def test_the_group_alone_shows_help(run: Any) -> None:
     assert result.code == 2
     for word in ("layer-skip", "tree", "--drafters"):
         assert word in result.out + result.err
+
+
+def test_the_backend_reads_the_tokenizer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are encoded as the model that is measured encodes them."""
+    monkeypatch.setattr("foretoken.loading.load_model", lambda source, **options: (source, options["backend"]))
+    monkeypatch.setattr("foretoken.loading.load_tokenizer", lambda source, backend="auto": (source, backend))
+    subject = Common(target="x.gguf", backend="llama.cpp").subject()
+    assert subject.target == subject.tokenizer == ("x.gguf", "llama.cpp")

@@ -34,6 +34,12 @@ MEANINGS = {
 }
 
 
+def explained(output: Output, tokenizer: Any, colour: bool) -> Text:
+    """The output with its tokens coloured by origin, or marked when there is no colour."""
+    texts = token_texts(tokenizer, output.token_ids, output.text)
+    return coloured(list(zip(output.origins, texts, strict=True)), colour)
+
+
 def coloured(words: Sequence[tuple[str, str]], colour: bool) -> Text:
     """Pieces of text, each behind its origin, coloured or marked."""
     from rich.text import Text
@@ -66,8 +72,7 @@ def print_explained(console: Console, output: Output, tokenizer: Any) -> None:
     """Legend, then the text, then the token trees of the first rounds if the output has any."""
     colour = has_colour(console)
     console.print(legend(colour), end="")
-    texts = token_texts(tokenizer, output.token_ids, output.text)
-    print_text(console, coloured(list(zip(output.origins, texts, strict=True)), colour))
+    print_text(console, explained(output, tokenizer, colour))
     if output.rounds:
         _print_trees(console, output, tokenizer, colour)
 
