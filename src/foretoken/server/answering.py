@@ -1,14 +1,15 @@
-"""What completions and chat share while they answer: ids, choices, counting, logging, streams that end well."""
+"""What all routes that write text share: a request on its way to its answer, which is counted and logged."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import Request as HttpRequest
 
 from foretoken.engine.background import Ticket
@@ -18,6 +19,7 @@ from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
 from foretoken.server import usage
 from foretoken.server.errors import ApiError, api_error, bad
+from foretoken.server.inputs import check_fields
 from foretoken.server.limits import log_request
 from foretoken.server.places import Place, place_of
 from foretoken.server.running import ClientGone, outputs_of, pieces_of, submit_all, while_connected
@@ -28,6 +30,8 @@ from foretoken.server.sse import OPENAI, Dialect, EventStream
 T = TypeVar("T")
 PREFIXES = {"text_completion": "cmpl-", "chat.completion": "chatcmpl-", "message": "msg_", "response": "resp_"}
 """Of ids, by the kind of answer."""
+LISTS = ("token_ids", "accepted", "origins", "logprobs", "rounds")
+"""Fields of a piece that have an entry for each token or round."""
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
@@ -36,37 +40,67 @@ def finish_reason(reason: str | None) -> str | None:
     return None if reason is None else REASONS.get(reason, reason)
 
 
-@dataclass
-class Answer:
-    """One HTTP request on its way."""
+class Answer(ABC):
+    """One HTTP request of a route that writes text, on its way.
 
-    serving: Serving
-    http: HttpRequest
-    body: CompletionBody
-    kind: str
-    began_s: float = field(default_factory=time.monotonic)
-    created: int = field(default_factory=lambda: int(time.time()))
-    stats: dict[int, SpecStats] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
-    why: str = ""
-    last_s: dict[int, float] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    written: int = 0
+    Attributes:
+        kind: of the object that answers it.
+        dialect: how its streams are written.
+        body: what it asks, in the words of completions or of chat completions.
+        ignored: known fields that have no effect on this request.
+        stats: of the choices that have ended, by index.
+        reasons: why they ended.
+        last_s: when tokens of a choice came last, by index.
+        written: tokens of the answer so far.
+    """
 
-    def __post_init__(self) -> None:
-        given = self.body.request_id
-        self.id = f"{PREFIXES[self.kind]}{given or uuid.uuid4().hex}"
+    kind: ClassVar[str]
+    dialect: ClassVar[Dialect] = OPENAI
+    ignored: Sequence[str] = ()
 
-    @cached_property
-    def head(self) -> dict[str, Any]:
-        """What every object begins with."""
-        return {
-            "id": self.id,
-            "object": self.kind,
-            "created": self.created,
-            "model": self.serving.settings.name,
-            "system_fingerprint": fingerprint(self.serving),
-        }
+    def __init__(self, serving: Serving, http: HttpRequest, body: Any) -> None:
+        check_fields(body, serving)
+        self.serving, self.http, self.body = serving, http, body
+        self.began_s, self.created = time.monotonic(), int(time.time())
+        self.id = f"{PREFIXES[self.kind]}{body.request_id or uuid.uuid4().hex}"
+        self.stats: dict[int, SpecStats] = {}
+        self.reasons: list[str] = []
+        self.last_s: dict[int, float] = {}
+        self.why, self.prompt_tokens, self.written = "", 0, 0
+
+    @classmethod
+    async def route(cls, body: Any, http: HttpRequest) -> Response:
+        """The answer to a request, whole or streamed; whatever is wrong is an :class:`ApiError`."""
+        serving: Serving = http.app.state.serving
+        try:
+            found = cls(serving, http, body)
+            headers, settings = serving.note_ignored([*body.ignored, *found.ignored]), serving.settings
+            tickets = await found.start()
+            if body.stream:
+                events = found.stream(tickets)
+                return EventStream(events, settings.ping, settings.stream_pad, headers, cls.dialect)
+            return JSONResponse(found.whole(await found.outputs(tickets)), headers=headers)
+        except Exception as error:
+            raise cls.renamed(api_error(error)) from error
+
+    @staticmethod
+    def renamed(error: ApiError) -> ApiError:
+        """An error in the words of this API."""
+        return error
+
+    @abstractmethod
+    async def start(self) -> Sequence[Ticket]:
+        """Hand it to the engine.  Raises ``ApiError`` where it is refused."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The answer in one piece."""
+
+    @abstractmethod
+    def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
+        """What a streamed answer says."""
+
+    # -- the engine's side -------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Queue what it asks for.
@@ -134,7 +168,15 @@ class Answer:
 
     async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
         """The whole answers, counted and logged.  Raises ``ApiError`` where it failed."""
-        found = await self.finished(outputs_of(self.serving.engine, tickets, self.saw))
+        try:
+            found = await while_connected(self.http, outputs_of(self.serving.engine, tickets, self.saw))
+        except ClientGone:
+            self.log(499)
+            raise ApiError(408, "the client went away", counted=True) from None
+        except Exception as error:
+            failure = api_error(error)
+            self.log(failure.status)
+            raise failure from error
         for index, output in enumerate(found):
             self.note(index, output.stats, output.finish_reason, output.why)
         self.log(200)
@@ -149,26 +191,6 @@ class Answer:
             ready = gathered[index].push(piece)
             if ready is not None:
                 yield index, ready
-
-    def streamed(self, events: AsyncIterator[Any], headers: dict[str, str], dialect: Dialect = OPENAI) -> EventStream:
-        settings = self.serving.settings
-        return EventStream(events, settings.ping, settings.stream_pad, headers, dialect)
-
-    async def finished(self, work: Awaitable[T]) -> T:
-        """The result of the engine's work for an answer in one piece; logged whatever comes of it.
-
-        Raises:
-            ApiError: it failed.
-        """
-        try:
-            return await while_connected(self.http, work)
-        except ClientGone:
-            self.log(499)
-            raise ApiError(408, "the client went away", counted=True) from None
-        except Exception as error:
-            failure = api_error(error)
-            self.log(failure.status)
-            raise failure from error
 
     def note(self, index: int, stats: SpecStats, reason: str | None, why: str = "") -> None:
         """A choice has ended."""
@@ -229,9 +251,9 @@ class Answer:
             fields["prompt"] = prompt_text(self.body)[: self.serving.settings.log_prompts]
         log_request(self.http.scope, status, self.began_s, **fields)
 
-    async def logged(self, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Events of a stream, with a line in the log however it ends."""
-        status = 499
+    async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
+        """The events of a streamed answer, with a line in the log however it ends."""
+        status, events = 499, self.events(tickets)
         try:
             async for one in events:
                 yield one
@@ -252,12 +274,6 @@ def prompt_text(body: CompletionBody) -> str:
     return str(found if found is not None else [m.content for m in getattr(body, "messages", ())])
 
 
-def fingerprint(serving: Serving) -> str:
-    """The same for answers that a seed would make again."""
-    drafter = serving.llm.drafter
-    return f"foretoken-{serving.settings.dtype}-{'none' if drafter is None else drafter.name}"
-
-
 class Gathered:
     """Pieces of one choice that are sent together: at least so many tokens, or what is left at the end."""
 
@@ -271,19 +287,6 @@ class Gathered:
         if piece.finish_reason is None and sum(len(one.token_ids) for one in self._held) < self._least:
             return None
         held, self._held = self._held, []
-        if len(held) == 1:
-            return piece
-        return Piece(
-            "".join(one.text for one in held),
-            [token for one in held for token in one.token_ids],
-            [flag for one in held for flag in one.accepted],
-            [origin for one in held for origin in one.origins],
-            piece.finish_reason,
-            piece.stats,
-            piece.seed,
-            piece.stop_reason,
-            [found for one in held for found in one.logprobs],
-            [found for one in held for found in one.rounds],
-            held[0].prompt_logprobs,
-            piece.why,
-        )
+        lists: dict[str, Any] = {name: [value for one in held for value in getattr(one, name)] for name in LISTS}
+        text = "".join(one.text for one in held)
+        return replace(piece, text=text, prompt_logprobs=held[0].prompt_logprobs, **lists)

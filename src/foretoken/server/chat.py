@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from foretoken.engine.background import Ticket
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.output import Output, Piece
 from foretoken.server.answering import finish_reason
@@ -44,22 +43,17 @@ def ended(reason: str | None, calls: int) -> str | None:
     return "tool_calls" if calls and found == "stop" else found
 
 
-class _Chat(Choices):
+class _Chat(Choices, ChatTurn):
     """One request."""
 
-    chunk = "chat.completion.chunk"
+    kind, chunk, clamps = "chat.completion", "chat.completion.chunk", False
     body: ChatRequest
 
     def __init__(self, serving: Serving, http: Request, body: ChatRequest) -> None:
         super().__init__(serving, http, body)
-        self.turn = ChatTurn(serving, http, body, "chat.completion")
-        self.answer, choice = self.turn.answer, self.turn.choice
-        if choice.free and any(tool.function.strict for tool in choice.offered):
+        if self.tool_choice.free and any(tool.function.strict for tool in self.tool_choice.offered):
             self.ignored = ("tools.function.strict",)
-        self.readers = [self.turn.reader() for _ in range(body.n or 1)]
-
-    async def start(self) -> Sequence[Ticket]:
-        return await self.turn.start()
+        self.readers = [self.reader() for _ in range(body.n or 1)]
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         parts = self.readers[index].push(output.text, final=True)
@@ -73,7 +67,7 @@ class _Chat(Choices):
             "logprobs": self._logprobs(output.logprobs),
             "finish_reason": ended(output.finish_reason, len(calls)),
             "stop_reason": output.stop_reason,
-            **self.told(output.token_ids, output, prompt_token_ids=self.turn.prompt),
+            **self.told(output.token_ids, output, prompt_token_ids=self.prompt),
         }
 
     def also(self, outputs: Sequence[Output]) -> dict[str, Any]:

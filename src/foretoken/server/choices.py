@@ -1,83 +1,59 @@
-"""What chat completions and completions share: the route, and an answer of choices, whole or streamed."""
+"""What chat completions and completions share: an answer of choices, whole or streamed."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
-
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
 
 from foretoken.engine.background import Ticket
 from foretoken.engine.output import Output, Piece
 from foretoken.engine.trace import RoundTrace
 from foretoken.server.answering import Answer
-from foretoken.server.errors import api_error
-from foretoken.server.inputs import check_fields
 from foretoken.server.logprobs import TokenTexts
-from foretoken.server.schemas import CompletionBody
 from foretoken.server.serving import Serving
 
 
-class Choices(ABC):
+class Choices(Answer):
     """One request, and the choices that answer it.
 
     Attributes:
         chunk: the kind of the objects of a stream, where that is another than the answer's.
-        answer: what is counted and logged of it.
-        written: tokens of the answer that are billed; ``None``: those that the engine wrote.
-        ignored: known fields that have no effect on this request.
+        billed: tokens of the answer that are billed; ``None``: those that the engine wrote.
     """
 
     chunk: ClassVar[str] = ""
-    written: int | None = None
-    ignored: Sequence[str] = ()
-    answer: Answer
+    billed: int | None = None
 
-    def __init__(self, serving: Serving, http: Request, body: Any) -> None:
-        self.serving, self.http, self.body = serving, http, body
-        self.texts = TokenTexts(serving.llm.tokenizer, bool(body.return_tokens_as_token_ids))
+    @cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(self.serving.llm.tokenizer, bool(self.body.return_tokens_as_token_ids))
 
-    @classmethod
-    async def route(cls, body: CompletionBody, http: Request) -> Response:
-        """The answer to a request; whatever is wrong is an :class:`~foretoken.server.errors.ApiError`."""
-        serving: Serving = http.app.state.serving
-        check_fields(body, serving)
-        try:
-            found = cls(serving, http, body)
-            return await found.respond(serving.note_ignored([*body.ignored, *found.ignored]))
-        except Exception as error:
-            raise api_error(error) from error
+    def head(self, kind: str) -> dict[str, Any]:
+        """What every object of a kind begins with; its fingerprint is the same for answers that a seed would repeat."""
+        settings, drafter = self.serving.settings, self.serving.llm.drafter
+        fingerprint = f"foretoken-{settings.dtype}-{'none' if drafter is None else drafter.name}"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": settings.name}
+        return {**head, "system_fingerprint": fingerprint}
 
-    async def respond(self, headers: dict[str, str]) -> Response:
-        """The answer, whole or streamed."""
-        tickets, answer = await self.start(), self.answer
-        if self.body.stream:
-            answer.kind = self.chunk or answer.kind
-            return answer.streamed(answer.logged(self._events(tickets)), headers)
-        outputs = await answer.outputs(tickets)
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         choices = [self.choice(index, output) for index, output in enumerate(outputs)]
-        whole = {**answer.head, "choices": choices, **answer.tail(self.written), **self.also(outputs)}
-        return JSONResponse(whole, headers=headers)
+        return {**self.head(self.kind), "choices": choices, **self.tail(self.billed), **self.also(outputs)}
 
-    async def _events(self, tickets: Sequence[Ticket]) -> AsyncIterator[Any]:
-        options, answer, sent = self.body.stream_options, self.answer, 0
+    async def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
+        options, head, sent = self.body.stream_options, self.head(self.chunk or self.kind), 0
         running = options is not None and options.continuous_usage_stats
         for choice in self.beginnings(len(tickets)):
-            yield {**answer.head, "choices": [choice], **({"usage": answer.usage_so_far(0)} if running else {})}
-        async for index, piece in answer.pieces(tickets):
-            chunk = {**answer.head, "choices": [self.delta(index, piece)]}
+            yield {**head, "choices": [choice], **({"usage": self.usage_so_far(0)} if running else {})}
+        async for index, piece in self.pieces(tickets):
+            chunk = {**head, "choices": [self.delta(index, piece)]}
             sent += len(piece.token_ids)
             if running:
-                chunk["usage"] = answer.usage_so_far(sent if self.written is None else self.written)
+                chunk["usage"] = self.usage_so_far(sent if self.billed is None else self.billed)
             yield chunk
         if options is not None and options.include_usage:
-            yield {**answer.head, "choices": [], **answer.tail(self.written)}
-
-    @abstractmethod
-    async def start(self) -> Sequence[Ticket]:
-        """Hand it to the engine."""
+            yield {**head, "choices": [], **self.tail(self.billed)}
 
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from foretoken.engine.background import Ticket
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.output import Output, Piece
 from foretoken.engine.request import Request as EngineRequest
-from foretoken.server.answering import Answer, finish_reason
+from foretoken.server.answering import finish_reason
 from foretoken.server.choices import Choices
 from foretoken.server.errors import RESPONSES, bad
 from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of, usual_limit
@@ -41,6 +41,7 @@ class _Completions(Choices):
         untold: of each streamed choice, tokens whose text is held back: id, value, and where it begins.
     """
 
+    kind = "text_completion"
     body: CompletionRequest
 
     def __init__(self, serving: Serving, http: Request, body: CompletionRequest) -> None:
@@ -48,8 +49,7 @@ class _Completions(Choices):
         self._check()
         self.prompts: list[list[int]] = []
         self.unwritten = body.max_tokens == 0
-        self.written = 0 if self.unwritten else None
-        self.answer = Answer(serving, http, body, "text_completion")
+        self.billed = 0 if self.unwritten else None
         self.offsets: list[Offsets] = []
         self.sent: list[int] = []
         self.untold: list[list[tuple[int, TokenLogprobs, int]]] = []
@@ -85,12 +85,12 @@ class _Completions(Choices):
         return found
 
     async def start(self) -> Sequence[Ticket]:
-        body, size = self.body, self.answer.size
+        body, size = self.body, self.size
         several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
-        self.answer.check_room((len(body.prompt) if several else 1) * (body.n or 1))
+        self.check_room((len(body.prompt) if several else 1) * (body.n or 1))
         self.prompts = await in_thread(TEXTS, self._encoded, cost=size)
         constraints = await constraints_of(body, len(self.prompts) * (body.n or 1), self.serving)
-        return self.answer.submit(await in_thread(TEXTS, lambda: self._requests(constraints), cost=size))
+        return self.submit(await in_thread(TEXTS, lambda: self._requests(constraints), cost=size))
 
     def _requests(self, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
         """What the engine is asked."""

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from foretoken.engine.background import Ticket
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.output import Output
 from foretoken.server.call_reader import Call
 from foretoken.server.errors import RESPONSES, api_error
-from foretoken.server.inputs import check_fields
 from foretoken.server.logprobs import TokenTexts, chat_logprobs
 from foretoken.server.responses_bodies import ResponsesRequest, chat_request, no_effect, renamed
 from foretoken.server.serving import Serving
@@ -29,37 +28,38 @@ CUT = ("length", "context")
 @router.post("/v1/responses", response_model=None, responses=RESPONSES)
 async def responses(body: ResponsesRequest, http: Request) -> Response:
     """Answer a conversation."""
-    serving: Serving = http.app.state.serving
-    try:
-        inner = chat_request(body)
-        check_fields(inner, serving)
-        answer = _Response(ChatTurn(serving, http, inner, "response", clamps=True), body)
-        headers = serving.note_ignored([*body.ignored, *no_effect(body), *answer.ignored])
-        tickets = await answer.turn.start()
-        if body.stream:
-            events = answer.told(answer.turn.answer.logged(_ResponseStream(answer).events(tickets)))
-            return answer.turn.answer.streamed(events, headers, DIALECT)
-        (output,) = await answer.turn.answer.outputs(tickets)
-        return JSONResponse(answer.whole(output), headers=headers)
-    except Exception as error:
-        raise renamed(api_error(error)) from error
+    return await _Response.route(body, http)
 
 
-class _Response:
-    """One request, and the object that answers it."""
+class _Response(ChatTurn):
+    """One request; its answer has items, which a stream adds, continues and ends.
 
-    def __init__(self, turn: ChatTurn, body: ResponsesRequest) -> None:
-        self.turn, self.body = turn, body
-        self.texts = TokenTexts(turn.serving.llm.tokenizer)
+    Attributes:
+        asked: what the client sent.
+        items: of a streamed answer, so far.
+        message: the item that is being written, where that is text.
+        values: log-probabilities of its tokens.
+        untold: those of tokens whose text is held back.
+    """
+
+    kind, dialect, renamed = "response", DIALECT, staticmethod(renamed)
+
+    def __init__(self, serving: Serving, http: Request, body: ResponsesRequest) -> None:
+        super().__init__(serving, http, chat_request(body))
+        self.asked, self.ignored = body, [*no_effect(body)]
+        self.texts = TokenTexts(serving.llm.tokenizer)
         self.tools = [tool.model_dump() for tool in body.tools or ()]
-        self.ignored: list[str] = []
-        if turn.choice.free and any(tool["strict"] for tool in self.tools):
+        if self.tool_choice.free and any(tool["strict"] for tool in self.tools):
             self.tools = [{**tool, "strict": False} if tool["strict"] else tool for tool in self.tools]
             self.ignored.append("tools.strict")
+        self.items: list[dict[str, Any]] = []
+        self.message: dict[str, Any] | None = None
+        self.values: list[TokenLogprobs] = []
+        self.untold: list[TokenLogprobs] = []
 
-    def whole(self, output: Output) -> dict[str, Any]:
-        """The object of an answer in one piece."""
-        parts = self.turn.reader().push(output.text, final=True)
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        (output,) = outputs
+        parts = self.reader().push(output.text, final=True)
         items = [self.item(part, output.logprobs if place == 0 else None) for place, part in enumerate(parts) if part]
         if items and items[-1]["type"] == "message":
             items[-1]["status"] = status_of(output.finish_reason)
@@ -92,7 +92,7 @@ class _Response:
 
     def logprobs(self, values: Sequence[TokenLogprobs] | None) -> list[dict[str, Any]]:
         """Of tokens, where they were asked for."""
-        if not self.turn.body.logprobs:
+        if not self.body.logprobs:
             return []
         found: list[dict[str, Any]] = chat_logprobs(values or (), self.texts, self.body.top_logprobs or 0)["content"]
         return found
@@ -100,7 +100,7 @@ class _Response:
     def ended(self, items: Sequence[dict[str, Any]], reason: str | None) -> dict[str, Any]:
         """The object at the end."""
         found = self.object(status_of(reason), items)
-        tail = self.turn.answer.tail()
+        tail = self.tail()
         spent = tail["usage"]
         return found | {
             "incomplete_details": {"reason": "max_output_tokens"} if reason in CUT else None,
@@ -116,12 +116,12 @@ class _Response:
 
     def object(self, status: str, items: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """The object, as far as it is."""
-        body, turn = self.body, self.turn
+        body = self.asked
         text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True)
         return {
-            "id": turn.answer.id,
+            "id": self.id,
             "object": "response",
-            "created_at": turn.answer.created,
+            "created_at": self.created,
             "status": status,
             "background": False,
             "error": None,
@@ -129,7 +129,7 @@ class _Response:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": turn.serving.settings.name,
+            "model": self.serving.settings.name,
             "output": list(items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -145,44 +145,29 @@ class _Response:
             "user": body.user,
         }
 
-    async def told(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """Events with their numbers; an error is one of them, and the last."""
-        number = 0
+        number, events = 0, super().stream(tickets)
         try:
             async for one in events:
                 yield {**one, "sequence_number": number}
                 number += 1
         except Exception as error:
-            failure = renamed(api_error(error))
+            failure = self.renamed(api_error(error))
             code = "server_error" if failure.status >= 500 else "invalid_prompt"
             failed = {**self.object("failed"), "error": {"code": code, "message": failure.body["error"]["message"]}}
             yield {"type": "response.failed", "response": failed, "sequence_number": number}
         finally:
             await events.aclose()  # type: ignore[attr-defined]
 
-
-def status_of(reason: str | None) -> str:
-    """Of an answer, and of the message that it ends with; a call is only reported once it is whole."""
-    return "incomplete" if reason in CUT else "completed"
-
-
-class _ResponseStream:
-    """The events of one answer: items, each added, continued and done."""
-
-    def __init__(self, answer: _Response) -> None:
-        self.answer = answer
-        self.items: list[dict[str, Any]] = []
-        self.message: dict[str, Any] | None = None
-        self.values: list[TokenLogprobs] = []
-        self.untold: list[TokenLogprobs] = []  # of tokens whose text is held back
-
     async def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """All of them, without their numbers."""
-        answer, turn = self.answer, self.answer.turn
         for name in ("created", "in_progress"):
-            yield {"type": f"response.{name}", "response": answer.object("in_progress")}
-        reader = turn.reader()
-        async for _, piece in turn.answer.pieces(tickets):
+            yield {"type": f"response.{name}", "response": self.object("in_progress")}
+        reader = self.reader()
+        async for _, piece in self.pieces(tickets):
             self.untold.extend(piece.logprobs)
             for part in reader.push(piece.text, piece.finish_reason is not None):
                 values, self.untold = self.untold, []
@@ -191,7 +176,7 @@ class _ResponseStream:
             if piece.stats is not None:
                 for one in self._closed(status_of(piece.finish_reason)):
                     yield one
-                found = answer.ended(self.items, piece.finish_reason)
+                found = self.ended(self.items, piece.finish_reason)
                 yield {"type": f"response.{found['status']}", "response": found}
 
     def _events_of(self, part: Part, values: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any]]:
@@ -199,7 +184,7 @@ class _ResponseStream:
             yield from self._text(part, values)
             return
         yield from self._closed()
-        item, place = self.answer.item(part), len(self.items)
+        item, place = self.item(part), len(self.items)
         where = {"item_id": item["id"], "output_index": place}
         begun = {**item, "arguments": "", "status": "in_progress"}
         yield {"type": "response.output_item.added", "output_index": place, "item": begun}
@@ -210,13 +195,13 @@ class _ResponseStream:
 
     def _text(self, text: str, values: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any]]:
         if self.message is None:
-            self.message = self.answer.item("", status="in_progress")
+            self.message = self.item("", status="in_progress")
             begun = {**self.message, "content": []}
             yield {"type": "response.output_item.added", "output_index": len(self.items), "item": begun}
-            yield {"type": "response.content_part.added", **self._where, "part": self.answer.content("")}
+            yield {"type": "response.content_part.added", **self._where, "part": self.content("")}
         self.message["content"][0]["text"] += text
         self.values.extend(values)
-        delta = {"delta": text, "logprobs": self.answer.logprobs(values)}
+        delta = {"delta": text, "logprobs": self.logprobs(values)}
         yield {"type": "response.output_text.delta", **self._where, **delta}
 
     @property
@@ -230,10 +215,15 @@ class _ResponseStream:
         if self.message is None:
             return
         text = self.message["content"][0]["text"]
-        part = self.answer.content(text, self.values)
+        part = self.content(text, self.values)
         item = {**self.message, "status": status, "content": [part]}
         yield {"type": "response.output_text.done", **self._where, "text": text, "logprobs": part["logprobs"]}
         yield {"type": "response.content_part.done", **self._where, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items), "item": item}
         self.items.append(item)
         self.message, self.values = None, []
+
+
+def status_of(reason: str | None) -> str:
+    """Of an answer, and of the message that it ends with; a call is only reported once it is whole."""
+    return "incomplete" if reason in CUT else "completed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -32,26 +33,24 @@ from foretoken.server.workers import TEXTS, in_thread
 Part = str | Call
 
 
-class ChatTurn:
-    """One request for an answer.
-
-    Args:
-        body: what it asks, in the words of chat completions.
-        clamps: whether the limit of tokens may be more than the context has left, which then ends the answer.
+class ChatTurn(Answer):
+    """One conversation that is answered.
 
     Attributes:
+        clamps: whether the limit of tokens may be more than the context has left, which then ends the answer.
+        body: what it asks, in the words of chat completions.
         prompt: token ids, once it was started.
-        choice: what it says about tools.
+        tool_choice: what it says about tools.
         most: tokens of the answer, once it was started.
     """
 
-    def __init__(
-        self, serving: Serving, http: HttpRequest, body: ChatRequest, kind: str, *, clamps: bool = False
-    ) -> None:
-        self.serving, self.http, self.body, self.clamps = serving, http, body, clamps
+    clamps: ClassVar[bool] = True
+    body: ChatRequest
+
+    def __init__(self, serving: Serving, http: HttpRequest, body: ChatRequest) -> None:
+        super().__init__(serving, http, body)
         self._check()
-        self.choice = choice_of(body)
-        self.answer = Answer(serving, http, body, kind)
+        self.tool_choice = choice_of(body)
         self.prompt: list[int] = []
         self.most = 0
 
@@ -80,14 +79,14 @@ class ChatTurn:
 
     def reader(self) -> CallReader:
         """Reads the text of one answer."""
-        return CallReader(self.choice.names, self.choice.most)
+        return CallReader(self.tool_choice.names, self.tool_choice.most)
 
     def conversation(self) -> Conversation:
         """What the template is given."""
         body = self.body
         return Conversation(
             body.messages,
-            self.choice.offered,
+            self.tool_choice.offered,
             dict(body.chat_template_kwargs or {}),
             body.add_generation_prompt is not False,
             bool(body.continue_final_message),
@@ -101,18 +100,17 @@ class ChatTurn:
         return len(await in_thread(TEXTS, lambda: self._encoded(prompt), cost=len(prompt)))
 
     async def start(self) -> Sequence[Ticket]:
-        """Hand it to the engine.  Raises ``ApiError`` where it is refused."""
-        body, choice = self.body, self.choice
+        body, choice = self.body, self.tool_choice
         count = body.n or 1
-        self.answer.check_room(count)
+        self.check_room(count)
         prompt = await prompt_of(self.serving.llm.tokenizer, self.conversation())
         calls, schemas = "", schemas_of(body.tools or (), choice.forced)
         if choice.forced:
             special = special_of(self.serving.llm.tokenizer)
             calls = forced(self.format, choice.forced, choice.most, special)
         constraints = await constraints_of(body, count, self.serving, calls, schemas)
-        requests = await in_thread(TEXTS, lambda: self._requests(prompt, constraints), cost=self.answer.size)
-        return self.answer.submit(requests)
+        requests = await in_thread(TEXTS, lambda: self._requests(prompt, constraints), cost=self.size)
+        return self.submit(requests)
 
     def _encoded(self, prompt: str) -> list[int]:
         special = self.body.add_special_tokens
@@ -152,7 +150,7 @@ class ChatTurn:
         names and keys are forced anyway, and values are often those of before."""
         if self.body.prediction is not None:
             return self.body.prediction.text
-        names = {tool.function.name for tool in self.choice.forced}
+        names = {tool.function.name for tool in self.tool_choice.forced}
         past = [
             self.format.written(call.function.name, arguments_of(call.function.arguments))
             for message in reversed(self.body.messages if names else [])
