@@ -20,9 +20,8 @@ from torch import Tensor
 
 from foretoken.core.io.files import replacing, write_json
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.chat import ChatBlocks
+from foretoken.training.chat import ChatBlocks, RowBlocks
 from foretoken.training.corpus import BlockSampler
-from foretoken.training.text_sources import WrittenBlocks
 
 STEPS = 16
 """Steps (of conversations: rows) per shard."""
@@ -52,7 +51,7 @@ class FeatureStore:
         self,
         folder: Path,
         parts: TargetParts,
-        sampler: BlockSampler | WrittenBlocks | ChatBlocks,
+        sampler: BlockSampler | RowBlocks,
         text: Mapping[str, Any],
         written: Sequence[Any] = (),
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,13 @@ def front_matter(licence: str = "") -> str:
 
 
 def table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()), ""])
+    return grid(("", ""), rows.items())
+
+
+def grid(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown, with a line end behind it."""
+    lines = ["".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
 
 
 def names_of(data: Sequence[str | Path]) -> str:
@@ -75,15 +81,12 @@ class CardInfo:
     """What a training run cannot know by itself.
 
     Attributes:
-        title: first heading; the folder's name by default.
         data_note: where the text comes from and under which terms, in a sentence or two.
         licence: SPDX name of the licence of the weights, for example ``apache-2.0``.
     """
 
-    title: str = ""
     data_note: str = ""
     licence: str = ""
-    purpose: str = ""
 
 
 def write_card(
@@ -100,7 +103,7 @@ def write_card(
     info = info or CardInfo()
     sections = [
         front_matter(info.licence),
-        f"# {info.title or out.resolve().name}\n\n{info.purpose or LIMITS[0]}\n",
+        f"# {out.resolve().name}\n\n{LIMITS[0]}\n",
         _lm_architecture(report),
         _lm_data(report, data, info),
         _lm_training(report, told),
@@ -138,18 +141,16 @@ def _lm_data(report: Mapping[str, Any], data: Sequence[str | Path], info: CardIn
 
 def _lm_training(report: Mapping[str, Any], told: str) -> str:
     tokens, available = report["tokens"], report["corpus"]["train"]["tokens"]
+    adamw = report["config"].get("optimizer") == "adamw"
+    optimizers = "AdamW" if adamw else "Muon for the blocks' matrices, AdamW for the rest"
     passes = f" ({tokens / available:.2f} passes over the training text)" if available else ""
     rows = {
         "steps": f"{report['steps']:,}",
         "tokens seen": f"{tokens:,}{passes}",
-        "optimizers": f"{_lm_optimizers(report['config'])}, learning rate {report['config']['lr']:g}",
+        "optimizers": f"{optimizers}, learning rate {report['config']['lr']:g}",
         "time": f"{report['hours']:.2f} hours",
     }
     return f"## Training\n\n```\n{told}\n```\n\n{table(rows)}"
-
-
-def _lm_optimizers(config: Mapping[str, Any]) -> str:
-    return "AdamW" if config.get("optimizer") == "adamw" else "Muon for the blocks' matrices, AdamW for the rest"
 
 
 def _lm_quality(report: Mapping[str, Any]) -> str:
@@ -245,13 +246,10 @@ def _use(report: Mapping[str, Any]) -> str:
 
 def _acceptance(found: Mapping[str, Any]) -> str:
     columns = {"greedy": found, **({"T=1": found["sampled"]} if "sampled" in found else {})}
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lengths = " | ".join(f"{column['mean_acceptance_length']:.2f}" for column in columns.values())
-    lines.append(f"| mean acceptance length | {lengths} |")
+    rows = [["mean acceptance length", *(f"{column['mean_acceptance_length']:.2f}" for column in columns.values())]]
     for place in range(len(found["per_position"])):
-        shares = " | ".join(f"{column['per_position'][place]:.1%}" for column in columns.values())
-        lines.append(f"| position {place + 1} | {shares} |")
-    return "\n".join(lines) + "\n"
+        rows.append([f"position {place + 1}", *(f"{one['per_position'][place]:.1%}" for one in columns.values())])
+    return grid(("", *columns), rows)
 
 
 # -- a draft model that was aligned ------------------------------------------------------------------------------------
@@ -286,18 +284,14 @@ def _acceptance_gained(report: Mapping[str, Any]) -> str:
     before, after = report["before"], report["after"]
     if not before or not after:
         return "## Held-out acceptance\n\nNo document was held out, so nothing was measured.\n"
-    lines = ["| held-out text | before | after |", "|---|---|---|"]
-    for name, old, new in zip(MEASURES.values(), values_of(before), values_of(after), strict=True):
-        lines.append(f"| {name} | {old:.3f} | {new:.3f} |")
+    measures = zip(MEASURES.values(), values_of(before), values_of(after), strict=True)
+    rows = [[name, f"{old:.3f}", f"{new:.3f}"] for name, old, new in measures]
     for mode in ("greedy", "sampled"):
         pairs = zip(before[mode]["per_position"], after[mode]["per_position"], strict=True)
         for i, (old, new) in enumerate(pairs, 1):
-            lines.append(f"| {mode}, rounds that reach position {i} | {old:.1%} | {new:.1%} |")
-    return (
-        "## Held-out acceptance\n\nLengths through the engine; the other two on text that the target wrote.\n\n"
-        + "\n".join(lines)
-        + "\n"
-    )
+            rows.append([f"{mode}, rounds that reach position {i}", f"{old:.1%}", f"{new:.1%}"])
+    head = "## Held-out acceptance\n\nLengths through the engine; the other two on text that the target wrote.\n\n"
+    return head + grid(("held-out text", "before", "after"), rows)
 
 
 # -- a stop head -------------------------------------------------------------------------------------------------------
@@ -322,15 +316,12 @@ def write_stop_card(out: Path, report: Mapping[str, Any], data: Sequence[str | P
 def _belief(measured: Mapping[str, Any]) -> str:
     if not measured:
         return "## Held-out loss\n\nNo document was held out, so nothing was measured.\n"
-    lines = [
+    columns = ("guesses, from the least likely fifth on", "the head says (mismatch weight taken out)", "accepted")
+    rows = [(str(i), f"{said:.1%}", f"{true:.1%}") for i, (said, true) in enumerate(measured["calibration"], 1)]
+    return (
         f"## Held-out loss\n\n{measured['guesses']:,} guesses of the draft model: "
-        f"{measured['loss']:.4f} nats; the best constant has {measured['constant_loss']:.4f}.\n",
-        "| guesses, from the least likely fifth on | the head says (mismatch weight taken out) | accepted |",
-        "|---|---|---|",
-    ]
-    for i, (said, true) in enumerate(measured["calibration"], 1):
-        lines.append(f"| {i} | {said:.1%} | {true:.1%} |")
-    return "\n".join([*lines, ""])
+        f"{measured['loss']:.4f} nats; the best constant has {measured['constant_loss']:.4f}.\n\n{grid(columns, rows)}"
+    )
 
 
 def _acceptance_with(found: Mapping[str, Any]) -> str:
@@ -340,7 +331,7 @@ def _acceptance_with(found: Mapping[str, Any]) -> str:
         "greedy, with the head": found, "greedy, without": found["without"],
         "T=1, with the head": found["sampled"], "T=1, without": found["without"]["sampled"],
     }  # fmt: skip
-    lines = ["## Held-out acceptance\n", "| | tokens a round | draft tokens accepted |", "|---|---|---|"]
-    for name, side in sides.items():
-        lines.append(f"| {name} | {side['mean_acceptance_length']:.2f} | {side['acceptance_rate']:.1%} |")
-    return "\n".join([*lines, ""])
+    rows = [
+        (name, f"{one['mean_acceptance_length']:.2f}", f"{one['acceptance_rate']:.1%}") for name, one in sides.items()
+    ]
+    return f"## Held-out acceptance\n\n{grid(('', 'tokens a round', 'draft tokens accepted'), rows)}"

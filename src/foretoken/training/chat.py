@@ -121,8 +121,43 @@ def _written(asked: Sequence[int], text: Sequence[int], ends: frozenset[int]) ->
     return range(start, stop)
 
 
-class ChatBlocks:
-    """Blocks [batch, n + 1] of conversations, each from its beginning, in an order that is a function of (seed, step).
+class RowBlocks:
+    """Blocks [batch, n + 1] out of given rows, in an order that is a function of (seed, step).
+
+    Args:
+        rows: int64 [rows, n + 1].
+        batch: rows per step.
+
+    Attributes:
+        learned: bool of the rows' shape: tokens that are to be guessed; ``None``: all.
+        block: n.
+    """
+
+    def __init__(
+        self, rows: NDArray[np.int64], batch: int, seed: int, learned: NDArray[np.bool_] | None = None
+    ) -> None:
+        self.rows, self.learned, self.batch, self.seed = rows, learned, batch, seed
+        self.num_blocks, self.block = rows.shape[0], rows.shape[1] - 1
+
+    @property
+    def guessed(self) -> NDArray[np.int64]:
+        """The tokens of all rows that are to be guessed."""
+        return self.rows.flatten() if self.learned is None else self.rows[self.learned]
+
+    def chosen(self, step: int) -> list[int]:
+        return rows_of_step(step, self.batch, self.num_blocks, self.seed)
+
+    def learned_of(self, step: int) -> NDArray[np.bool_] | None:
+        """Which tokens of the blocks of one step are to be guessed; ``None``: all."""
+        return None if self.learned is None else self.learned[self.chosen(step)]
+
+    def __call__(self, step: int) -> NDArray[np.int64]:
+        """The blocks of one step, int64 [batch, block + 1]."""
+        return self.rows[self.chosen(step)]
+
+
+class ChatBlocks(RowBlocks):
+    """Blocks of conversations, each from its beginning.
 
     Conversations are packed into rows once, several into one while they fit; longer ones are cut.  What is left of a
     row is filled up and not learned.
@@ -135,12 +170,11 @@ class ChatBlocks:
         batch: rows per step.
         filler: token of the rest of a row.
 
-    Attributes:
-        guessed: int64: the learned tokens of all rows.
-
     Raises:
         ValueError: fewer rows than a batch.
     """
+
+    learned: NDArray[np.bool_]
 
     def __init__(
         self,
@@ -152,34 +186,24 @@ class ChatBlocks:
         seed: int,
         filler: int,
     ) -> None:
-        self.block, self.batch, self.seed = block, batch, seed
         # Of its first token nothing is known, so that a piece needs a learned one behind it.
         cut = _spans(starts, len(tokens), block + 1)
         spans = [span for span in cut if bool(learned[span.start + 1 : span.stop].any())]
         order = np.random.default_rng((seed, len(spans))).permutation(len(spans))
-        rows = _packed([spans[i] for i in order], block + 1)
-        self.num_blocks = len(rows)
-        if self.num_blocks < batch:
+        packed = _packed([spans[i] for i in order], block + 1)
+        if len(packed) < batch:
             raise ValueError(
-                f"the data is too short: {len(starts)} conversations of {len(tokens)} tokens fill {self.num_blocks} "
+                f"the data is too short: {len(starts)} conversations of {len(tokens)} tokens fill {len(packed)} "
                 f"blocks of {block}, and one step needs {batch}; give more, or a smaller --context or --batch-size"
             )
-        self.rows = np.full((len(rows), block + 1), filler, np.int64)
-        self.learned = np.zeros((len(rows), block + 1), bool)
-        for row, pieces in enumerate(rows):
+        rows = np.full((len(packed), block + 1), filler, np.int64)
+        super().__init__(rows, batch, seed, np.zeros(rows.shape, bool))
+        for row, pieces in enumerate(packed):
             place = 0
             for span in pieces:
-                self.rows[row, place : place + len(span)] = tokens[span.start : span.stop]
+                rows[row, place : place + len(span)] = tokens[span.start : span.stop]
                 self.learned[row, place : place + len(span)] = learned[span.start : span.stop]
                 place += len(span)
-        self.guessed: NDArray[np.int64] = self.rows[self.learned]
-
-    def chosen(self, step: int) -> list[int]:
-        return rows_of_step(step, self.batch, self.num_blocks, self.seed)
-
-    def __call__(self, step: int) -> NDArray[np.int64]:
-        """The blocks of one step, int64 [batch, block + 1]."""
-        return self.rows[self.chosen(step)]
 
 
 def rows_of_step(step: int, batch: int, count: int, seed: int) -> list[int]:

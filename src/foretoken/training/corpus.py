@@ -327,6 +327,9 @@ class BlockSampler:
     def guessed(self) -> NDArray[Any]:
         return self.tokens
 
+    def learned_of(self, step: int) -> None:
+        """All tokens are to be guessed."""
+
     def __call__(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The blocks of one step, int64 [batch, block + 1] (inputs are [:, :-1], labels [:, 1:])."""
         rows = []

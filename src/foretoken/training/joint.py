@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foretoken.core.io.checkpoints import is_adapter
 from foretoken.core.io.files import replacing, save_model
+from foretoken.loading import BUILTIN, load_model, resolve
+from foretoken.loading.adapters import save_adapter
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import GGUF, TargetParts, storage_of
@@ -24,19 +27,12 @@ FOLDER = "target"
 
 
 def load_trainable(source: Any, device: Any) -> LanguageModel:
-    """A target whose weights can be trained: float32, on its public modules.
-
-    Raises:
-        ValueError: the target is a GGUF file.
-    """
-    from foretoken.loading import load_model
-
+    """A target whose weights can be trained: float32, on its public modules.  Raises ``ValueError`` for a GGUF file."""
     loaded: Any = load_model(source, dtype="float32", device=device, exact="approximate", lean=False)
     storage = storage_of(loaded.model)
     if storage.startswith(GGUF):
         raise ValueError(f"{source} is stored as {storage} and cannot be trained: give the model it was made from")
-    found: LanguageModel = loaded
-    return found
+    return loaded
 
 
 def as_served(network: nn.Module, dtype: torch.dtype) -> LanguageModel:
@@ -64,43 +60,25 @@ def start_update(network: Any, rank: int, seed: int) -> None:
     Raises:
         ValueError: the target is stored as an update itself, or has no layers that can be updated.
     """
-    from foretoken.core.io.checkpoints import is_adapter
-
     source = network.config._name_or_path
     if is_adapter(Path(source)):
         raise ValueError(f"{source} is a low-rank update, which cannot be updated again: use rank=0")
     add_low_rank(network, rank, seed)
 
 
-def save_update(network: Any, dtype: torch.dtype, out: Path) -> None:
-    """Write a low-rank update into ``out``, which then loads as the updated target.
-
-    Raises:
-        OSError: the folder cannot be written, or the disk is full.
-    """
-    from foretoken.loading.adapters import save_adapter
-
-    save_adapter(out, low_rank_factors(network), base_name(network.config._name_or_path), dtype)
-
-
-def base_name(path: str) -> str:
-    """What a network that was loaded from ``path`` is called where its update is kept."""
-    from foretoken.loading import BUILTIN, resolve
-
-    if path == resolve(BUILTIN):
-        return BUILTIN
-    return str(Path(path).resolve()) if Path(path).is_dir() else path
-
-
-def save_target(network: nn.Module, dtype: torch.dtype, tokenizer: Any, out: Path) -> Path:
-    """Write ``out/target`` in Hugging Face's layout, whole or not at all.
+def save_target(network: Any, dtype: torch.dtype, tokenizer: Any, out: Path, rank: int) -> None:
+    """Write ``out/target`` in Hugging Face's layout, whole or not at all; a low-rank update (``rank`` above 0) also
+    into ``out``, which then loads as the updated target.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
     with replacing(out / FOLDER) as draft:
         save_model(_stored(network, dtype), tokenizer, draft)
-    return out / FOLDER
+    if rank:
+        path = network.config._name_or_path
+        base = str(Path(path).resolve()) if Path(path).is_dir() else path
+        save_adapter(out, low_rank_factors(network), BUILTIN if path == resolve(BUILTIN) else base, dtype)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import LanguageModel
-from foretoken.training.chat import ChatBlocks, rows_of_step
+from foretoken.training.chat import ChatBlocks, RowBlocks, rows_of_step
 from foretoken.training.corpus import BlockSampler
 from foretoken.training.written import stored_continuations
 
@@ -64,11 +64,10 @@ class FixedText(TextSource):
         self.blocks = blocks
 
     def __call__(self, step: int) -> Text:
-        tokens = torch.from_numpy(self.blocks(step))
-        if isinstance(self.blocks, ChatBlocks):
-            learned = torch.from_numpy(self.blocks.learned[self.blocks.chosen(step)])
-            return Text(tokens, learned[:, 1:].float())
-        return Text(tokens, torch.ones(tokens.shape[0], tokens.shape[1] - 1))
+        tokens, learned = torch.from_numpy(self.blocks(step)), self.blocks.learned_of(step)
+        if learned is None:
+            return Text(tokens, torch.ones(tokens.shape[0], tokens.shape[1] - 1))
+        return Text(tokens, torch.from_numpy(learned)[:, 1:].float())
 
 
 class TeacherText(TextSource):
@@ -155,24 +154,6 @@ class PolicyText(TextSource):
         self._rows = {int(n): torch.tensor(row) for n, row in state.get("rows", {}).items()}
 
 
-class WrittenBlocks:
-    """Blocks [batch, n + 1] in an order that is a function of (seed, step), as :class:`BlockSampler` gives them."""
-
-    def __init__(self, rows: Tensor, batch: int, seed: int) -> None:
-        self.block, self.batch, self.seed = rows.shape[1] - 1, batch, seed
-        self.tokens: np.ndarray[Any, np.dtype[Any]] = rows.flatten().numpy()
-        self._source = TeacherText(rows, torch.ones(len(rows), self.block), batch, seed)
-
-    def __call__(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The blocks of one step, int64 [batch, block + 1]."""
-        found: np.ndarray[Any, np.dtype[np.int64]] = self._source(step).tokens.numpy()
-        return found
-
-    @property
-    def guessed(self) -> np.ndarray[Any, np.dtype[Any]]:
-        return self.tokens
-
-
 def write_blocks(
     folder: Path,
     target: LanguageModel,
@@ -181,7 +162,7 @@ def write_blocks(
     count: int,
     temperature: float,
     on_rows: Callable[[int, int], None] | None = None,
-) -> WrittenBlocks:
+) -> RowBlocks:
     """``count`` blocks: the beginnings of corpus blocks, which ``target`` continues; kept below ``folder``.
 
     Raises:
@@ -205,4 +186,4 @@ def write_blocks(
         writer=fingerprint,
         on_rows=on_rows,
     )
-    return WrittenBlocks(rows, corpus.batch, corpus.seed)
+    return RowBlocks(rows.numpy(), corpus.batch, corpus.seed)

@@ -17,7 +17,7 @@ from foretoken.methods.drafters.nets.store import save_drafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.captured import FeatureStore
-from foretoken.training.chat import ChatBlocks
+from foretoken.training.chat import ChatBlocks, RowBlocks
 from foretoken.training.config import TrainConfig, check_context
 from foretoken.training.corpus import (
     BlockSampler,
@@ -31,11 +31,11 @@ from foretoken.training.corpus import (
     text_identity,
 )
 from foretoken.training.curves import DrafterCurve
-from foretoken.training.joint import as_served, held_loss, save_target, save_update, start_update
+from foretoken.training.joint import as_served, held_loss, save_target, start_update
 from foretoken.training.loop import Loop, Progress, Saving
 from foretoken.training.optimizers import autocast, build_optimizers
 from foretoken.training.recipes.base import Batch, Recipe
-from foretoken.training.text_sources import WrittenBlocks, write_blocks
+from foretoken.training.text_sources import write_blocks
 
 BLOCKS = 8
 """Held-out blocks that accuracies are measured on."""
@@ -87,7 +87,7 @@ class Trainer:
         self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
         if self.corpus["train"]["tokens"] == 0:
             raise ValueError(no_text(data))
-        self.sampler: BlockSampler | WrittenBlocks | ChatBlocks
+        self.sampler: BlockSampler | RowBlocks
         self.sampler = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
         if config.text == "target":
             self.sampler = write_blocks(
@@ -121,21 +121,22 @@ class Trainer:
         if features is not None:
             if recipe.trains_target:
                 raise ValueError("features cannot be kept of a target that is trained too: leave --features out")
-            self.store = FeatureStore(features, recipe.parts, self.sampler, self.text, written=self._written())
-
-    def _written(self) -> list[Any]:
-        """What tells blocks that the target wrote from others; empty for the corpus."""
-        config = self.config
-        return [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
+            written = [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
+            self.store = FeatureStore(features, recipe.parts, self.sampler, self.text, written)
 
     def held_prompts(self, count: int, length: int) -> list[list[int]]:
-        """Held-out prompts for a drafter: the beginnings of blocks, or all that an assistant answers.
-
-        Args:
-            count: prompts at most.
-            length: tokens of each that is no conversation.
-        """
-        return prompts_of(self.held_tokens, self.held_learned, count, length)
+        """At most ``count`` held-out prompts: the first ``length`` tokens of blocks; of a conversation what its first
+        answer follows, without its beginning where that is long."""
+        found = []
+        for tokens, guessed in zip(self.held_tokens, self.held_learned, strict=True):
+            if guessed is None:
+                found.append(tokens[0, :length].tolist())
+                continue
+            first = int(guessed[0].int().argmax())
+            if first:
+                longest = max(length, tokens.shape[1] // 2)
+                found.append(tokens[0, max(0, first - longest) : first].tolist())
+        return found[:count]
 
     def _held_batches(self, recipe: Recipe) -> list[Batch]:
         return [
@@ -152,10 +153,9 @@ class Trainer:
             precision = self.config.precision if recipe.trains_target else "float32"
             with autocast(tokens.device.type, precision):
                 taps = recipe.parts.features(tokens[:, :-1], recipe.taps, grad=recipe.trains_target)
-        learned = None
-        if isinstance(self.sampler, ChatBlocks):
-            learned = torch.from_numpy(self.sampler.learned[self.sampler.chosen(step)]).to(tokens.device)
-        return Batch(tokens, taps, recipe.parts, step, self.config.steps, learned)
+        learned = self.sampler.learned_of(step)
+        guessed = None if learned is None else torch.from_numpy(learned).to(tokens.device)
+        return Batch(tokens, taps, recipe.parts, step, self.config.steps, guessed)
 
     def run(
         self,
@@ -225,9 +225,7 @@ class Trainer:
         """Write the drafter, and the target if it was trained too; returns the pieces of the target as it is stored."""
         recipe, parts = self.recipe, self.recipe.parts
         if recipe.trains_target:
-            save_target(self.network, self.dtype, self.tokenizer, self.out)
-            if recipe.rank:
-                save_update(self.network, self.dtype, self.out)
+            save_target(self.network, self.dtype, self.tokenizer, self.out, recipe.rank)
             parts = TargetParts(as_served(self.network, self.dtype))
         if recipe.frequent is not None:
             measured = {**measured, "frequent": recipe.frequent.tolist()}
@@ -238,11 +236,9 @@ class Trainer:
 
     def _report(self, parts: TargetParts, acceptance: Mapping[str, Any], spent_s: float) -> dict[str, Any]:
         recipe = self.recipe
-        losses = (
-            {"before": self.before, "after": held_loss(parts, self.held_tokens, self.held_learned)}
-            if recipe.trains_target
-            else None
-        )
+        losses = None
+        if recipe.trains_target:
+            losses = {"before": self.before, "after": held_loss(parts, self.held_tokens, self.held_learned)}
         return {
             "method": recipe.method,
             "parameters": sum(p.numel() for p in self.trained.parameters() if p.requires_grad),
@@ -282,18 +278,3 @@ def _chat_rows(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context:
     blocks = ChatBlocks(*parts, context, 1, 0, tokenizer.eos_token_id)
     rows = range(min(BLOCKS, blocks.num_blocks))
     return [(torch.from_numpy(blocks.rows[i])[None], torch.from_numpy(blocks.learned[i])[None]) for i in rows]
-
-
-def prompts_of(blocks: Sequence[Tensor], learned: Sequence[Tensor | None], count: int, length: int) -> list[list[int]]:
-    """At most ``count`` prompts: the first ``length`` tokens of blocks; of a conversation what its first answer
-    follows, without its beginning where that is long."""
-    found = []
-    for tokens, guessed in zip(blocks, learned, strict=True):
-        if guessed is None:
-            found.append(tokens[0, :length].tolist())
-            continue
-        first = int(guessed[0].int().argmax())
-        if first:
-            longest = max(length, tokens.shape[1] // 2)
-            found.append(tokens[0, max(0, first - longest) : first].tolist())
-    return found[:count]

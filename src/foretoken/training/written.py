@@ -74,20 +74,15 @@ def _write(model: LanguageModel, prompts: Tensor, coins: Tensor, sampler: Sample
             rows = model.forward([Feed(s, [t], wanted=1) for s, t in zip(sequences, last, strict=True)])
             for sequence in sequences:
                 model.commit(sequence, [0])
-            tokens = _draw(torch.cat([row.logits for row in rows])[:, :width], column, sampler)
+            logits = torch.cat([row.logits for row in rows])[:, :width]
+            tokens = logits.argmax(-1) if sampler.greedy else drawn(sampler.distributions(logits, None), column)
+            tokens = tokens.cpu()
             written.append(tokens[:, None])
             last = tokens.tolist()
     finally:
         for sequence in reversed(sequences):
             model.release(sequence)
     return torch.cat(written, 1)
-
-
-def _draw(logits: Tensor, coins: Tensor, sampler: Sampler) -> Tensor:
-    """One token per row of ``logits`` [n, V], int64 [n] on the host."""
-    if sampler.greedy:
-        return logits.argmax(-1).cpu()
-    return drawn(sampler.distributions(logits, None), coins).cpu()
 
 
 def drawn(distributions: Tensor, coins: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from foretoken.methods.drafters.nets.eagle3 import Eagle3Config
 from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleNet
 from foretoken.training.formats.base import Checkpoint, Target, Trained, renamed
 from foretoken.training.formats.eagle3 import KEY, Eagle3Plain, Eagle3Speculators
@@ -33,9 +32,9 @@ class ParallelParts(Eagle3Plain):
     net_class = PeagleNet
     layer = "layers.0"
 
-    def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
-        more = {**further_names(_peagle(shape).num_layers), MASK_HIDDEN: MASK_HIDDEN}
-        if _peagle(shape).own_embedding:
+    def tensors(self, shape: Any, trained: Trained, target: Target) -> dict[str, Tensor]:
+        more = {**further_names(shape.num_layers), MASK_HIDDEN: MASK_HIDDEN}
+        if shape.own_embedding:
             more[EMBEDDING] = EMBEDDING
         rest = {theirs: trained.tensors[ours] for ours, theirs in more.items()}
         return {**super().tensors(shape, trained, target), **rest}
@@ -87,12 +86,11 @@ class PeaglePlain(ParallelParts):
     def recognises(self, found: Found) -> bool:
         return MASK_HIDDEN in found.names and KEY not in found.config and super().recognises(found)
 
-    def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
+    def described(self, shape: Any, target: Target) -> dict[str, Any]:
         """``config.json``; readers look for the mask token under different keys."""
-        own, told = _peagle(shape), super().described(shape, target)
-        masks = dict.fromkeys(MASKS, own.mask_token)
-        told |= {"architectures": ["PEagleDraftModel"], "num_hidden_layers": own.num_layers, DRAFTED: own.places}
-        return {**told, **masks}
+        told = super().described(shape, target)
+        told |= {"architectures": ["PEagleDraftModel"], "num_hidden_layers": shape.num_layers, DRAFTED: shape.places}
+        return {**told, **dict.fromkeys(MASKS, shape.mask_token)}
 
 
 class PeagleSpeculators(ParallelParts, Eagle3Speculators):
@@ -101,13 +99,13 @@ class PeagleSpeculators(ParallelParts, Eagle3Speculators):
     def recognises(self, found: Found) -> bool:
         return found.config.get(KEY) == "peagle"
 
-    def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
-        told, own = super().described(shape, target), _peagle(shape)
+    def described(self, shape: Any, target: Target) -> dict[str, Any]:
+        told = super().described(shape, target)
         told["speculators_config"] |= {"algorithm": "peagle"}
-        told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = own.places
-        told["transformer_layer_config"]["num_hidden_layers"] = own.num_layers
-        told |= {KEY: "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": own.mask_token}
-        return {**told, "embed_requires_grad": own.own_embedding}
+        told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = shape.places
+        told["transformer_layer_config"]["num_hidden_layers"] = shape.num_layers
+        told |= {KEY: "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": shape.mask_token}
+        return {**told, "embed_requires_grad": shape.own_embedding}
 
 
 def further_names(count: int) -> dict[str, str]:
@@ -118,12 +116,6 @@ def further_names(count: int) -> dict[str, str]:
         norm = {f"{ours}.input_layernorm.weight": f"{theirs}.input_layernorm.weight"}
         found |= {**layer_names(ours, theirs), **norm}
     return found
-
-
-def _peagle(shape: Eagle3Config) -> PeagleConfig:
-    if not isinstance(shape, PeagleConfig):
-        raise TypeError("the shape of a peagle is wanted")
-    return shape
 
 
 def _number(name: str) -> int:

@@ -76,6 +76,7 @@ class Recipe(ABC):
     Attributes:
         config_class: dataclass of the network's shape; its fields are the options of ``--set``.
         net_config: those of its fields that the network needs; ``None``: all.
+        net_class: the network.
         lr: learning rate that suits the method.
         target_lr: learning rate of the target's weights, in parts of ``lr``, where they are trained too.
     """
@@ -83,6 +84,7 @@ class Recipe(ABC):
     method: ClassVar[str]
     config_class: ClassVar[type[Any]]
     net_config: ClassVar[type[Any] | None] = None
+    net_class: ClassVar[type[nn.Module]] = nn.Module
     lr: ClassVar[float] = 5e-3
     weight_decay: ClassVar[float] = 0.0
     target_lr: ClassVar[float] = 0.1
@@ -193,9 +195,9 @@ class Recipe(ABC):
         """The fields that the target decides."""
         return {"hidden_size": self.parts.hidden_size, "vocab_size": self.parts.vocab_size}
 
-    @abstractmethod
     def build(self) -> nn.Module:
         """A new network."""
+        return self.net_class((self.net_config or self.config_class)(**self.stored_config()))
 
     @abstractmethod
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:

@@ -27,15 +27,11 @@ class FeatureRecipe(Recipe):
 
     fixed = tuple(LayerConfig.__dataclass_fields__)
     net_config: ClassVar[type[Any]]
-    net_class: ClassVar[type[nn.Module]]
     drafter_class: ClassVar[type[FeatureDrafter]]
     lr = 3e-3
 
     def from_target(self) -> dict[str, Any]:
         return asdict(LayerConfig.of_target(self.parts.config))
-
-    def build(self) -> nn.Module:
-        return self.net_class(self.net_config(**self.stored_config()))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         head = DraftHead(self.parts, self.guessed)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.heads import HeadsDrafter
-from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, some_places
+from foretoken.training.recipes.base import Batch, Recipe, some_places
 from foretoken.training.recipes.labels import Labels, places_of
 
 PLACES = 256
@@ -28,12 +28,11 @@ class HeadsRecipe(Recipe):
     """
 
     net_config: ClassVar[type[Any]]
-    net_class: ClassVar[type[nn.Module]]
     drafter_class: ClassVar[type[HeadsDrafter]]
 
     def build(self) -> nn.Module:
         """New heads; own projections start as the target's."""
-        heads = self.net_class(self.net_config(**self.stored_config()))
+        heads = super().build()
         for projection in heads.projections:  # type: ignore[union-attr]
             projection.weight.data.copy_(self.parts.head.weight.detach())
         return heads
@@ -67,12 +66,7 @@ class HeadsRecipe(Recipe):
         labels = Labels(batch, torch.stack(wanted).any(0), self.frequent)
         total = torch.zeros((), device=rows.device)
         for i, state in enumerate(self.states(batch, rows, columns, generator)):
-            logits = self.project(i, state)
-            if self.config.labels == "text":
-                counted = batch.counted(rows, columns + 1 + i)
-                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i], counted)
-            else:
-                part = labels.distance(logits, rows, columns + 1 + i)
+            part = labels.loss(self.project(i, state), rows, columns + 1 + i, self.config.labels)
             total = total + self.config.decay**i * part
         return total / sum(self.config.decay**i for i in range(count))
 

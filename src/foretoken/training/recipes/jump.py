@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.jump import JumpDrafter
@@ -55,6 +55,7 @@ class JumpRecipe(Recipe):
     method = "jump"
     config_class: ClassVar[type[Any]] = JumpSettings
     net_config = JumpConfig
+    net_class = JumpNet
     fixed = ("hidden_size",)
     needs = ("layer_windows", "a target whose layers can be run one by one")
     lr = 1e-2
@@ -94,10 +95,6 @@ class JumpRecipe(Recipe):
         layers = self.parts.num_layers
         start = max(1, min(2 * layers // 3, layers - 1))
         return {"hidden_size": self.parts.hidden_size, "start": start, "stop": start + 1, "state": start + 1}
-
-    def build(self) -> nn.Module:
-        """A new predictor, which says that a token's state is its embedding."""
-        return JumpNet(JumpConfig(**self.stored_config()))
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over the steps of the cross-entropy with the target's distributions, and of the distance of

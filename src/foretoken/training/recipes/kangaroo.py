@@ -25,6 +25,7 @@ class KangarooRecipe(Recipe):
 
     method = "kangaroo"
     config_class: ClassVar[type[Any]] = KangarooConfig
+    net_class = KangarooNet
     fixed = tuple(LayerConfig.__dataclass_fields__)
     lr = 1e-2
     net: KangarooNet
@@ -48,7 +49,7 @@ class KangarooRecipe(Recipe):
 
     def build(self) -> nn.Module:
         """A new adapter that says what an early exit says: where the target ends with an RMS norm, with that norm."""
-        net = KangarooNet(self.config)
+        net: Any = super().build()
         some = torch.randn(2, self.config.hidden_size, dtype=self.parts.head.weight.dtype, device=self.parts.device)
         with torch.no_grad():
             weight = self.parts.normed(torch.ones_like(some))[0].float().cpu()

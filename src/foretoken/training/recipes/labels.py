@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.training.recipes.base import Batch, soft_cross_entropy
+from foretoken.training.recipes.base import Batch, cross_entropy, soft_cross_entropy
 
 CHUNK = 512
 """Places whose logits over the target's whole vocabulary are made at once."""
@@ -19,14 +19,14 @@ class Labels:
     guessed.
 
     Args:
-        wanted: bool [b, n], the places that will be asked for.
+        wanted: bool [b, n], the places that will be asked for; with ``ids`` only.
         ids: int64 [V_d], the tokens that can be guessed; ``None``: all.
     """
 
     @torch.no_grad()
-    def __init__(self, batch: Batch, wanted: Tensor, ids: Tensor | None) -> None:
+    def __init__(self, batch: Batch, wanted: Tensor | None = None, ids: Tensor | None = None) -> None:
         self.batch, self.ids = batch, ids
-        if ids is None:
+        if ids is None or wanted is None:
             return
         if batch.learned is not None:
             wanted = wanted & batch.learned[:, 1:]
@@ -50,6 +50,13 @@ class Labels:
         """Mean cross-entropy of draft logits [m, V_d] with the target's distributions after the tokens at the places
         (texts, columns), both [m]."""
         return soft_cross_entropy(logits, *self.of(texts, columns))
+
+    def loss(self, logits: Tensor, texts: Tensor, columns: Tensor, labels: str) -> Tensor:
+        """The same for ``labels`` of ``"target"``; for ``"text"`` the mean cross-entropy with the text's next tokens,
+        of which all can be guessed."""
+        if labels == "target":
+            return self.distance(logits, texts, columns)
+        return cross_entropy(logits, self.batch.tokens[texts, columns + 1], self.batch.counted(texts, columns))
 
 
 def places_of(batch: Batch, texts: Tensor, columns: Tensor) -> Tensor:

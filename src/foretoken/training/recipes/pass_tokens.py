@@ -14,8 +14,9 @@ from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensCo
 from foretoken.methods.drafters.pass_tokens import PassTokensDrafter
 from foretoken.models.network.chains import branch_states
 from foretoken.models.network.extra import check_rows
-from foretoken.training.recipes.base import Batch, Recipe, check_labels, cross_entropy, soft_cross_entropy
+from foretoken.training.recipes.base import Batch, Recipe, check_labels
 from foretoken.training.recipes.features import chain_accuracies, some_rows, texts_of
+from foretoken.training.recipes.labels import Labels
 
 SAMPLED = 1024
 """Token embeddings whose mean the rows start from."""
@@ -50,6 +51,7 @@ class PassTokensRecipe(Recipe):
     lr = 1e-2
     config_class: ClassVar[type[Any]] = PassTokensSettings
     net_config = PassTokensConfig
+    net_class = PassTokens
     fixed = ("hidden_size",)
     needs = ("", "a target that takes trees, not {}")
     net: PassTokens
@@ -65,7 +67,7 @@ class PassTokensRecipe(Recipe):
     def build(self) -> nn.Module:
         """Rows at the mean of the token embeddings, and a little apart."""
         check_rows(self.model.model, torch.empty(self.config.k, self.config.hidden_size))
-        net = PassTokens(PassTokensConfig(**self.stored_config()))
+        net: Any = super().build()
         ids = torch.linspace(0, self.parts.vocab_size - 1, SAMPLED, device=self.parts.device).long()
         known = self.parts.embedding(ids).float().cpu()
         spread = torch.randn(net.rows.shape) * known.std(0) * self.config.noise
@@ -85,14 +87,10 @@ class PassTokensRecipe(Recipe):
             columns = some_rows(batch, k, generator, groups)
         states = self.states(batch, columns)
         rows, columns = texts_of(columns), columns.flatten()
-        total = torch.zeros((), device=columns.device)
+        total, labels = torch.zeros((), device=columns.device), Labels(batch)
         for i in range(k):
             logits = self.parts.logits(states[:, :, i].flatten(0, 1))
-            counted = batch.counted(rows, columns + 1 + i)
-            if self.config.labels == "text":
-                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i], counted)
-            else:
-                part = soft_cross_entropy(logits, batch.teacher(rows, columns + 1 + i), counted)
+            part = labels.loss(logits, rows, columns + 1 + i, self.config.labels)
             total = total + self.config.decay**i * part
         return total / sum(self.config.decay**i for i in range(k))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foretoken.methods.drafters.model import ModelDrafter
 from foretoken.methods.drafters.nets.specdec_pp import StopHead, StopHeadConfig, best_constant, weighted_loss
@@ -42,6 +42,7 @@ class SpecdecPpRecipe(Recipe):
 
     method = "specdec_pp"
     config_class: ClassVar[type[Any]] = StopHeadConfig
+    net_class = StopHead
     fixed = ("hidden_size", "judge", "judge_layers")
     lr = 1e-3
     net: StopHead
@@ -61,9 +62,6 @@ class SpecdecPpRecipe(Recipe):
     def from_target(self) -> dict[str, Any]:
         judge = self.judge_parts.fingerprint()
         return {"hidden_size": self.parts.hidden_size, "judge": judge.weights, "judge_layers": judge.layers}
-
-    def build(self) -> nn.Module:
-        return StopHead(self.config)
 
     @torch.no_grad()
     def guesses(self, batch: Batch, generator: torch.Generator, mix: float | None = None) -> tuple[Tensor, Tensor]:

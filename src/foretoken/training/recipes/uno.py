@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foretoken.methods.drafters.base import Drafter
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
@@ -56,6 +56,7 @@ class UnoRecipe(Recipe):
     lr = 3e-3
     config_class: ClassVar[type[Any]] = UnoSettings
     net_config = UnoConfig
+    net_class = UnoNet
     fixed = ("vocab_size", "num_layers", "shapes")
     needs = ("", "a target that is a network of layers, not {}")
     net: UnoNet
@@ -69,9 +70,6 @@ class UnoRecipe(Recipe):
         shapes = linear_shapes(self.model.model)
         return {"vocab_size": self.parts.vocab_size, "num_layers": self.parts.num_layers, "shapes": shapes}
 
-    def build(self) -> nn.Module:
-        return UnoNet(UnoConfig(**self.stored_config()))
-
     def stored_config(self) -> dict[str, Any]:
         found = super().stored_config()
         if self.config.parts != "all":
@@ -82,8 +80,6 @@ class UnoRecipe(Recipe):
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over rows of noise of the distance to the target's distribution."""
         config, behind = self.config, self.config.places - 1
-        if batch.length <= behind:
-            raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
         # Most rows of noise per text and step
         groups = max(1, min(batch.length, 512) // behind)
         columns = some_rows(batch, behind, generator, groups)
