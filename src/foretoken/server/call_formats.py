@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.server.errors import bad
-from foretoken.server.known_formats import without_unknown_formats
+from foretoken.server.known_formats import SPACING, without_unknown_formats
 from foretoken.server.schemas import ChatRequest, Tool
 
 MOST_CALLS = 16
@@ -17,8 +17,6 @@ LONGEST_PAST = 4000
 """Characters of earlier calls that are drafted from."""
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 """Special tokens of the formats."""
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as ``json.dumps`` writes it, so that more of it is forced (llguidance's ``x-guidance``)."""
 FIELD, PARAMETERS = "tool_choice", "function.parameters"
 BARE = {"type", "properties", "required", "title", "description", "$schema"}
 """Keys of a schema that names no member: with another one it may mean more than an empty object."""

@@ -223,9 +223,8 @@ def _invalid(errors: Sequence[Any], request: Request) -> ApiError:
     told = [one for one in of_field if one["type"] not in WRONG_KIND or len(_fields(one)) == deepest > 1] or of_field
     kinds = list(dict.fromkeys(WRONG_KIND[one["type"]] for one in told if one["type"] in WRONG_KIND))
     chosen = told[0]
-    message = (
-        f"must be {' or '.join(kinds)}" if len(kinds) == len(told) or chosen["type"] in WRONG_KIND else _said(chosen)
-    )
+    is_kind = len(kinds) == len(told) or chosen["type"] in WRONG_KIND
+    message = f"must be {' or '.join(kinds)}" if is_kind else _said(chosen)
     names = [part for part in _fields(chosen) if not part.isdigit()]
     return bad(f"{'.'.join(_fields(chosen))}: {message}", names[0] if names else None, "invalid_value")
 

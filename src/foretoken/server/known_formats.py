@@ -1,9 +1,11 @@
-"""Formats of texts in JSON schemas: those that are enforced, and schemas without the others."""
+"""How schemas are handed to llguidance: the spacing of JSON, and the formats of texts that are enforced."""
 
 from __future__ import annotations
 
 from typing import Any
 
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
 FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
 """Those that llguidance knows; it refuses a schema with another one."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")

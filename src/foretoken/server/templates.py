@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.core.conversation import has_template, template_fault
-from foretoken.server.errors import bad
+from foretoken.server.errors import ApiError, bad
 from foretoken.server.schemas import Message, Tool, ToolCall
 from foretoken.server.workers import TEMPLATES, in_thread
 
@@ -64,21 +64,13 @@ async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
             raise bad("this model has no chat template, so it cannot be told of tools", "tools")
         return _without_template(written, conversation.generate and not conversation.continues)
     try:
-        text, shows_tools, shows_calls = await in_thread(
-            TEMPLATES, lambda: _rendered(tokenizer, written, conversation), RENDER_S
-        )
+        return await in_thread(TEMPLATES, lambda: _rendered(tokenizer, written, conversation), RENDER_S)
     except TimeoutError:
         raise bad("the chat template takes too long for these messages", "messages") from None
+    except ApiError:
+        raise
     except Exception as error:  # the template's own: it refuses roles, orders, missing fields
         raise bad(template_fault(error, tokenizer, 200), "messages") from None
-    if not shows_tools:
-        raise bad("this model's chat template has no place for tools, so it cannot be told of them", "tools")
-    if not shows_calls:
-        raise bad(
-            "this model's chat template has no place for calls of tools, so it cannot be told of earlier ones",
-            "messages",
-        )
-    return text
 
 
 def _check(conversation: Conversation) -> None:
@@ -94,10 +86,8 @@ def _check(conversation: Conversation) -> None:
         )
 
 
-def _rendered(
-    tokenizer: Any, written: Sequence[Mapping[str, Any]], conversation: Conversation
-) -> tuple[str, bool, bool]:
-    """The prompt, whether it says anything of the tools, and whether it has every earlier call."""
+def _rendered(tokenizer: Any, written: Sequence[Mapping[str, Any]], conversation: Conversation) -> str:
+    """The prompt.  Raises ``ApiError`` 400 where it says nothing of the tools, or leaves out an earlier call."""
     how = dict(conversation.kwargs)
     if conversation.effort is not None:
         how["reasoning_effort"] = conversation.effort
@@ -112,15 +102,19 @@ def _rendered(
         )
 
     found = text(written, functions or None)
-    shows_tools = not functions or found != text(written, None)
+    if functions and found == text(written, None):
+        raise bad("this model's chat template has no place for tools, so it cannot be told of them", "tools")
     marked, names = _marked(written)
-    if not names:
-        return found, shows_tools, True
     try:
-        told = text(marked, functions or None)
+        told = text(marked, functions or None) if names else ""
     except Exception:  # it knows the names of calls, so it looks at them
-        return found, shows_tools, True
-    return found, shows_tools, all(name in told for name in names)
+        return found
+    if any(name not in told for name in names):
+        raise bad(
+            "this model's chat template has no place for calls of tools, so it cannot be told of earlier ones",
+            "messages",
+        )
+    return found
 
 
 def _marked(written: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:

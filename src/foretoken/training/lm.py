@@ -165,7 +165,9 @@ def train_lm(
     if teacher is not None:
         check_folder(teacher)
     tokenizer_from = tokenizer_from or init_from
-    tokenizer, text = _text(data, out, config, tokenizer_from)
+    tokenizer = _tokenizer(data, out, config, tokenizer_from)
+    shared = None if tokenizer_from is None else tokenizer_from / "corpus"  # of a run that has read the same text
+    text = shared if shared is not None and stored_corpus(data, tokenizer, shared) is not None else out / "corpus"
     corpus = build_corpus(data, tokenizer, text, on_read=on_read)
     if corpus.get("chat"):
         raise ValueError("train lm learns texts, not conversations: give rows with text, or use train distill")
@@ -182,14 +184,19 @@ def train_lm(
         "teacher": None if guide is None else {"weights": weights_digest(guide), "weight": teacher_weight},
     }
     loop = Loop(out, config, model, make_optimizers(model, config), LossCurve, identity)
-    block_loss = _loss(model, guide, teacher_weight)
-    block_loss = torch.compile(block_loss) if compiled else block_loss
+
+    def block_loss(blocks: Tensor) -> Tensor:
+        if guide is None:
+            return next_token_loss(model, blocks)
+        return distillation_loss(model, guide, blocks, teacher_weight)
+
+    compute = torch.compile(block_loss) if compiled else block_loss
     held_loss = partial(evaluate, model, text / "held.bin", corpus["dtype"], config.context, precision=config.precision)
 
     def loss_of(step: int) -> Tensor:
         blocks = torch.from_numpy(sampler(step)).to(place)
         with autocast(place.type, config.precision):
-            return block_loss(blocks)
+            return compute(blocks)
 
     loop.run(
         loss_of, save_every=save_every, eval_every=eval_every, measure=lambda: _measured(held_loss()),
@@ -209,22 +216,8 @@ def train_lm(
     return report
 
 
-def _text(data: Sequence[str | Path], out: Path, config: LmConfig, source: Path | None) -> tuple[Any, Path]:
-    """The tokenizer, and the folder of the encoded text: that of the run ``source`` if it has the same in it."""
-    tokenizer = _tokenizer(data, out, config, source)
-    if source is not None and stored_corpus(data, tokenizer, source / "corpus") is not None:
-        return tokenizer, source / "corpus"
-    return tokenizer, out / "corpus"
-
-
 def _measured(held: float | None) -> dict[str, float] | None:
     return None if held is None else {"held_loss": held}
-
-
-def _loss(model: Any, guide: Any, weight: float) -> Callable[[Tensor], Tensor]:
-    if guide is None:
-        return lambda blocks: next_token_loss(model, blocks)
-    return lambda blocks: distillation_loss(model, guide, blocks, weight)
 
 
 def _load_teacher(model: Any, teacher: Path, device: torch.device) -> Any:

@@ -169,22 +169,20 @@ class RayReplicas:
 
     async def metrics(self) -> Mapping[str, str]:
         """Counters of each replica."""
-        from ray.exceptions import RayError
-
-        try:
-            found = await self._handle.broadcast("metrics").results_async(timeout_s=METRICS_S)
-        except (RayError, TimeoutError):
-            return {}
-        return dict(found)
+        return dict(await self._asked("metrics"))
 
     async def is_chat(self) -> bool:
         """Whether the model comes with a chat template; no, where no replica says so in time."""
+        return any(await self._asked("is_chat"))
+
+    async def _asked(self, method: str) -> list[Any]:
+        """What a method of every replica gives; empty where one does not answer in time."""
         from ray.exceptions import RayError
 
         try:
-            return any(await self._handle.broadcast("is_chat").results_async(timeout_s=METRICS_S))
+            return list(await self._handle.broadcast(method).results_async(timeout_s=METRICS_S))
         except (RayError, TimeoutError):
-            return False
+            return []
 
     async def stop(self) -> None:
         """Take the deployment away; end Ray where it was started here."""
@@ -201,15 +199,12 @@ class RayReplicas:
         import ray
         from ray import serve
 
-        if self._address != "local":
-            if ray.is_initialized():
-                serve.delete(self._name, _blocking=False)
-            return
-        ours = psutil.Process().children(recursive=True)
-        for process in ours:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(ours, timeout=1.0)
+        if self._address == "local":
+            ours = psutil.Process().children(recursive=True)
+            _kill(ours)
+            psutil.wait_procs(ours, timeout=1.0)
+        elif ray.is_initialized():
+            serve.delete(self._name, _blocking=False)
 
     def _leave(self) -> None:
         import psutil
@@ -226,10 +221,15 @@ class RayReplicas:
         ray.shutdown()
         # Agents of Ray take up to a minute to see that their node is gone.
         # Seconds in which Ray's processes must have ended after it was shut down here
-        _, alive = psutil.wait_procs(ours, timeout=1.0)
-        for process in alive:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill(psutil.wait_procs(ours, timeout=1.0)[1])
+
+
+def _kill(processes: list[Any]) -> None:
+    import psutil
+
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:

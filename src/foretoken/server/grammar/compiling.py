@@ -13,7 +13,7 @@ from llguidance.hf import from_tokenizer
 
 from foretoken.server.grammar.constraint import GrammarConstraint
 from foretoken.server.grammar.trial import Trial
-from foretoken.server.known_formats import without_unknown_formats
+from foretoken.server.known_formats import SPACING, without_unknown_formats
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
 LONGEST = 64 * 1024
@@ -29,8 +29,6 @@ LIMITS: dict[str, Any] = {
 }
 """What compiling and every step may cost, in llguidance's units (:mod:`foretoken.server.grammar.trial` limits time)."""
 TRIAL = Trial()
-SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
 TOKEN = re.compile(r"<\[\d+\]>")
 """A token by its id: a special token is not spelled by its text."""
 

@@ -56,7 +56,7 @@ class GrammarConstraint:
         kept = torch.full_like(scores, -torch.inf)
         kept[:, :width] = torch.where(mask[:width], scores[:, :width], -torch.inf)
         if not fits:
-            kept[:, self._last(scores.shape[-1])] = 0.0
+            kept[:, min((end for end in self.ends if end < scores.shape[-1]), default=0)] = 0.0
         return kept
 
     def forced(self, output: Sequence[int]) -> list[int]:
@@ -120,11 +120,12 @@ class GrammarConstraint:
     def _check(self) -> None:
         """An error of the matcher looks like the end of the text: an output that breaks off must not pass for one."""
         if self._matcher.is_error():
-            reason = " ".join(self._matcher.get_error().split())[:200]
-            raise CannotGoOn(f"the grammar cannot be followed any further: {reason}")
+            raise CannotGoOn(f"the grammar cannot be followed any further: {reason_of(self._matcher)}")
 
-    def _last(self, width: int) -> int:
-        return min((end for end in self.ends if end < width), default=0)
+
+def reason_of(matcher: LLMatcher) -> str:
+    """What is wrong with a matcher, in one line."""
+    return " ".join(matcher.get_error().split())[:200]
 
 
 def common_length(first: list[int], second: list[int]) -> int:

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from foretoken.core.constraints import FiniteLanguage
 from foretoken.server.grammar.compiling import LIMITS, TOKEN, checked_grammar, end_ids, tokenizer_view
+from foretoken.server.grammar.constraint import reason_of
 
 MOST_STRINGS = 2048
 """Strings of a language."""
@@ -108,8 +109,7 @@ _ENDS = sum(1 << (int(end) - 256) for end in LLTokenizer("byte").eos_tokens)
 
 def _check(kind: str, matcher: LLMatcher) -> None:
     if matcher.is_error():
-        reason = " ".join(matcher.get_error().split())[:200]
-        raise ValueError(f"the strings of the {kind} cannot be listed: {reason}")
+        raise ValueError(f"the strings of the {kind} cannot be listed: {reason_of(matcher)}")
 
 
 def _too_large(kind: str) -> ValueError:

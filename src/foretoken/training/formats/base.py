@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -119,7 +119,6 @@ class Trained:
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    measured: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class NetFormat(Format):
         found = read_description(source, self.method, fingerprint)
         net = self.network(found["config"])
         load_weights(source, net)
-        made = self.write(Trained(found["config"], stored(net), found["measured"]), target)
+        made = self.write(Trained(found["config"], stored(net)), target)
         write_tensors(folder / self.weights, made.tensors)
         write_json(folder / "config.json", made.config)
         note = {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)}
@@ -204,7 +203,7 @@ class NetFormat(Format):
         wanted = net.state_dict()
         check_stored(tensors.items(), found.path)
         net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in trained.tensors.items()})
-        save_drafter(folder, self.method, trained.config, net, fingerprint, measured or trained.measured)
+        save_drafter(folder, self.method, trained.config, net, fingerprint, measured)
         return f"{self.method}:{{}}"
 
     def network(self, config: Mapping[str, Any]) -> nn.Module:
