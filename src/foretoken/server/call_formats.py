@@ -92,11 +92,8 @@ def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: M
 
 
 def schemas_of(tools: Sequence[Tool], forced: Sequence[Tool]) -> dict[str, Any]:
-    """Schemas of the arguments of forced calls, by where they stand in the request.
-
-    Raises:
-        ApiError: 400 for parameters that are no object.
-    """
+    """Schemas of the arguments of forced calls, by where they stand in the request.  Raises ``ApiError``: 400 for
+    parameters that are no object."""
     places = {tool.function.name: place for place, tool in enumerate(tools)}
     return {f"tools.{places[tool.function.name]}.{PARAMETERS} ({tool.function.name})": _schema(tool) for tool in forced}
 

@@ -282,7 +282,7 @@ def _json_calls(text: str, name: str) -> list[Call]:
     except (ValueError, RecursionError):
         raise _NoCall from None
     if name:
-        return [_made(name, found)]
+        return [_call(name, found)]
     return [_from_object(one) for one in (found if isinstance(found, list) else [found])]
 
 
@@ -297,10 +297,10 @@ def _from_object(found: Any) -> Call:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise _NoCall from None
-    return _made(found["name"], arguments)
+    return _call(found["name"], arguments)
 
 
-def _made(name: str, arguments: Any) -> Call:
+def _call(name: str, arguments: Any) -> Call:
     """A call whose arguments are an object that can be sent."""
     if not isinstance(arguments, dict):
         raise _NoCall
@@ -334,7 +334,7 @@ def _python_call(node: ast.expr) -> Call:
         raise _NoCall from None
     if len(arguments) != len(node.keywords):
         raise _NoCall
-    return _made(ast.unparse(node.func), arguments)
+    return _call(ast.unparse(node.func), arguments)
 
 
 def _constant(node: ast.expr) -> Any:

@@ -16,7 +16,7 @@ from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import finish_reason
 from foretoken.server.choices import Choices
 from foretoken.server.errors import RESPONSES, bad
-from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of, usual_limit
+from foretoken.server.inputs import constraints_of, encoded, engine_requests, usual_limit
 from foretoken.server.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from foretoken.server.schemas import CompletionRequest
 from foretoken.server.serving import Serving
@@ -105,7 +105,7 @@ class _Completions(Choices):
             self.serving,
             constraints,
             "prompt",
-            tenant_of(self.http),
+            self.place.caller,
             max_new_tokens=max(tokens, 1),
             logprobs=body.logprobs,
             prompt_logprobs=max(asked, default=None),

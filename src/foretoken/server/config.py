@@ -152,11 +152,7 @@ class ServerSettings:
 
     @property
     def online_drafter(self) -> str:
-        """The spec of the draft model, as one that learns.
-
-        Raises:
-            ValueError: the drafter is no draft model.
-        """
+        """The spec of the draft model, as one that learns.  Raises ``ValueError``: the drafter is no draft model."""
         name, comma, options = self.drafter.partition(",")
         kind, colon, path = name.partition(":")
         if kind not in ("auto", "model", "online"):

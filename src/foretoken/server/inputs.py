@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
-from starlette.requests import Request as HttpRequest
 
 from foretoken.core.bos import ids_with_one_bos
 from foretoken.core.constraints import OutputRule
@@ -15,7 +14,6 @@ from foretoken.engine.request import Request
 from foretoken.options import FIELDS, beside, make_request
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
-from foretoken.server.places import place_of
 from foretoken.server.schemas import REFUSED, Body, ChatRequest, CompletionBody, ResponseFormat, StructuredOutputs
 from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, in_thread
@@ -51,11 +49,8 @@ def refuse(body: Body, unserved: Mapping[str, str]) -> None:
 
 
 def chat_of(found: Mapping[str, Any]) -> ChatRequest:
-    """The request of another API in the words of chat completions.
-
-    Raises:
-        ApiError: 400 for a value that does not fit there.
-    """
+    """The request of another API in the words of chat completions.  Raises ``ApiError``: 400 for a value that does not
+    fit there."""
     try:
         return ChatRequest.model_validate(found)
     except ValidationError as error:
@@ -89,11 +84,8 @@ def _begins(spec: str, method: str) -> bool:
 
 
 def encoded(text: str, serving: Serving, special: bool, field: str, must_fit: bool = True) -> list[int]:
-    """Token ids of a text; takes a second for two megabytes, so it belongs into a thread.
-
-    Raises:
-        ApiError: 400 for a text that is longer than any that could fit, where it must.
-    """
+    """Token ids of a text; takes a second for two megabytes, so it belongs into a thread.  Raises ``ApiError``: 400
+    for a text that is longer than any that could fit, where it must."""
     tokenizer = serving.llm.tokenizer
     if tokenizer is None:
         raise bad("this model has no tokenizer: give token ids", field)
@@ -134,7 +126,7 @@ def engine_requests(
     serving: Serving,
     constraints: Sequence[OutputRule | None],
     field: str,
-    tenant: Caller,
+    caller: Caller,
     **more: Any,
 ) -> list[Request]:
     """One request per prompt and choice, in order of their indices; takes a while for many of them.
@@ -142,6 +134,7 @@ def engine_requests(
     Args:
         constraints: one for each prompt and choice.
         field: where the prompts came from.
+        caller: whose texts and drafts may be reused, and how many of whose requests may run together.
         more: options of :func:`foretoken.options.make_request`.
 
     Raises:
@@ -151,7 +144,7 @@ def engine_requests(
     if predicted is not None:
         check_fits(predicted, serving, "prediction")
     own = beside(serving.llm.defaults.sampling, constraints[0] if constraints else None)
-    options = {**_options(body, serving, tenant.tenant, own), **more}
+    options = {**_options(body, serving, caller.tenant, own), **more}
     if getattr(body, "min_tokens", None) is None and "min_tokens" in options:  # the model's own, as generate takes it
         options["min_tokens"] = min(options["min_tokens"], options["max_new_tokens"])
     for prompt in prompts:
@@ -162,10 +155,10 @@ def engine_requests(
     for prompt in prompts:
         for choice in range(count):
             given = None if seed is None else (seed + choice) % 2**64
-            made = make_request(prompt, llm.tokenizer, **options, seed=given, constraint=constraints[len(found)])
-            made = replace(made, owner=tenant.name, owner_running=tenant.running)
-            llm.engine.check(made)
-            found.append(made)
+            asked = make_request(prompt, llm.tokenizer, **options, seed=given, constraint=constraints[len(found)])
+            request = replace(asked, owner=caller.name, owner_running=caller.running)
+            llm.engine.check(request)
+            found.append(request)
     return found
 
 
@@ -257,11 +250,6 @@ def _biases(given: Mapping[str, float] | None, serving: Serving) -> dict[int, fl
         return None
     _known([int(token) for token in given], serving, "logit_bias")
     return {int(token): float(value) for token, value in given.items()}
-
-
-def tenant_of(http: HttpRequest) -> Caller:
-    """Who asks: whose texts and drafts may be reused for a request, and how many of whose may run together."""
-    return place_of(http.scope).caller
 
 
 async def constraints_of(

@@ -96,7 +96,7 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
 async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
-    server.capture_signals = _no_signals  # ours drain first
+    server.capture_signals = contextlib.nullcontext  # ours drain first
 
     def stop() -> None:
         if asked.is_set():  # the second one is meant
@@ -156,11 +156,6 @@ async def _drained(serving: Any, timeout_s: float) -> None:
     if serving.num_open:
         await serving.stop(0.0)  # streams that take longer end with an error, not in the middle of a line
     await asyncio.sleep(0.2)  # the last answers are on their way
-
-
-@contextlib.contextmanager
-def _no_signals() -> Iterator[None]:
-    yield
 
 
 def greeting(settings: ServerSettings, is_chat: bool = False) -> str:

@@ -41,7 +41,7 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
-        self._sets = [self._made(prefix) for prefix in prefixes]
+        self._sets = [self._counters(prefix) for prefix in prefixes]
         self.has_drafter = True
         self.registry.register(_Rounds(prefixes, model, status))
         self._between = [one["between"].labels(model) for one in self._sets]
@@ -63,7 +63,7 @@ class Metrics:
                 gauge = Gauge(f"{prefix}:{name}", what, ["model_name"], registry=self.registry)
                 gauge.labels(model).set_function(lambda value=value: value(found) if (found := status()) else 0.0)  # type: ignore[misc]
 
-    def _made(self, prefix: str) -> dict[str, Any]:
+    def _counters(self, prefix: str) -> dict[str, Any]:
         """Those with no label but the model's begin at 0, for tools that look before the first request."""
 
         def counter(name: str, what: str, *labels: str) -> Counter:

@@ -144,11 +144,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._watch()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header that is complete.
-
-        Raises:
-            ValueError: they are too large together; uvicorn then sends a 400.
-        """
+        """Count a header that is complete.  Raises ``ValueError``: they are too large together; uvicorn then sends a
+        400."""
         super().on_header(name, value)
         self._taken += len(name) + len(value)
         if self._taken > MOST_HEADER_BYTES:

@@ -56,11 +56,7 @@ def load_llm(settings: ServerSettings) -> Llm:
 
 
 def keep_promise(settings: ServerSettings, llm: Llm) -> None:
-    """Refuse to serve a model that cannot keep the exactness that was asked for.
-
-    Raises:
-        ValueError: ``exact`` is ``"bitwise"``, and the model is exact up to rounding only.
-    """
+    """Refuse, by a ``ValueError``, to serve with ``exact="bitwise"`` a model that is exact up to rounding only."""
     if settings.exact == "bitwise" and llm.exactness != "bitwise":
         raise ValueError(
             f"{settings.name} cannot be served with --exact bitwise: {llm.target.exactness_why}; leave --exact out to "
@@ -250,11 +246,8 @@ class Serving:
         return self._engine
 
     def admit(self, caller: Caller) -> None:
-        """Refuse a request while this caller has no room for any; as long as there is no engine, the route says why.
-
-        Raises:
-            ApiError: 503.
-        """
+        """Refuse, by an ``ApiError`` 503, a request while this caller has no room for any; as long as there is no
+        engine, the route says why."""
         try:
             if self._engine is not None:
                 self._engine.check_room()

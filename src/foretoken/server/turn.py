@@ -22,7 +22,6 @@ from foretoken.server.inputs import (
     encoded,
     engine_requests,
     room_of,
-    tenant_of,
     usual_limit,
 )
 from foretoken.server.schemas import ChatRequest
@@ -133,7 +132,7 @@ class ChatTurn(Answer):
             self.serving,
             constraints,
             "messages",
-            tenant_of(self.http),
+            self.place.caller,
             max_new_tokens=self.most,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,

@@ -72,9 +72,9 @@ def check_same(path: Path, identity: Mapping[str, Any]) -> None:
         ValueError: other settings (names them with both values), another target or other text, or the checkpoint is
             damaged.
     """
-    mine, stored = json.loads(json.dumps(identity)), read_meta(path).get("identity", {})
-    unknown = [key for key in mine if key not in stored]
-    others = _differences(stored, {key: value for key, value in mine.items() if key in stored})
+    present, stored = json.loads(json.dumps(identity)), read_meta(path).get("identity", {})
+    unknown = [key for key in present if key not in stored]
+    others = _differences(stored, {key: value for key, value in present.items() if key in stored})
     if others == [NAMED["text"]]:
         raise ValueError(f"{path} was trained on other text; give the same to resume, or another --out")
     if others:
@@ -88,9 +88,9 @@ def check_same(path: Path, identity: Mapping[str, Any]) -> None:
         warnings.warn(f"{path} is of an earlier version and was not compared by: {told}", stacklevel=3)
 
 
-def _differences(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """What is not the same on both sides, in words."""
-    then, now = dict(_flat(stored)), dict(_flat(mine))
+    then, now = dict(_flat(stored)), dict(_flat(present))
     found = []
     for key in dict.fromkeys((*now, *then)):
         if key not in then or key not in now or then[key] != now[key]:
@@ -109,11 +109,8 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 
 def load_checkpoint(path: Path, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Restore parameters and optimizer state in place; return the stored meta data (``step`` included).
-
-    Raises:
-        ValueError: the checkpoint is damaged.
-    """
+    """Restore parameters and optimizer state in place; return the stored meta data (``step`` included).  Raises
+    ``ValueError``: the checkpoint is damaged."""
     try:
         with safe_open(path / "state.safetensors", "pt") as file:
             _restore(file, model, optimizers)

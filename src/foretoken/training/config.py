@@ -163,11 +163,8 @@ class DistillConfig(RunConfig):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The hidden states of :attr:`taps`.
-
-        Raises:
-            ValueError: they are neither ``usual`` nor numbers joined by ``+``.
-        """
+        """The hidden states of :attr:`taps`.  Raises ``ValueError``: they are neither ``usual`` nor numbers joined by
+        ``+``."""
         from foretoken.training.state_rows import layers_of
 
         return layers_of(self.taps)

@@ -35,11 +35,8 @@ PARTS = ("tokens", "learned", "starts")
 
 
 def check_text(paths: Sequence[str | Path]) -> None:
-    """Find that there is nothing to learn from before a model is loaded for it.
-
-    Raises:
-        ValueError: no text below ``paths``, or as :func:`foretoken.core.io.documents.iter_records` for the first one.
-    """
+    """Refuse, before a model is loaded for it, text that :func:`foretoken.core.io.documents.iter_records` refuses, and
+    none at all, by a ``ValueError``."""
     if next(iter_records(paths), None) is None:
         raise ValueError(no_text(paths))
 
@@ -284,11 +281,8 @@ def read_chat(folder: Path, split: str, dtype: str) -> tuple[NDArray[Any], NDArr
 def corpus_blocks(
     folder: Path, corpus: dict[str, Any], tokenizer: Any, block: int, batch: int, seed: int
 ) -> BlockSampler | ChatBlocks:
-    """Training blocks of a corpus: packed conversations where it has any, else pieces of the text.
-
-    Raises:
-        ValueError: it is too short.
-    """
+    """Training blocks of a corpus: packed conversations where it has any, else pieces of the text.  Raises
+    ``ValueError``: it is too short."""
     if corpus.get("chat"):
         return ChatBlocks(*read_chat(folder, "train", corpus["dtype"]), block, batch, seed, tokenizer.eos_token_id)
     return BlockSampler(folder / "train.bin", corpus["dtype"], block, batch, seed)

@@ -120,11 +120,8 @@ class Distiller:
         _cast_parameters(self.student, torch.float32)
 
     def is_done(self) -> bool:
-        """Whether ``out`` holds the model that this run would give.
-
-        Raises:
-            ValueError: it holds one of other settings, models or text.
-        """
+        """Whether ``out`` holds the model that this run would give.  Raises ``ValueError``: it holds one of other
+        settings, models or text."""
         found = latest_checkpoint(self.out / "checkpoints")
         if found is None or not (self.out / "training.json").exists():
             return False

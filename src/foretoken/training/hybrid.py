@@ -77,11 +77,11 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
         ValueError: no Llama, or one of other widths.
     """
     llama = from_pretrained(str(source), torch.float32, None).eval()
-    mine, other = model.config, llama.config
+    hybrid, other = model.config, llama.config
     for key in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"):
-        if other.model_type != "llama" or getattr(mine, key) != getattr(other, key):
-            raise ValueError(f"{source} is no Llama with {key}={getattr(mine, key)}: a hybrid cannot start from it")
-    if mine.num_hidden_layers != 2 * other.num_hidden_layers:
+        if other.model_type != "llama" or getattr(hybrid, key) != getattr(other, key):
+            raise ValueError(f"{source} is no Llama with {key}={getattr(hybrid, key)}: a hybrid cannot start from it")
+    if hybrid.num_hidden_layers != 2 * other.num_hidden_layers:
         raise ValueError(f"a hybrid that starts from {source} must have {2 * other.num_hidden_layers} layers")
     model.model.embed_tokens.weight.copy_(llama.model.embed_tokens.weight)
     _norm(model.model.norm, llama.model.norm)

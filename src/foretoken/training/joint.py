@@ -55,11 +55,8 @@ def _stored(network: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def start_update(network: Any, rank: int, seed: int) -> None:
-    """Freeze a target but for a new low-rank update of its decoder.
-
-    Raises:
-        ValueError: the target is stored as an update itself, or has no layers that can be updated.
-    """
+    """Freeze a target but for a new low-rank update of its decoder.  Raises ``ValueError``: the target is stored as an
+    update itself, or has no layers that can be updated."""
     source = network.config._name_or_path
     if is_adapter(Path(source)):
         raise ValueError(f"{source} is a low-rank update, which cannot be updated again: use rank=0")

@@ -261,19 +261,19 @@ def _load_weights(model: Any, source: Path) -> None:
     file = source / "model.safetensors"
     if not file.exists():
         raise ValueError(f"{source} holds no model.safetensors to start from")
-    stored, mine = load_file(file), model.state_dict()
+    stored, own = load_file(file), model.state_dict()
     if model.config.tie_word_embeddings:
-        mine.pop("lm_head.weight", None)
+        own.pop("lm_head.weight", None)
         stored.pop("lm_head.weight", None)
     other = [
-        n for n in mine.keys() | stored.keys() if n not in mine or n not in stored or mine[n].shape != stored[n].shape
+        n for n in own.keys() | stored.keys() if n not in own or n not in stored or own[n].shape != stored[n].shape
     ]
     if other:
         raise ValueError(
             f"{source} is another architecture ({len(other)} tensors differ, {min(other)} among them): "
             "give its --hidden, --layers, --heads, --kv-heads and --ffn"
         )
-    for name, tensor in mine.items():
+    for name, tensor in own.items():
         tensor.copy_(stored[name])
 
 

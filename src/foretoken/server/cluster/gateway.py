@@ -57,11 +57,7 @@ class Replicas(Protocol):
 
     def answer(self, scope: dict[str, Any], body: bytes, session: str, caller: Caller) -> AsyncIterator[list[Message]]:
         """An answer's messages, from the replica that suits the session; it keeps what it learns from the caller's
-        texts for that caller.
-
-        Raises:
-            ReplicaLost: the replica died on the way.
-        """
+        texts for that caller.  Raises ``ReplicaLost``: the replica died on the way."""
 
     async def metrics(self) -> Mapping[str, str]:
         """Counters of each replica, by its name."""

@@ -98,7 +98,7 @@ def order(session: str, loads: Mapping[str, int]) -> list[str]:
         names = list(loads)
         random.shuffle(names)  # among equals none is preferred
         return sorted(names, key=lambda name: loads[name])
-    mine = ranked(session, list(loads))
+    ranking = ranked(session, list(loads))
     most = math.ceil(MORE * (sum(loads.values()) + 1) / max(1, len(loads)))
-    free = [name for name in mine if loads[name] < most]
-    return [*free, *sorted((name for name in mine if loads[name] >= most), key=lambda name: loads[name])]
+    free = [name for name in ranking if loads[name] < most]
+    return [*free, *sorted((name for name in ranking if loads[name] >= most), key=lambda name: loads[name])]

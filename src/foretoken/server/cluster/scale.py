@@ -114,8 +114,8 @@ class RayReplicas:
         quiet = {"log_level": "ERROR", "enable_access_log": False}
         try:
             serve.start(proxy_location="Disabled", logging_config=quiet)
-            made = deployment(self.settings, self.num_wanted, self._threads())
-            handle = serve.run(made, name=self._name, route_prefix=None, logging_config=quiet)
+            application = deployment(self.settings, self.num_wanted, self._threads())
+            handle = serve.run(application, name=self._name, route_prefix=None, logging_config=quiet)
         except RuntimeError as error:
             raise ValueError(f"the replicas cannot be started: {_reason(self._name, error)}") from None
         return handle.options(method_name="answer", stream=True)

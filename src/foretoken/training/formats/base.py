@@ -62,11 +62,8 @@ class Target:
         return list(getattr(self.parts.network.config, "architectures", None) or [type(self.parts.network).__name__])
 
     def head(self, rows: Tensor | None = None) -> Tensor:
-        """Its vocabulary projection [V, D], or some rows of it, as it is stored in a drafter.
-
-        Raises:
-            ValueError: it has a bias, which no layout can hold.
-        """
+        """Its vocabulary projection [V, D], or some rows of it, as it is stored in a drafter.  Raises ``ValueError``:
+        it has a bias, which no layout can hold."""
         if self.parts.head.bias is not None:
             raise ValueError("the target's vocabulary projection has a bias, which this format cannot hold")
         weight = self.parts.head.weight.detach()[: self.parts.vocab_size].to(DTYPE).cpu()
@@ -78,18 +75,14 @@ class Target:
 
     def is_embedding(self, weight: Tensor) -> bool:
         """Whether an embedding [V, D] is this target's own, in whatever precision; padding rows do not count."""
-        mine = self.parts.embed.weight.detach().cpu()
-        count = min(len(mine), len(weight))
-        return mine.shape[1:] == weight.shape[1:] and bool(
-            torch.allclose(weight[:count].float(), mine[:count].float(), rtol=2**-7, atol=1e-7)
+        own = self.parts.embed.weight.detach().cpu()
+        count = min(len(own), len(weight))
+        return own.shape[1:] == weight.shape[1:] and bool(
+            torch.allclose(weight[:count].float(), own[:count].float(), rtol=2**-7, atol=1e-7)
         )
 
     def check_embedding(self, embedding: Tensor | None) -> None:
-        """An embedding in a checkpoint must be this target's own, which is what we use.
-
-        Raises:
-            ValueError: it is another.
-        """
+        """Refuse, by a ``ValueError``, an embedding that is not this target's own, which is what we use."""
         if embedding is not None and not self.is_embedding(embedding):
             raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
 
@@ -157,11 +150,8 @@ class Format(ABC):
 
     @abstractmethod
     def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        """Import into an empty folder; returns a spec with ``{}`` in place of the folder's path.
-
-        Raises:
-            ValueError: it does not fit the target, is damaged, or needs what our network cannot do.
-        """
+        """Import into an empty folder; returns a spec with ``{}`` in place of the folder's path.  Raises
+        ``ValueError``: it does not fit the target, is damaged, or needs what our network cannot do."""
 
 
 class NetFormat(Format):
@@ -185,9 +175,9 @@ class NetFormat(Format):
         found = read_description(source, self.method, fingerprint)
         net = self.network(found["config"])
         load_weights(source, net)
-        made = self.write(Trained(found["config"], stored(net)), target)
-        write_tensors(folder / self.weights, made.tensors)
-        write_json(folder / "config.json", made.config)
+        checkpoint = self.write(Trained(found["config"], stored(net)), target)
+        write_tensors(folder / self.weights, checkpoint.tensors)
+        write_json(folder / "config.json", checkpoint.config)
         note = {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)}
         write_json(folder / NOTE, {**note, "measured": found["measured"]})
 
@@ -208,8 +198,8 @@ class NetFormat(Format):
 
     def network(self, config: Mapping[str, Any]) -> nn.Module:
         """An untrained network of this shape."""
-        made: nn.Module = self.net_class(self.net_config(**config))
-        return made
+        net: nn.Module = self.net_class(self.net_config(**config))
+        return net
 
     def shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Shapes of the network's tensors by our names."""
@@ -270,14 +260,12 @@ def renamed(
 
 
 def check_sizes(config: Mapping[str, Any], target: Target) -> None:
-    """Hidden size and vocabulary must be the target's; a padded vocabulary may differ a little.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Refuse, by a ``ValueError``, a hidden size or a vocabulary that is not the target's; a padded vocabulary may
+    differ a little."""
     size = whole(config, "hidden_size", default=target.parts.hidden_size)
     if size != target.parts.hidden_size:
         raise ValueError(f"the checkpoint is for a hidden size of {size}, the target's is {target.parts.hidden_size}")
-    vocab, mine = whole(config, "vocab_size", default=target.parts.vocab_size), target.parts.vocab_size
-    if abs(vocab - mine) > min(512, max(vocab, mine) // 100):
-        raise ValueError(f"the checkpoint is for a vocabulary of {vocab}, the target's has {mine}")
+    own = target.parts.vocab_size
+    vocab = whole(config, "vocab_size", default=own)
+    if abs(vocab - own) > min(512, max(vocab, own) // 100):
+        raise ValueError(f"the checkpoint is for a vocabulary of {vocab}, the target's has {own}")

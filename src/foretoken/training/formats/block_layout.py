@@ -203,16 +203,12 @@ def default_taps(count: int, fused: int) -> list[int]:
 
 
 def check_scales(config: Mapping[str, Any], target: Target) -> None:
-    """Logits go through the target's own scale and cap; a checkpoint with others is refused.
-
-    Raises:
-        ValueError: it has.
-    """
+    """Refuse, by a ``ValueError``, logits with another scale or cap than the target's own, which they go through."""
     own = target.parts.config
     cap = config.get("final_logit_softcapping")
     if cap is not None and cap != getattr(own, "final_logit_softcapping", None):
         raise ValueError(f"the checkpoint caps its logits at {cap}, and the target does not")
     scale = number(config, "output_multiplier", default=1.0)
-    mine = float(getattr(own, "logit_scale", None) or 1.0) / float(getattr(own, "logits_scaling", None) or 1.0)
-    if scale not in (1.0, mine):
-        raise ValueError(f"the checkpoint scales its logits by {scale}, and the target by {mine}")
+    known = float(getattr(own, "logit_scale", None) or 1.0) / float(getattr(own, "logits_scaling", None) or 1.0)
+    if scale not in (1.0, known):
+        raise ValueError(f"the checkpoint scales its logits by {scale}, and the target by {known}")

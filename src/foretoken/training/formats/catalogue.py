@@ -34,8 +34,8 @@ class Layout:
     def load(self) -> Format:
         """Import and make it."""
         module, _, name = self.home.partition(":")
-        made: Format = getattr(importlib.import_module(f"foretoken.training.formats.{module}"), name)()
-        return made
+        layout: Format = getattr(importlib.import_module(f"foretoken.training.formats.{module}"), name)()
+        return layout
 
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -89,11 +89,7 @@ def names() -> list[str]:
 
 
 def layouts_of(method: str) -> list[Layout]:
-    """The layouts of a method.
-
-    Raises:
-        ValueError: it has none; the message lists the methods that have one.
-    """
+    """The layouts of a method.  Raises ``ValueError``: it has none; the message lists the methods that have one."""
     found = [layout for layout in LAYOUTS if layout.method == method]
     if not found:
         raise unknown(f"no other project reads a drafter {method!r}", method, methods())

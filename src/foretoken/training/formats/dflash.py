@@ -148,11 +148,7 @@ def layers_of(shape: BlockConfig, target: Target) -> dict[str, Any]:
 
 
 def _causality(shape: BlockConfig) -> dict[str, Any]:
-    """Keys that say which layers are causal.
-
-    Raises:
-        ValueError: some are, and not just those with a window.
-    """
+    """Keys that say which layers are causal.  Raises ``ValueError``: some are, and not just those with a window."""
     if len(set(shape.causals)) == 1:
         return {"causal": shape.causals[0]}
     if list(shape.causals) != [bool(reach) for reach in shape.reaches]:

@@ -50,11 +50,7 @@ class EaglePlain(NetFormat):
 
 
 def check_borrowed(tensors: dict[str, Tensor], target: Target) -> None:
-    """An embedding or a head in the checkpoint must be the target's, which is what we use.
-
-    Raises:
-        ValueError: it is another.
-    """
+    """Refuse, by a ``ValueError``, an embedding or a head that is not the target's, which is what we use."""
     head = tensors.get("lm_head.weight")
     target.check_embedding(tensors.get("embed_tokens.weight"))
     if head is not None and not target.is_head(head[: target.parts.vocab_size]):

@@ -30,11 +30,8 @@ def ready_line(engine: str, method: str, out: Path, written: Path) -> str:
 
 
 def drafted(config: Mapping[str, Any], default: int) -> int:
-    """Tokens of a draft as a checkpoint is to be served: by speculators' key, by ours, or ``default``.
-
-    Raises:
-        ValueError: no whole number above 0.
-    """
+    """Tokens of a draft as a checkpoint is to be served: by speculators' key, by ours, or ``default``.  Raises
+    ``ValueError``: no whole number above 0."""
     told = config.get("speculators_config")
     methods = told.get("proposal_methods") if isinstance(told, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None

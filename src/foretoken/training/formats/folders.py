@@ -66,11 +66,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """As Transformers expects it; shared memory is written out.
-
-    Raises:
-        SafetensorError: it cannot be written.
-    """
+    """As Transformers expects it; shared memory is written out.  Raises ``SafetensorError``: it cannot be written."""
     save_file(
         {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, file, {"format": "pt"}
     )
@@ -144,11 +140,7 @@ class Found:
         return found
 
     def check_whole(self) -> None:
-        """Whether there is a configuration with weights.
-
-        Raises:
-            ValueError: one of the two is missing, or the weights are pickled or damaged.
-        """
+        """Refuse, by a ``ValueError``, a folder without configuration or weights, or with pickled or damaged ones."""
         if not (self.path / "config.json").exists():
             raise ValueError(f"{self.path} has no config.json: copy it from where the weights are from")
         if not self.names:

@@ -54,11 +54,8 @@ def layer_keys(config: LayerConfig, target: Target) -> dict[str, Any]:
 
 
 def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of :class:`LayerConfig` from their ``config.json``.
-
-    Raises:
-        ValueError: a key is missing, or asks for what our layer does not do.
-    """
+    """Arguments of :class:`LayerConfig` from their ``config.json``.  Raises ``ValueError``: a key is missing, or asks
+    for what our layer does not do."""
     _refuse(config)
     return layer_shape(config)
 
@@ -107,11 +104,7 @@ def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def refuse_others(config: Mapping[str, Any], followed: Mapping[str, Any]) -> None:
-    """Refuse values of keys that are other than the one that our layer follows.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse, by a ``ValueError``, values of keys other than the one that our layer follows."""
     for key, value in followed.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")

@@ -30,11 +30,8 @@ def number(config: Mapping[str, Any], *keys: str, default: float | None = None) 
 
 
 def whole(config: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-    """The same for a size; ``default`` need not be within the bounds.
-
-    Raises:
-        ValueError: none of them, or no whole number from ``least`` to ``most``.
-    """
+    """The same for a size; ``default`` need not be within the bounds.  Raises ``ValueError``: none of them, or no
+    whole number from ``least`` to ``most``."""
     value = number(config, *keys, default=default)
     key = next((key for key in keys if config.get(key) is not None), None)
     if key is not None and not (value == int(value) and least <= value <= most):

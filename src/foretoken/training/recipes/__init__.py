@@ -29,11 +29,7 @@ RECIPES = {
 
 
 def find_recipe(method: str) -> type[Recipe]:
-    """The recipe of a method.
-
-    Raises:
-        ValueError: unknown method; the message lists the valid ones.
-    """
+    """The recipe of a method.  Raises ``ValueError``: unknown method; the message lists the valid ones."""
     if method not in RECIPES:
         raise unknown(f"nothing is trained for {method!r}", method, list(RECIPES))
     module, _, name = RECIPES[method].partition(":")

@@ -105,11 +105,8 @@ class Recipe(ABC):
 
     @property
     def model(self) -> HuggingFaceModel:
-        """The target, for recipes that run its layers.
-
-        Raises:
-            CapabilityError: it is no network of layers, or lacks what the recipe needs.
-        """
+        """The target, for recipes that run its layers.  Raises ``CapabilityError``: it is no network of layers, or
+        lacks what the recipe needs."""
         capability, words = self.needs
         target = self.target
         if not isinstance(target, HuggingFaceModel) or (capability and not getattr(target.capabilities, capability)):
@@ -226,14 +223,8 @@ class TargetRecipe(Recipe):
 
     target_lr = 1.0
     lr = 1e-3
-
-    @property
-    def trains_target(self) -> bool:
-        return True
-
-    @property
-    def taps(self) -> Sequence[str]:
-        return ()
+    trains_target = True
+    taps: Sequence[str] = ()
 
     def build(self) -> nn.Module:
         return nn.Module()
@@ -255,21 +246,14 @@ def _check_number(key: str, value: Any, default: Any) -> None:
 
 
 def check_rank(rank: int, trains_target: bool) -> None:
-    """A setting ``rank`` of a recipe.
-
-    Raises:
-        ValueError: it is negative, or there is no training of the target that it could be about.
-    """
+    """Refuse, by a ``ValueError``, a setting ``rank`` that is negative, or where no target is trained that it is
+    about."""
     if rank < 0 or (rank and not trains_target):
         raise ValueError(f"rank must be 0, or above 0 in a mode that trains the target, not {rank}")
 
 
 def check_labels(labels: str, decay: float = 1.0) -> None:
-    """Settings ``labels`` and ``decay`` of a recipe.
-
-    Raises:
-        ValueError: labels that do not exist, or weights that are not positive.
-    """
+    """Refuse, by a ``ValueError``, ``labels`` that do not exist, and a ``decay`` that is not positive."""
     if labels not in ("target", "text"):
         raise ValueError(f"labels must be target or text, not {labels!r}")
     if not decay > 0:
@@ -277,11 +261,7 @@ def check_labels(labels: str, decay: float = 1.0) -> None:
 
 
 def check_depths(setting: str, depths: str, layers: int) -> None:
-    """A setting that names depths of a target with so many layers, joined by commas.
-
-    Raises:
-        ValueError: one that it does not have.
-    """
+    """Refuse, by a ``ValueError``, depths (joined by commas) that a target with so many layers does not have."""
     deepest = max(map(int, depths.split(",")))
     if deepest > layers:
         raise ValueError(f"{setting}={depths} reach to {deepest}, and the target has {layers}")
@@ -318,10 +298,10 @@ def some_places(
         raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
     places = torch.arange(0) if batch.learned is None else batch.learned[:, ahead : ahead + n].cpu().flatten().nonzero()
     if len(places):
-        picked = places[torch.randint(len(places), (count,), generator=generator), 0]
+        chosen = places[torch.randint(len(places), (count,), generator=generator), 0]
     else:
-        picked = torch.randint(b * n, (count,), generator=generator)
-    return (picked // n).to(batch.tokens.device), (picked % n).to(batch.tokens.device)
+        chosen = torch.randint(b * n, (count,), generator=generator)
+    return (chosen // n).to(batch.tokens.device), (chosen % n).to(batch.tokens.device)
 
 
 def text_loss(batch: Batch, places: int, generator: torch.Generator) -> Tensor:

@@ -65,6 +65,7 @@ class BlockRecipe(Recipe):
     fixed = ("hidden_size", "vocab_size", "eps", "rope_theta", "draft_vocab", "own_head", "input_scale")
     drafter_class: ClassVar[type[BlockDrafter]]
     lr = 3e-3
+    reduces = True  # the projection to a large vocabulary costs more than all else
     config: Any
     net: BlockNet
 
@@ -75,11 +76,6 @@ class BlockRecipe(Recipe):
     @property
     def ahead(self) -> int:
         return int(self.config.drafts)
-
-    @property
-    def reduces(self) -> bool:
-        """The projection to a large vocabulary costs more than all else."""
-        return True
 
     def from_target(self) -> dict[str, Any]:
         shape = asdict(LayerConfig.of_target(self.parts.config))

@@ -45,12 +45,8 @@ class EagleRecipe(FeatureRecipe):
     net_config = EagleConfig
     net_class = EagleNet
     drafter_class = EagleDrafter
+    reduces = True  # it uses the target's projection
     config: EagleSettings
-
-    @property
-    def reduces(self) -> bool:
-        """It uses the target's projection."""
-        return True
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted sum of the two distances, mean over steps."""

@@ -59,6 +59,7 @@ class JumpRecipe(Recipe):
     fixed = ("hidden_size",)
     needs = ("layer_windows", "a target whose layers can be run one by one")
     lr = 1e-2
+    reduces = True  # the logits of a large vocabulary's rare tokens would cost most of a step
     net: JumpNet
     config: JumpSettings
 
@@ -69,11 +70,6 @@ class JumpRecipe(Recipe):
     @property
     def ahead(self) -> int:
         return self.config.steps
-
-    @property
-    def reduces(self) -> bool:
-        """A large vocabulary's rare tokens are not learned: their logits would cost most of a step."""
-        return True
 
     def configure(self, settings: Mapping[str, str]) -> Any:
         """The layers and the predictor's shape; ``state`` follows ``stop`` and ``stop`` follows ``start``.

@@ -59,11 +59,11 @@ class MtpRecipe(FeatureRecipe):
 
     def build(self) -> nn.Module:
         """A new module, of the target's own class where that is asked for: it then starts from the target's layer."""
-        made = module_for(MtpConfig(**self.stored_config()), self.parts.network)
-        for module in made.steps if isinstance(made, StackedModules) else (made,):
+        net = module_for(MtpConfig(**self.stored_config()), self.parts.network)
+        for module in net.steps if isinstance(net, StackedModules) else (net,):
             if isinstance(module, NativeModule):
                 module.start_from(self.parts.network)
-        return made
+        return net
 
     @property
     def modules(self) -> Sequence[nn.Module]:
