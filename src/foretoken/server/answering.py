@@ -169,7 +169,7 @@ class Answer(ABC):
     async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
         """The whole answers, counted and logged.  Raises ``ApiError`` where it failed."""
         try:
-            found = await while_connected(self.http, outputs_of(self.serving.engine, tickets, self.saw))
+            found = await while_connected(self.http.receive, outputs_of(self.serving.engine, tickets, self.saw))
         except ClientGone:
             self.log(499)
             raise ApiError(408, "the client went away", counted=True) from None

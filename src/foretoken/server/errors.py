@@ -141,18 +141,13 @@ class ApiError(Exception):
         kind = ANTHROPIC_KINDS.get(self.status) or KINDS.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message[:LONGEST]}}
 
-    def response_to(self, path: str) -> JSONResponse:
-        """The answer to a request of this path, in the shape of its API."""
-        body = self.anthropic_body if is_anthropic(path) else self.body
-        return JSONResponse(body, self.status, headers=self.headers)
-
 
 def answered(error: ApiError, path: str, failed: Failed) -> JSONResponse:
-    """The answer to a request of this path; ``failed`` is told of it, if it is the API's and was not counted."""
+    """The answer to a request, in the shape of its API; ``failed`` is told of one of the API that was not counted."""
     if not error.counted and any(part in path for part in API):
         failed(error.reason)
         error.counted = True
-    return error.response_to(path)
+    return JSONResponse(error.anthropic_body if is_anthropic(path) else error.body, error.status, headers=error.headers)
 
 
 def is_anthropic(path: str) -> bool:

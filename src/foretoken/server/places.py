@@ -91,8 +91,7 @@ class Places:
 
     def _spend(self, caller: Caller, tokens: int) -> None:
         if caller.tokens_per_minute:
-            owed = self._owed(caller)
-            self._spent[caller.name] = (owed + tokens, self._clock())
+            self._spent[caller.name] = (self._owed(caller) + tokens, self._clock())
 
     def _free(self, caller: Caller, count: int) -> None:
         self.open -= count

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import suppress
 from typing import TypeVar
 
-from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from foretoken.engine.background import AsyncLlm, Ticket
@@ -117,21 +116,20 @@ class ClientGone(Exception):
     """Nobody listens any more."""
 
 
-async def while_connected(http: HttpRequest, work: Awaitable[T]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """The result of some work, which ends when the client goes away.  Raises ``ClientGone`` where it did."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(http.receive))
+    gone = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
             raise ClientGone
         return task.result()
     finally:
-        gone.cancel()
-        task.cancel()
+        for one in (task, gone):
+            one.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await one
 
 
 async def disconnected(receive: Receive) -> None:

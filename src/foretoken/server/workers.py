@@ -37,11 +37,7 @@ class FairQueue:
         self._changed = threading.Condition()
 
     def submit(self, work: Callable[[], T], cost: int = 1) -> Future[T]:
-        """Queue some work.
-
-        Args:
-            cost: how much it is, in characters.
-        """
+        """Queue some work of a cost in characters."""
         future: Future[T] = Future()
         with self._changed:
             entry = (self._done + cost, next(self._numbers), cost, future, work)

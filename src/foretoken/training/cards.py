@@ -101,6 +101,7 @@ def write_card(
         info: what the run cannot know.
     """
     info = info or CardInfo()
+    licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."
     sections = [
         front_matter(info.licence),
         f"# {out.resolve().name}\n\n{LIMITS[0]}\n",
@@ -108,7 +109,7 @@ def write_card(
         _lm_data(report, data, info),
         _lm_training(report, told),
         _lm_quality(report),
-        _lm_limits(info),
+        "\n".join(["## Licence and limits", "", licence, "", *(f"- {line}" for line in LIMITS), ""]),
     ]
     return write_text(out / "README.md", "\n".join(sections))
 
@@ -162,11 +163,6 @@ def _lm_quality(report: Mapping[str, Any]) -> str:
         "held-out loss per byte": f"{report['held_bits_per_byte']:.4f} bits",
     }
     return f"## Quality\n\n{table(rows)}"
-
-
-def _lm_limits(info: CardInfo) -> str:
-    licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."
-    return "\n".join(["## Licence and limits", "", licence, "", *(f"- {line}" for line in LIMITS), ""])
 
 
 # -- a drafter ---------------------------------------------------------------------------------------------------------

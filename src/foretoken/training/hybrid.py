@@ -43,13 +43,8 @@ def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
     head_dim = config.hidden // config.heads
     return Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.ffn,
-            num_hidden_layers=config.layers,
+            **common_shape(config, eos_token_id),
             layer_types=["linear_attention", "full_attention"] * (config.layers // 2),
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
             head_dim=head_dim,
             linear_num_key_heads=config.heads,
             linear_num_value_heads=config.heads,
@@ -58,12 +53,22 @@ def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
             linear_value_head_dim=head_dim,
             max_position_embeddings=max(config.context, 1024),
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-            tie_word_embeddings=True,
-            bos_token_id=eos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=eos_token_id,
         )
     )
+
+
+def common_shape(config: LmConfig, eos_token_id: int) -> dict[str, Any]:
+    """What the configurations of a hybrid and of a Llama have in common."""
+    return {
+        "vocab_size": config.vocab,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "tie_word_embeddings": True,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_token_id),
+    }
 
 
 @torch.no_grad()

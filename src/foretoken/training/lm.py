@@ -38,36 +38,21 @@ from foretoken.training.corpus import (
     train_tokenizer,
 )
 from foretoken.training.curves import LossCurve
-from foretoken.training.hybrid import build_hybrid, is_llama, start_from_llama
+from foretoken.training.hybrid import build_hybrid, common_shape, is_llama, start_from_llama
 from foretoken.training.loop import Loop, Progress, Saving
 from foretoken.training.optimizers import autocast, build_optimizers, vocabulary_of
 
 
 def build_model(config: LmConfig, eos_token_id: int) -> Any:
     """A freshly initialised ``LlamaForCausalLM`` (float32, tied embeddings), or a hybrid."""
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        return build_hybrid(config, eos_token_id) if config.hybrid else _build_llama(config, eos_token_id)
-
-
-def _build_llama(config: LmConfig, eos_token_id: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.ffn,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            max_position_embeddings=config.context,
-            tie_word_embeddings=True,
-            bos_token_id=eos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=eos_token_id,
-        )
-    )
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        if config.hybrid:
+            return build_hybrid(config, eos_token_id)
+        shape = common_shape(config, eos_token_id)
+        return LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=config.context))
 
 
 def next_token_loss(model: Any, blocks: Tensor) -> Tensor:

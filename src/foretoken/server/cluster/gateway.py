@@ -24,7 +24,7 @@ from foretoken.server.errors import ApiError, answered, api_error, is_anthropic,
 from foretoken.server.keys import Caller
 from foretoken.server.limits import WRITERS, Gate, across_origins
 from foretoken.server.places import Place, Places, place_of
-from foretoken.server.running import disconnected
+from foretoken.server.running import ClientGone, while_connected
 from foretoken.server.sse import event
 
 PAUSE_S = 0.2
@@ -211,17 +211,8 @@ class Gateway:
         kept = [(name, value) for name, value in scope["headers"] if name not in SECRET]
         given["headers"] = [*kept, (b"x-request-id", request_id.encode())]
         session = session_of(Headers(scope=scope), asked, place.caller.tenant)
-        answering = asyncio.create_task(self._answer(given, body, session, place, send))
-        leaving = asyncio.create_task(disconnected(receive))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-        finally:
-            for task in (answering, leaving):
-                task.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await task
+        with suppress(ClientGone):
+            await while_connected(receive, self._answer(given, body, session, place, send))
 
     async def _answer(self, scope: dict[str, Any], body: bytes, session: str, place: Place, send: Send) -> None:
         """Send what a replica answers; another one's answer where it is lost before anything was sent.

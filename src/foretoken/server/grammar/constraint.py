@@ -23,10 +23,7 @@ class GrammarConstraint:
     Args:
         matcher: a compiled grammar, at its beginning.
         vocab_size: width of the logits.
-        ends: ids that end a text.
-
-    Attributes:
-        ends: the same.
+        ends: ids that end a text; an attribute, too.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
