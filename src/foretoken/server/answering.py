@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import Request as HttpRequest
@@ -27,7 +28,6 @@ from foretoken.server.schemas import CompletionBody
 from foretoken.server.serving import Serving
 from foretoken.server.sse import OPENAI, Dialect, EventStream
 
-T = TypeVar("T")
 PREFIXES = {"text_completion": "cmpl-", "chat.completion": "chatcmpl-", "message": "msg_", "response": "resp_"}
 """Of ids, by the kind of answer."""
 LISTS = ("token_ids", "accepted", "origins", "logprobs", "rounds")
@@ -108,7 +108,8 @@ class Answer(ABC):
         Raises:
             QueueFull, Draining, EngineDead: it is not taken.
         """
-        tickets = self._taken(lambda: submit_all(self.serving.engine, requests))
+        with self._refusals():
+            tickets = submit_all(self.serving.engine, requests)
         prompts = requests[:: self.body.n or 1]
         self.prompt_tokens = sum(len(one.prompt) for one in prompts)
         self.place.spend(self.prompt_tokens)
@@ -122,17 +123,15 @@ class Answer(ABC):
             ApiError: 400, more than there can ever be, or a priority that this key may not ask for; 429, its quota is
                 used up.
         """
-        self._taken(lambda: self._take(count))
-
-    def _take(self, count: int) -> None:
-        if (getattr(self.body, "priority", None) or 0) < 0 and not self.place.caller.priority:
-            raise bad(
-                "a priority below 0 comes before other requests, which this key may not: leave it out",
-                "priority",
-                "priority_not_allowed",
-            )
-        self.serving.engine.check_room()
-        self.place.take(count)
+        with self._refusals():
+            if (getattr(self.body, "priority", None) or 0) < 0 and not self.place.caller.priority:
+                raise bad(
+                    "a priority below 0 comes before other requests, which this key may not: leave it out",
+                    "priority",
+                    "priority_not_allowed",
+                )
+            self.serving.engine.check_room()
+            self.place.take(count)
 
     @property
     def size(self) -> int:
@@ -144,10 +143,11 @@ class Answer(ABC):
         """What it holds in the server."""
         return place_of(self.http.scope)
 
-    def _taken(self, ask: Callable[[], T]) -> T:
-        """What the engine says; refusals are counted and logged."""
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """What is refused inside the block is counted and logged."""
         try:
-            return ask()
+            yield
         except (QueueFull, Draining, EngineDead, ApiError) as error:
             failure = self.serving.rejected(error)
             self.log(failure.status)

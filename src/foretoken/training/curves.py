@@ -76,9 +76,9 @@ class Curve(ABC):
         values = [self.measured[step][place] for step in steps]
         axes.plot(steps, values, color=colour, marker="o", markersize=3, label=label)
 
-    @abstractmethod
     def values(self, measured: Mapping[str, Any]) -> list[float]:
-        """The numbers of a measurement, in the order of the header."""
+        """The numbers of a measurement, in the order of the header and by its names."""
+        return [float(measured[name]) for name in self.header.split(",")[2:]]
 
     @abstractmethod
     def draw(self, figure: Any) -> None:
@@ -89,9 +89,6 @@ class DrafterCurve(Curve):
     """A drafter's training: loss, and mean acceptance length where it was measured."""
 
     header, size = "step,loss,mean_acceptance_length", (9.0, 4.0)
-
-    def values(self, measured: Mapping[str, Any]) -> list[float]:
-        return [float(measured["mean_acceptance_length"])]
 
     def draw(self, figure: Any) -> None:
         left, right = figure.subplots(1, 2)
@@ -104,9 +101,6 @@ class LossCurve(Curve):
     """A language model's training: loss, and held-out loss where it was measured, both in nats per token."""
 
     header, decimals, size = "step,train_loss,held_loss", 5, (7.0, 4.0)
-
-    def values(self, measured: Mapping[str, Any]) -> list[float]:
-        return [float(measured["held_loss"])]
 
     def draw(self, figure: Any) -> None:
         axes = figure.subplots()

@@ -261,20 +261,15 @@ def held_blocks(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context
         tokenizer: for the token that fills up conversations.
         context: n.
     """
-    if corpus.get("chat"):
-        return _chat_rows(folder, corpus, tokenizer, context)
+    if corpus.get("chat"):  # each row begins with a conversation
+        parts = read_chat(folder, "held", corpus["dtype"])
+        if not parts[1].any():
+            return []
+        blocks = ChatBlocks(*parts, context, 1, 0, tokenizer.eos_token_id)
+        pairs = zip(blocks.rows[:BLOCKS], blocks.learned[:BLOCKS], strict=True)
+        return [(torch.from_numpy(row)[None], torch.from_numpy(learned)[None]) for row, learned in pairs]
     tokens = read_tokens(part_file(folder, "held", "tokens"), corpus["dtype"])
     length = min(context, max(len(tokens) - 1, 0))
     if length < 2:
         return []
     return [(torch.from_numpy(block)[None], None) for block in spread_blocks(tokens, BLOCKS, length + 1)]
-
-
-def _chat_rows(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context: int) -> list[Held]:
-    """Each row begins with a conversation."""
-    parts = read_chat(folder, "held", corpus["dtype"])
-    if not parts[1].any():
-        return []
-    blocks = ChatBlocks(*parts, context, 1, 0, tokenizer.eos_token_id)
-    rows = range(min(BLOCKS, blocks.num_blocks))
-    return [(torch.from_numpy(blocks.rows[i])[None], torch.from_numpy(blocks.learned[i])[None]) for i in rows]
