@@ -18,7 +18,7 @@ from running_server import Running, make_llm, served
 from foretoken.core import RoundTimes
 from foretoken.llm import Llm
 from foretoken.server.config import ServerSettings
-from foretoken.server.metrics import PHASES
+from foretoken.server.metrics import PHASES, Metrics
 
 PROMPTS = [
     "def fib(n):\n    return ",
@@ -344,3 +344,17 @@ def test_a_draft_is_counted_by_who_made_it() -> None:
         assert {one["drafter"] for one in traced["choices"][0]["speculative"]["rounds"]} == {"grammar"}
         told = running.post("/v1/completions", prompt="x", speculative={"method": "known"})
         assert told.status_code == 400 and "auto, ngram, none" in told.json()["error"]["message"]
+
+
+def test_what_has_no_label_but_the_models_begins_at_0() -> None:
+    """Tools look before the first request."""
+    families = list(Metrics(["foretoken"], "m", lambda: None).registry.collect())
+    empty = {one.name.removeprefix("foretoken:") for one in families if not one.samples}
+    assert empty == {
+        "request_success",
+        "request_failure",
+        "admission_rejections",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "spec_disabled",
+        "spec_drafter_share",
+    }

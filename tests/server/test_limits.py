@@ -178,6 +178,7 @@ def test_depth_is_counted_outside_of_texts() -> None:
 
 def test_a_body_that_is_too_large(server: Running) -> None:
     error_of(server.client.post("/v1/completions", content=b"x" * (2 * 2**20 + 1)), 413)
+    error_of(server.client.request("GET", "/v1/models", content=b"x" * (2 * 2**20 + 1)), 413)  # whatever the method
 
     def endless() -> Iterator[bytes]:
         for _ in range(100):

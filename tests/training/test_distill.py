@@ -480,3 +480,17 @@ def test_nothing_held_out_is_no_error(target: Path, draft: Path, tmp_path: Path)
     assert main([*command, "--out", str(out), "--steps", "1", "--batch-size", "2", "--context", "32"]) == 0
     assert "nothing was measured" in (out / "README.md").read_text()
     assert asdict(DistillConfig())["written"] == 1024
+
+
+def test_a_few_conversations_are_enough(target: Path, draft: Path, tmp_path: Path) -> None:
+    """Each fills a row, however short it is; the same number of tokens of plain text would be too few."""
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    chats = [[{"role": "user", "content": f"one {i}"}, {"role": "assistant", "content": "two three"}] for i in range(3)]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = (tmp_path / "template.jinja").read_text()
+    config = replace(RUN, context=64, batch_size=1, steps=2)
+    shop = Workshop(load_model(target), tokenizer, [data], tmp_path / "corpus", config)
+    assert shop.blocks.num_blocks * 64 > shop.corpus["train"]["tokens"]
+    assert shop.blocks(0).shape == (1, 65)

@@ -278,3 +278,19 @@ def test_what_is_written_drafts_with_states(tmp_path: Path) -> None:
     assert drafter.reader is not None and drafter.taps == ("last", "layer:1")
     stored = drafter.reader.projection.weight.float()
     assert torch.equal(stored, student.target_proj.weight.detach().bfloat16().float())
+
+
+def test_a_new_mask_row_is_a_function_of_the_seed() -> None:
+    def row(seed: int) -> Tensor:
+        student = deepcopy(llama()).float()
+        student.get_input_embeddings().weight.data *= 1e3  # what is drawn around the mean is far smaller than that
+        config = DistillConfig(places=2, seed=seed)
+        before = torch.get_rng_state()
+        mask = teach_mask(student, config, known=student.config.vocab_size)
+        assert torch.equal(torch.get_rng_state(), before)
+        weight: Tensor = student.get_input_embeddings().weight[mask].detach().clone()
+        torch.rand(7)
+        return weight
+
+    assert torch.equal(row(3), row(3))
+    assert not torch.equal(row(3), row(4))

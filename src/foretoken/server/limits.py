@@ -169,8 +169,6 @@ class Gate:
             ApiError: 413, 408, or 400 for a document that is nested too deeply.
         """
         scope["state"]["size"] = 0
-        if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
-            return receive
         declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self.max_body:
             await self._discard(receive)

@@ -101,6 +101,7 @@ class Metrics:
             "first",
             "per_token",
             "whole",
+            "queue",
         ):
             found[name].labels(self._model)
         return found

@@ -216,7 +216,7 @@ def teach_mask(student: Any, config: DistillConfig, known: int) -> int:
     """The id of the mask that a student fills, written into its configuration.
 
     It is the one of the run; that of its configuration; the last row of an embedding that is wider than the tokenizer;
-    or a new row, which begins as the mean of the others.
+    or a new row, drawn around the mean of the others with the seed of the run.
 
     Raises:
         ValueError: an id that it does not have.
@@ -225,7 +225,9 @@ def teach_mask(student: Any, config: DistillConfig, known: int) -> int:
     mask = config.mask_token if config.mask_token >= 0 else getattr(student.config, MASK, None)
     if mask is None:
         if text.vocab_size <= known:
-            student.resize_token_embeddings(-(-(known + 1) // WIDTH) * WIDTH, mean_resizing=True)
+            with torch.random.fork_rng(devices=[]):  # the new rows are drawn around the mean
+                torch.default_generator.manual_seed(config.seed)
+                student.resize_token_embeddings(-(-(known + 1) // WIDTH) * WIDTH, mean_resizing=True)
         mask = text.vocab_size - 1
     if not 0 <= mask < text.vocab_size:
         raise ValueError(f"the mask token must be one of the draft model's {text.vocab_size} tokens, not {mask}")

@@ -14,7 +14,6 @@ from foretoken.loading import check_same_tokenizer, check_vocabularies, load_mod
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
-from foretoken.training.chat import ChatBlocks
 from foretoken.training.config import DistillConfig, check_context
 from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, no_text, read_tokens, text_identity
 from foretoken.training.text_sources import FixedText, PolicyText, TeacherText, TextSource
@@ -66,16 +65,12 @@ class Workshop:
         if self.corpus["train"]["tokens"] == 0:
             raise ValueError(no_text(data))
         self.text = text_identity(folder, self.corpus)
-        self.chats: ChatBlocks | None = None
-        if self.corpus.get("chat"):
-            if config.text != "fixed":
-                raise ValueError(
-                    f"text={config.text} goes on with texts, not with conversations: those are learned by train "
-                    "distill --text fixed"
-                )
-            found = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
-            self.chats = found if isinstance(found, ChatBlocks) else None
-        self.blocks = self._blocks(config.batch_size)
+        if self.corpus.get("chat") and config.text != "fixed":
+            raise ValueError(
+                f"text={config.text} goes on with texts, not with conversations: those are learned by train "
+                "distill --text fixed"
+            )
+        self.blocks = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
 
     def _blocks(self, batch: int) -> BlockSampler:
         config = self.config
@@ -110,7 +105,7 @@ class Workshop:
         """The text that ``config.text`` names."""
         config = self.config
         if config.text == "fixed":
-            return FixedText(self.chats or self.blocks)
+            return FixedText(self.blocks)
         if config.text == "teacher":
             rows = self.written()
             return TeacherText(rows, self.written_weights(rows), config.batch_size, config.seed)
