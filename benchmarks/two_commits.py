@@ -1,13 +1,15 @@
 """Compares two commits of foretoken on one machine: is the second slower, and does it write the same?
 
 Each commit is checked out into a folder of its own and loaded once, in a process of its own.  Both answer the same
-prompts in turns (A B, then B A, ...), plain and with the drafter, greedy; a process that is not asked waits and
-computes nothing.  A figure is the median over runs of a prompt's tokens per second; the ratio is the median over
-prompts, with a bootstrapped 95 % interval.
+prompts in turns (A B, then B A, ...), plain and with the drafter, greedy or with a seed; a process that is not asked
+waits and computes nothing.  A figure is the median over runs of a prompt's tokens per second; the ratio is the median
+over prompts, with a bootstrapped 95 % interval.
 
     python benchmarks/two_commits.py BEFORE AFTER [--model builtin] [--drafter ngram] [--prompts 8] [--new-tokens 64]
-                                     [--repeat 5] [--dtype float32] [--fail-below 0.97] [--texts-may-differ]
-                                     [--out FILE]
+                                     [--repeat 5] [--dtype float32] [--temperature 0] [--top-k 0] [--top-p 1]
+                                     [--together 1] [--fail-below 0.97] [--texts-may-differ] [--out FILE]
+
+With ``--together N`` so many requests of each prompt, with seeds of their own, are one batch.
 
 Exit code 1: the second commit is slower than ``--fail-below`` (its whole interval is), or texts differ.
 """
@@ -53,9 +55,10 @@ def work(model: str, drafter: str, dtype: str | None) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         began = time.perf_counter()
-        out = arms[asked["arm"]].generate(asked["prompt"], max_new_tokens=asked["new_tokens"], temperature=0.0)
+        outs = arms[asked["arm"]].generate(asked["prompts"], **asked["options"])
         seconds = time.perf_counter() - began
-        answers.write(json.dumps({"token_ids": list(out.token_ids), "seconds": seconds}) + "\n")
+        answers.write(json.dumps({"token_ids": [token for out in outs for token in out.token_ids], "seconds": seconds}))
+        answers.write("\n")
         answers.flush()
 
 
@@ -69,6 +72,8 @@ class Commit:
     Attributes:
         name: as it was given.
         sha: what that means.
+        options: of a request.
+        together: requests of a prompt.
         rates: tokens per second by arm and prompt, a run each.
         texts: token ids by arm and prompt; those of all runs, where they differ.
     """
@@ -76,6 +81,8 @@ class Commit:
     name: str
     sha: str
     process: subprocess.Popen[str]
+    options: Mapping[str, float]
+    together: int
     rates: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     texts: dict[tuple[str, int], set[tuple[int, ...]]] = field(default_factory=dict)
 
@@ -87,11 +94,13 @@ class Commit:
         """
         return self._line()
 
-    def ask(self, arm: str, index: int, new_tokens: int) -> None:
+    def ask(self, arm: str, index: int) -> None:
         """One run of a prompt."""
         if self.process.stdin is None:
             raise RuntimeError(f"{self.name} has no standard input")
-        self.process.stdin.write(json.dumps({"arm": arm, "prompt": PROMPTS[index], "new_tokens": new_tokens}) + "\n")
+        seeds = [*range(self.together)]
+        asked = {"prompts": [PROMPTS[index]] * self.together, "options": {**self.options, "seed": seeds}}
+        self.process.stdin.write(json.dumps({"arm": arm, **asked}) + "\n")
         self.process.stdin.flush()
         found = self._line()
         self.rates.setdefault((arm, index), []).append(len(found["token_ids"]) / found["seconds"])
@@ -124,29 +133,31 @@ def checked_out(name: str, folder: Path, repository: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def started(name: str, sha: str, folder: Path, arguments: Sequence[str]) -> Iterator[Commit]:
+def started(name: str, sha: str, folder: Path, asked: argparse.Namespace) -> Iterator[Commit]:
     """A commit's process."""
     env = {**os.environ, "PYTHONPATH": str(folder / "src"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(Path(__file__).resolve()), "--work", *arguments]
+    given = (asked.model, asked.drafter, asked.dtype or "")
+    command = [sys.executable, str(Path(__file__).resolve()), "--work", *given]
+    options = {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p")}
     process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        yield Commit(name, sha, process)
+        yield Commit(name, sha, process, {**options, "max_new_tokens": asked.new_tokens}, asked.together)
     finally:
         process.kill()
         process.wait()
 
 
-def measured(commits: Sequence[Commit], prompts: int, new_tokens: int, repeat: int) -> None:
+def measured(commits: Sequence[Commit], prompts: int, repeat: int) -> None:
     """Warm both up, then let them take turns; who begins changes from run to run."""
     for commit in commits:
         for arm in ("plain", "drafter"):
-            commit.ask(arm, 0, new_tokens)
+            commit.ask(arm, 0)
         commit.rates.clear()
     for run in range(repeat):
         for index in range(prompts):
             for arm in ("plain", "drafter"):
                 for commit in commits if (run + index) % 2 == 0 else reversed(commits):
-                    commit.ask(arm, index, new_tokens)
+                    commit.ask(arm, index)
 
 
 def verdict(before: Commit, after: Commit, prompts: int) -> dict[str, Any]:
@@ -186,20 +197,31 @@ def complaints(found: Mapping[str, Any], fail_below: float | None, texts_may_dif
 
 def compare(options: argparse.Namespace, repository: Path) -> dict[str, Any]:
     """Check both out, load them, let them take turns."""
-    given = [options.model, options.drafter, options.dtype or ""]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         commits = []
         for place, name in (("before", options.before), ("after", options.after)):
             sha = stack.enter_context(checked_out(name, folder / place, repository))
-            commits.append(stack.enter_context(started(name, sha, folder / place, given)))
+            commits.append(stack.enter_context(started(name, sha, folder / place, options)))
             said = commits[-1].hello()
             if not Path(said["file"]).resolve().is_relative_to((folder / place).resolve()):
                 raise RuntimeError(f"{name} ran {said['file']}, which is not its own source")
-        measured(commits, options.prompts, options.new_tokens, options.repeat)
+        measured(commits, options.prompts, options.repeat)
         found = verdict(commits[0], commits[1], options.prompts)
     shas = {"before": commits[0].sha, "after": commits[1].sha}
-    asked = {name: getattr(options, name) for name in ("model", "drafter", "dtype", "prompts", "new_tokens", "repeat")}
+    names = (
+        "model",
+        "drafter",
+        "dtype",
+        "prompts",
+        "new_tokens",
+        "repeat",
+        "temperature",
+        "top_k",
+        "top_p",
+        "together",
+    )
+    asked = {name: getattr(options, name) for name in names}
     return {**shas, "asked": asked, "cpu": cpu(), "load": os.getloadavg()[0], "arms": found}
 
 
@@ -222,6 +244,10 @@ def main(arguments: Sequence[str] | None = None, repository: Path = ROOT) -> int
     parser.add_argument("--prompts", type=int, default=8, choices=range(1, len(PROMPTS) + 1), metavar="1..20")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--together", type=int, default=1)
     parser.add_argument("--fail-below", type=float)
     parser.add_argument("--texts-may-differ", action="store_true")
     parser.add_argument("--out", type=Path)

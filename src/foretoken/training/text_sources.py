@@ -109,7 +109,13 @@ class PolicyText(TextSource):
     """
 
     def __init__(
-        self, blocks: BlockSampler, write: Writer, prompt: int, refresh: int, mix: float = 1.0, seed: int = 0
+        self,
+        blocks: BlockSampler | ChatBlocks,
+        write: Writer,
+        prompt: int,
+        refresh: int,
+        mix: float = 1.0,
+        seed: int = 0,
     ) -> None:
         self.blocks, self.write, self.prompt = blocks, write, prompt
         self.refresh, self.mix, self.seed = refresh, mix, seed

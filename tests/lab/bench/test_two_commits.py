@@ -22,9 +22,10 @@ class Llm:
     @property
     def plain(self):
         return Llm(WAIT, 0)
-    def generate(self, prompt, max_new_tokens, temperature):
+    def generate(self, prompts, max_new_tokens, seed, temperature, top_k, top_p):
         time.sleep(self.wait)
-        return SimpleNamespace(token_ids=[len(prompt) + self.shift] * max_new_tokens)
+        ids = [int(10 * temperature) + top_k + own + self.shift for own in seed]
+        return [SimpleNamespace(token_ids=[first + len(text)] * max_new_tokens) for first, text in zip(ids, prompts)]
 def load(model, drafter, **options):
     return Llm(DRAFTED, SHIFT)
 """
@@ -69,6 +70,13 @@ def test_the_same_commit_is_as_fast_and_writes_the_same(main: Callable[..., int]
     low, high = found["arms"]["plain"]["ratio_ci95"]
     assert low <= found["arms"]["plain"]["ratio"] <= high
     assert len(worktrees(repository)) == 1  # nothing is left behind
+
+
+def test_requests_are_sampled_together(main: Callable[..., int], repository: Path) -> None:
+    out = repository / "out.json"
+    assert main("first", "first", "--temperature", "1", "--top-k", "5", "--together", "4", "--out", str(out)) == 0
+    asked = json.loads(out.read_text())["asked"]
+    assert (asked["temperature"], asked["top_k"], asked["top_p"], asked["together"]) == (1.0, 5, 1.0, 4)
 
 
 def test_a_slower_commit_fails(main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
