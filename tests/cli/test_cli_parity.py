@@ -108,14 +108,14 @@ def test_a_planted_error_fails(run: Any, target: str, draft: str, monkeypatch: p
 def test_a_planted_error_of_seeded_text_fails(
     run: Any, target: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draft that changes the seed of the noise which the target is about to use."""
+    """A draft that turns the noise round which the target is about to use."""
     arguments = ("--drafter", f"model:{draft},k=3", "--mode", "seed", "--mode", "greedy", "--temperature", "0.8")
     assert parity(run, target, *arguments).code == 0
     finished = ModelDrafter._finished
 
     def wrong(self: ModelDrafter, tree: Any) -> TokenTree:
-        if tree.sampler.noise:
-            tree.sampler.noise.seed ^= 1
+        for numbers in tree.sampler.noise._kept.values() if tree.sampler.noise else ():
+            numbers.neg_()
         return finished(self, tree)
 
     monkeypatch.setattr(ModelDrafter, "_finished", wrong)

@@ -12,10 +12,8 @@ import torch
 from scipy.stats import chi2_contingency, chisquare, expon, kstest, norm
 from torch import Tensor
 
-from foretoken.core import NonFiniteLogitsError
 from foretoken.core import noise as noise_module
 from foretoken.core.noise import SEEDS, Noise, NumPySource, check_seed, random_seed, samples_of, seeds_of
-from foretoken.core.sampling import Sampler, SamplingParams
 from foretoken.models.native import library
 from foretoken.models.native.noise import NativeSource, noise_source
 
@@ -293,53 +291,3 @@ def test_what_is_text_is_forgotten_and_comes_again_the_same() -> None:
     assert sorted(position for position, _, _ in noise._kept) == [4, 5]
     for position, numbers in enumerate(before):
         assert torch.equal(noise.gumbels(position, 10, torch.device("cpu")), numbers)
-
-
-# -- the race -------------------------------------------------------------------------------------------------------
-
-
-def race_rows(kind: str, size: int) -> Tensor:
-    """Logits [6, size] of which one is far ahead, few or none are, or most are impossible."""
-    rows = torch.randn(6, size, generator=torch.Generator().manual_seed(size)) * 3
-    if kind == "peaked":
-        rows[:, size // 2] += 40
-    elif kind == "equal":
-        rows.zero_()
-    elif kind == "impossible":
-        rows[:, 2:] = -torch.inf
-    return rows
-
-
-@pytest.mark.parametrize("kind", ["peaked", "spread", "equal", "impossible"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 5.0, 1e-30])
-def test_winners_are_the_largest_of_the_ranking(kind: str, dtype: torch.dtype, temperature: float) -> None:
-    for size in (1, 2, 3, 5, 16, 63, 511, 515, 2048, 40_003):
-        rows, lengths = race_rows(kind, size).to(dtype), [7, 8, 9, 9, 200, 7]
-        for seed in (0, 5, SEEDS - 1):
-            sampler = Sampler(SamplingParams(temperature=temperature), 7, Noise(seed))
-            ranking = sampler.ranking(rows, lengths, None)
-            assert sampler.winners(rows, lengths, None) == ranking.argmax(-1).tolist()
-            one_by_one = [sampler.winners(rows[i : i + 1], [lengths[i]], None)[0] for i in range(6)]
-            assert one_by_one == ranking.argmax(-1).tolist()
-
-
-def test_no_winner_is_missed_by_its_bound() -> None:
-    """Of equal logits the largest noise wins, whose bound is the tightest: of 400 races over 50,000 tokens each."""
-    row, sampler = torch.zeros(1, 50_000), Sampler(SamplingParams(temperature=1.0), 0, Noise(11))
-    for length in range(400):
-        wanted = int(gumbels(Noise(11), length, 50_000).argmax())
-        assert sampler.winners(row, [length], None) == [wanted]
-
-
-@pytest.mark.parametrize("fault", [torch.nan, torch.inf])
-@pytest.mark.parametrize("size", [5, 5000])
-def test_a_row_without_a_largest_logit_has_no_winner(fault: float, size: int) -> None:
-    sampler = Sampler(SamplingParams(temperature=1.0), 0, Noise(1))
-    for place in (0, size // 2, size - 1):
-        rows = torch.zeros(2, size)
-        rows[1, place] = fault
-        with pytest.raises(NonFiniteLogitsError):
-            sampler.winners(rows, [1, 2], None)
-    with pytest.raises(NonFiniteLogitsError):
-        sampler.winners(torch.full((1, size), -torch.inf), [1], None)

@@ -252,36 +252,6 @@ def test_temperature_forgotten_in_the_race_is_caught(monkeypatch: pytest.MonkeyP
     assert pair_chance(speculative, target, SamplingParams(temperature=0.4)) < CAUGHT
 
 
-# -- the race without a ranking ------------------------------------------------------------------------------------
-
-
-class Single(MarkovTable):
-    """The same in float32, whose races make no ranking."""
-
-    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        return [Rows(rows.logits.float()) for rows in super().forward(feeds, taps)]
-
-
-@pytest.mark.parametrize("fault", ["temperature", "position", "lowest"])
-def test_a_wrong_race_without_a_ranking_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temperature or position forgotten, or the first possible token taken: in both arms by the distribution."""
-    p, q = tables()
-    target, params = Single(p.table, p.vocab_size), SamplingParams(temperature=0.4)
-    assert pair_chance(engine(target, chain(q)), target, params) > FALSE_ALARM
-    assert differences(engine(target, chain(q)), engine(target), params) == 0
-    winners = Noise.winners
-
-    def wrong(self: Noise, logits: Tensor, positions: Sequence[int], temperature: float) -> list[int]:
-        if fault == "lowest":
-            return [0] * len(positions)
-        if fault == "position":
-            return winners(self, logits, [0] * len(positions), temperature)
-        return winners(self, logits, positions, 1.0)
-
-    monkeypatch.setattr(Noise, "winners", wrong)
-    assert pair_chance(engine(target, chain(q)), target, params) < CAUGHT
-
-
 # -- precision -------------------------------------------------------------------------------------------------------
 
 

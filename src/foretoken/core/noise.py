@@ -84,10 +84,6 @@ class Source(Protocol):
     def negative_logs(self, numbers: Tensor) -> Tensor:
         """``-log`` of positive float64 numbers [n], in their place."""
 
-    def winners(self, logits: Tensor, seed: int, positions: Sequence[int], temperature: float) -> list[int]:
-        """Per row of logits [N, V] (float32 or bfloat16) the first token of largest ``logit / temperature - log E``,
-        with the numbers E of the row's position; -1 where the largest logit is not finite."""
-
 
 class NumPySource:
     """The numbers by NumPy; :mod:`foretoken.models.native.noise` has them several times as fast."""
@@ -111,18 +107,6 @@ class NumPySource:
         np.log(values, out=values)
         np.negative(values, out=values)
         return numbers
-
-    def winners(self, logits: Tensor, seed: int, positions: Sequence[int], temperature: float) -> list[int]:
-        rows = logits.float().numpy()
-        return [self._winner(row, seed, at, temperature) for row, at in zip(rows, positions, strict=True)]
-
-    def _winner(self, logits: np.ndarray[Any, Any], seed: int, position: int, temperature: float) -> int:
-        best = logits.max()
-        if not np.isfinite(best):
-            return -1
-        if temperature != 1:
-            logits = (logits - best) / np.float32(temperature)
-        return int((logits + self.negative_logs(self.exponentials(seed, position, len(logits))).numpy()).argmax())
 
 
 class Noise:
@@ -165,10 +149,6 @@ class Noise:
     def gumbels_of(self, position: int, tokens: Tensor) -> Tensor:
         """[n] those of tokens [n] (int64, in order) alone, on a CPU; not kept."""
         return self.source.negative_logs(self.source.exponentials_of(self.seed, position, tokens))
-
-    def winners(self, logits: Tensor, positions: Sequence[int], temperature: float) -> list[int]:
-        """The tokens that win the race at these positions, see :meth:`Source.winners`."""
-        return self.source.winners(logits, self.seed, positions, temperature)
 
     def _made(self, position: int, size: int) -> Tensor:
         return self.source.negative_logs(self.exponentials(position, size))

@@ -21,7 +21,7 @@ def fixed_tokens(
         logits: [N_i, V] per request.
         lengths: N_i per request, as for :meth:`foretoken.core.sampling.Sampler.ranking`.
     """
-    if logits[0].device.type == "cpu":
+    if samplers[0].cuts and logits[0].device.type == "cpu":
         return [one.winners(rows, own, None) for one, rows, own in zip(samplers, logits, lengths, strict=True)]
     tokens = iter(argmaxes(race(samplers, logits, lengths))[0])
     return [list(islice(tokens, len(each))) for each in lengths]

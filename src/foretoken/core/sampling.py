@@ -29,8 +29,6 @@ from foretoken.core.values import check_ids, check_real, check_whole
 
 LARGEST = 1e30
 """What is added to logits, or divides or multiplies them, is no larger: float32 holds what comes of it."""
-TINY = torch.finfo(torch.float32).tiny
-"""No temperature above 0 divides by less."""
 
 
 @dataclass(frozen=True)
@@ -197,27 +195,20 @@ class Sampler:
     def winners(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> list[int]:
         """Of each row what its :meth:`ranking` is the largest of; arguments and errors are the same.
 
-        With noise no ranking is made on a CPU: few tokens can win.
+        Of rows on a CPU of which filters keep few tokens no ranking is made.
         """
-        noise = self.noise
-        if noise is None or logits.device.type != "cpu" or (logits.dtype == torch.float64 and not self.cuts):
+        if self.noise is None or not self.cuts or logits.device.type != "cpu":
             is_plain = self.greedy and self._plain
             tokens, is_finite = argmaxes(logits if is_plain else self.ranking(logits, lengths, prefixes))
-        else:
-            scores = logits if self._plain else self._all_processed(logits, prefixes)
-            positions = [length - self.prompt_length for length in lengths]
-            if self.cuts:
-                return [self._winner_of_kept(noise, *each) for each in zip(scores, positions, strict=True)]
-            tokens = noise.winners(scores, positions, max(self.params.temperature, TINY))
-            is_finite = -1 not in tokens
-        if not is_finite:
-            raise NonFiniteLogitsError(NON_FINITE)
-        return tokens
+            if not is_finite:
+                raise NonFiniteLogitsError(NON_FINITE)
+            return tokens
+        rows = zip(self._all_processed(logits, prefixes), lengths, strict=True)
+        return [self._winner_of_kept(self.noise, row, length - self.prompt_length) for row, length in rows]
 
     def _winner_of_kept(self, noise: Noise, scores: Tensor, position: int) -> int:
-        """The same by processed scores [V] of which filters keep few."""
-        numbers = scores if scores.dtype == torch.float64 else scores.float()
-        ids, weights = self._filters.kept(numbers.numpy(), self.params.temperature)
+        """The same by processed scores [V]."""
+        ids, weights = self._filters.kept(scores.numpy(), self.params.temperature)
         with np.errstate(divide="ignore"):  # the smallest weights may be 0 after they were divided
             sums = np.log(weights) + noise.gumbels_of(position, torch.from_numpy(ids)).numpy()
         return int(ids[sums.argmax()])

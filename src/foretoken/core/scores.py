@@ -38,6 +38,7 @@ class SamplingPipeline(Protocol):
 
     greedy: bool
     fixed: bool
+    cuts: bool
     noise: Noise | None
     prompt_length: int
 

@@ -111,7 +111,7 @@ class ProbabilitiesAsLogits:
         fixed: whether these are one-hot, so that every prefix has one token that follows it.
     """
 
-    greedy = False
+    greedy = cuts = False
     noise = None
     prompt_length = 0
     context_free = True

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
 from foretoken.core import scores as scores_module
-from foretoken.core.noise import Noise, NumPySource
+from foretoken.core.noise import Noise
 from foretoken.core.sampling import LogitsProcessor, Sampler, SamplingParams
 from foretoken.engine.request import Request
 from foretoken.methods.drafters.drawing import best, ranked
@@ -276,10 +276,10 @@ def test_impossible_tokens_never_win() -> None:
         assert set(emitted(scores, fast(scores))) <= {7, 31}
 
 
-class Flat(NumPySource):
+class Flat(Noise):
     """Everybody runs equally fast."""
 
-    def exponentials(self, seed: int, position: int, size: int) -> Tensor:
+    def exponentials(self, position: int, size: int) -> Tensor:
         return torch.ones(size, dtype=torch.float64)
 
 
@@ -290,11 +290,11 @@ def test_ties_go_to_the_lower_id(large: bool, dtype: torch.dtype, monkeypatch: p
         monkeypatch.setattr(scores_module, "LARGE", 2)
     rows = torch.tensor([[0.125, 0.25, 0.125, 0.25, 0.25], [0.2] * 5, [0.0, 0.0, 0.5, 0.5, 0.0]], dtype=dtype).log()
     for row, winner in zip(rows, (1, 0, 2), strict=True):
-        two = [root_scores(row, 0, Noise(0, Flat())) for _ in range(2)]
+        two = [root_scores(row, 0, Flat(0)) for _ in range(2)]
         assert fast(two[0]).next_token == winner
         assert [one.next_token for one in verify_batch([RULE] * 2, two, [Rng(0)] * 2)] == [winner] * 2
         if dtype is torch.float64:
-            assert plain(root_scores(row, 0, Noise(0, Flat()))).next_token == winner
+            assert plain(root_scores(row, 0, Flat(0))).next_token == winner
 
 
 def test_no_coin_is_tossed_and_nothing_is_changed() -> None:
@@ -417,22 +417,22 @@ def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.Mon
     assert accepted > 80
 
 
-def test_the_races_of_a_chain_are_run_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_races_of_a_batch_are_run_by_one_call_per_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    winners = Sampler.winners
+    log_probs = Sampler.log_probs
 
-    def counted(self: Sampler, logits: Tensor, lengths: list[int], prefixes: Any) -> list[int]:
+    def counted(self: Sampler, logits: Tensor) -> Tensor:
         calls.append(len(logits))
-        return winners(self, logits, lengths, prefixes)
+        return log_probs(self, logits)
 
-    monkeypatch.setattr(Sampler, "winners", counted)
+    monkeypatch.setattr(Sampler, "log_probs", counted)
     recipes = cycle([T1, RECIPES[1]])
     scores = [random_scores(seed, next(recipes), Noise(seed), nodes=3 + seed) for seed in range(6)]
     verify_batch([RULE] * 6, [chained(one) for one in scores], [Rng(0)] * 6)
-    assert sorted(calls) == [3, 4, 5, 6, 7, 8]
+    assert sorted(calls) == [3 + 5 + 7, 4 + 6 + 8]
     calls.clear()
     verify_batch([RULE] * 6, scores, [Rng(0)] * 6)  # of trees only the nodes that walks reach are raced
-    assert set(calls) == {1} and not any(one.tree.is_chain for one in scores)
+    assert not calls and not any(one.tree.is_chain for one in scores)
 
 
 # -- large vocabularies, other precisions ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCES = [
     Path(__file__).with_name(f"{name}.cpp")
-    for name in ("attention", "bfloat16", "integers", "integers8", "forward", "blocks", "noise", "race")
+    for name in ("attention", "bfloat16", "integers", "integers8", "forward", "blocks", "noise")
 ]
 HEADERS = [
     Path(__file__).with_name(f"{name}.h")
@@ -34,7 +34,6 @@ HEADERS = [
         "stages",
         "memory",
         "best",
-        "noise",
     )
 ]
 COMPILERS = ("g++", "c++")

@@ -3,8 +3,6 @@ machines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,17 +30,6 @@ class NativeSource:
         place = np.array([seed, position], dtype=np.uint64)
         function("exponentials_of", "ppnp")(place.ctypes.data, address(tokens), len(tokens), address(numbers))
         return numbers
-
-    def winners(self, logits: Tensor, seed: int, positions: Sequence[int], temperature: float) -> list[int]:
-        logits = logits.contiguous()
-        places = np.array([(seed, position) for position in positions], dtype=np.uint64)
-        tokens = np.empty(len(logits), dtype=np.int64)
-        function("winners", "pnpnndp")(
-            *(address(logits), logits.dtype == torch.bfloat16, places.ctypes.data, *logits.shape),
-            *(temperature, tokens.ctypes.data),
-        )
-        winners: list[int] = tokens.tolist()
-        return winners
 
     def negative_logs(self, numbers: Tensor) -> Tensor:
         function("negative_logs", "pn")(address(numbers), len(numbers))
