@@ -23,6 +23,7 @@ FILTERS = {
     "top_p": Filters(top_p=0.9),
     "little top_p": Filters(top_p=0.05),
     "much top_p": Filters(top_p=0.9999),
+    "nearly all of top_p": Filters(top_p=0.9999999),
     "min_p": Filters(min_p=0.05),
     "min_p of one": Filters(min_p=1.0),
     "all": Filters(top_k=50, top_p=0.8, min_p=0.02),

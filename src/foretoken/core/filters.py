@@ -94,7 +94,8 @@ class Filters:
                 near = weights[ids]
                 if float(near.sum(dtype=np.float64)) > (self.top_p + ROUNDING) * total:
                     return ids, near, total
-            ids = np.flatnonzero(weights > 0)
+            least = max((1 - self.top_p) / (2 * len(weights)) * total, np.finfo(weights.dtype).smallest_subnormal)
+            ids = np.flatnonzero(weights >= least)  # all others have less than half of the mass that may be left out
             return ids, weights[ids], total
         wanted, shares = (self.top_k, DEPTHS) if has_top_k else (1, (self.min_p / 2,) if self.min_p > 0 else ())
         for share in shares:
