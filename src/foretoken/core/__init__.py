@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from foretoken.core.scores import NON_FINITE as NON_FINITE
     from foretoken.core.scores import NonFiniteLogitsError as NonFiniteLogitsError
     from foretoken.core.scores import NothingAllowedError as NothingAllowedError
-    from foretoken.core.scores import SamplingPipeline as SamplingPipeline
     from foretoken.core.scores import Scores as Scores
     from foretoken.core.scores import argmaxes as argmaxes
     from foretoken.core.scores import is_large as is_large
@@ -42,7 +41,7 @@ _HOMES = {
     "records": ("RoundTimes", "StepRecord", "Verdict"),
     "scores": (
         *("LARGE", "NON_FINITE", "NonFiniteLogitsError", "NothingAllowedError"),
-        *("SamplingPipeline", "Scores", "argmaxes", "is_large"),
+        *("Scores", "argmaxes", "is_large"),
     ),
     "tree": ("Kind", "TokenTree"),
     "values": ("OptionError", "with_article"),

@@ -8,11 +8,12 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from foretoken.core import SamplingPipeline, argmaxes
+from foretoken.core import argmaxes
+from foretoken.core.sampling import Sampler
 
 
 def fixed_tokens(
-    samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
+    samplers: Sequence[Sampler], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
 ) -> list[list[int]]:
     """The tokens that several requests with noise take: what each one's ``ranking`` is the largest of.
 
@@ -27,7 +28,7 @@ def fixed_tokens(
     return [list(islice(tokens, len(each))) for each in lengths]
 
 
-def race(samplers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
+def race(samplers: Sequence[Sampler], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
     """[N, V] what their tokens are the largest of, all rows of all requests; arguments as for :func:`fixed_tokens`."""
     if len(samplers) == 1:
         return samplers[0].with_noise(samplers[0].log_probs(logits[0]), lengths[0])

@@ -98,7 +98,7 @@ def _check(good: bool, name: str, value: Any, wanted: str) -> None:
 
 
 class Sampler:
-    """The sampling pipeline of one request (a :class:`foretoken.core.SamplingPipeline`).
+    """The sampling pipeline of one request.
 
     Args:
         prompt_length: where the generated part of a prefix begins (presence and frequency penalties, noise).

@@ -1,18 +1,20 @@
-"""The target's view of a tree, and the pipeline from logits to distributions."""
+"""The target's view of a tree."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core.noise import Noise
 from foretoken.core.tree import TokenTree
+
+if TYPE_CHECKING:
+    from foretoken.core.sampling import Sampler
 
 NON_FINITE = "the model's logits are NaN or all -inf: check the checkpoint, or load it with dtype=float32"
 
@@ -31,54 +33,6 @@ class NonFiniteLogitsError(ValueError):
 
 class NothingAllowedError(NonFiniteLogitsError):
     """The model is right, and the request's own rules leave no token that may follow."""
-
-
-class SamplingPipeline(Protocol):
-    """Turns logits into the distribution that a token is drawn from (:mod:`foretoken.core.sampling`)."""
-
-    greedy: bool
-    fixed: bool
-    cuts: bool
-    noise: Noise | None
-    prompt_length: int
-
-    def distribution(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
-        """[V] distribution at the end of ``prefix`` from logits [V]."""
-
-    def distributions(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
-        """[N, V] distributions from logits [N, V]."""
-
-    def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
-        """[N, V] what the token that follows is the largest of, where it is ``fixed``."""
-
-    def winners(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> list[int]:
-        """Of each row what its ranking is the largest of."""
-
-    def log_probs(self, logits: Tensor) -> Tensor:
-        """[N, V] log-probabilities, up to a constant per row, where they depend on the logits alone."""
-
-    def with_noise(self, log_probs: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[N, V] the same plus the noise of the positions behind ``lengths``."""
-
-    def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
-        """The noise [V] of the tokens that follow texts of such lengths."""
-
-    @property
-    def context_free(self) -> bool:
-        """Whether the distribution depends on the logits alone, not on the prefix."""
-
-    @property
-    def restricts(self) -> bool:
-        """Whether rules of the request may rule out tokens."""
-
-    @property
-    def unprocessed(self) -> SamplingPipeline:
-        """The same without processors, for places whose text is not known."""
-
-    @property
-    def recipe(self) -> Hashable:
-        """What makes the distribution, besides the logits: equal recipes make equal distributions.  ``None`` where the
-        prefix counts."""
 
 
 def argmaxes(logits: Tensor) -> tuple[list[int], bool]:
@@ -114,7 +68,7 @@ class Scores:
     logits: Tensor
     tree: TokenTree
     prefix: Sequence[int]
-    sampler: SamplingPipeline
+    sampler: Sampler
     taps: Mapping[str, Tensor] = field(default_factory=dict)
     batched_p: Tensor | None = None
     weights: tuple[list[float], list[float]] | None = None

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.core import Context, NonFiniteLogitsError, SamplingPipeline, is_large
+from foretoken.core import Context, NonFiniteLogitsError, is_large
 from foretoken.core.largest import largest
-from foretoken.core.sampling import draw_by_blocks, running_sums
+from foretoken.core.sampling import Sampler, draw_by_blocks, running_sums
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 
 def ranked(
-    sampler: SamplingPipeline, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None
+    sampler: Sampler, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None
 ) -> Tensor:
-    """:meth:`SamplingPipeline.ranking` of draft logits [n, V]: a row in which the request allows nothing is -inf
+    """:meth:`Sampler.ranking` of draft logits [n, V]: a row in which the request allows nothing is -inf
     throughout.
 
     Raises:
@@ -42,7 +42,7 @@ def ranked(
     return torch.cat([row.to(wide) for row in rows])
 
 
-def is_ranked(sampler: SamplingPipeline, likeliest: bool = False) -> bool:
+def is_ranked(sampler: Sampler, likeliest: bool = False) -> bool:
     """Whether candidates are chosen by :func:`ranked`: with noise by the race, and for a greedy request with rules that
     rule out tokens by what its pipeline leaves, because nothing else is ever accepted.
 
@@ -54,8 +54,8 @@ def is_ranked(sampler: SamplingPipeline, likeliest: bool = False) -> bool:
     return not likeliest if sampler.noise is not None else sampler.greedy and sampler.restricts
 
 
-def distribution_of(sampler: SamplingPipeline, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
-    """:meth:`SamplingPipeline.distribution` of draft logits [V]; ``None`` where the request allows nothing.
+def distribution_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
+    """:meth:`Sampler.distribution` of draft logits [V]; ``None`` where the request allows nothing.
 
     Raises:
         NonFiniteLogitsError: NaN logits.
@@ -90,7 +90,7 @@ def raced_ahead(
         head: what the logits are of, if not of the target's vocabulary.  A race needs all of that.
     """
     rows_of: dict[int, list[int]] = {}
-    pipelines: dict[int, SamplingPipeline] = {}
+    pipelines: dict[int, Sampler] = {}
     for row, (context, count) in enumerate(zip(contexts, ahead, strict=True)):
         # A grammar is not asked further on: there it allows other tokens than right behind the text.
         knows_text = not count or context.constraint is None
