@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from foretoken.core.names import unknown
@@ -84,24 +84,13 @@ class OutsideRow(Row):
         return class_in_file(self.name) if is_code(self.name) else installed_class(self.name)
 
 
-def _drafter(name: str, cls: str, paper: str, summary: str, **more: Any) -> Row:
+def _row(role: Role, name: str, cls: str, paper: str, summary: str, kind: str = "", **more: Any) -> Row:
     more.setdefault("example", name)
-    return Row(name, "drafter", f"methods.drafters.{name}:{cls}", paper, summary, **more)
+    return Row(name, role, f"methods.{role}s.{name}:{cls}", paper, summary, kind, **more)
 
 
-def _verifier(name: str, cls: str, paper: str, summary: str, kind: str, **more: Any) -> Row:
-    return Row(name, "verifier", f"methods.verifiers.{name}:{cls}", paper, summary, kind, example=name, **more)
-
-
-def _controller(name: str, cls: str, paper: str, summary: str, **more: Any) -> Row:
-    more.setdefault("example", name)
-    return Row(name, "controller", f"methods.controllers.{name}:{cls}", paper, summary, **more)
-
-
-def _tree(name: str, cls: str, paper: str, summary: str, kind: str, **more: Any) -> Row:
-    more.setdefault("example", name)
-    return Row(name, "tree", f"methods.trees.{name}:{cls}", paper, summary, kind, **more)
-
+_drafter, _verifier = partial(_row, "drafter"), partial(_row, "verifier")
+_controller, _tree = partial(_row, "controller"), partial(_row, "tree")
 
 ROWS: tuple[Row, ...] = (
     # Drafters without training.
