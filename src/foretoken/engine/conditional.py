@@ -108,7 +108,7 @@ def _check_ends(request: Request, language: FiniteLanguage, tokenizer: Any | Non
 
 
 class LanguageRound:
-    """The one round of a request whose output is a string of a language (an ``OwnRound``).
+    """The one round of a request whose output is a string of a language: its tree, and the rule that decides.
 
     Args:
         ends: ids that end the text.
@@ -126,7 +126,10 @@ class LanguageRound:
         self.language, self.ends, self.greedy, self.uniforms = language, ends, greedy, uniforms
 
     def propose(self, target: LanguageModel, context: Context) -> tuple[TokenTree, Verifier]:
-        """The whole language as a tree, or, of one that takes several forwards, the string that was drawn."""
+        """The whole language as a tree, or, of one that takes several forwards, the string that was drawn.
+
+        A pure function of the text: it may be asked again.  The request's scratch in the target is left empty.
+        """
         tree = tree_of(self.language, context.root)
         whole = self.language.whole
         if target.room(context.sequence) <= max(tree.depths):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -17,19 +17,12 @@ from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import FinishReason, Stopper
 from foretoken.engine.trace import RoundTrace
 from foretoken.methods.verifiers.base import Verifier
-from foretoken.models.base import LanguageModel, SequenceState
+from foretoken.models.base import SequenceState
+
+if TYPE_CHECKING:
+    from foretoken.engine.conditional import LanguageRound
 
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
-
-
-class OwnRound(Protocol):
-    """A request's own way through a round: it brings the tree that is scored, and the rule that decides."""
-
-    def propose(self, target: LanguageModel, context: Context) -> tuple[TokenTree, Verifier]:
-        """The tree of the next round and its rule; the request's scratch in the target is left empty.
-
-        A pure function of the text: it may be asked again.
-        """
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,8 @@ class Running:
         error: what ended it with finish reason ``error``.
         weights_version: of the target, when its text was opened.
         why: why it drafted as it did in the end, as the controller says.
-        own: what drafts for it and decides in place of the engine's drafter and verifier, if it brings that.
+        own: of a request for a string of a language: what drafts and decides in place of the engine's drafter and
+            verifier.
         predicted: places of the caller's prediction that were drafted, and whether they were ever accepted there.
     """
 
@@ -134,7 +128,7 @@ class Running:
     error: Exception | None = None
     weights_version: int = 0
     why: str = ""
-    own: OwnRound | None = None
+    own: LanguageRound | None = None
     predicted: dict[int, bool] = field(default_factory=dict)
 
     @property
