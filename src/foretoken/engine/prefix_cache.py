@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
 from foretoken.core import HiddenText
-from foretoken.engine.prefixes import SHORTEST, Kept, KeptDraft, Prefixes, common
+from foretoken.engine.prefixes import SHORTEST, Kept, KeptDraft, Prefixes, longest_common
 from foretoken.engine.request import Running
 from foretoken.methods.drafters.texts import DraftText, DraftTexts
 from foretoken.models.base import LanguageModel, Snapshot
@@ -38,30 +38,18 @@ class PrefixCache:
         if not self.keeps or run.request.prompt_logprobs is not None:
             return
         wanted = run.context.tokens[: run.context.prompt_length - 1]
-        found, length = self.prefixes.find(_salt(run), wanted)
-        beside = self._beside(run, wanted, others, length)
-        if beside is not None:
-            found, length = beside
-        if found is None or any(name not in found.hidden for name in self.taps):
+        kept, length = self.prefixes.find(_salt(run), wanted)
+        running = ((other, other.text.tokens, True) for other in _alike(run, others))
+        other, longer = longest_common(running, np.asarray(wanted, dtype=np.int64), length)
+        copied = None if other is None else self._kept(other, longer)
+        if copied is not None:
+            kept, length = copied, longer
+        if kept is None or any(name not in kept.hidden for name in self.taps):
             return
-        self.target.restore(run.text, found.snapshot, length)
+        self.target.restore(run.text, kept.snapshot, length)
         run.stats.num_prompt_tokens_computed -= length
         run.states = HiddenText()
-        run.add_states({name: found.hidden[name][:length] for name in self.taps})
-
-    def _beside(
-        self, run: Running, wanted: Sequence[int], others: Sequence[Running], least: int
-    ) -> tuple[Kept, int] | None:
-        """The running text with a longer common beginning than that, copied."""
-        tokens = np.asarray(wanted, dtype=np.int64)
-        best, longest = None, max(least, SHORTEST - 1)
-        for other in others:
-            if other is not run and other.sequence is not None and _salt(other) == _salt(run):
-                length = common(np.asarray(other.text.tokens, dtype=np.int64), tokens)
-                if length > longest:
-                    best, longest = other, length
-        kept = None if best is None else self._kept(best, longest)
-        return None if kept is None else (kept, longest)
+        run.add_states({name: kept.hidden[name][:length] for name in self.taps})
 
     def find_draft(
         self, run: Running, others: Sequence[Running], key: Hashable, own: DraftText, tokens: Sequence[int]
@@ -77,20 +65,16 @@ class PrefixCache:
         def fits(draft: KeptDraft) -> bool:
             return draft.version == own.version and draft.snapshot.regime == own.sequence.regime
 
-        found, kept = self.prefixes.find_draft(_salt(run), run.context.tokens, key, wanted, fits)
-        longest, best = max(kept, SHORTEST - 1), None
-        for other in (one for one in others if one is not run and one.sequence is not None):
-            theirs = DraftTexts.of(other.context).by_key.get(key)
-            if theirs is None or not theirs.is_current or theirs.sequence.regime != own.sequence.regime:
-                continue
-            if _salt(other) == _salt(run) and other.context.tokens[:SHORTEST] == run.context.tokens[:SHORTEST]:
-                length = common(np.asarray(theirs.sequence.tokens, dtype=np.int64), wanted)
-                if length > longest:
-                    best, longest = theirs, length
-        beside = None if best is None else best.model.snapshot(best.sequence, longest)
-        if beside is not None:
-            return beside, longest
-        return None if found is None else (found, kept)
+        kept, length = self.prefixes.find_draft(_salt(run), run.context.tokens, key, wanted, fits)
+        beginning = run.context.tokens[:SHORTEST]
+        alike = (other for other in _alike(run, others) if other.context.tokens[:SHORTEST] == beginning)
+        theirs = (text for other in alike if (text := DraftTexts.of(other.context).by_key.get(key)) is not None)
+        current = (text for text in theirs if text.is_current and text.sequence.regime == own.sequence.regime)
+        best, longer = longest_common(((text, text.sequence.tokens, True) for text in current), wanted, length)
+        copied = None if best is None else best.model.snapshot(best.sequence, longer)
+        if copied is not None:
+            return copied, longer
+        return None if kept is None else (kept, length)
 
     def keep(self, run: Running) -> None:
         """Keep the text of a request that leaves."""
@@ -113,20 +97,25 @@ class PrefixCache:
         """[length, D] by tap; ``None`` where some are missing."""
         if states.count < length and self.taps:
             return None
-        found = states.copied()
-        return {name: found[name][:length] for name in self.taps} if all(name in found for name in self.taps) else None
+        copied = states.copied()
+        return {name: copied[name][:length] for name in self.taps} if copied.keys() >= set(self.taps) else None
 
 
 def _drafts_of(run: Running) -> dict[Hashable, KeptDraft]:
     """What drafters' models have read of a request's text, copied."""
-    found: dict[Hashable, KeptDraft] = {}
+    drafts: dict[Hashable, KeptDraft] = {}
     for key, own in DraftTexts.of(run.context).by_key.items():
         size = len(own.sequence.tokens)
         worth = size >= SHORTEST and own.is_current and own.model.reads
         snapshot = own.model.snapshot(own.sequence, size) if worth else None
         if snapshot is not None:
-            found[key] = KeptDraft(np.asarray(snapshot.tokens, dtype=np.int64), snapshot, own.version)
-    return found
+            drafts[key] = KeptDraft(np.asarray(snapshot.tokens, dtype=np.int64), snapshot, own.version)
+    return drafts
+
+
+def _alike(run: Running, others: Sequence[Running]) -> Iterator[Running]:
+    """Requests with a text of the same owner that was read in the same way."""
+    return (one for one in others if one is not run and one.sequence is not None and _salt(one) == _salt(run))
 
 
 def _salt(run: Running) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from foretoken.models.base import Snapshot
 
+T = TypeVar("T")
 SHORTEST = 16
 """A common beginning of fewer tokens is read again: copying it costs as much as it saves."""
 
@@ -64,11 +66,9 @@ class Kept:
 
     def with_drafts_of(self, old: Kept) -> Kept:
         """The same text, with what drafters had read of its beginning where that is more."""
-        more = {key: draft for key, draft in old.drafts.items() if len(draft.tokens) > self._has_read(key)}
+        read = {key: len(draft.tokens) for key, draft in self.drafts.items()}
+        more = {key: draft for key, draft in old.drafts.items() if len(draft.tokens) > read.get(key, 0)}
         return replace(self, drafts={**self.drafts, **more}) if more else self
-
-    def _has_read(self, key: Hashable) -> int:
-        return len(self.drafts[key].tokens) if key in self.drafts else 0
 
 
 def common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
@@ -76,6 +76,23 @@ def common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
     size = min(len(left), len(right))
     different = np.flatnonzero(left[:size] != right[:size])
     return int(different[0]) if len(different) else size
+
+
+def longest_common(
+    texts: Iterable[tuple[T, Sequence[int] | NDArray[np.int64], bool]], wanted: NDArray[np.int64], least: int = 0
+) -> tuple[T | None, int]:
+    """Of texts the first with the longest common beginning with ``wanted``, and its length; ``None`` and ``least``
+    where none is longer than that and worth copying.
+
+    Args:
+        texts: each with its tokens, and whether a part of it can be copied.
+    """
+    best, longest = None, max(least, SHORTEST - 1)
+    for text, tokens, is_divisible in texts:
+        length = common(np.asarray(tokens, dtype=np.int64), wanted)
+        if length > longest and (is_divisible or length == len(tokens)):
+            best, longest = text, length
+    return (None, least) if best is None else (best, longest)
 
 
 class Prefixes:
@@ -101,16 +118,13 @@ class Prefixes:
     def find(self, salt: str, tokens: Sequence[int]) -> tuple[Kept | None, int]:
         """The text with the longest common beginning, and how many tokens that is (0: none is worth it)."""
         wanted = np.asarray(tokens, dtype=np.int64)
-        best, longest = None, SHORTEST - 1
-        for key, kept in self._alike.get(_beginning(salt, wanted), {}).items():
-            length = common(kept.tokens, wanted)
-            length = length if kept.snapshot.divisible or length == len(kept.tokens) else 0
-            if length > longest:
-                best, longest = key, length
+        alike = self._alike.get(_beginning(salt, wanted), {})
+        texts = ((key, kept.tokens, kept.snapshot.divisible) for key, kept in alike.items())
+        best, length = longest_common(texts, wanted)
         if best is None:
             return None, 0
         self._kept.move_to_end(best)
-        return self._kept[best], longest
+        return self._kept[best], length
 
     def find_draft(
         self, salt: str, tokens: Sequence[int], key: Hashable, wanted: NDArray[np.int64], fits: Fits
@@ -123,15 +137,10 @@ class Prefixes:
             wanted: what it is to read.
             fits: whether it can go on from a snapshot.
         """
-        best, longest = None, SHORTEST - 1
-        for kept in self._alike.get(_beginning(salt, np.asarray(tokens[:SHORTEST], dtype=np.int64)), {}).values():
-            draft = kept.drafts.get(key)
-            if draft is not None and fits(draft):
-                length = common(draft.tokens, wanted)
-                length = length if draft.snapshot.divisible or length == len(draft.tokens) else 0
-                if length > longest:
-                    best, longest = draft.snapshot, length
-        return (None, 0) if best is None else (best, longest)
+        alike = self._alike.get(_beginning(salt, np.asarray(tokens[:SHORTEST], dtype=np.int64)), {})
+        drafts = (kept.drafts[key] for kept in alike.values() if key in kept.drafts)
+        texts = ((draft.snapshot, draft.tokens, draft.snapshot.divisible) for draft in drafts if fits(draft))
+        return longest_common(texts, wanted)
 
     def keep(self, kept: Kept) -> None:
         """Keep a text; others that are the beginning of it, and the least recently used ones, go.
