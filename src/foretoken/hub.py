@@ -291,7 +291,10 @@ def _undisturbed(model: Any, drafts: Sequence[nn.Module]) -> Iterator[None]:
     """One call of a model at a time; put one in training, whose dropout loading switches off, back into training, and
     draft models, too."""
     with lock_of(model, "call"):
-        training = [(network, _in_training(network)) for network in (model, *drafts)]
+        training: list[tuple[Any, list[nn.Module]]] = []
+        for network in (model, *drafts):
+            with lock_of(network):
+                training.append((network, [module for module in network.modules() if module.training]))
         try:
             yield
         finally:
@@ -299,11 +302,6 @@ def _undisturbed(model: Any, drafts: Sequence[nn.Module]) -> Iterator[None]:
                 with lock_of(network):
                     for module in modules:
                         module.training = True
-
-
-def _in_training(network: nn.Module) -> list[nn.Module]:
-    with lock_of(network):
-        return [module for module in network.modules() if module.training]
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
@@ -348,17 +346,13 @@ def _kept(
     for token in tokens:
         row.full.append(token)
         new.append(token)
-        row.done = token in eos or _holds(row, others, device)
+        row.done = token in eos
+        if others and not row.done:
+            ids = torch.tensor([row.full], device=device)
+            row.done = any(holds(criterion, ids) for criterion in others)
         if row.done:
             break
     return new
-
-
-def _holds(row: _BatchRow, criteria: Sequence[Any], device: torch.device) -> bool:
-    if not criteria:
-        return False
-    ids = torch.tensor([row.full], device=device)
-    return any(holds(criterion, ids) for criterion in criteria)
 
 
 def _result(rows: Sequence[_BatchRow], input_ids: Tensor, config: GenerationConfig) -> Tensor | SpeculativeOutput:

@@ -323,10 +323,9 @@ def load(
         raise ValueError(f"generation_config must be 'auto' or None, not {given}: requests take such options")
     check_flags(allow_lossy=allow_lossy, prefix_cache=prefix_cache, known=known)
     tuned = {} if profile is None else read_profile(profile, runs_code=not _is_auto(drafter))
-    if tuned:
-        drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
-        verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
-        controller = tuned.get("controller", controller) if _is_auto(controller) else controller
+    drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
+    verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
+    controller = tuned.get("controller", controller) if _is_auto(controller) else controller
     check_tokenizer(tokenizer)
     check_specs(allow_lossy=allow_lossy, drafter=drafter, verifier=verifier, controller=controller)
     defaults = GenerationDefaults() if generation_config is None else read_defaults(target)
@@ -337,7 +336,7 @@ def load(
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target, backend)
     if model is not target:
         model.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < model.vocab_size)
-    spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
+    spec = default_drafter(model, target) if _is_auto(drafter) else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside, known=known)
     kept = PREFIX_BYTES if prefix_cache else 0

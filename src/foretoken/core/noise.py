@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core.values import plain
+from foretoken.core.values import is_whole, plain
 
 SEEDS = 2**64
 """Seeds are integers from 0 to one below this."""
@@ -29,7 +28,7 @@ KEPT_NUMBERS, KEPT_POSITIONS = 2**18, 16
 
 def check_seed(seed: Any) -> None:
     """Refuse a seed that is no integer, negative, or of more than 64 bits, by a ``ValueError``."""
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < SEEDS:
+    if not is_whole(seed) or not 0 <= int(seed) < SEEDS:
         raise ValueError(f"a seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
 
 

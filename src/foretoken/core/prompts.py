@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Number
+from numbers import Number
 from typing import Any
 
 from foretoken.core.bos import ids_with_one_bos
 from foretoken.core.conversation import Message, is_messages, render
-from foretoken.core.values import check_text
+from foretoken.core.values import check_text, is_whole
 
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 """Text, token ids (a list, or a tensor or array), messages, or what a tokenizer returns for one text."""
@@ -132,7 +132,7 @@ def _of_text(text: str, tokenizer: Any | None) -> list[int]:
 
 def _checked_ids(ids: Sequence[Any]) -> list[int]:
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, Integral):
+        if not is_whole(token):
             raise ValueError(f"the prompt must hold token ids (whole numbers), not {_shown(token)}: {KINDS}")
     if not len(ids):
         raise ValueError("the prompt is empty: give at least one token")

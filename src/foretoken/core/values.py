@@ -21,9 +21,14 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number; a truth value is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def check_whole(option: str, value: Any) -> None:
     """Refuse what is no whole number, by an ``OptionError``; a truth value is none."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_whole(value):
         raise OptionError(option, f"{option} must be a whole number, not {_shown(value)}")
 
 
@@ -91,7 +96,7 @@ def ids_of(option: str, value: Any) -> tuple[int, ...]:
     """
     given = _members(option, value, "a list of token ids")
     for token in given:
-        if isinstance(token, bool) or not isinstance(token, Integral):
+        if not is_whole(token):
             raise OptionError(option, f"{option} must hold token ids (whole numbers), not {_shown(token)}")
     return tuple(int(token) for token in given)
 
@@ -124,13 +129,11 @@ def check_ids(option: str, ids: Iterable[Any], vocab_size: int | None) -> None:
         OptionError: no whole number, negative, or too large.
     """
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, Integral):
+        if not is_whole(token):
             raise OptionError(option, f"{option} must hold token ids (whole numbers), not {_shown(token)}")
-        if vocab_size is None:
-            if token < 0:
-                raise OptionError(option, f"{option} token {token} is negative: ids count from 0")
-            continue
-        if not 0 <= int(token) < vocab_size:
+        if vocab_size is None and token < 0:
+            raise OptionError(option, f"{option} token {token} is negative: ids count from 0")
+        if vocab_size is not None and not 0 <= int(token) < vocab_size:
             raise OptionError(option, f"{option} token {token} is outside the vocabulary of {vocab_size}")
 
 

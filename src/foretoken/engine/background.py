@@ -112,7 +112,10 @@ class AsyncLlm:
 
     def _take_over(self) -> None:
         self.llm.calls.limit(self, **self._limits)
-        self.llm.engine.requests.on_leave = None if self._on_end is None else self._note_end
+        on_end = self._on_end
+        self.llm.engine.requests.on_leave = on_end and (
+            lambda run: on_end(run.request, run.arrived_s, run.stats, run.finish_reason)
+        )
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -336,8 +339,8 @@ class AsyncLlm:
                 continue  # who asked has gone
             try:
                 with self._turn:
-                    found = function(self.llm)
-                future.set_result(found)
+                    result = function(self.llm)
+                future.set_result(result)
             except Exception as error:  # the caller's own
                 future.set_exception(error)
 
@@ -355,10 +358,6 @@ class AsyncLlm:
                     self._tickets[ticket.id] = ticket
         if failed is not None:
             ticket.put(failed)
-
-    def _note_end(self, run: Running) -> None:
-        if self._on_end is not None:
-            self._on_end(run.request, run.arrived_s, run.stats, run.finish_reason)
 
     def _take_gains(self, emissions: Sequence[tuple[Running, Emission]]) -> None:
         """Everybody gets what is theirs of a round, which the engine's thread has run or a direct caller of the Llm."""

@@ -101,16 +101,13 @@ class Calls:
         while not box:
             with self.turn:
                 if not box:  # else another thread has served this request meanwhile
-                    self._check_held(request_id)
+                    if not self._engine.holds(request_id):
+                        raise RuntimeError("the request was dropped when a round was broken off: ask again")
                     self.round()
         run, emission = box.popleft()
         if emission.error is not None:
             raise emission.error
         return run, emission
-
-    def _check_held(self, request_id: int) -> None:
-        if not self._engine.holds(request_id):
-            raise RuntimeError("the request was dropped when a round was broken off: ask again")
 
     def round(self) -> None:
         """One round for everybody."""

@@ -63,15 +63,20 @@ def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
     from foretoken.models.refusals import refusal
 
     path = resolve(path)
-    if backend == "llama.cpp":
-        return _load_llama_cpp(path, options)
     try:
-        return _read_network(path, options)
+        if backend != "llama.cpp":
+            return _read_network(path, options)
     except UncoveredError as error:
-        if backend == "auto" and has_llama_cpp():
-            refusal("GGUF reader", str(error), "llama.cpp runs it, without heads and the bitwise promise")
-            return _load_llama_cpp(path, options)
-        raise LoadError(f"{error}: {remedy(backend)}") from None
+        if backend == "native" or not has_llama_cpp():
+            raise LoadError(f"{error}: {remedy(backend)}") from None
+        refusal("GGUF reader", str(error), "llama.cpp runs it, without heads and the bitwise promise")
+    except GgufError as error:
+        raise LoadError(str(error)) from None
+    from foretoken.models.other.llama_cpp_model import LlamaCppModel
+
+    _check_options(options, REASONS, (*USUAL, "distribution", "approximate"))
+    try:
+        return LlamaCppModel(path)
     except GgufError as error:
         raise LoadError(str(error)) from None
 
@@ -111,17 +116,6 @@ def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
         return build_network(read_gguf(path), dtype)
 
 
-def _load_llama_cpp(path: str | Path, options: Mapping[str, Any]) -> Any:
-    from foretoken.models.gguf.file import GgufError
-    from foretoken.models.other.llama_cpp_model import LlamaCppModel
-
-    _check_options(options, REASONS, (*USUAL, "distribution", "approximate"))
-    try:
-        return LlamaCppModel(path)
-    except GgufError as error:
-        raise LoadError(str(error)) from None
-
-
 def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
     """The tokenizer inside a GGUF file; ``None`` where it holds no vocabulary.
 
@@ -147,11 +141,7 @@ def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
             f"{path} holds a vocabulary that cannot be read ({cause_of(error)}): convert the model again, or pass "
             "tokenizer=FOLDER"
         ) from error
-    return _llama_cpp_tokenizer(path)
-
-
-def _llama_cpp_tokenizer(path: str | Path) -> Any | None:
-    from foretoken.models.other.llama_cpp import GgufError, Weights
+    from foretoken.models.other.llama_cpp import Weights
     from foretoken.models.other.llama_cpp_tokenizer import LlamaCppTokenizer, has_vocabulary
 
     try:

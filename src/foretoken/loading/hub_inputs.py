@@ -113,18 +113,14 @@ def _inputs_that_would_be_dropped(given: Mapping[str, Any], input_ids: Tensor) -
         if value is None or value is False or name in OWN_KEYS:
             continue
         if name in CACHE_NAMES:
-            if _is_the_callers(value):
+            # (``generate`` makes an empty one where none was passed.)
+            if getattr(value, "_is_user_defined", False) or int(value.get_seq_length()) > 0:
                 yield f"{name}= (it keeps a cache of its own: pass all token ids and no cache)"
         elif name == "position_ids":
             if not _are_usual(value, given.get("attention_mask"), input_ids.shape[1]):
                 yield "position_ids= that do not count the tokens from 0"
         else:
             yield f"{name}="
-
-
-def _is_the_callers(cache: Any) -> bool:
-    """Whether a cache was passed to ``generate``, which makes an empty one otherwise."""
-    return bool(getattr(cache, "_is_user_defined", False)) or int(cache.get_seq_length()) > 0
 
 
 def _are_usual(positions: Tensor, mask: Tensor | None, length: int) -> bool:
@@ -143,7 +139,9 @@ def _ways_of_its_own(model: Any) -> Iterator[str]:
     owner = getattr(prepare, "__self__", None)
     config = getattr(owner, "active_peft_config", None)
     if owner is not model and getattr(config, "is_prompt_learning", False):
-        yield f"PEFT's {_peft_name(config)}, whose trained prompt it would leave out"
+        kind = getattr(config, "peft_type", "prompt learning")
+        kind = str(getattr(kind, "value", kind)).replace("_", " ").lower()
+        yield f"PEFT's {kind}, whose trained prompt it would leave out"
     elif getattr(prepare, "__func__", prepare) is not getattr(type(model), "prepare_inputs_for_generation", None):
         yield "a prepare_inputs_for_generation that was written on the model"
     if any(_name_of(hook) in PEFT_HOOKS for m in model.modules() for hook in m._forward_pre_hooks.values()):
@@ -161,8 +159,3 @@ def _forget_rows(model: Any) -> None:
 
 def _name_of(hook: Any) -> str:
     return str(getattr(getattr(hook, "func", hook), "__name__", ""))
-
-
-def _peft_name(config: Any) -> str:
-    kind = getattr(config, "peft_type", "prompt learning")
-    return str(getattr(kind, "value", kind)).replace("_", " ").lower()

@@ -118,15 +118,10 @@ def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: st
     parts: list[PartProcess] = []
     give_back = _own_settings()
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
-        store = str(Path(folder, "store"))
-        told = {
-            "world": count,
-            "store": store,
-            "path": path,
-            "exact": exact,
-            "kind": kind,
-            "threads": _threads(kind, count),
-        }
+        told = {"world": count, "store": str(Path(folder, "store")), "path": path, "exact": exact, "kind": kind}
+        told["threads"] = max(
+            1, torch.get_num_threads() // (count if kind == "cpu" else 1)
+        )  # as many as one would have
         told["dtype"] = None if wanted is None else str(wanted).removeprefix("torch.")
         try:
             parts.extend(_started(rank, told) for rank in range(1, count))
@@ -220,11 +215,6 @@ def check_split(config: Any, count: int) -> None:
             fitting = [n for n in range(2, number + 1) if number % n == 0 and heads % n == 0]
             hint = f"choose {' or '.join(map(str, fitting))}" if fitting else "this model cannot be split"
             raise ValueError(f"tensor_parallel={count} does not divide the {number} {what} of this model: {hint}")
-
-
-def _threads(kind: str, count: int) -> int:
-    """Threads of each process: together they have as many as one would have."""
-    return max(1, torch.get_num_threads() // count) if kind == "cpu" else torch.get_num_threads()
 
 
 def _started(rank: int, told: dict[str, Any]) -> PartProcess:
