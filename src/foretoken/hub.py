@@ -174,7 +174,6 @@ class CustomGenerate:
         """The engine for a model.
 
         Args:
-            model: a ``PreTrainedModel``.
             predicted: whether the caller says what is expected in the answer, which is then drafted first.
         """
         with lock_of(model, "call"), lock_of(self, "call"):

@@ -198,11 +198,7 @@ class Llm:
         return request
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            ValueError: as :func:`foretoken.core.prompts.encode`.
-        """
+        """Token ids of a prompt.  Raises ``ValueError`` as :func:`foretoken.core.prompts.encode` does."""
         return encode(prompt, self.tokenizer)
 
     def memory(self) -> dict[str, int]:
@@ -379,11 +375,7 @@ def assemble(
     allow_lossy: bool = False,
     prefix_bytes: int = 0,
 ) -> Llm:
-    """An :class:`Llm` from loaded models; verifier and controller may still be specs.
-
-    Raises:
-        ValueError: an unknown name or option, or parts that do not fit each other.
-    """
+    """An :class:`Llm` from loaded models; verifier and controller may still be specs."""
     chosen_verifier = (
         None if verifier == "auto" else make("verifier", verifier) if isinstance(verifier, str) else verifier
     )

@@ -211,9 +211,6 @@ class BatchOptions(CommonOptions, total=False):
 def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Options]) -> Request:
     """A checked request.
 
-    Args:
-        prompt: text, token ids, or messages (:mod:`foretoken.core.prompts`).
-
     Raises:
         OptionError: any of them of another kind or out of range.
         ValueError: what is no prompt, or text or messages without a tokenizer.
@@ -263,14 +260,12 @@ def beside(defaults: Mapping[str, Any], constraint: OutputRule | None) -> dict[s
 
 
 def predictions_of(value: Any, count: int, single: bool) -> list[Any]:
-    """One prediction per prompt: as given, or the one that was given for each.
+    """One prediction per prompt: as given, or the one that was given for each.  Raises ``OptionError`` for another
+    number of predictions than prompts.
 
     Args:
         value: text or ids; for several prompts also a list with one (or ``None``) for each.
         single: whether one prompt was given, not a list.
-
-    Raises:
-        OptionError: another number of predictions than prompts.
     """
     value = plain(value)
     several = isinstance(value, list | tuple) and len(value) > 0 and not isinstance(plain(value[0]), int)

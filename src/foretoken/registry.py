@@ -76,11 +76,7 @@ class OutsideRow(Row):
     """A drafter that is none of ours: its name is ``file.py:Class``, or an entry point's."""
 
     def load(self) -> type[Any]:
-        """Import and return the class, if it is a drafter.
-
-        Raises:
-            ValueError: it is none, or cannot be imported; says the class, the rule and the line.
-        """
+        """Import and return the class.  Raises ``ValueError``, which names class, rule and line, for no drafter."""
         return class_in_file(self.name) if is_code(self.name) else installed_class(self.name)
 
 
@@ -323,12 +319,8 @@ def installed_rows() -> list[Row]:
 
 @cache
 def find(role: Role, name: str) -> Row:
-    """The row of a name.
-
-    Raises:
-        UnknownName: unknown name; the message says which are near and lists the valid ones.
-        ValueError: a file of a drafter ``file.py:Class`` that is not there, or such a name of a verifier or controller.
-    """
+    """The row of a name.  Raises :class:`UnknownName`, and ``ValueError`` for a ``file.py:Class`` that is not there or
+    no drafter's."""
     for row in rows(role):
         if row.name == name:
             return row
@@ -351,15 +343,11 @@ def find(role: Role, name: str) -> Row:
 def make(role: Literal["verifier", "controller", "tree"], spec: str, context: Any = None) -> Any:
     """Build a verifier, a controller or a tree from a spec string (drafters need models: see :mod:`foretoken.loading`).
 
-    A class that is made from a file or folder has a class method ``build(path, context, **options)``.
+    A class that is made from a file or folder has a class method ``build(path, context, **options)``.  Raises
+    ``ValueError`` for an unknown name or option, or a path for a method that takes none.
 
     Args:
-        role: which axis.
-        spec: ``name[:path][,key=value...]``.
         context: what ``build`` may ask for (:func:`foretoken.loading.build_controller` hands it over).
-
-    Raises:
-        ValueError: unknown name or option, or a path for a method that takes none.
     """
     parsed = parse_spec(spec)
     cls = find(role, parsed.name).load()

@@ -69,11 +69,8 @@ class FiniteLanguage:
 
     @classmethod
     def of(cls, strings: Iterable[Sequence[int]], ends: Iterable[int] = ()) -> FiniteLanguage:
-        """The language of these strings, each given by its tokens.
-
-        Raises:
-            ValueError: there are none, or a token of a string ends the text.
-        """
+        """The language of these strings, each given by its tokens.  Raises ``ValueError`` where there are none, or one
+        holds a token that ends the text."""
         ordered, last = sorted({tuple(one) for one in strings}), frozenset(ends)
         if not ordered:
             raise ValueError("the language is empty: give at least one string")

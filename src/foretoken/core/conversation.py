@@ -51,11 +51,8 @@ def control_tokens(text: str, tokenizer: Any) -> list[str]:
 
 
 def conversations_of(messages: Any) -> tuple[list[Sequence[Message]], bool]:
-    """Conversations, and whether a single one was given rather than a list of them.
-
-    Raises:
-        ValueError: neither.
-    """
+    """Conversations, and whether a single one was given rather than a list of them.  Raises ``ValueError`` for anything
+    else."""
     if is_messages(messages):
         return [messages], True
     several = isinstance(messages, list | tuple) and any(is_messages(one) for one in messages)
@@ -70,11 +67,8 @@ def conversations_of(messages: Any) -> tuple[list[Sequence[Message]], bool]:
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
-    """Messages of the right shape, each with its text in one piece.
-
-    Raises:
-        ValueError: no list of messages, or one without role or content; names its number, from 1.
-    """
+    """Messages of the right shape, each with its text in one piece.  Raises ``ValueError`` for others, with the number
+    of the message, from 1."""
     if not isinstance(messages, list | tuple):
         raise ValueError(f"{SHAPE}, not {_kind(messages)}")
     if not messages:
@@ -95,11 +89,7 @@ def _checked(message: Any, name: str) -> dict[str, Any]:
 
 
 def _with_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """A message with the arguments of its calls as templates want them: objects, which OpenAI's clients send as text.
-
-    Raises:
-        ValueError: no list of calls, or arguments that are no JSON.
-    """
+    """A message with the arguments of its calls as objects, which OpenAI's clients send as text."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -135,22 +125,14 @@ def _text_of(content: Any, name: str) -> str:
 
 def from_sharegpt(turns: Any) -> list[dict[str, Any]]:
     """Messages of ShareGPT's ``{"from", "value"}`` turns; messages with ``role`` and ``content`` stay as they are, and
-    so does a ``weight``.
-
-    Raises:
-        ValueError: other shapes, or an unknown speaker.
-    """
+    so does a ``weight``.  Raises ``ValueError`` for other shapes and unknown speakers."""
     if not isinstance(turns, list):
         raise ValueError(f"'conversations' must be a list of messages, not {_kind(turns)}")
     return [_from_turn(turn, f"message {number}") for number, turn in enumerate(turns, 1)]
 
 
 def to_answer(messages: Any) -> list[dict[str, Any]]:
-    """A transcript up to the last message that an assistant would answer.
-
-    Raises:
-        ValueError: as :func:`checked`, or nothing is left.
-    """
+    """A transcript up to the last message that an assistant would answer; a ``ValueError`` where there is none."""
     transcript = checked(messages)
     while transcript and transcript[-1]["role"] == "assistant":
         transcript.pop()
@@ -176,16 +158,13 @@ def render(
     """Token ids of a conversation, by the tokenizer's chat template.
 
     The template writes the beginning-of-text token itself, so the tokenizer adds none.  Where the last message is the
-    assistant's and an answer is wanted, the answer goes on behind it.
+    assistant's and an answer is wanted, the answer goes on behind it.  Raises ``ValueError`` without a template, for
+    messages of another shape, and for those that the template refuses.
 
     Args:
         messages: in order; a ``content`` is text or a list of OpenAI's text parts.
-        tokenizer: with a chat template.
         add_generation_prompt: end where the assistant answers.
         template_kwargs: for the template: ``tools``, ``enable_thinking``, ...
-
-    Raises:
-        ValueError: no tokenizer, no template, messages of another shape, or messages that the template refuses.
     """
     if tokenizer is None:
         raise ValueError("a conversation needs a tokenizer: pass tokenizer=... to load, or give token ids")
@@ -212,16 +191,8 @@ def render(
 def render_with(
     conversations: Sequence[Sequence[Message]], tokenizer: Any, template_kwargs: Mapping[str, Any] | None
 ) -> list[list[int]]:
-    """:func:`render` each conversation for a caller who has named what else the template gets.
-
-    Args:
-        tokenizer: with a chat template.
-        template_kwargs: for the template, or ``None``.
-
-    Raises:
-        ValueError: what :func:`render` refuses, tools of which the template shows nothing, and ``template_kwargs``
-            that are none.
-    """
+    """:func:`render` each conversation for a caller who has named what else the template gets.  Tools of which the
+    template shows nothing are refused by a ``ValueError``."""
     more = {} if template_kwargs is None else template_kwargs
     fault = _mapping_fault(more)
     if fault:
@@ -246,11 +217,7 @@ def _mapping_fault(given: Any) -> str:
 
 
 def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:
-    """Why a template wrote nothing, in one line: it is damaged (and where it is), or it refuses the messages.
-
-    Args:
-        longest: most characters of the error's own words.
-    """
+    """Why a template wrote nothing, in one line: it is damaged (and where it is), or it refuses the messages."""
     words = " ".join(str(error).split())[:longest] or type(error).__name__
     if type(error).__name__ != "TemplateSyntaxError":
         return f"the chat template refuses these messages: {words}"

@@ -55,11 +55,8 @@ class Filters:
         return left
 
     def kept(self, scores: Row, temperature: float) -> tuple[Row, Row]:
-        """The tokens that stay by scores [V], in the order of their ids, and their probabilities.
-
-        Raises:
-            NonFiniteLogitsError: NaN, or no finite score.
-        """
+        """The tokens that stay by scores [V], in the order of their ids, and their probabilities.  Raises
+        ``NonFiniteLogitsError`` for NaN, or without a finite score."""
         best = scores.max()
         if not np.isfinite(best):
             raise NonFiniteLogitsError(NON_FINITE)

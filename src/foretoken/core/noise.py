@@ -35,10 +35,7 @@ def check_seed(seed: Any) -> None:
 def seeds_of(seed: Any, count: int) -> Sequence[int | None]:
     """One seed per prompt, as Python's integers: as given, or the one that was given for each.
 
-    They may be a tensor's or an array's.
-
-    Raises:
-        ValueError: another number of seeds than prompts, or what is no seed.
+    They may be a tensor's or an array's.  Raises ``ValueError`` for another number of seeds, and for what is none.
     """
     seed = plain(seed)
     seeds = [plain(one) for one in seed] if isinstance(seed, list | tuple) else [seed] * count
@@ -109,15 +106,7 @@ class NumPySource:
 
 
 class Noise:
-    """The noise of one request.
-
-    Args:
-        seed: from 0 to 2**64 - 1.
-        source: what makes the numbers.
-
-    Raises:
-        ValueError: no such seed.
-    """
+    """The noise of one request, by its seed from 0 to 2**64 - 1."""
 
     def __init__(self, seed: int, source: Source | None = None) -> None:
         check_seed(seed)

@@ -24,21 +24,13 @@ def is_code(name: str) -> bool:
 
 
 def refuse_code(spec: Any, place: str) -> None:
-    """Refuse a spec that came with data and names a file of code: data must not run code.
-
-    Raises:
-        ValueError: it does, or a spec within it does.
-    """
+    """Refuse a spec that came with data and names a file of code, by a ``ValueError``: data must not run code."""
     if isinstance(spec, str) and re.search(r"\.py\s*:", spec):
         raise ValueError(f"{place} names code ({spec}), which is only run when you name it: give --drafter {spec}")
 
 
 def check_code(name: str) -> None:
-    """Whether ``file.py:Class`` can be meant, before anything is imported.
-
-    Raises:
-        ValueError: there is no such file, or no class is named.
-    """
+    """Refuse what cannot be a ``file.py:Class``, by a ``ValueError``, before anything is imported."""
     file, _, cls = name.partition(":")
     if not Path(file).expanduser().is_file():
         raise ValueError(f"there is no file {file} with a drafter: a drafter from outside is file.py:Class")
@@ -48,11 +40,7 @@ def check_code(name: str) -> None:
 
 @cache
 def class_in_file(name: str) -> type[Any]:
-    """The drafter ``file.py:Class``; the file is run once.
-
-    Raises:
-        ValueError: there is no such file or class, the file raises, or the class is no drafter.
-    """
+    """The drafter ``file.py:Class``, which is run once.  Raises ``ValueError`` where it is none, or raises itself."""
     check_code(name)
     place, _, cls = name.partition(":")
     module = _run(Path(place).expanduser().resolve())
@@ -109,11 +97,8 @@ def installed_class(name: str) -> type[Any]:
 
 
 def checked(thing: Any, name: str) -> type[Any]:
-    """What was named, if it is a drafter that can be made.
-
-    Raises:
-        ValueError: it is none; says the class, the rule and the line.
-    """
+    """What was named, if it is a drafter that can be made.  Else it raises ``ValueError``, with the class, the rule and
+    the line."""
     place = f"{name} ({line_of(thing)})" if inspect.isclass(thing) else name
     if not _is_drafter(thing):
         what = "is a class, but no drafter" if inspect.isclass(thing) else f"is {type(thing).__name__}, no drafter"

@@ -20,11 +20,8 @@ def name_of(hook: Any) -> str:
 
 
 def one_row(processor: LogitsProcessor, made: Any, shape: torch.Size) -> Tensor:
-    """What a processor made of the scores [1, V] of one text, if it is scores of one text.
-
-    Raises:
-        OptionError: it is something else; of several rows the first would be taken for every text's.
-    """
+    """What a processor made of the scores [1, V] of one text.  It is refused by an ``OptionError`` if it is not scores
+    of one text: of several rows the first would be taken for every text's."""
     if isinstance(made, Tensor) and made.shape == shape:
         return made
     if isinstance(made, Tensor):
@@ -38,12 +35,8 @@ def one_row(processor: LogitsProcessor, made: Any, shape: torch.Size) -> Tensor:
 
 
 def check_processed(given: Tensor, scores: Tensor) -> None:
-    """Tell processed scores [V] that leave nothing from logits [V] that were bad to begin with.
-
-    Raises:
-        NothingAllowedError: every token is impossible, and not because the model says so.
-        ValueError: a processor made NaN or inf.
-    """
+    """Tell processed scores [V] that leave no token (``NothingAllowedError``) and those that a processor spoiled
+    (``OptionError``) from logits [V] that were bad to begin with."""
     best = scores.amax()
     if bool(torch.isfinite(best)) or not bool(torch.isfinite(given.amax())):
         return

@@ -16,12 +16,7 @@ KINDS = "a prompt is text, token ids (a list, or a 1-D tensor or array of intege
 
 
 def encode(prompt: Any, tokenizer: Any | None) -> list[int]:
-    """Token ids of one prompt.
-
-    Raises:
-        ValueError: text or messages without a tokenizer, messages that cannot be rendered, an empty prompt, several
-            prompts, or anything else that is no prompt.
-    """
+    """Token ids of one prompt.  Raises ``ValueError`` for what is no prompt, or several."""
     prompts, single = prompts_of(prompt, tokenizer)
     if not single:
         if not prompts:
@@ -39,13 +34,10 @@ def prompts_of(prompts: Any, tokenizer: Any | None = None) -> tuple[list[Any], b
     """Prompts, each for :func:`encode`, and whether a single one was given rather than several.
 
     A list of numbers and a list of messages are one prompt, and so is a tensor or a tokenizer's output of one row.
+    Raises ``ValueError`` for what is neither.
 
     Args:
-        prompts: one prompt, a list of prompts, a tensor or array, or a tokenizer's output.
         tokenizer: tells which id fills rows up.
-
-    Raises:
-        ValueError: neither.
     """
     if isinstance(prompts, str) or is_messages(prompts):
         return [prompts], True

@@ -156,11 +156,8 @@ class Sampler:
     def distribution(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         """[V] float distribution at the end of ``prefix`` from logits [V]; one-hot when greedy.
 
-        float32, or float64 when the logits are float64.
-
-        Raises:
-            NonFiniteLogitsError: NaN logits, or no finite logit.
-            NothingAllowedError: the request's processors leave none.
+        float32, or float64 when the logits are float64.  Raises ``NonFiniteLogitsError`` without a finite logit, and
+        ``NothingAllowedError`` where processors leave none.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if not self._plain:
@@ -176,15 +173,13 @@ class Sampler:
 
         Greedy: the processed logits.  With noise: log p(v) - log E_t(v), up to a constant per row, in float64; so the
         token has the distribution p.  Without either: log p(v), up to a constant.  The second largest and so on are
-        what would follow if those before them were impossible: candidates, when the logits are a draft model's.
+        what would follow if those before them were impossible: candidates, when the logits are a draft model's.  Raises
+        ``NonFiniteLogitsError`` for a row without a finite logit.
 
         Args:
             logits: one row per prefix.
             lengths: tokens before the one that is ranked, prompt included, one per row.
             prefixes: these tokens; may be ``None`` when the pipeline is context-free.
-
-        Raises:
-            NonFiniteLogitsError: NaN logits, or a row without a finite logit.
         """
         scores = self._all_processed(logits, prefixes)
         if self.greedy:
@@ -348,21 +343,14 @@ def checks_later() -> Iterator[list[Tensor]]:
 
 
 def check_best(largest: Sequence[Tensor]) -> None:
-    """Look at what :func:`checks_later` has collected, on the host.
-
-    Raises:
-        NonFiniteLogitsError: one of them is NaN or infinite.
-    """
+    """Look at what :func:`checks_later` has collected.  Raises ``NonFiniteLogitsError`` where some are not finite."""
     if not all(bool(torch.isfinite(one).all()) for one in largest):
         raise NonFiniteLogitsError(NON_FINITE)
 
 
 def best_of(scores: Tensor) -> Tensor:
-    """[N, 1] the largest of each row [N, V].
-
-    Raises:
-        NonFiniteLogitsError: NaN, or a row without a finite entry; not inside :func:`checks_later`.
-    """
+    """[N, 1] the largest of each row [N, V].  Raises ``NonFiniteLogitsError`` where one is not finite, unless inside
+    :func:`checks_later`."""
     best, later = scores.amax(-1, keepdim=True), _LATER.get()
     if later is not None:
         later.append(best)

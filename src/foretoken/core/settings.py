@@ -30,7 +30,6 @@ def setting(
     """A dataclass field with an option, which commands make of it (:mod:`foretoken.cli.settings`).
 
     Args:
-        default: of the field and of the option.
         help, low, high: see :class:`About`.
         shown: whether the value stands in the object's ``repr``.
     """

@@ -24,11 +24,9 @@ class Spec:
 def parse_spec(text: str) -> Spec:
     """Split a spec string into name, path and options.
 
-    Commas inside parentheses do not split, so an option may hold specs: ``cascade:./d,inner=(ngram,n=3,k=6)``.  A
-    value that is wrapped in parentheses loses the outer pair.  A name may be a class in a file, ``file.py:Class``.
-
-    Raises:
-        ValueError: an option without ``=`` or given twice, an empty name, or parentheses that do not close.
+    Commas inside parentheses do not split, so an option may hold specs: ``cascade:./d,inner=(ngram,n=3,k=6)``.  A value
+    that is wrapped in parentheses loses the outer pair.  A name may be a class in a file, ``file.py:Class``.  Raises
+    ``ValueError`` for anything else.
     """
     head, *rest = split_outside(text, ",")
     name, _, path = (part.strip() for part in head.partition(":"))
@@ -49,11 +47,8 @@ def parse_spec(text: str) -> Spec:
 
 
 def split_specs(text: str) -> list[str]:
-    """The specs of a list such as ``model:./a,k=4|ngram|(suffix,k=8)``: split where no parenthesis is open.
-
-    Raises:
-        ValueError: nothing before, after or between two ``|``, or parentheses that do not close.
-    """
+    """The specs of a list such as ``model:./a,k=4|ngram|(suffix,k=8)``: split where no parenthesis is open.  Raises
+    ``ValueError`` for an empty place, or parentheses that do not close."""
     specs = [_unwrap(part.strip()) for part in split_outside(text, "|")]
     if not all(specs):
         raise ValueError(
@@ -107,11 +102,8 @@ def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
 
 
 def convert_options(role: str, name: str, cls: type[Any], options: dict[str, str]) -> dict[str, Any]:
-    """Turn a spec's strings into the constructor's types.
-
-    Raises:
-        ValueError: unknown key (lists the valid ones) or a value of the wrong type.
-    """
+    """Turn a spec's strings into the constructor's types.  Raises ``ValueError`` for an unknown key (lists the valid
+    ones), or a value of another type."""
     known = options_of(cls)
     result = {}
     for key, text in options.items():

@@ -17,11 +17,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class TokenTally:
-    """The tokens of one request's texts.
-
-    Args:
-        begin: tokens before it are not counted.
-    """
+    """The tokens of one request's texts; those before ``begin`` are not counted."""
 
     def __init__(self, begin: int) -> None:
         self.begin = begin

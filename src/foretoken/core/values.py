@@ -33,11 +33,7 @@ def check_whole(option: str, value: Any) -> None:
 
 
 def check_counts(given: Mapping[str, Any], least: int) -> None:
-    """Refuse options, by their names, that are no whole number or less than the least.
-
-    Raises:
-        OptionError: one of them.
-    """
+    """Refuse options, by their names, that are no whole number or less than the least, by an ``OptionError``."""
     for option, value in given.items():
         check_whole(option, value)
         if value < least:
@@ -63,11 +59,7 @@ def check_flags(**given: Any) -> None:
 
 
 def check_text(option: str, value: Any) -> None:
-    """Refuse what is no text, and text that is no Unicode.
-
-    Raises:
-        OptionError: another kind, or half a surrogate pair.
-    """
+    """Refuse what is no text, and text that is no Unicode (half a surrogate pair), by an ``OptionError``."""
     if not isinstance(value, str):
         raise OptionError(option, f"{option} must be text, not {_shown(value)}")
     try:
@@ -89,11 +81,7 @@ def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:
 
 
 def ids_of(option: str, value: Any) -> tuple[int, ...]:
-    """Token ids; whether the vocabulary has them is another question.
-
-    Raises:
-        OptionError: no list of whole numbers.
-    """
+    """Token ids, whether the vocabulary has them or not.  Raises ``OptionError`` for anything but whole numbers."""
     given = _members(option, value, "a list of token ids")
     for token in given:
         if not is_whole(token):
@@ -103,12 +91,9 @@ def ids_of(option: str, value: Any) -> tuple[int, ...]:
 
 @contextmanager
 def numbered(place: int, count: int) -> Iterator[None]:
-    """Say of an error which of several prompts it is about.
+    """Say of an error which of several prompts it is about, from 0.
 
     An option that would be refused for any prompt is refused with the first, which is not to blame.
-
-    Args:
-        place: of the prompt, from 0.
     """
     try:
         yield
@@ -120,14 +105,7 @@ def numbered(place: int, count: int) -> Iterator[None]:
 
 
 def check_ids(option: str, ids: Iterable[Any], vocab_size: int | None) -> None:
-    """Refuse ids that the vocabulary does not have.
-
-    Args:
-        vocab_size: of the vocabulary; ``None`` where it is not known yet.
-
-    Raises:
-        OptionError: no whole number, negative, or too large.
-    """
+    """Refuse ids that the vocabulary lacks, by an ``OptionError``; of one of unknown size, negative ids."""
     for token in ids:
         if not is_whole(token):
             raise OptionError(option, f"{option} must hold token ids (whole numbers), not {_shown(token)}")

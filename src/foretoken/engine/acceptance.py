@@ -17,16 +17,9 @@ from foretoken.methods.verifiers.outside import check_verdict
 class AcceptanceRules:
     """The acceptance rules of one engine.
 
-    Args:
-        verifier: the rule that was asked for, or ``None`` to choose the best lossless one for every tree.
-        allow_lossy: accept a rule that changes the target's distribution.
-
     Attributes:
         is_outside: whether the rule that was asked for is none of ours: its verdicts are looked at, and it decides
             request by request, so that where it fails it is asked about nobody else twice: it may have a state.
-
-    Raises:
-        ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.
     """
 
     def __init__(self, verifier: Verifier | None, drafter: Drafter | None, allow_lossy: bool) -> None:

@@ -22,12 +22,7 @@ SHARE = 8
 
 
 def check(request: Request, target: LanguageModel) -> None:
-    """Refuse a request that cannot be served.
-
-    Raises:
-        ValueError: an empty prompt, one that leaves no room in the context, ``max_new_tokens`` below 1, token ids
-            outside the vocabulary, a vocabulary that was resized, counts below 0, or a seed that is none.
-    """
+    """Refuse a request that cannot be served, by a ``ValueError`` that says why."""
     check_vocabulary(target)
     _check_kinds(request)
     if request.seed is not None:
@@ -127,12 +122,8 @@ class KvBudget:
         return (sum(texts) if cache is None else prod(cache.rectangle(texts))) * self.target.kv_bytes_per_token
 
     def check(self, request: Request) -> None:
-        """Refuse what could never be admitted.
-
-        Raises:
-            OptionError: it needs more than there is; of ``max_new_tokens``, or of ``prompt`` where one that is so long
-                leaves no room.
-        """
+        """Refuse what could never be admitted, by an ``OptionError``: of ``prompt`` where one that is so long leaves no
+        room, else of ``max_new_tokens``."""
         need = self.need(request)
         if self.limit is not None and need > self.limit:
             fits = (self.room(len(request.prompt)) or 0) > 0

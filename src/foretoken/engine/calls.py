@@ -34,21 +34,13 @@ class Calls:
         self._process = os.getpid()
 
     def limit(self, service: object, **limits: Any) -> None:
-        """Let the engine run within a service's limits, where it does not run within them already.
-
-        Raises:
-            ValueError: as :meth:`~foretoken.engine.loop.Engine.serve`.
-        """
+        """Let the engine run within a service's limits, where it does not run within them already."""
         if self._limited_by is not service:
             self._engine.serve(**limits)
             self._limited_by = service
 
     def follow(self, request: Request) -> Iterator[tuple[Running, Emission]]:
-        """What a request gains, round by round; who stops listening cancels it.
-
-        Raises:
-            Exception: whatever ended it.
-        """
+        """What a request gains, round by round, until it ends or raises; who stops listening cancels it."""
         request_id = self._enter(request)
         try:
             while True:
@@ -60,11 +52,8 @@ class Calls:
             self._exit(request_id)
 
     def finish(self, requests: Sequence[Request]) -> list[Running]:
-        """Requests that run together, when all of them have ended, in their order.
-
-        Raises:
-            Exception: whatever ended the first that failed; the others are cancelled.
-        """
+        """Requests that run together, when all of them have ended, in their order; where one fails the others are
+        cancelled."""
         ids: list[int] = []
         done: dict[int, Running] = {}
         try:

@@ -46,16 +46,7 @@ def whole_params(params: SamplingParams) -> SamplingParams:
 def check_language(
     request: Request, language: FiniteLanguage, target: LanguageModel, tokenizer: Any | None, ends: frozenset[int]
 ) -> None:
-    """Refuse what cannot go together with a request's language.
-
-    Args:
-        tokenizer: for stop strings.
-        ends: the ids that end the text.
-
-    Raises:
-        OptionError: options that cut tokens off or leave out the end, something that ends a text inside a string, too
-            few tokens for the longest one, a language that is too large, or a target that cannot try several strings.
-    """
+    """Refuse what cannot go together with a request's language, and with what ends it, by an ``OptionError``."""
     _check_options(request)
     if len(language) > MOST_NODES:
         raise OptionError(
@@ -147,14 +138,8 @@ class LanguageRound:
 
 
 class ConditionalVerifier(Verifier):
-    """Draws a string among those of a tree, by their probabilities as wholes.
-
-    Args:
-        whole: [N] at which nodes a string may end.
-        ends: ids that end the text.
-        greedy: take the most likely string.
-        uniforms: two numbers in [0, 1).
-    """
+    """Draws a string among those of a tree, by their probabilities as wholes; ``whole`` [N] says at which nodes one may
+    end.  The rest is as in :class:`LanguageRound`."""
 
     name = "conditional"
     kinds = frozenset({Kind.POINT})
@@ -170,12 +155,8 @@ class ConditionalVerifier(Verifier):
         return Verdict(tree.path(last)[1:], end, True)
 
     def choose(self, log_probs: Tensor) -> tuple[int, int]:
-        """The last node of a string and the id that ends it, from log-probabilities [N, E] as
-        :func:`string_log_probs` gives them.
-
-        Raises:
-            CannotGoOn: no string can be.
-        """
+        """The last node of a string and the id that ends it, from log-probabilities [N, E] as :func:`string_log_probs`
+        gives them.  Raises ``CannotGoOn`` where no string can be."""
         strings = log_probs.logsumexp(-1)
         best = strings.max()
         if float(best) == -torch.inf:
@@ -257,7 +238,6 @@ def score_in_pieces(
 
     Args:
         context: the request; its ``sequence`` is used, and left as it was.
-        ends: ids that end the text.
         width: nodes of a piece besides those above them; ``None`` takes one path at a time.
     """
     steps = torch.zeros(len(tree), dtype=torch.float64)

@@ -20,12 +20,7 @@ from foretoken.engine.trace import trace
 
 
 class Delivery:
-    """Gives the requests of one engine what a round has brought.
-
-    Args:
-        requests: those of the engine, with its target, drafter and controller.
-        members: names of the drafters of a group, in its order.
-    """
+    """Gives the requests of one engine what a round has brought; ``members`` are names of the drafters of a group."""
 
     def __init__(self, requests: Requests, members: Sequence[str]) -> None:
         self.requests, self.members = requests, members
@@ -101,7 +96,6 @@ class Delivery:
 
         Args:
             counts: requests of the round, and the rows that the target ran for them.
-            times: of the whole round.
         """
         run, tree = turn.run, turn.tree
         accepted = len(turn.verdict.path)

@@ -22,11 +22,7 @@ from foretoken.models.clock import now
 
 
 def check_target(target: LanguageModel, drafter: Drafter) -> None:
-    """Refuse a target that cannot do what a drafter needs.
-
-    Raises:
-        CapabilityError: says what, and why.
-    """
+    """Refuse a target that cannot do what a drafter needs, by a ``CapabilityError``."""
     needed = ["rollback"]
     if drafter.traits.draws_trees:
         needed += ["tree_mask", "keep_path"]
@@ -51,8 +47,6 @@ class Drafting:
     """Drafts for the requests of one engine.
 
     Args:
-        drafter: what guesses, or ``None`` for plain decoding.
-        controller: how much to guess; needed with a drafter.
         members: names of those of a group, in its order.
         pace: how much drafters may read of texts in a round.
 
@@ -75,11 +69,7 @@ class Drafting:
         self._device = getattr(target, "device", None)
 
     def check_member(self, name: str | None) -> None:
-        """Refuse the name of a member that there is not.
-
-        Raises:
-            ValueError: says which there are.
-        """
+        """Refuse the name of a member that there is not, by a ``ValueError``."""
         if name is not None and name not in self.members:
             known = (
                 f"choose one of {', '.join(self.members)}" if self.members else "there is no router here: leave it out"
@@ -152,12 +142,8 @@ class Drafting:
     # -- what drafters read before they draft ------------------------------------------------------------------------
 
     def allow_reading(self, runs: Sequence[Running], most: int) -> None:
-        """Drafters may read as much beside a round as the target does, and more than texts grow by meanwhile.
-
-        Args:
-            runs: those that take part in the round.
-            most: tokens that the target may read.
-        """
+        """Drafters may read as much beside a round as the target does (``most`` tokens), and more than texts grow by
+        meanwhile."""
         self.pace.left, self.pace.spent_s = max(most, 2 * BESIDE), 0.0
         for run in runs:
             texts = DraftTexts.of(run.context)

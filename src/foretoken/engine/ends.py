@@ -61,14 +61,8 @@ def special_tokens(tokenizer: Any | None) -> dict[str, int]:
 
 
 def end_where_nothing_follows(run: Running, tokens: Sequence[int]) -> FinishReason:
-    """How a text ends behind which the request's rules leave no token: a complete constraint is a good end.
-
-    Args:
-        tokens: what the last round has added.
-
-    Raises:
-        CannotGoOn: the text may not end there either.
-    """
+    """How a text ends behind which (``tokens`` of the last round included) the request's rules leave nothing: a
+    complete constraint is a good end, and any other raises ``CannotGoOn``."""
     request, output = run.request, [*run.output, *tokens]
     if request.constraint is not None and request.constraint.may_end(output):
         return "stop"

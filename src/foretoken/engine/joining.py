@@ -22,11 +22,7 @@ from foretoken.models.native.noise import noise_source
 
 
 def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Stopper:
-    """What decides where the output ends.
-
-    Raises:
-        ValueError: stop strings that are empty, or without a tokenizer.
-    """
+    """What decides where the output ends.  Raises ``ValueError`` for empty stop strings, or without a tokenizer."""
     ends = ends_of(request, target, tokenizer)
     return Stopper(
         ends.eos,
@@ -42,12 +38,7 @@ def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -
 
 
 def join(request_id: int, request: Request, target: LanguageModel, tokenizer: Any | None, races: bool) -> Running:
-    """A waiting request.
-
-    Args:
-        tokenizer: for stop strings.
-        races: whether draft and target share noise, so that the seed fixes the text.
-    """
+    """A waiting request.  Where it ``races`` draft and target share noise, so that the seed fixes the text."""
     tokens = CommittedTokens(request.prompt)
     seed = _seed(request)
     # A string of a language is drawn as a whole, with one uniform: noise belongs to tokens.
@@ -100,11 +91,7 @@ def rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> lis
 
 
 def check_rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> None:
-    """Refuse a request whose rules leave no first token; of later ones nothing is known yet.
-
-    Raises:
-        OptionError: they leave none, or an end of the text alone although ``min_tokens`` asks for more.
-    """
+    """Refuse a request whose rules leave no first token, by an ``OptionError``; of later ones nothing is known yet."""
     allowed = request.allowed_token_ids
     if allowed is not None and request.min_tokens and allowed <= ends_of(request, target, tokenizer).ids:
         raise OptionError(

@@ -84,11 +84,7 @@ class Piece:
 
 
 class Pieces:
-    """Turns what a request gains into pieces of text.
-
-    Args:
-        tokenizer: a Transformers tokenizer, or ``None`` (no text).
-    """
+    """Turns what a request gains into pieces of text."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer)

@@ -57,7 +57,6 @@ class PrefixCache:
         """What a drafter's model has of the beginning of a text that it opens: of an earlier text, or of one that runs.
 
         Args:
-            key: the drafter's.
             tokens: what it is to read, in the model's own ids.
         """
         wanted = np.asarray(tokens, dtype=np.int64)

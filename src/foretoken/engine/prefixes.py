@@ -96,14 +96,7 @@ def longest_common(
 
 
 class Prefixes:
-    """The texts, the least recently used first.
-
-    Args:
-        capacity: most bytes.
-
-    Attributes:
-        nbytes: memory that the texts take.
-    """
+    """The texts, the least recently used first, and the bytes that they take, at most ``capacity``."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = self.limit = capacity
@@ -130,13 +123,8 @@ class Prefixes:
         self, salt: str, tokens: Sequence[int], key: Hashable, wanted: NDArray[np.int64], fits: Fits
     ) -> tuple[Snapshot | None, int]:
         """What a drafter's model has read of a text that begins like ``tokens``: the one of the longest common
-        beginning with ``wanted``, its own tokens, and how many these are (0: none is worth it).
-
-        Args:
-            key: the drafter's.
-            wanted: what it is to read.
-            fits: whether it can go on from a snapshot.
-        """
+        beginning with ``wanted``, its own tokens, and how many these are (0: none is worth it).  ``fits`` says whether
+        it can go on from there."""
         alike = self._alike.get(_beginning(salt, np.asarray(tokens[:SHORTEST], dtype=np.int64)), {})
         drafts = (kept.drafts[key] for kept in alike.values() if key in kept.drafts)
         texts = ((draft.snapshot, draft.tokens, draft.snapshot.divisible) for draft in drafts if fits(draft))

@@ -9,13 +9,9 @@ from torch import Tensor
 
 
 class OfAnswer:
-    """A processor that sees the answer alone.
+    """A processor that sees the answer alone, without the ``skipped`` tokens before it.
 
     Of a model with an encoder, Transformers shows processors the decoder's text; a constraint knows outputs only.
-
-    Args:
-        processor: sees what is behind the skipped tokens.
-        skipped: tokens of the text that it does not see.
     """
 
     def __init__(self, processor: Callable[[Tensor, Tensor], Tensor], skipped: int) -> None:
@@ -30,11 +26,6 @@ class MinTokens:
     """Nothing ends the text before it has ``count`` output tokens, unless nothing else may follow.
 
     It comes after all other rules: where a constraint is complete, or what is allowed runs out, they win over it.
-
-    Args:
-        ends: ids that end a text.
-        prompt_length: tokens of the prompt.
-        count: output tokens that there must be.
     """
 
     def __init__(self, ends: Iterable[int], prompt_length: int, count: int) -> None:

@@ -56,12 +56,8 @@ class ReadingTime:
         self._round_s = spent_s
 
     def most(self, chunk: int, requests: int) -> int:
-        """Tokens to read now: a power of two, so that products of few sizes are compiled, or the whole chunk.
-
-        Args:
-            chunk: the most.
-            requests: how many run or wait; a single one waits for nobody.
-        """
+        """Tokens to read now: a power of two, so that products of few sizes are compiled, or the whole chunk.  A single
+        request waits for nobody."""
         if self.limit_s is None or requests < 2:
             return chunk
         if not self.token_s:
@@ -72,9 +68,6 @@ class ReadingTime:
 
 class Reader:
     """Opens the texts of the admitted requests of one engine, and has the target read their prompts.
-
-    Args:
-        chunk: tokens of prompts that are read before every round; ``None`` reads whole prompts at once.
 
     Attributes:
         read_s: seconds of reading so far; prompts that are read together are counted once.
@@ -146,12 +139,7 @@ class Reader:
 
 
 def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:
-    """How many tokens of which prompts are read next, see :func:`foretoken.core.portions.portions`.
-
-    Args:
-        runs: the requests that are not read yet, in order of arrival.
-        most: tokens to read in all.
-    """
+    """How many tokens of which prompts are read next, ``most`` in all; see :func:`foretoken.core.portions.portions`."""
     given = portions([run.unread for run in runs], most)
     return [(run, given[i]) for i, run in enumerate(runs) if i in given]
 

@@ -35,12 +35,6 @@ Stage = Callable[[Sequence[Turn]], None]
 class Requests:
     """Waiting and running requests of one engine.
 
-    Args:
-        drafter: what guesses, if anything does.
-        controller: how much to guess.
-        kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
-        prefix_bytes: bytes of finished texts that are kept, so that others need not read the same beginning again.
-
     Attributes:
         taps: hidden states of the target that the drafter needs.
         waiting: by priority, then in order of arrival.
@@ -68,11 +62,7 @@ class Requests:
         self.limit_memory(kv_memory, prefix_bytes)
 
     def limit_memory(self, kv_memory: int | None, prefix_bytes: int) -> None:
-        """Begin with an empty prefix cache, and with another budget.
-
-        Raises:
-            ValueError: a limit that makes no sense.
-        """
+        """Begin with an empty prefix cache, and with another budget."""
         self.budget = KvBudget(self.target, kv_memory)
         self.prefix_cache = PrefixCache(self.target, self.taps, prefix_bytes)
 
@@ -203,11 +193,8 @@ class Requests:
             self.end(run, "error", ValueError(CHANGED))
 
     def recover(self, before: Mapping[int, int]) -> None:
-        """A step was broken off: bring every request back to the state between two rounds, or drop it.
-
-        Args:
-            before: how many tokens each had before the step, by its id.
-        """
+        """A step was broken off: bring every request back to the state between two rounds, or drop it.  ``before`` it
+        they had so many tokens, by their ids."""
         for run in list(self.running):
             if run.sequence is None or not run.started:
                 self.drop(run)

@@ -53,11 +53,7 @@ def status_of(
     draining: bool,
     controller: dict[str, Any],
 ) -> EngineStatus:
-    """What an engine does just now.
-
-    Args:
-        num_open: requests that have not ended.
-    """
+    """What an engine does just now; ``num_open`` requests have not ended."""
     running, prefixes = len(engine.running), engine.prefix_cache.prefixes
     return EngineStatus(
         running,

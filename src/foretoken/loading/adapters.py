@@ -55,11 +55,7 @@ class AdapterConfig:
 
 
 def read_adapter(folder: Path) -> AdapterConfig:
-    """The description of an update.
-
-    Raises:
-        LoadError: a damaged file, no base model, another kind of adapter than a plain LoRA, or an update of an update.
-    """
+    """The description of an update.  Raises ``LoadError`` where it is damaged, or no plain LoRA of a whole model."""
     file = folder / ADAPTER_CONFIG
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -92,11 +88,7 @@ def read_adapter(folder: Path) -> AdapterConfig:
 
 @torch.no_grad()
 def merge_adapter(network: nn.Module, folder: Path, config: AdapterConfig) -> None:
-    """Put a stored update into the weights of its base model.
-
-    Raises:
-        LoadError: a missing or damaged file, missing or unknown tensors, or shapes that are not those of the network.
-    """
+    """Put a stored update into the weights of its base model.  Raises ``LoadError`` where it does not fit."""
     factors = _read_factors(folder / WEIGHTS)
     layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
     for name, found in sorted(factors.items()):
@@ -145,13 +137,7 @@ def save_adapter(folder: Path, factors: Mapping[str, tuple[Tensor, Tensor]], bas
     """Write an update; every file appears whole or not at all.
 
     Args:
-        folder: created when it is missing.
         factors: A [r, in] and B [out, r] by the name of the layer.
-        base: the model that it updates.
-        dtype: that the factors are stored in.
-
-    Raises:
-        OSError: the folder cannot be written, or the disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}

@@ -21,11 +21,8 @@ class ControllerContext:
     """Loads what controllers ask for."""
 
     def stop_head(self, path: str | None) -> tuple[nn.Module, Any]:
-        """The head in a folder, or the built-in draft model's; and the fingerprint of the model that it reads.
-
-        Raises:
-            ValueError: no trained head there, or a damaged one.
-        """
+        """The head in a folder, or the built-in draft model's; and the fingerprint of the model that it reads.  Raises
+        ``ValueError`` where there is no trained one."""
         folder = ZOO / METHOD if path is None else Path(path).expanduser()
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder with a trained stop head: make one with `{TRAIN}`")
@@ -39,10 +36,6 @@ class ControllerContext:
 
 
 def build_controller(spec: str) -> Controller:
-    """A controller from its spec string.
-
-    Raises:
-        ValueError: an unknown name or option, or no trained network where it needs one.
-    """
+    """A controller from its spec string."""
     built: Controller = make("controller", spec, ControllerContext())
     return built

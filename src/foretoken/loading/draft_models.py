@@ -44,9 +44,6 @@ def build_draft_model(
 
     It is loaded on ``device``, or on the target's where that is ``None``.  Unless it is ``packed``, its weights stay
     where they can be trained.  ``quantize`` is one of :data:`QUANTIZE`.
-
-    Raises:
-        ValueError: no path and no built-in draft for this target, another tokenizer, or another ``quantize``.
     """
     path = _given_path(drafter, path, target_source, "of the same tokenizer")
     draft = _load_draft_model(path, target, device, packed, quantize)
@@ -61,11 +58,6 @@ def given_draft_model(given: Any, target: LanguageModel, tokenizer: Any | None) 
 
     Args:
         given: a ``PreTrainedModel``, which may be the target's own network, or a :class:`LanguageModel`.
-        tokenizer: the target's, if there is one.
-
-    Raises:
-        ValueError: no model that can be decoded, the target itself, or another vocabulary or tokenizer than the
-            target's.
     """
     given = unwrapped(given)
     check_handed_in(given)
@@ -91,9 +83,6 @@ def build_foreign_draft_model(
     """The draft model of a ``name:PATH`` spec and its own tokenizer, which may be another than the target's.
 
     It is loaded on ``device``, or on the target's where that is ``None``.
-
-    Raises:
-        ValueError: no path and no built-in draft for this target, or a model without a tokenizer.
     """
     path = _given_path(name, path, target_source, "and its tokenizer")
     if tokenizer is None:
@@ -114,11 +103,8 @@ def _given_path(drafter: str, path: str | None, target_source: Any, what: str) -
 
 
 def windowed(draft: LanguageModel, window: Window) -> LanguageModel:
-    """A draft model that reads a window of the text, the model itself where that is all of it.
-
-    Raises:
-        CapabilityError: the model reads the whole text.
-    """
+    """A draft model that reads a window of the text, the model itself where that is all of it.  One that can read only
+    the whole text is refused by a ``CapabilityError``."""
     if not window.size:
         return draft
     if not isinstance(draft, HuggingFaceModel):

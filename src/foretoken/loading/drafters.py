@@ -104,11 +104,7 @@ class LoadingContext(BuildContext):
         return self.group(chosen)
 
     def part(self, given: Part | None) -> Drafter | None:
-        """The drafter that a spec, a drafter or a draft model stands for.
-
-        Raises:
-            ValueError: it is none of these; or what it stands for does not fit.
-        """
+        """The drafter that a spec, a drafter or a draft model stands for."""
         if given is None:
             return None
         if isinstance(given, Drafter):
@@ -162,11 +158,7 @@ class LoadingContext(BuildContext):
 
 
 def check_outside(drafter: Drafter) -> None:
-    """Refuse a drafter from outside, also as a member of a group, that does not say what it is.
-
-    Raises:
-        DrafterError: says the class, the rule and the line.
-    """
+    """Refuse a drafter from outside, or member of a group, that does not say what it is, by a ``DrafterError``."""
     for member in drafter.drafters:
         check_outside(member)
     if not is_outside(type(drafter)):
@@ -215,14 +207,7 @@ def _make(cls: type[Drafter], path: str | None, context: BuildContext, options: 
 
 def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
     """Find what is wrong with spec strings, by role, before a model is loaded for them, and with verifiers and
-    controllers that are objects.
-
-    Raises:
-        VerifierError: a class, no verifier, or one that does not say what it is.
-        ControllerError: the same of a controller.
-        ValueError: an unknown name or option, a value of the wrong type, a path for what takes none, or a lossy
-            verifier that was not allowed.
-    """
+    controllers that are objects."""
     for role, given in specs.items():
         if role in OBJECTS and not (given is None or isinstance(given, str)):
             OBJECTS[role](given)
@@ -258,9 +243,6 @@ def build_drafter(
 
     Args:
         known: draft what a grammar forces and what a caller predicts before it.
-
-    Raises:
-        ValueError: something else, an unknown name or option, an empty list, or a draft model that does not fit.
     """
     context = LoadingContext(target, target_source, tokenizer, device)
     if isinstance(spec, list | tuple):
@@ -336,9 +318,6 @@ def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
     """Where a trained drafter of a ``NAME[:FOLDER]`` spec is: the folder, or the one that comes with the library.
 
     ``NAME:MODEL`` is the one for a named model, for its files under other names.
-
-    Raises:
-        ValueError: no such folder, or no folder given for a target that the library has no such drafter for.
     """
     if path is None:
         shipped = _shipped(name, target_source)

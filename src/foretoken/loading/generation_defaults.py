@@ -85,11 +85,8 @@ class GenerationDefaults:
 def read_defaults(source: Any) -> GenerationDefaults:
     """The defaults of what :func:`foretoken.load` is given: a folder's, a hub id's, or a handed-in model's.
 
-    A low-rank update has those of its base.
-
-    Raises:
-        LoadError: the file is no JSON object, or a value is impossible (names the file and the field), or the hub does
-            not answer.
+    A low-rank update has those of its base.  Raises ``LoadError`` where the file is damaged or a value impossible, or
+    the hub does not answer.
     """
     if isinstance(source, LanguageModel) or is_gguf(source):
         return GenerationDefaults()

@@ -49,15 +49,10 @@ def check_backend(backend: str, source: Any) -> None:
 
 def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
     """The model of a GGUF file: a ``PreTrainedModel`` that is read by us, or a :class:`LanguageModel` of llama.cpp.
+    Raises ``LoadError`` where it cannot be run, or not with these options.
 
     Args:
-        path: the file, or a model's name.
-        backend: one of :data:`BACKENDS`.
         options: what the caller was asked for: ``dtype``, ``device``, ``exact``, ``inflate``, ``pack``, ``quantize``.
-
-    Raises:
-        LoadError: an option that the file does not take, a missing, damaged or unknown file, or one that needs
-            llama-cpp-python, which is not installed.
     """
     from foretoken.models.gguf.file import GgufError, UncoveredError
     from foretoken.models.refusals import refusal
@@ -117,11 +112,8 @@ def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
 
 
 def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
-    """The tokenizer inside a GGUF file; ``None`` where it holds no vocabulary.
-
-    Raises:
-        LoadError: as :func:`load_gguf`, or a vocabulary of a kind that we do not read.
-    """
+    """The tokenizer inside a GGUF file; ``None`` where it holds no vocabulary.  Raises ``LoadError`` where it cannot be
+    read."""
     from foretoken.models.gguf.file import GgufError, UncoveredError, read_gguf
     from foretoken.models.gguf.tokenizer import build_tokenizer
     from foretoken.models.refusals import refusal

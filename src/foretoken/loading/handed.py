@@ -60,11 +60,8 @@ def check_handed_in(source: Any) -> None:
 
 
 def check_place(source: Any, dtype: str | torch.dtype | None, device: str | torch.device | None) -> None:
-    """Refuse a dtype or a device other than those of a model that is handed in; ``"auto"`` is wherever it is.
-
-    Raises:
-        ValueError: another one, or none that there is.
-    """
+    """Refuse a dtype or a device other than those of a model that is handed in, by a ``ValueError``; ``"auto"`` is
+    wherever it is."""
     wanted, place = parse_dtype(dtype), parse_device(device)
     own: Any = getattr(source, "dtype", None)
     if None not in (wanted, own) and wanted != own:

@@ -62,7 +62,6 @@ def check_supported(
 
     Args:
         input_ids: [B, n].
-        synced_gpus: as the loop got it.
         given: the arguments of the model's own forward.
     """
     problems = {

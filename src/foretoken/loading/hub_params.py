@@ -115,14 +115,7 @@ def _tell_row_by_row(name: str) -> None:
 
 
 def holds(criterion: Any, ids: Tensor) -> bool:
-    """Whether a stopping criterion ends a text.
-
-    Args:
-        ids: [1, n].
-
-    Raises:
-        ValueError: it gives another number of answers than one.
-    """
+    """Whether a stopping criterion ends a text of ids [1, n].  Raises ``ValueError`` where it gives several answers."""
     answer = torch.as_tensor(criterion(ids, None))
     if answer.numel() != 1:
         raise ValueError(

@@ -17,11 +17,8 @@ ADVICE = "choose dtype=bfloat16, a smaller model, another device, or device=cpu"
 
 
 def moved(network: Any, device: torch.device | str | None, name: str) -> Any:
-    """``network`` on ``device``; as it is where that is ``None``.
-
-    Raises:
-        LoadError: the device is full; what had been moved there is gone again.
-    """
+    """``network`` on ``device``; as it is where that is ``None``.  Where the device is full it raises ``LoadError``,
+    and what had been moved there is gone again."""
     if device is None:
         return network
     needed = sum(weight.nbytes for weight in (*network.parameters(), *network.buffers()))

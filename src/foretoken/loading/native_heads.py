@@ -20,15 +20,8 @@ DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers
 
 
 def read_head(network: Any) -> list[dict[str, Tensor]]:
-    """The modules in the checkpoint that ``network`` was loaded from, by our names; one dictionary each.
-
-    Args:
-        network: a ``PreTrainedModel``; its configuration names the folder or hub id.
-
-    Raises:
-        LoadError: the checkpoint holds no head, declares one that it lacks, or is damaged; one line that says what to
-            use instead.
-    """
+    """The modules in the checkpoint that a ``PreTrainedModel`` was loaded from (its configuration names it), by our
+    names; one dictionary each.  Raises ``LoadError`` where there is none, or it is damaged."""
     config = network.config.get_text_config()
     source = str(getattr(network.config, "_name_or_path", "") or "")
     files = _files(source)

@@ -18,11 +18,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 def load_network(path: str, dtype: torch.dtype | None, processes: int) -> Any:
-    """This process's part of a ``PreTrainedModel`` that is split over several, which have met already.
-
-    Raises:
-        LoadError: it cannot be loaded.
-    """
+    """This process's part of a ``PreTrainedModel`` that is split over several, which have met already."""
     from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
 
     return from_pretrained(path, dtype, None, DistributedConfig(tp_plan="auto", tp_size=processes))
@@ -31,14 +27,11 @@ def load_network(path: str, dtype: torch.dtype | None, processes: int) -> Any:
 def from_pretrained(
     path: str, dtype: torch.dtype | None, device: str | torch.device | None, split: Any | None = None
 ) -> Any:
-    """The ``PreTrainedModel`` of a folder or a hub id, with all its weights.
+    """The ``PreTrainedModel`` of a folder or a hub id, with all its weights; a ``LoadError`` where that cannot be.
 
     Args:
         dtype: of its weights; ``None`` for the checkpoint's.
         split: how it is split over processes.
-
-    Raises:
-        LoadError: it cannot be loaded, is incomplete, or is to be split and has an encoder.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -110,11 +103,8 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:
-    """A device by name, tried out; of ``"auto"`` the first of cuda, mps and cpu that there is.
-
-    Raises:
-        ValueError: there is no such device on this machine; the message says what there is.
-    """
+    """A device by name, tried out; of ``"auto"`` the first of cuda, mps and cpu that there is.  Raises ``ValueError``
+    where there is none such here."""
     if device is None:
         return None
     found = devices()

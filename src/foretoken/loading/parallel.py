@@ -69,11 +69,8 @@ class PartProcess:
         self.process.stdin.flush()
 
     def heard(self) -> dict[str, Any]:
-        """The next thing that it says while it starts.
-
-        Raises:
-            LoadError: it has ended, or could not load its part.
-        """
+        """The next thing that it says while it starts.  Raises ``LoadError`` where it has ended instead, or could not
+        load its part."""
         line = self.process.stdout.readline() if self.process.stdout is not None else ""
         if not line:
             self.process.wait(END_S)
@@ -96,19 +93,13 @@ class PartProcess:
 
 
 def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: str, **others: Any) -> LanguageModel:
-    """A target over ``count`` processes.
+    """A target over ``count`` processes.  Raises ``ValueError`` for what cannot be split so, and ``LoadError`` where a
+    process could not load its part.
 
     Args:
-        source: a path, a hub id or ``"builtin"``.
         count: processes; on CUDA each has a device of its own.
-        dtype: as for :func:`foretoken.loading.models.load_model`.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"`` (and ``None``) for what there is.
-        exact: as for :func:`foretoken.loading.models.load_model`.
         others: options that a split model does not take; they must not be set.
-
-    Raises:
-        ValueError: the model cannot be split so, an option that a split model does not take, or too few devices.
-        LoadError: a process could not load its part.
     """
     from foretoken.loading.networks import load_network, parse_dtype
 

@@ -22,10 +22,6 @@ ATTRIBUTE = "_foretoken_prepared"
 class Prepared:
     """A wrapped target, for as long as its network stays what it is.
 
-    Args:
-        model: a ``PreTrainedModel``.
-        exact: as in :func:`foretoken.load`.
-
     Attributes:
         tokenizer: the model's, read when it is needed; ``None`` where it has none.
     """
@@ -59,12 +55,7 @@ class _ByExact(dict[str, Prepared]):
 
 @explains_full_memory
 def prepared_of(model: Any, exact: str) -> Prepared:
-    """The model's wrapped target, made anew where the model has changed; one thread at a time may ask.
-
-    Raises:
-        LoadError: no model that can be run, or the device is full.
-        ValueError: no such ``exact``.
-    """
+    """The model's wrapped target, made anew where the model has changed; one thread at a time may ask."""
     kept = vars(model).get(ATTRIBUTE)
     found = None if kept is None else kept.get(exact)
     if found is not None and found.is_still(model):

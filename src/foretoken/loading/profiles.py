@@ -15,13 +15,10 @@ def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]
 
     A profile is a JSON object; a drafter of ``null`` is plain decoding.  ``costs`` become :class:`RoundCosts`;
     ``target`` and ``machine`` say where they were measured (:mod:`foretoken.loading.measured.profile` compares them
-    with what is there); other keys are left alone.
+    with what is there); other keys are left alone.  Raises ``ValueError`` for anything else.
 
     Args:
         runs_code: whether it may name a drafter in a file of code, which then is not taken from it.
-
-    Raises:
-        ValueError: no such file, no JSON object, a newer format, or a part of the wrong shape.
     """
     if not isinstance(file, str | Path):
         raise ValueError(f"profile must be the path of a JSON file, not {' '.join(repr(file).split())[:60]}")

@@ -39,11 +39,7 @@ def quantisation_of(path: str) -> Mapping[str, Any]:
 
 
 def check_method(told: Any, place: str) -> None:
-    """Refuse a quantisation that Transformers passes over.
-
-    Args:
-        told: the ``quantization_config``, if there is one.
-    """
+    """Refuse a quantisation, as ``quantization_config`` names it, that Transformers passes over."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     settings = told if isinstance(told, Mapping) else vars(told) if told is not None else {}
@@ -60,7 +56,6 @@ def check_storage(network: Any, path: str, unread: Iterable[str]) -> None:
     """Look at what a loaded model was read from.
 
     Args:
-        path: the folder or the hub id that it was loaded from.
         unread: names of tensors that the checkpoint has and the model does not.
     """
     folder = Path(path).expanduser()

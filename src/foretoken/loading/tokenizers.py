@@ -19,11 +19,7 @@ TEMPLATE = "chat_template.jinja"
 
 
 def check_tokenizer(given: Any) -> None:
-    """Refuse what is no tokenizer, before a text fails on it.
-
-    Raises:
-        ValueError: ``given`` is not ``None`` and neither encodes nor decodes; a path or hub id is named as one.
-    """
+    """Refuse what is no tokenizer, by a ``ValueError``, before a text fails on it."""
     if given is None or isinstance(given, _UnreadTokenizer):  # asked for anything, it would be read
         return
     if callable(given) and hasattr(given, "decode") and not isinstance(given, type):
@@ -36,10 +32,8 @@ def check_tokenizer(given: Any) -> None:
 def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
     """The tokenizer that belongs to a model source, or ``None`` when it has none.
 
-    ``backend`` says what reads a GGUF file's (:mod:`foretoken.loading.gguf`); llama.cpp's models have its own.
-
-    Raises:
-        LoadError: its files are damaged, or Transformers cannot read them.
+    ``backend`` says what reads a GGUF file's (:mod:`foretoken.loading.gguf`); llama.cpp's models have its own.  Raises
+    ``LoadError`` where its files are damaged.
     """
     source = unwrapped(source)
     if isinstance(source, LanguageModel) and source.path is not None:
@@ -97,10 +91,7 @@ class _UnreadTokenizer:
 
 def tokenizer_when_needed(model: Any) -> Any | None:
     """The tokenizer of a ``PreTrainedModel``, read when something of it is first asked for; ``None`` where it has none.
-
-    Raises:
-        LoadError: its files are damaged, when it is asked.
-    """
+    Damaged files raise ``LoadError`` then."""
     folder = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
     if folder and Path(folder).is_dir() and _has_tokenizer(Path(folder)):
         return _UnreadTokenizer(model)
@@ -160,11 +151,7 @@ def ordinary_text(source: Any) -> list[int] | None:
 
 
 def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> None:
-    """A draft model must share the target's tokenizer.
-
-    Raises:
-        ValueError: the vocabularies differ; names the first differing token.
-    """
+    """Refuse a draft model of another tokenizer than the target's, by a ``ValueError``."""
     if target is None or draft is None:
         return
     mine, theirs = _written(target), _written(draft)
@@ -185,11 +172,7 @@ def _written(tokenizer: Any) -> dict[str, int]:
 
 
 def check_vocabularies(target: LanguageModel, draft: LanguageModel, name: str) -> None:
-    """Padded widths of one tokenizer may differ a little; different vocabularies may not.
-
-    Raises:
-        ValueError: the logits' widths are too far apart to be one vocabulary.
-    """
+    """Refuse logits too far apart in width to be of one vocabulary, by a ``ValueError``; padded ones differ little."""
     wide, narrow = max(target.vocab_size, draft.vocab_size), min(target.vocab_size, draft.vocab_size)
     if wide - narrow > max(512, wide // 100):
         raise ValueError(

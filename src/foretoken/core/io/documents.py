@@ -47,11 +47,8 @@ class Record:
 
 
 def iter_documents(paths: Sequence[str | Path]) -> Iterator[str]:
-    """Yield the texts below ``paths`` in sorted order.
-
-    Raises:
-        ValueError: as :func:`iter_records`, or a conversation, which has no text without a chat template.
-    """
+    """Yield the texts below ``paths`` in sorted order.  Raises ``ValueError`` as :func:`iter_records` does, and for a
+    conversation, which has no text without a chat template."""
     for record in iter_records(paths):
         if record.row is not None:
             raise ValueError(f"{record.place} is a conversation, which only a model with a chat template can read")
@@ -154,11 +151,7 @@ def _said(row: Mapping[str, Any]) -> str:
 def conversation_of(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The row itself if it holds a conversation; one of a question (:func:`asked_of`) and its answer as ``messages``
     (``response``, ``completion``, ``answer`` or ``output``: a text, or messages); ``None`` for others, and beside a
-    ``text``.
-
-    Raises:
-        ValueError: several questions or answers, or some that are neither.
-    """
+    ``text``.  Raises ``ValueError`` for several questions or answers, or some that are neither."""
     if any(key in row for key in CONVERSATIONS):
         return row
     answers = [key for key in ANSWERED if row.get(key) is not None]
@@ -175,10 +168,7 @@ def asked_of(row: Mapping[str, Any]) -> list[Any]:
     """The messages of a row that asks by ``prompt``, ``instruction`` or ``question``; empty if it does not.
 
     A ``system`` or ``system_prompt`` goes before them; Alpaca's ``input`` and Dolly's ``context`` belong to an
-    ``instruction``.
-
-    Raises:
-        ValueError: several of them, or one that is neither a text nor messages.
+    ``instruction``.  Raises ``ValueError`` for several of them, or one that is neither a text nor messages.
     """
     keys = [key for key in ASKED if row.get(key)]
     if not keys:
@@ -207,11 +197,8 @@ def _turns(row: Mapping[str, Any], key: str, role: str) -> list[Any]:
 
 
 def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:
-    """Of every line of a JSONL file that is not empty: file and number, the line, and its value.
-
-    Raises:
-        ValueError: a line that is no JSON.
-    """
+    """Of every line of a JSONL file that is not empty: file and number, the line, and its value.  Raises ``ValueError``
+    for a line that is no JSON."""
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028, as they are.
     for number, line in enumerate(_read(file).split("\n"), 1):
         if not line.strip():

@@ -62,11 +62,7 @@ def block_kind(names: Collection[str]) -> str | None:
 
 
 def drafter_kind(folder: Path) -> str | None:
-    """Which drafter a folder holds, ours or another project's; ``None``: none.
-
-    Args:
-        folder: with ``drafter.json``, or with ``config.json`` or tensors.
-    """
+    """Which drafter a folder holds, ours or another project's; ``None``: none."""
     if (folder / OURS).is_file():
         return str(_object(folder / OURS).get("method") or "of a kind that its damaged drafter.json does not tell")
     config, names = _object(folder / "config.json"), tensor_names(folder)

@@ -21,10 +21,8 @@ from foretoken.core.io.quiet import NO_BARS
 def replacing(path: str | Path) -> Iterator[Path]:
     """A draft beside ``path`` that takes its place when the block ends well, and is removed otherwise.
 
-    The block writes a file or a folder there.  Two processes may write the same path: the later one wins.
-
-    Raises:
-        OSError: it cannot be written, the disk is full, or there is no folder for it.
+    The block writes a file or a folder there.  Two processes may write the same path: the later one wins.  Raises
+    ``OSError`` where it cannot be written.
     """
     path = Path(path)
     draft = path.with_name(f".tmp-{os.getpid()}-{path.name}")
@@ -71,21 +69,13 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def write_json(path: str | Path, content: Any) -> Path:
-    """Write indented JSON, whole or not at all; makes the folder that it is in.
-
-    Raises:
-        OSError: as :func:`write_text`.
-    """
+    """Write indented JSON, whole or not at all; makes the folder that it is in."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     return write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def save_model(network: Any, tokenizer: Any | None, folder: Path) -> None:
-    """Write a network and its tokenizer in Hugging Face's layout; every file appears whole or not at all.
-
-    Raises:
-        OSError: the folder cannot be written, or the disk is full.
-    """
+    """Write a network and its tokenizer in Hugging Face's layout; every file appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / ".tmp-model"
     _remove(draft)
@@ -101,11 +91,7 @@ def save_model(network: Any, tokenizer: Any | None, folder: Path) -> None:
 
 
 def save_described(folder: Path, weights: tuple[str, dict[str, Any]], described: tuple[str, Any]) -> None:
-    """Write tensors and the JSON file beside them, each under its name; both appear whole or not at all.
-
-    Raises:
-        OSError: the folder cannot be written, or the disk is full.
-    """
+    """Write tensors and the JSON file beside them, each under its name; both appear whole or not at all."""
     from safetensors.torch import save_file
 
     (name, tensors), (card, content) = weights, described

@@ -22,15 +22,8 @@ class UnreachableError(ValueError):
 
 
 def place_of(source: str) -> str:
-    """Where a model is read from: the id or path itself, or its folder in the hub's cache if the hub cannot be asked.
-
-    Args:
-        source: a path or an id; a file or folder that is here stays what it is.
-
-    Raises:
-        UnreachableError: no such folder and no valid id, or an id that is not in the cache while the hub does not
-            answer.
-    """
+    """Where the model of a path or an id is read from: itself, or its folder in the hub's cache if the hub cannot be
+    asked.  Raises ``UnreachableError`` where it is neither here nor in the cache, and nobody can be asked for it."""
     if Path(source).expanduser().exists():
         return source
     if not _ID.fullmatch(source):

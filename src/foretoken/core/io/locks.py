@@ -7,11 +7,8 @@ from pathlib import Path
 
 
 def lock(descriptor: int, path: Path, kind: str = "file", wait: bool = False) -> None:
-    """Keep what was opened at ``path`` for this process until it is closed, or the process ends in any way.
-
-    Raises:
-        ValueError: another process has it, and it is not to ``wait`` for.
-    """
+    """Keep what was opened at ``path`` for this process until it is closed, or the process ends in any way.  Raises
+    ``ValueError`` where another one has it, and it is not to ``wait`` for."""
     try:
         import fcntl
     except ImportError:  # Windows: two runs in one place are the user's to avoid

@@ -86,11 +86,7 @@ def named_model(source: object) -> NamedModel | None:
 
 
 def model_by_name(name: str) -> NamedModel:
-    """The model of a name.
-
-    Raises:
-        ValueError: there is none; the message lists those that there are.
-    """
+    """The model of a name.  Raises ``ValueError``, which lists the names, where there is none."""
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}")
     return MODELS[name]

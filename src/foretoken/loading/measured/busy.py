@@ -34,9 +34,6 @@ def settle_threads(
     For the start of a program, before any request: threads share out sums, and no text is to change them half-way.
     Nothing is done where the user has chosen (``OMP_NUM_THREADS``), there is one thread anyway, the target is not run
     by PyTorch on the CPU, or the machine is quiet.
-
-    Args:
-        clock: tells seconds.
     """
     most = torch.get_num_threads()
     on_cpu = getattr(getattr(target, "device", None), "type", "") == "cpu"

@@ -64,8 +64,6 @@ def costs_for(profile: Mapping[str, Any], target: LanguageModel, name: str | Pat
     """A profile's costs, measured again where it comes from another target or machine.
 
     Args:
-        profile: as :func:`foretoken.loading.read_profile` gives it.
-        target: the model that will run.
         wanted: whether anything will use the costs; if not, nothing is measured.
 
     Warns:
