@@ -46,16 +46,11 @@ def check_real(option: str, value: Any) -> None:
         raise OptionError(option, f"{option} must be a number, not {_shown(value)}")
 
 
-def check_flag(option: str, value: Any) -> None:
-    """Refuse what is no truth value, by an ``OptionError``."""
-    if not isinstance(value, bool):
-        raise OptionError(option, f"{option} must be True or False, not {_shown(value)}")
-
-
 def check_flags(**given: Any) -> None:
     """Refuse options, by their names, that are no truth values, by an ``OptionError``."""
     for option, value in given.items():
-        check_flag(option, value)
+        if not isinstance(value, bool):
+            raise OptionError(option, f"{option} must be True or False, not {_shown(value)}")
 
 
 def check_text(option: str, value: Any) -> None:

@@ -9,7 +9,7 @@ from math import prod
 
 from foretoken.core import OptionError
 from foretoken.core.noise import check_seed
-from foretoken.core.values import check_flag, check_ids, check_real, check_text, check_whole, texts_of
+from foretoken.core.values import check_flags, check_ids, check_real, check_text, check_whole, texts_of
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.fixed import rectangle_of
@@ -28,8 +28,15 @@ def check(request: Request, target: LanguageModel) -> None:
     if request.seed is not None:
         check_seed(request.seed)
     _check_lengths(request, target.context_length, target.context_why)
-    for option, ids in _named_ids(request):
-        check_ids(option, ids, target.vocab_size)
+    ids: dict[str, Iterable[int]] = {
+        "prompt": request.prompt,
+        "logit_bias": request.params.logit_bias,
+        "stop_token_ids": request.stop_token_ids,
+        "allowed_token_ids": request.allowed_token_ids or (),
+        "prediction": request.prediction or (),
+    }
+    for option, named in ids.items():
+        check_ids(option, named, target.vocab_size)
     if request.allowed_token_ids is not None and not request.allowed_token_ids:
         raise OptionError("allowed_token_ids", "allowed_token_ids must hold at least one token id")
     for name in ("logprobs", "prompt_logprobs", "min_tokens", "max_draft_tokens"):
@@ -53,20 +60,11 @@ def _check_kinds(request: Request) -> None:
     for name in ("logprobs", "prompt_logprobs", "max_draft_tokens"):
         if getattr(request, name) is not None:
             check_whole(name, getattr(request, name))
-    for name in ("ignore_eos", "include_stop", "explain"):
-        check_flag(name, getattr(request, name))
+    check_flags(ignore_eos=request.ignore_eos, include_stop=request.include_stop, explain=request.explain)
     if request.deadline_s is not None:
         check_real("deadline_s", request.deadline_s)
     check_text("cache_salt", request.cache_salt)
     texts_of("stop", request.stop, "stop string")
-
-
-def _named_ids(request: Request) -> Iterable[tuple[str, Iterable[int]]]:
-    yield "prompt", request.prompt
-    yield "logit_bias", request.params.logit_bias
-    yield "stop_token_ids", request.stop_token_ids
-    yield "allowed_token_ids", request.allowed_token_ids or ()
-    yield "prediction", request.prediction or ()
 
 
 def _check_lengths(request: Request, context_length: int, why: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,8 +13,8 @@ from foretoken.core.values import OptionError, check_real
 from foretoken.engine.logprobs import logprobs_of
 from foretoken.engine.request import Running, Turn
 from foretoken.engine.requests import Requests
-from foretoken.methods.drafters.texts import DraftText, DraftTexts, Pace
-from foretoken.models.base import Feed, LanguageModel, Snapshot
+from foretoken.methods.drafters.texts import DraftTexts, Pace
+from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.clock import now
 
 ALL = 1 << 60
@@ -92,12 +92,8 @@ class Reader:
             self.requests.drop_stale()
             cache = self.requests.prefix_cache
             cache.take_over(run, self.requests.running)
-            run.context.texts = DraftTexts(self.pace, partial(self._find_draft, run) if cache.keeps else None)
-
-    def _find_draft(
-        self, run: Running, key: Hashable, own: DraftText, tokens: Sequence[int]
-    ) -> tuple[Snapshot, int] | None:
-        return self.requests.prefix_cache.find_draft(run, self.requests.running, key, own, tokens)
+            find_draft = partial(cache.find_draft, run, self.requests.running)
+            run.context.texts = DraftTexts(self.pace, find_draft if cache.keeps else None)
 
     def read(self) -> None:
         """Let the target read prompts, all of them or a piece; those that are whole take part in rounds."""

@@ -46,12 +46,7 @@ class EngineStatus:
 
 
 def status_of(
-    engine: Engine,
-    num_open: int,
-    heartbeat_age_s: float,
-    dead: str | None,
-    draining: bool,
-    controller: dict[str, Any],
+    engine: Engine, num_open: int, heartbeat_age_s: float, dead: str | None, draining: bool, controller: dict[str, Any]
 ) -> EngineStatus:
     """What an engine does just now; ``num_open`` requests have not ended."""
     running, prefixes = len(engine.running), engine.prefix_cache.prefixes

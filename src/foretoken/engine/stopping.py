@@ -42,8 +42,6 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What was held back, as it stands."""
-        if self._tokenizer is None:
-            return ""
         return self._take(self._decode(self._ids[self._start :]))
 
     def _take(self, now: str) -> str:

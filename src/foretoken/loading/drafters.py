@@ -14,7 +14,7 @@ from foretoken.core.io import named_models
 from foretoken.core.io.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.core.io.drafter_folders import IMPORTED
 from foretoken.core.io.named_models import named_model
-from foretoken.core.outside import fault_of, is_outside, line_of, misfit_of
+from foretoken.core.outside import fault_of, is_outside, line_of
 from foretoken.engine.errors import blamed
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
@@ -53,7 +53,6 @@ class LoadingContext(BuildContext):
 
     @property
     def inner_rule(self) -> Verify:
-        """By the kind of the tree and of the request."""
         return inner_rule
 
     def draft_model(
@@ -75,7 +74,6 @@ class LoadingContext(BuildContext):
         return windowed(found, window), own
 
     def drafter(self, spec: str) -> Drafter | None:
-        """By its row in the registry."""
         if spec == "none":
             return None
         cls, path, options = _read_spec("drafter", spec)
@@ -140,20 +138,16 @@ class LoadingContext(BuildContext):
         return built
 
     def has_trained(self, name: str) -> bool:
-        """It does for the built-in target."""
         return has_drafter(name, self.source)
 
     def folder(self, name: str, path: str | None) -> Path:
-        """The given one, or the built-in target's own."""
         return drafter_folder(name, path, self.source)
 
     def has_native_head(self) -> bool:
-        """By the names of its tensors."""
         network = getattr(self.target, "model", None)
         return network is not None and has_head(network)
 
     def native_head(self) -> Sequence[dict[str, Tensor]]:
-        """Read from the files that the target was loaded from."""
         return read_head(getattr(self.target, "model", None))
 
 
@@ -177,10 +171,8 @@ def _check_facts(drafter: Drafter) -> None:
     """What a drafter says of itself."""
     cls = type(drafter)
     place = f"{cls.__name__} ({line_of(cls)})"
-    if not isinstance(getattr(drafter, "name", None), str):
-        raise DrafterError(f'{place} has no name: write name = "..." in the class')
-    if misfit := misfit_of(drafter, Drafter):
-        raise DrafterError(misfit)
+    if fault := fault_of(drafter, Drafter, "drafter"):
+        raise DrafterError(fault)
     if isinstance(drafter.taps, str):
         raise DrafterError(f'{place} has taps = {drafter.taps!r}: write a tuple, ("{drafter.taps}",)')
     for name, now in NOW_DATA.items():
@@ -274,14 +266,9 @@ def free_drafters(target: LanguageModel, target_source: Any, besides: Sequence[s
     """Names of the drafters that a target has for nothing and that are expected to pay; those that run a network first,
     because what copies text has a guess only now and then.  Those of ``besides`` are not asked."""
     context = LoadingContext(target, target_source)
-    free = [row for row in rows("drafter") if row.name not in besides and _is_free(row.load(), context)]
+    asked = [(row, row.load().traits.free_for) for row in rows("drafter") if row.name not in besides]
+    free = [row for row, is_free in asked if is_free is not None and is_free(context)]
     return [row.name for row in sorted(free, key=lambda row: not row.needs)]
-
-
-def _is_free(cls: type[Drafter], context: BuildContext) -> bool:
-    """What a class says about a target."""
-    asked = cls.traits.free_for
-    return asked is not None and asked(context)
 
 
 def default_members(target: LanguageModel, target_source: Any) -> list[str]:

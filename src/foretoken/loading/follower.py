@@ -13,12 +13,6 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-
-
-def _lines(source: queue.Queue[str]) -> Iterator[str]:
-    while True:
-        yield source.get()
 
 
 def _listen(calls: queue.Queue[str]) -> None:
@@ -52,7 +46,7 @@ def main() -> None:
         say(error=str(error))
         raise
     say(ready="to follow")
-    follow(inner, _lines(calls))
+    follow(inner, iter(calls.get, None))
 
 
 if __name__ == "__main__":

@@ -52,18 +52,10 @@ def load_model(
 ) -> LanguageModel:
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
-    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  A GGUF file keeps
-    the bits that it has, and ``backend`` says what runs it (:mod:`foretoken.loading.gguf`).  ``inflate``
-    (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
-    :mod:`foretoken.models.variants.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps
-    and cpu that there is; ``None``: the cpu); a model that is handed in stays what and where it is.  ``pack`` says if
-    linear layers may be laid out anew, in place, where this machine then multiplies them faster: by default those of
-    models that are loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of
-    a model that is handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``, with ``-a8`` behind it for
-    activations of 8 bits) replaces the weights of what is loaded by quantised ones, see
-    :mod:`foretoken.models.linear.quantised_linear`; ``"auto"``, for draft models, where that is faster
-    (:mod:`foretoken.models.variants.draft_bits`). ``tensor_parallel`` above 1 splits the model over so many processes
-    of this machine, see :mod:`foretoken.models.other.parallel`.
+    Options are those of :func:`foretoken.load`, and these.  ``role`` is ``"target"`` or ``"draft"``; a draft model's
+    ``quantize`` may be ``"auto"`` (:mod:`foretoken.models.variants.draft_bits`).  ``exact="approximate"`` is for what
+    may be trained or written, whose layers stay as they are unless ``pack`` is ``True``.  ``lean`` allows forwards of
+    our own.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.

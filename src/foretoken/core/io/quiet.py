@@ -41,50 +41,38 @@ class ProcessSetting:
                     self._write(self._before)
 
 
-def _verbosity() -> int:
+def _logging() -> Any:
     from transformers.utils import logging
 
-    return int(logging.get_verbosity())
-
-
-def _errors_only() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-
-
-def _set_verbosity(level: int) -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity(level)
+    return logging
 
 
 def _bars() -> tuple[bool, bool]:
     """Whether Transformers and huggingface_hub show progress bars; the former switches the latter's along."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled
-    from transformers.utils import logging
 
-    return bool(logging.is_progress_bar_enabled()), not are_progress_bars_disabled()
+    return bool(_logging().is_progress_bar_enabled()), not are_progress_bars_disabled()
 
 
 def _no_bars() -> None:
-    from transformers.utils import logging
-
     if _bars() != (False, False):  # to switch off what is off warns, where an environment variable decides
-        logging.disable_progress_bar()
+        _logging().disable_progress_bar()
 
 
 def _set_bars(shown: tuple[bool, bool]) -> None:
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
-    from transformers.utils import logging
 
     if shown[0] and _bars() != shown:
-        logging.enable_progress_bar()
+        _logging().enable_progress_bar()
     if _bars()[1] != shown[1]:
         (enable_progress_bars if shown[1] else disable_progress_bars)()
 
 
-ERRORS_ONLY = ProcessSetting(_verbosity, _errors_only, _set_verbosity)
+ERRORS_ONLY = ProcessSetting(
+    lambda: _logging().get_verbosity(),
+    lambda: _logging().set_verbosity_error(),
+    lambda level: _logging().set_verbosity(level),
+)
 """Transformers gives no advice."""
 NO_BARS = ProcessSetting(_bars, _no_bars, _set_bars)
 """Transformers shows no progress bars."""
