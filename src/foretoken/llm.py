@@ -143,8 +143,8 @@ class Llm:
                     self.engine.check(requests[-1])
         outputs = self._run(requests)
         if n > 1:
-            found = [outputs[i : i + n] for i in range(0, len(outputs), n)]
-            return found[0] if single else found
+            samples = [outputs[i : i + n] for i in range(0, len(outputs), n)]
+            return samples[0] if single else samples
         return outputs[0] if single else outputs
 
     @overload

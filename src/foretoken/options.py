@@ -296,12 +296,12 @@ def _processors(given: Any) -> tuple[LogitsProcessor, ...]:
     if given is None:
         return ()
     listed = isinstance(given, Iterable) and not isinstance(given, str)
-    found = tuple(given) if listed else (given,)
-    for one in found:
+    processors = tuple(given) if listed else (given,)
+    for one in processors:
         if not listed or not callable(one):
             kind = with_article(type(one).__name__)
             raise OptionError("logits_processor", f"logits_processor must be a list of logits processors, not {kind}")
-    return found
+    return processors
 
 
 def _spelled(words: Sequence[str], tokenizer: Any | None) -> list[list[int]]:

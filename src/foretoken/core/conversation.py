@@ -197,13 +197,13 @@ def render_with(
     fault = _mapping_fault(more)
     if fault:
         raise ValueError(f"template_kwargs must be a mapping of what the chat template reads, {fault}")
-    found = []
+    rendered = []
     for place, messages in enumerate(conversations):
         with numbered(place, len(conversations)):
-            found.append(render(messages, tokenizer, **more))
-            if more.get("tools") and found[-1] == render(messages, tokenizer, **{**more, "tools": None}):
+            rendered.append(render(messages, tokenizer, **more))
+            if more.get("tools") and rendered[-1] == render(messages, tokenizer, **{**more, "tools": None}):
                 raise ValueError("this model's chat template has no place for tools, so it cannot be told of them")
-    return found
+    return rendered
 
 
 def _mapping_fault(given: Any) -> str:

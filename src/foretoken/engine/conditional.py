@@ -224,9 +224,9 @@ def string_log_probs(tree: TokenTree, whole: Sequence[bool], steps: Tensor, ends
     totals = steps.tolist()
     for node in range(1, len(tree)):
         totals[node] += totals[tree.parents[node]]
-    found = ends + torch.tensor(totals, dtype=torch.float64)[:, None]
-    found[~torch.tensor(whole)] = -torch.inf
-    return found
+    strings = ends + torch.tensor(totals, dtype=torch.float64)[:, None]
+    strings[~torch.tensor(whole)] = -torch.inf
+    return strings
 
 
 def score_in_pieces(
@@ -259,7 +259,7 @@ def pieces(tree: TokenTree, width: int | None) -> Iterator[list[int]]:
         yield from (tree.path(node) for node in range(len(tree)) if node not in parents)
         return
     for start in range(0, len(tree), width):
-        found = set(range(start, min(start + width, len(tree))))
+        nodes = set(range(start, min(start + width, len(tree))))
         # In preorder what is above a node is above the first of the piece, or in the piece.
-        found.update(tree.path(start))
-        yield sorted(found)
+        nodes.update(tree.path(start))
+        yield sorted(nodes)

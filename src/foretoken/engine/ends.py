@@ -53,11 +53,11 @@ def ends_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> E
 def special_tokens(tokenizer: Any | None) -> dict[str, int]:
     """Ids of a tokenizer's special tokens, by their text; none without a tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    found = {str(token.content): int(number) for number, token in added.items() if token.special}
+    ids = {str(token.content): int(number) for number, token in added.items() if token.special}
     for text in getattr(tokenizer, "all_special_tokens", ()):
-        if text not in found and tokenizer is not None:
-            found[str(text)] = int(tokenizer.convert_tokens_to_ids(text))
-    return {text: number for text, number in found.items() if text}
+        if text not in ids and tokenizer is not None:
+            ids[str(text)] = int(tokenizer.convert_tokens_to_ids(text))
+    return {text: number for text, number in ids.items() if text}
 
 
 def end_where_nothing_follows(run: Running, tokens: Sequence[int]) -> FinishReason:

@@ -75,19 +75,19 @@ def rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> lis
 
     With a constraint, ``ignore_eos`` means to go on for as long as the constraint lets it.
     """
-    found: list[LogitsProcessor] = []
+    processors: list[LogitsProcessor] = []
     ends = ends_of(request, target, tokenizer).ids
     if request.allowed_token_ids is not None:
-        found.append(AllowedTokens(request.allowed_token_ids, ends))
+        processors.append(AllowedTokens(request.allowed_token_ids, ends))
     if request.bad_words:
-        found.append(BadWords(request.bad_words))
+        processors.append(BadWords(request.bad_words))
     if request.constraint is not None:
-        found.append(OfAnswer(request.constraint.processor, len(request.prompt)))
+        processors.append(OfAnswer(request.constraint.processor, len(request.prompt)))
     goes_on = request.ignore_eos and request.constraint is not None
     least = request.max_new_tokens if goes_on else request.min_tokens
     if least and ends:
-        found.append(MinTokens(ends, len(request.prompt), least))
-    return found
+        processors.append(MinTokens(ends, len(request.prompt), least))
+    return processors
 
 
 def check_rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> None:

@@ -160,8 +160,8 @@ def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequ
                 _read_with_logprobs(target, run, tokens, taps)
             elif tokens:
                 texts.append((run, tokens))
-        found = target.prefill_batch([(run.text, tokens) for run, tokens in texts], taps) if texts else []
-        for (run, _), hidden in zip(texts, found, strict=True):
+        states = target.prefill_batch([(run.text, tokens) for run, tokens in texts], taps) if texts else []
+        for (run, _), hidden in zip(texts, states, strict=True):
             run.add_states(hidden)
     except Exception:
         for run, _ in parts:

@@ -58,11 +58,11 @@ def read_adapter(folder: Path) -> AdapterConfig:
     """The description of an update.  Raises ``LoadError`` where it is damaged, or no plain LoRA of a whole model."""
     file = folder / ADAPTER_CONFIG
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        kind, base = found["peft_type"], found["base_model_name_or_path"]
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        kind, base = settings["peft_type"], settings["base_model_name_or_path"]
         if kind == "LORA":
-            rank, alpha = int(found["r"]), float(found["lora_alpha"])
-            scale = alpha / (rank**0.5 if found.get("use_rslora") else rank)
+            rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+            scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         raise LoadError(f"{file} is damaged or half-written: copy it again") from None
     if kind in PROMPTS:
@@ -72,16 +72,16 @@ def read_adapter(folder: Path) -> AdapterConfig:
         )
     if kind != "LORA":
         raise LoadError(f"{file} is an adapter of the type {kind!r}, and only LORA can be merged: merge it with PEFT")
-    variants = [name for name in VARIANTS if found.get(name)]
-    variants += [name for name, plain in PLAIN.items() if found.get(name, plain[0]) not in plain]
+    variants = [name for name in VARIANTS if settings.get(name)]
+    variants += [name for name, plain in PLAIN.items() if settings.get(name, plain[0]) not in plain]
     if variants:
         raise LoadError(f"{file} uses {', '.join(variants)}, and only a plain LORA can be merged: merge it with PEFT")
     if not base:
         raise LoadError(f"{file} names no base model: write its folder or hub id to base_model_name_or_path")
     if is_adapter(Path(resolve(base)).expanduser()):
         raise LoadError(f"the base model {base} of {folder} is an adapter itself: merge that one first")
-    listed = found.get("target_modules")
-    chosen = found.get("layers_to_transform") is not None or bool(found.get("exclude_modules"))
+    listed = settings.get("target_modules")
+    chosen = settings.get("layers_to_transform") is not None or bool(settings.get("exclude_modules"))
     modules = tuple(map(str, listed)) if isinstance(listed, list) and not chosen else ()
     return AdapterConfig(str(base), scale, modules)
 
@@ -91,13 +91,13 @@ def merge_adapter(network: nn.Module, folder: Path, config: AdapterConfig) -> No
     """Put a stored update into the weights of its base model.  Raises ``LoadError`` where it does not fit."""
     factors = _read_factors(folder / WEIGHTS)
     layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
-    for name, found in sorted(factors.items()):
+    for name, pair in sorted(factors.items()):
         if name not in layers:
             raise LoadError(f"{folder} updates {name}, which {config.base} does not have: it is of another model")
         if not is_plain(layers[name]):
             raise LoadError(f"{folder} updates {config.base}, whose weights are quantised: take the full model as base")
         weight = layers[name].weight
-        a, b = found["A"].to(weight.device), found["B"].to(weight.device)
+        a, b = pair["A"].to(weight.device), pair["B"].to(weight.device)
         if a.ndim != 2 or b.shape != (len(weight), len(a)) or a.shape[1] != weight.shape[1]:
             raise LoadError(
                 f"{folder} updates {name} with {list(b.shape)} times {list(a.shape)}, and that layer of {config.base} "
@@ -118,19 +118,19 @@ def _read_factors(file: Path) -> dict[str, dict[str, Tensor]]:
     except SafetensorError:
         raise LoadError(f"{file} is no safetensors file: it is damaged or half-written, copy it again") from None
     check_finite(tensors.items(), file)
-    found: dict[str, dict[str, Tensor]] = {}
+    factors: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)
         if match is None:
             raise LoadError(f"{file} holds {key}, which is no part of a plain LORA: merge it with PEFT")
-        found.setdefault(match[1], {})[match[2]] = tensor
-    for name, pair in found.items():
+        factors.setdefault(match[1], {})[match[2]] = tensor
+    for name, pair in factors.items():
         if len(pair) < 2:
             other = "B" if "A" in pair else "A"
             raise LoadError(f"{file} lacks base_model.model.{name}.lora_{other}.weight: the adapter is incomplete")
-    if not found:
+    if not factors:
         raise LoadError(f"{file} holds no tensors: the adapter is incomplete")
-    return found
+    return factors
 
 
 def save_adapter(folder: Path, factors: Mapping[str, tuple[Tensor, Tensor]], base: str, dtype: torch.dtype) -> None:

@@ -26,9 +26,9 @@ class ControllerContext:
         folder = ZOO / METHOD if path is None else Path(path).expanduser()
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder with a trained stop head: make one with `{TRAIN}`")
-        found, draft = read_stored(folder, METHOD, "stop head")
+        described, draft = read_stored(folder, METHOD, "stop head")
         try:
-            net = StopHead(StopHeadConfig(**found["config"]))
+            net = StopHead(StopHeadConfig(**described["config"]))
         except (KeyError, TypeError):
             raise ValueError(f"{folder} describes no stop head: train it again with `{TRAIN}`") from None
         load_weights(folder, net)

@@ -58,20 +58,20 @@ class LoadingContext(BuildContext):
     def draft_model(
         self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto", window: Window = WHOLE_TEXT
     ) -> LanguageModel:
-        found = build_draft_model(
+        draft = build_draft_model(
             path, self.target, self.source, self.tokenizer, self.device, name, packed=packed, quantize=quantize
         )
-        return windowed(found, window)
+        return windowed(draft, window)
 
     def foreign_draft_model(
         self, name: str, path: str | None, *, quantize: str = "auto", window: Window = WHOLE_TEXT
     ) -> tuple[LanguageModel, Any]:
         shipped = None if path is not None or is_builtin(self.source) else _shipped("draft", self.source)
         path = path if shipped is None else str(shipped)
-        found, own = build_foreign_draft_model(
+        draft, own = build_foreign_draft_model(
             name, path, self.target, self.source, self.tokenizer, self.device, quantize
         )
-        return windowed(found, window), own
+        return windowed(draft, window), own
 
     def drafter(self, spec: str) -> Drafter | None:
         if spec == "none":
@@ -121,10 +121,10 @@ class LoadingContext(BuildContext):
 
     def group(self, specs: Sequence[Part | None]) -> list[Drafter]:
         """The drafters of a list of specs, drafters and draft models."""
-        found = [self.part(spec) for spec in specs]
-        if None in found:
+        drafters = [self.part(spec) for spec in specs]
+        if None in drafters:
             raise ValueError("a list of drafters cannot hold 'none': leave it out")
-        return [drafter for drafter in found if drafter is not None]
+        return [drafter for drafter in drafters if drafter is not None]
 
     def nested(self, outer: str, spec: str, *, for_target: bool = True) -> Drafter:
         name = parse_spec(spec).name

@@ -33,27 +33,13 @@ RANGES = {
 THEIR_NAMES = {"min_tokens": "min_new_tokens"}
 """What Transformers calls fields that have another name here."""
 NOT_APPLIED: Mapping[str, Any] = {
-    "num_beams": 1,
-    "guidance_scale": 1,
-    "encoder_repetition_penalty": 1,
-    "min_length": 0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "sequence_bias": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "force_words_ids": None,
-    "constraints": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None,
-    "watermarking_config": None,
-    "dola_layers": None,
-    "stop_strings": None,
-    "max_time": None,
-    "token_healing": False,
-}
+    "num_beams": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1,
+    "min_length": 0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None, "sequence_bias": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "force_words_ids": None, "constraints": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None, "watermarking_config": None, "dola_layers": None,
+    "stop_strings": None, "max_time": None, "token_healing": False,
+}  # fmt: skip
 """Fields that change ``generate``'s text and that nothing here does by itself, with the values that change nothing;
 neither do ``None`` and what is empty."""
 NOT_APPLIED_SAMPLED: Mapping[str, Any] = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
@@ -94,8 +80,8 @@ def read_defaults(source: Any) -> GenerationDefaults:
         from transformers import GenerationConfig
 
         config: Any = getattr(source, "generation_config", None)
-        found = config.to_diff_dict() if isinstance(config, GenerationConfig) else {}
-        return _defaults(found, f"the {type(source).__name__}'s generation_config", "generation_config")
+        said = config.to_diff_dict() if isinstance(config, GenerationConfig) else {}
+        return _defaults(said, f"the {type(source).__name__}'s generation_config", "generation_config")
     if is_builtin(source):
         return GenerationDefaults()
     file = _file_of(str(source))
@@ -125,10 +111,10 @@ def _file_of(source: str) -> Path | None:
     from transformers.utils.hub import cached_file
 
     try:
-        found = cached_file(place, FILE, _raise_exceptions_for_missing_entries=False)
+        cached = cached_file(place, FILE, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError):  # no such model, or one that may not be read: loading says which
         return None
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)
 
 
 def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationDefaults:
@@ -160,10 +146,10 @@ def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationD
 def _tell_not_applied(values: Mapping[str, Any], sampled: bool, place: str) -> None:
     """One line about the fields with which ``generate`` of Transformers would write another text."""
     neutral = {**NOT_APPLIED, **(NOT_APPLIED_SAMPLED if sampled else NOT_APPLIED_GREEDY)}
-    found = {name: values.get(name) for name in neutral}
+    said = {name: values.get(name) for name in neutral}
     named = [
         f"{name} {ascii(value)[:40]}"
-        for name, value in found.items()
+        for name, value in said.items()
         if value is not None and value != neutral[name] and value not in ([], {}, "")
     ]
     if named:

@@ -75,13 +75,13 @@ def check_supported(
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
             problems[name] = bool(getattr(config, name, False))
     problems.update({type(p).__name__: isinstance(p, STATEFUL) for p in processors})
-    found = [name for name, wrong in problems.items() if wrong]
-    found.extend(_other_methods(model, config))
-    found.extend(_inputs_that_would_be_dropped(given, input_ids))
-    found.extend(_ways_of_its_own(model))
-    if found:
+    refused = [name for name, wrong in problems.items() if wrong]
+    refused.extend(_other_methods(model, config))
+    refused.extend(_inputs_that_would_be_dropped(given, input_ids))
+    refused.extend(_ways_of_its_own(model))
+    if refused:
         _forget_rows(model)
-        raise ValueError(f"foretoken.custom_generate does not support {', '.join(found)}: leave it out of this call")
+        raise ValueError(f"foretoken.custom_generate does not support {', '.join(refused)}: leave it out of this call")
     if str(config.cache_implementation).startswith("offloaded"):
         logging.getLogger("foretoken").warning(
             "cache_implementation=%r has no effect with foretoken.custom_generate: its keys and values stay on the "

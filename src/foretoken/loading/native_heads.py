@@ -92,13 +92,13 @@ def _hub_files(source: str) -> dict[Path, list[str]]:
     listed: dict[str, list[str]] = {}
     for name, file in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items():
         listed.setdefault(file, []).append(name)
-    found = {}
+    files = {}
     for file, names in listed.items():
         if any(name.startswith("mtp.") or ".eh_proj." in name or ".enorm." in name for name in names):
             place = cached_file(source, file, **quiet)
             if place is not None:
-                found[Path(place)] = names
-    return found
+                files[Path(place)] = names
+    return files
 
 
 def _names(file: Path) -> list[str]:
@@ -111,10 +111,10 @@ def _names(file: Path) -> list[str]:
 
 def _read(module: Mapping[str, str], where: Mapping[str, Path]) -> dict[str, Tensor]:
     """The tensors of one module, from as many files as they are in."""
-    found: dict[str, Tensor] = {}
+    read: dict[str, Tensor] = {}
     for file in sorted({where[name] for name in module.values()}):
         with safe_open(file, "pt") as opened:
             tensors = {mine: opened.get_tensor(name) for mine, name in module.items() if where[name] == file}
         check_finite(((module[mine], tensor) for mine, tensor in tensors.items()), file)
-        found.update(tensors)
-    return found
+        read.update(tensors)
+    return read

@@ -61,9 +61,9 @@ def from_pretrained(
     model, info = loaded
     if not told:  # else Transformers has read it with the package that wrote it
         check_storage(model, path, info.get("unexpected_keys", ()))
-    for key, found, wanted in sorted(info.get("mismatched_keys", ())):
+    for key, stored, wanted in sorted(info.get("mismatched_keys", ())):
         raise LoadError(
-            f"{place} has a config.json that does not fit its weights: {key} is {list(found)} in the "
+            f"{place} has a config.json that does not fit its weights: {key} is {list(stored)} in the "
             f"file and {list(wanted)} in the configuration; copy both from the same checkpoint"
         )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
@@ -107,13 +107,13 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
     where there is none such here."""
     if device is None:
         return None
-    found = devices()
+    there = devices()
     if device == "auto":
-        return torch.device(found[0])
+        return torch.device(there[0])
     try:
         wanted = torch.device(device)
-        if wanted.type == "cuda" and f"cuda:{wanted.index or 0}" not in found:
-            raise ValueError(f"device {str(device)!r} is not on this machine: choose one of auto, {', '.join(found)}")
+        if wanted.type == "cuda" and f"cuda:{wanted.index or 0}" not in there:
+            raise ValueError(f"device {str(device)!r} is not on this machine: choose one of auto, {', '.join(there)}")
         torch.empty(0, device=wanted)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
@@ -123,5 +123,5 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
 
 def devices() -> list[str]:
     """What this machine can run models on, the fastest first: ``cuda:0`` and so on, ``mps``, ``cpu``."""
-    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return [*found, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
+    cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [*cuda, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]

@@ -75,10 +75,10 @@ class PartProcess:
         if not line:
             self.process.wait(END_S)
             raise LoadError(self.ended() or f"process {self.rank} of the split model says nothing")
-        found: dict[str, Any] = json.loads(line)
-        if "error" in found:
-            raise LoadError(str(found["error"]))
-        return found
+        told: dict[str, Any] = json.loads(line)
+        if "error" in told:
+            raise LoadError(str(told["error"]))
+        return told
 
     def end(self) -> None:
         """Close its pipe, which ends it, and wait."""
@@ -210,7 +210,7 @@ def check_split(config: Any, count: int) -> None:
 
 def _started(rank: int, told: dict[str, Any]) -> PartProcess:
     errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-    found = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "foretoken.loading.follower", json.dumps({**told, "rank": rank})],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -219,7 +219,7 @@ def _started(rank: int, told: dict[str, Any]) -> PartProcess:
         env={**os.environ, "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         start_new_session=True,  # Ctrl-C is the leader's business
     )
-    return PartProcess(rank, found, errors)
+    return PartProcess(rank, process, errors)
 
 
 def join(rank: int, told: dict[str, Any]) -> None:

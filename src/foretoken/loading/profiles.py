@@ -23,30 +23,30 @@ def read_profile(file: str | Path, *, runs_code: bool = False) -> dict[str, Any]
     if not isinstance(file, str | Path):
         raise ValueError(f"profile must be the path of a JSON file, not {' '.join(repr(file).split())[:60]}")
     try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
+        profile = json.loads(Path(file).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ValueError(f"the profile {file} is not UTF-8 text") from None
     except (OSError, json.JSONDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot read the profile {file}: {reason}") from None
-    if not isinstance(found, dict):
+    if not isinstance(profile, dict):
         raise ValueError(f"the profile {file} must be a JSON object with drafter, verifier and controller")
-    if found.get("format", 1) != 1:
-        raise ValueError(f"the profile {file} has format {found['format']}, and 1 is known: run foretoken tune again")
-    specs = {key: found[key] for key in ("drafter", "verifier", "controller") if key in found}
+    if profile.get("format", 1) != 1:
+        raise ValueError(f"the profile {file} has format {profile['format']}, and 1 is known: run foretoken tune again")
+    specs = {key: profile[key] for key in ("drafter", "verifier", "controller") if key in profile}
     for key, spec in specs.items():
         if not isinstance(spec, str) and not (key == "drafter" and spec is None):
             raise ValueError(f"{key} in the profile {file} must be a spec string, not {json.dumps(spec)}")
         if not runs_code:
             refuse_code(spec, f"the profile {file}")
-    if not specs and "costs" not in found:
+    if not specs and "costs" not in profile:
         raise ValueError(f"the profile {file} has no drafter, verifier, controller or costs: run foretoken tune")
-    return {**specs, **_measured_parts(found, file)}
+    return {**specs, **_measured_parts(profile, file)}
 
 
-def _measured_parts(found: dict[str, Any], file: str | Path) -> dict[str, Any]:
+def _measured_parts(profile: dict[str, Any], file: str | Path) -> dict[str, Any]:
     """A profile's ``target``, ``machine`` and ``costs``, as far as it has them."""
-    parts = {key: found[key] for key in ("target", "machine", "costs") if found.get(key) is not None}
+    parts = {key: profile[key] for key in ("target", "machine", "costs") if profile.get(key) is not None}
     for key, part in parts.items():
         if not isinstance(part, dict):
             raise ValueError(f"{key} in the profile {file} must be an object, not {json.dumps(part)}")

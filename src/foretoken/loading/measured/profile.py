@@ -36,12 +36,12 @@ def machine_of(target: LanguageModel) -> dict[str, Any]:
 def fingerprint_of(target: LanguageModel) -> str:
     """Tells one target from another, whatever dtype it was loaded in."""
     try:
-        found = TargetParts(target).fingerprint()
+        own = TargetParts(target).fingerprint()
     except CapabilityError:
         known = getattr(target, "identity", "")  # of a GGUF file
         return known or f"{type(target).__name__}-{target.vocab_size}-{target.context_length}"
     grown = f"-inflated-{target.num_parameters}" if isinstance(target, InflatedModel) else ""
-    return f"{found.num_layers}x{found.hidden_size}-{found.vocab_size}-{found.weights}-{found.layers}{grown}"
+    return f"{own.num_layers}x{own.hidden_size}-{own.vocab_size}-{own.weights}-{own.layers}{grown}"
 
 
 def misfits(profile: Mapping[str, Any], target: LanguageModel) -> list[str]:
