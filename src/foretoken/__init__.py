@@ -31,33 +31,25 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 _moved.install()
 
 _HOMES = {
-    "methods": "foretoken.registry",
-    "load": "foretoken.llm",
-    "fetch": "foretoken.core.io.fetching",
-    "Llm": "foretoken.llm",
-    "Output": "foretoken.llm",
-    "Piece": "foretoken.llm",
-    "custom_generate": "foretoken.hub",
-    "CustomGenerate": "foretoken.hub",
-    "AsyncLlm": "foretoken.engine.background",
-    "Engine": "foretoken.engine.loop",
-    "Request": "foretoken.engine.request",
-    "SpecStats": "foretoken.engine.stats",
-    "SamplingParams": "foretoken.core.sampling",
-    "TokenTree": "foretoken.core",
-    "Kind": "foretoken.core",
-    "Budget": "foretoken.core",
-    "Context": "foretoken.core",
-    "Scores": "foretoken.core",
-    "Verdict": "foretoken.core",
-    "Rng": "foretoken.core",
-    "Drafter": "foretoken.methods.drafters.base",
-    "Traits": "foretoken.methods.drafters.base",
-    "Verifier": "foretoken.methods.verifiers.base",
-    "Controller": "foretoken.methods.controllers.base",
-    "LanguageModel": "foretoken.models.base",
-    "CapabilityError": "foretoken.models.base",
-    "TableModel": "foretoken.models.other.table",
+    name: f"foretoken.{module}"
+    for module, names in {
+        "registry": ("methods",),
+        "llm": ("load", "Llm", "Output", "Piece"),
+        "core.io.fetching": ("fetch",),
+        "hub": ("custom_generate", "CustomGenerate"),
+        "engine.background": ("AsyncLlm",),
+        "engine.loop": ("Engine",),
+        "engine.request": ("Request",),
+        "engine.stats": ("SpecStats",),
+        "core.sampling": ("SamplingParams",),
+        "core": ("TokenTree", "Kind", "Budget", "Context", "Scores", "Verdict", "Rng"),
+        "methods.drafters.base": ("Drafter", "Traits"),
+        "methods.verifiers.base": ("Verifier",),
+        "methods.controllers.base": ("Controller",),
+        "models.base": ("LanguageModel", "CapabilityError"),
+        "models.other.table": ("TableModel",),
+    }.items()
+    for name in names
 }
 
 __all__ = ["__version__", *_HOMES]

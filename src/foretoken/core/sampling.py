@@ -106,6 +106,7 @@ class Sampler:
         skipped: tokens at the beginning that the repetition penalty does not see (an encoder's input).
 
     Attributes:
+        context_free: whether the distribution depends on the logits alone, which go into it as they are.
         cuts: whether a filter cuts tokens off.
         fixed: whether every prefix has one token that follows it, the largest of :meth:`ranking`.
     """
@@ -118,21 +119,16 @@ class Sampler:
         self.greedy = params.temperature == 0
         self.noise = None if self.greedy else noise
         self.fixed = self.greedy or self.noise is not None
-        self._context_free = (
+        self.context_free = (
             params.repetition_penalty == 1.0
             and params.presence_penalty == 0.0
             and params.frequency_penalty == 0.0
             and not params.processors
+            and not params.logit_bias
         )
-        self._plain = self._context_free and not params.logit_bias
         self._written, self._generated = TokenTally(self.skipped), TokenTally(prompt_length)
         self._filters = Filters(params.top_k, params.top_p, params.min_p)
         self.cuts = not self.greedy and any(getattr(params, name) != off for name, off in NO_FILTERS.items())
-
-    @property
-    def context_free(self) -> bool:
-        """Whether the distribution depends on the logits alone, the same for every prefix."""
-        return self._context_free and not self.params.logit_bias
 
     @property
     def restricts(self) -> bool:
@@ -160,7 +156,7 @@ class Sampler:
         ``NothingAllowedError`` where processors leave none.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
-        if not self._plain:
+        if not self.context_free:
             scores = self._processed(scores, prefix)
         return self._finish(scores[None])[0]
 
@@ -193,7 +189,7 @@ class Sampler:
         Of rows on a CPU of which filters keep few tokens no ranking is made.
         """
         if self.noise is None or not self.cuts or logits.device.type != "cpu":
-            is_plain = self.greedy and self._plain
+            is_plain = self.greedy and self.context_free
             tokens, is_finite = argmaxes(logits if is_plain else self.ranking(logits, lengths, prefixes))
             if not is_finite:
                 raise NonFiniteLogitsError(NON_FINITE)
@@ -234,7 +230,7 @@ class Sampler:
 
     def _all_processed(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
         scores = logits if logits.dtype == torch.float64 else logits.float()
-        if not self._plain:
+        if not self.context_free:
             rows = prefixes if prefixes is not None else [()] * len(scores)
             scores = torch.stack([self._processed(s, prefix) for s, prefix in zip(scores, rows, strict=True)])
         return scores

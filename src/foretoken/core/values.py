@@ -118,11 +118,8 @@ def _members(option: str, value: Any, wanted: str) -> tuple[Any, ...]:
 
 def _shown(value: Any) -> str:
     """A value in a message of one line."""
-    return (
-        ascii(value)[:60]
-        if value is None or isinstance(value, str | int | float)
-        else with_article(type(value).__name__)
-    )
+    is_short = value is None or isinstance(value, str | int | float)
+    return ascii(value)[:60] if is_short else with_article(type(value).__name__)
 
 
 def with_article(name: str) -> str:

@@ -71,9 +71,8 @@ class Drafting:
     def check_member(self, name: str | None) -> None:
         """Refuse the name of a member that there is not, by a ``ValueError``."""
         if name is not None and name not in self.members:
-            known = (
-                f"choose one of {', '.join(self.members)}" if self.members else "there is no router here: leave it out"
-            )
+            members = ", ".join(self.members)
+            known = f"choose one of {members}" if members else "there is no router here: leave it out"
             raise ValueError(f"drafter={name!r} of a request names a member of a router: {known}")
 
     def begin(self, turns: Sequence[Turn]) -> None:

@@ -102,8 +102,7 @@ class SpecStats:
         self.num_accepted_tokens += accepted
         self.num_new_tokens += emitted
         positions = self.num_accepted_tokens_per_pos
-        while len(positions) < accepted:
-            positions.append(0)
+        positions.extend([0] * (accepted - len(positions)))
         for i in range(accepted):
             positions[i] += 1
 

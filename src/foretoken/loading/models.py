@@ -85,11 +85,11 @@ def load_model(
         if role == "draft":
             _check_finite(loaded, source, role)
         return wrap(loaded, exact=exact, lean=lean, in_place=ours, probe=lambda: ordinary_text(source))
+    given = not isinstance(source, str | Path)
     if quantize is not None:
         check_kind(quantize)
-    if quantize is not None and inflate is None and not isinstance(source, str | Path):
-        raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
-    given = not isinstance(source, str | Path)
+        if given and inflate is None:
+            raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
     if given:
         check_place(source, dtype, device)
     if isinstance(source, LanguageModel):

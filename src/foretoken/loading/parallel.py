@@ -195,8 +195,6 @@ def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
 
 def check_split(config: Any, count: int) -> None:
     """Whether a model's plan exists and its heads can be shared out.  Raises ``ValueError`` where not."""
-    if count < 1:
-        raise ValueError(f"tensor_parallel must be at least 1, not {count}")
     if not getattr(config, "base_model_tp_plan", None):
         raise CapabilityError(f"Transformers has no plan for splitting {config.model_type}: leave tensor_parallel out")
     heads = config.num_attention_heads

@@ -107,11 +107,8 @@ def gguf_fault(path: Path) -> str | None:
     if not path.is_file():
         return f"there is no file {path}: give the path of a GGUF file"
     start = _start_of(path)
-    return (
-        None
-        if start == GGUF_MAGIC
-        else f"{path} is not a GGUF file: it starts with {start!r} instead of {GGUF_MAGIC!r}"
-    )
+    wrong = f"{path} is not a GGUF file: it starts with {start!r} instead of {GGUF_MAGIC!r}"
+    return None if start == GGUF_MAGIC else wrong
 
 
 def _start_of(path: Path) -> bytes:
