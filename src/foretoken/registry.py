@@ -340,21 +340,32 @@ def find(role: Role, name: str) -> Row:
     raise unknown(f"unknown {role} {name!r}", name, names, catalogue=catalogue, examples=EXAMPLES.get(role, ()))
 
 
-def make(role: Literal["verifier", "controller", "tree"], spec: str, context: Any = None) -> Any:
-    """Build a verifier, a controller or a tree from a spec string (drafters need models: see :mod:`foretoken.loading`).
+def read_spec(role: Any, spec: str) -> tuple[type[Any], str | None, dict[str, Any]]:
+    """The class that a spec string ``name[:path][,key=value...]`` names, its path and its options.
 
-    A class that is made from a file or folder has a class method ``build(path, context, **options)``.  Raises
-    ``ValueError`` for an unknown name or option, or a path for a method that takes none.
-
-    Args:
-        context: what ``build`` may ask for (:func:`foretoken.loading.build_controller` hands it over).
+    Raises ``ValueError`` for an unknown name or option, or a path for a method that takes none.
     """
     parsed = parse_spec(spec)
-    cls = find(role, parsed.name).load()
+    row = find(role, parsed.name)
+    cls = row.load()
     options = convert_options(role, parsed.name, cls, parsed.options)
+    if parsed.path is not None and not hasattr(cls, "build"):
+        more = f"; its options: {row.example}" if role == "drafter" else ""
+        raise ValueError(f"{role} {parsed.name!r} takes no path{more}")
+    return cls, parsed.path, options
+
+
+def construct(cls: type[Any], path: str | None, context: Any, options: dict[str, Any]) -> Any:
+    """An object of a method's class; one that is made from a file or folder has a class method
+    ``build(path, context, **options)``, where ``context`` is what it may ask for."""
     builder = getattr(cls, "build", None)
-    if builder is not None:
-        return builder(parsed.path, context, **options)
-    if parsed.path is not None:
-        raise ValueError(f"{role} {parsed.name!r} takes no path")
-    return cls(**options)
+    return cls(**options) if builder is None else builder(path, context, **options)
+
+
+def make(role: Literal["verifier", "controller", "tree"], spec: str, context: Any = None) -> Any:
+    """Build a verifier, a controller or a tree from a spec string; drafters need models, see :mod:`foretoken.loading`.
+
+    ``context`` is what :func:`foretoken.loading.build_controller` hands over.  Raises as :func:`read_spec` does.
+    """
+    cls, path, options = read_spec(role, spec)
+    return construct(cls, path, context, options)

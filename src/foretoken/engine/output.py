@@ -57,15 +57,10 @@ class Piece:
         token_ids: new tokens.
         accepted: per token, whether it was an accepted draft token.
         origins: per token, where it came from.
-        finish_reason: set on the last piece.
-        stats: set on the last piece.
-        seed: as in :class:`Output`, on the last piece.
-        stop_reason: as in :class:`Output`, on the last piece.
+        finish_reason, stats, seed, stop_reason, why, note: as in :class:`Output`, on the last piece.
         logprobs: of its tokens, where they were asked for.
         rounds: the round that it came from, with ``explain=True``.
         prompt_logprobs: as in :class:`Output`, on the first piece.
-        why: as in :class:`Output`, on the last piece.
-        note: as in :class:`Output`, on the last piece.
     """
 
     text: str

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from threading import Event, Thread
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import ref
 
-
-class Service(Protocol):
-    """What is served."""
-
-    def serve_waiting(self) -> bool:
-        """Serve whoever waits; false once there is nothing more to come."""
-        ...
+if TYPE_CHECKING:
+    from foretoken.engine.background import AsyncLlm
 
 
-def start_thread(service: Service, wake: Event, idle_s: float) -> Thread:
+def start_thread(service: AsyncLlm, wake: Event, idle_s: float) -> Thread:
     """Serve in a thread whenever ``wake`` is set, and every ``idle_s`` seconds.
 
     While it waits the thread does not hold the service: one that was given up without a word, in a notebook for one,
@@ -26,7 +21,7 @@ def start_thread(service: Service, wake: Event, idle_s: float) -> Thread:
     return thread
 
 
-def _serve(service: ref[Service], wake: Event, idle_s: float) -> None:
+def _serve(service: ref[AsyncLlm], wake: Event, idle_s: float) -> None:
     while (held := service()) is not None and held.serve_waiting():
         del held
         wake.wait(idle_s)

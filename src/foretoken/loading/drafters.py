@@ -30,7 +30,7 @@ from foretoken.methods.verifiers.compatibility import inner_rule
 from foretoken.methods.verifiers.outside import check_verifier
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
-from foretoken.registry import OutsideRow, convert_options, find, parse_spec, rows, split_specs
+from foretoken.registry import construct, find, parse_spec, read_spec, rows, split_specs
 
 Part = str | Drafter | LanguageModel | nn.Module
 """What a drafter can be given as."""
@@ -76,16 +76,16 @@ class LoadingContext(BuildContext):
     def drafter(self, spec: str) -> Drafter | None:
         if spec == "none":
             return None
-        cls, path, options = _read_spec("drafter", spec)
-        built = self._made(cls, path, options) if is_outside(cls) else _make(cls, path, self, options)
+        cls, path, options = read_spec("drafter", spec)
+        built = self._made(cls, path, options) if is_outside(cls) else construct(cls, path, self, options)
         built.spec, built.target_bytes = spec, self.target.weight_bytes
         return built
 
-    def _made(self, cls: type[Drafter], path: str | None, options: dict[str, Any]) -> Drafter:
+    def _made(self, cls: type[Any], path: str | None, options: dict[str, Any]) -> Drafter:
         """A drafter that is none of ours, if it can be made and says what it is."""
         place = f"{cls.__name__} ({line_of(cls)})"
         try:
-            built = _make(cls, path, self, options)
+            built = construct(cls, path, self, options)
         except Exception as error:
             told = blamed(error)
             if told is error:
@@ -128,12 +128,11 @@ class LoadingContext(BuildContext):
 
     def nested(self, outer: str, spec: str, *, for_target: bool = True) -> Drafter:
         name = parse_spec(spec).name
-        able = [row.name for row in rows("drafter") if works_nested(row.load())]
         context = self if for_target else LoadingContext(self.target, "", self.tokenizer, self.device)
-        row = None if name == "none" else find("drafter", name)
-        can = row is not None and (row.name in able or (isinstance(row, OutsideRow) and works_nested(row.load())))
+        can = name != "none" and works_nested(find("drafter", name).load())
         built = context.drafter(spec) if can else None
         if built is None:
+            able = [row.name for row in rows("drafter") if works_nested(row.load())]
             raise ValueError(f"{outer} cannot use {name!r} inside: choose one of {', '.join(able)}")
         return built
 
@@ -190,13 +189,6 @@ def _check_facts(drafter: Drafter) -> None:
             raise DrafterError(f"{place} has {name} = {size!r}: it must be a whole number of at least 1")
 
 
-def _make(cls: type[Drafter], path: str | None, context: BuildContext, options: dict[str, Any]) -> Drafter:
-    """An object of a drafter's class, by its ``build`` where it has one."""
-    builder = getattr(cls, "build", None)
-    built: Drafter = cls(**options) if builder is None else builder(path, context, **options)
-    return built
-
-
 def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
     """Find what is wrong with spec strings, by role, before a model is loaded for them, and with verifiers and
     controllers that are objects."""
@@ -205,21 +197,9 @@ def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
             OBJECTS[role](given)
         for spec in given if isinstance(given, list | tuple) else [given]:
             if isinstance(spec, str) and spec not in ("auto", "none"):
-                kind, _, _ = _read_spec(role, spec)
+                kind, _, _ = read_spec(role, spec)
                 if role == "verifier" and not (kind.lossless or allow_lossy):
                     raise ValueError(f"verifier {spec!r} is lossy by design and needs allow_lossy=True (--allow-lossy)")
-
-
-def _read_spec(role: Any, spec: str) -> tuple[type[Any], str | None, dict[str, Any]]:
-    """The class that a spec names, its path and its options."""
-    parsed = parse_spec(spec)
-    row = find(role, parsed.name)
-    cls = row.load()
-    options = convert_options(role, parsed.name, cls, parsed.options)
-    if parsed.path is not None and not hasattr(cls, "build"):
-        more = f"; its options: {row.example}" if role == "drafter" else ""
-        raise ValueError(f"{role} {parsed.name!r} takes no path{more}")
-    return cls, parsed.path, options
 
 
 def build_drafter(
