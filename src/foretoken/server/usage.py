@@ -84,9 +84,7 @@ def histogram(stats: SpecStats) -> list[int]:
 
 def merged(all_stats: Sequence[SpecStats]) -> SpecStats:
     """The counts of several choices together; waiting times are the longest of them."""
-    whole = SpecStats()
-    for stats in all_stats:
-        whole.merge(stats)
+    whole = SpecStats.summed(all_stats)
     for name in ("queue_s", "first_token_s"):
         setattr(whole, name, max((getattr(stats, name) for stats in all_stats), default=0.0))
     return whole
