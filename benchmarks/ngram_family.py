@@ -95,7 +95,7 @@ def accepted_path(tree: TokenTree, text: Sequence[int], done: int) -> list[int]:
 def learn(drafter: Drafter, context: Context, came: Sequence[int]) -> None:
     """What ``observe`` would do: recycling learns the token that came, the others read the text."""
     if isinstance(drafter, RecyclingDrafter):
-        table = drafter.followers(context)
+        table = drafter.learned(context).followers
         text = context.tokens[-len(came) - 1 :]
         for token, following in itertools.pairwise(text):
             table.reserve(max(text) + 1)

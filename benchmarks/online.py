@@ -125,7 +125,7 @@ def arms(target: LanguageModel, draft: LanguageModel, tokenizer: Any, options: d
     learning = OnlineDrafter(draft, target=target, **options)
     costing = OnlineDrafter(draft, target=target, **options)
     if costing.learner is not None:
-        costing.learner.go_on_with = lambda model: None  # type: ignore[method-assign]
+        costing.learner.served.go_on_with = lambda model: None  # type: ignore[method-assign]
     still = OnlineDrafter(draft, target=target, **{**options, "every": 0})
     drafters = {"off": still, "on": learning, "cost": costing}
     return [

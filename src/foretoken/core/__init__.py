@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from foretoken.core.tree import Kind as Kind
     from foretoken.core.tree import TokenTree as TokenTree
     from foretoken.core.values import OptionError as OptionError
+    from foretoken.core.values import check_least as check_least
     from foretoken.core.values import with_article as with_article
 
 _HOMES = {
@@ -44,7 +45,7 @@ _HOMES = {
         *("Scores", "argmaxes", "is_large"),
     ),
     "tree": ("Kind", "TokenTree"),
-    "values": ("OptionError", "with_article"),
+    "values": ("OptionError", "check_least", "with_article"),
 }
 
 

@@ -40,6 +40,13 @@ def check_counts(given: Mapping[str, Any], least: int) -> None:
             raise OptionError(option, f"{option} must be at least {least}, not {value}")
 
 
+def check_least(method: str, least: float, **given: float | None) -> None:
+    """Refuse options of a method below the least, by a ``ValueError``; ``None`` was not given."""
+    for option, value in given.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{method} needs {option} >= {least}, not {value}")
+
+
 def check_real(option: str, value: Any) -> None:
     """Refuse what is no number, by an ``OptionError``; a truth value is none."""
     if isinstance(value, bool) or not isinstance(value, Real):

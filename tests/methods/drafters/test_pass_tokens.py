@@ -319,7 +319,7 @@ def test_in_an_ensemble_with_one_that_learns_from_trees(draw: str) -> None:
     plain = outputs(engine(llamas()[0]), [Request(p, max_new_tokens=30) for p in PROMPTS])
     assert outputs(speculative, [Request(p, max_new_tokens=30) for p in PROMPTS]) == plain
     outputs(speculative, [Request(p, SamplingParams(temperature=1.0), 30, seed=i) for i, p in enumerate(PROMPTS)])
-    assert len(recycling._shared.rows) == V
+    assert len(recycling.tenants.of("").followers.rows) == V
 
 
 def test_two_of_them_on_one_target() -> None:

@@ -58,13 +58,13 @@ def test_no_tree_of_that_size_expects_more(nodes: int) -> None:
 
 def test_statistics_shape_the_template() -> None:
     drafter = RecyclingDrafter(nodes=12, depth=12)
-    before = [len(level) for level in drafter.template.levels(12, 12)]
+    before = [len(level) for level in drafter.tenants.of("").template.levels(12, 12)]
     for i in range(2000):
-        drafter.statistics.add([10, 11, 12], 10 if i % 20 else 11)  # rank 0 is nearly always right
-    drafter.reshape()
-    after = [len(level) for level in drafter.template.levels(12, 12)]
+        drafter.tenants.of("").statistics.add([10, 11, 12], 10 if i % 20 else 11)  # rank 0 is nearly always right
+    drafter.tenants.of("").reshape(drafter.max_nodes, drafter.max_depth)
+    after = [len(level) for level in drafter.tenants.of("").template.levels(12, 12)]
     assert after[0] < before[0] and len(after) > len(before)
-    chances = drafter.statistics.chances()
+    chances = drafter.tenants.of("").statistics.chances()
     assert chances[0] == pytest.approx(0.94, abs=0.01) and chances == sorted(chances, reverse=True)
 
 
@@ -87,7 +87,7 @@ def test_every_node_is_learnt_and_the_last_of_equal_tokens_counts() -> None:
     for node, ranking in enumerate(([1, 2], [4, 5], [6, 8], [10, 11])):
         logits[node, ranking] = torch.tensor([5.0, 4.0], dtype=torch.float64)
     shown(drafter, request, tree, logits, Verdict((), 1, False))
-    rows = drafter.followers(request).rows
+    rows = drafter.learned(request).followers.rows
     assert rows[7, :2].tolist() == [1, 2] and rows[9, :2].tolist() == [6, 8]
     assert rows[3, :2].tolist() == [10, 11]
     assert (rows[7] >= 0).all() and (rows[1] == -1).all()
@@ -95,7 +95,7 @@ def test_every_node_is_learnt_and_the_last_of_equal_tokens_counts() -> None:
 
 def test_the_tree_follows_followers() -> None:
     drafter = RecyclingDrafter(nodes=6, depth=3)
-    table = drafter.followers(context([1]))
+    table = drafter.learned(context([1])).followers
     table.update([1, 2, 4], np.array([[2, 3], [4, 0], [1, 2]], np.int32))
     tree = drafter.propose(context([1]), WIDE)
     assert {(2,), (3,), (2, 4), (2, 0), (2, 4, 1)} <= paths(tree)
@@ -122,7 +122,7 @@ def test_budget() -> None:
     drafter = RecyclingDrafter()
     rng = random.Random(0)
     rows = np.array([rng.sample(range(50), 8) for _ in range(50)], np.int32)
-    drafter.followers(context([1])).update(list(range(50)), rows)
+    drafter.learned(context([1])).followers.update(list(range(50)), rows)
     assert drafter.propose(context([1]), WIDE).num_drafts == 80
     whole = paths(drafter.propose(context([1]), WIDE))
     small = drafter.propose(context([1]), Budget(max_depth=2, max_nodes=12))
@@ -146,10 +146,10 @@ def test_the_shape_outlives_a_request_only_when_shared() -> None:
     target, _ = llamas()
     for share in (True, False):
         drafter = RecyclingDrafter(nodes=20, adapt=1, share=share)
-        first = drafter.template
+        first = drafter.tenants.of("").template
         outputs(engine(target, drafter), [Request([5, 6, 7], max_new_tokens=20)])
-        assert (drafter.template != first) is share
-        assert bool(sum(drafter.statistics.tried)) is share
+        assert (drafter.tenants.of("").template != first) is share
+        assert bool(sum(drafter.tenants.of("").statistics.tried)) is share
 
 
 @pytest.mark.parametrize("options", [{"nodes": 0}, {"depth": 0}, {"adapt": -1}])
@@ -165,10 +165,10 @@ def test_greedy_with_a_shared_table_that_reshapes() -> None:
     target, _ = llamas()
     requests = [Request(p, max_new_tokens=30) for p in ([5, 6, 7], [3], [0, 0], [5, 6, 7], [5, 6, 7, 8], [3])]
     drafter = RecyclingDrafter(nodes=20, adapt=5)
-    default = drafter.template
+    default = drafter.tenants.of("").template
     speculative = engine(target, drafter, max_batch=2)
     assert outputs(speculative, requests) == outputs(engine(target), requests)
-    assert drafter.template != default and sum(drafter.statistics.hits) > 0
+    assert drafter.tenants.of("").template != default and sum(drafter.tenants.of("").statistics.hits) > 0
 
 
 def test_sampled_distribution_with_a_shared_table() -> None:

@@ -197,7 +197,7 @@ def test_old_outputs_are_dropped() -> None:
     small = SuffixDrafter(tokens=8)
     for i in range(6):
         finished(small, [1], [100 + i, 200 + i, 300 + i])
-    assert sum(len(a.text) for a in small.outputs.generations) <= 12
+    assert sum(len(a.text) for a in small.tenants.of("").generations) <= 12
     assert draft(small, [9, 105, 205]) == [305] and draft(small, [9, 100, 200]) == []
 
 

@@ -155,7 +155,7 @@ def test_requests_take_part_in_one_search_or_have_their_own(share: bool) -> None
     assert len(searches) == 2 and (searches[0] is searches[1]) is share
     assert all(search.measured > 2 for search in searches)
     assert outputs(engine(target, drafter), requests) == plain
-    assert (drafter._shared.measured > 12) is share
+    assert (drafter.tenants.of("").measured > 12) is share
 
 
 def test_measurements_can_be_spread_over_rounds() -> None:
@@ -163,7 +163,7 @@ def test_measurements_can_be_spread_over_rounds() -> None:
     for every in (1, 4):
         drafter = SwiftDrafter(target, window=4, every=every)
         (run,) = serve(engine(target, drafter), [Request(PROMPT, max_new_tokens=40, ignore_eos=True)])
-        counts.append(drafter._shared.measured)
+        counts.append(drafter.tenants.of("").measured)
         assert 0 < counts[-1] <= run.stats.num_drafts // every
     assert counts[0] >= 3 * counts[1]
 
@@ -231,7 +231,7 @@ def test_a_seed_fixes_the_output_whatever_was_written_before() -> None:
     drafter = SwiftDrafter(target, window=4)
     assert drafter.traits.shares_state
     first = outputs(engine(target, drafter), requests)
-    assert drafter._shared.measured > 3
+    assert drafter.tenants.of("").measured > 3
     assert outputs(engine(target, drafter), requests[::-1]) == first[::-1] == outputs(engine(target), requests[::-1])
 
 
@@ -243,7 +243,7 @@ def test_the_distribution_with_a_shared_search(rule: Verifier | None) -> None:
     drafter = SwiftDrafter(target, k=3, threshold=0.3, keep=0, window=2)
     speculative = engine(target, drafter, rule, max_batch=4)
     assert sampled_p_value(speculative, {"T=1": T1}, distributions, prompt, tokens, 500) > FALSE_ALARM
-    assert drafter._shared.measured > 20
+    assert drafter.tenants.of("").measured > 20
 
 
 # -- options ---------------------------------------------------------------------------------------------------------

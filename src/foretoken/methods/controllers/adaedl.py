@@ -17,12 +17,7 @@ class AdaedlController(MovingThresholdController):
     Args:
         gamma: weight of the entropy H (nats) in the estimate.
         threshold: first bar (lambda) of a request.
-        k: longest draft; the drafter's own by default.
-        aim: acceptance rate that the bar steers to.
-        step: how far it is drawn per round, before smoothing.
-
-    Raises:
-        ValueError: an option outside its range.
+        k, aim, step: as for every bar that moves.
     """
 
     name = "adaedl"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.core import Budget, Context, Limits, StepRecord, check_least
 from foretoken.core.costs import RoundCosts, speedup
 from foretoken.methods.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, DraftCounts
 from foretoken.methods.controllers.base import Controller
@@ -42,8 +42,7 @@ class AutoController(Controller):
     keep = POPULATION_KEEP
 
     def __init__(self, k: int | None = None) -> None:
-        if k is not None and k < 1:
-            raise ValueError(f"{self.name} needs k >= 1, not {k}")
+        check_least(self.name, 1, k=k)
         self.k = k
         self._start: RoundCosts | None = None
         self.attach(Limits("", 5, 64))
@@ -125,7 +124,9 @@ class AutoController(Controller):
         self.chosen, rival = best_plan(self._weighed, len(contexts), self.costs, self._pads)
         self.rival = rival or self.chosen
         if self._credit < 0 and self.chosen.drafts:
-            self.chosen = self._sure_plan(contexts)
+            # The credit for trying is used up: by what is expected, not by what may be hoped.
+            expected = [replace(draft, hoped=draft.tokens) for draft in self._weighed]
+            self.chosen = best_plan(expected, len(contexts), self.costs, self._pads)[0]
         if self._is_doubted(len(contexts)):
             return self.rival
         return RoundPlan() if self._plain_is_due(len(contexts)) else self.chosen
@@ -143,11 +144,6 @@ class AutoController(Controller):
     def _pays(self, plan: RoundPlan) -> bool:
         """Whether a plan is expected to be as fast as plain decoding by what was seen, and is not only hoped to be."""
         return plan.tokens * self._plain_s >= plan.seconds and all(draft.seen >= KNOWN for draft in plan.drafts)
-
-    def _sure_plan(self, contexts: Sequence[Context]) -> RoundPlan:
-        """The best plan by what is expected, not by what may be hoped: the credit for trying is used up."""
-        expected = [replace(draft, hoped=draft.tokens) for draft in self._weighed]
-        return best_plan(expected, len(contexts), self.costs, self._pads)[0]
 
     def _plain_is_due(self, batch: int) -> bool:
         """Whether to decode plainly for a round, to learn what that costs; behind drafts of a network for two.

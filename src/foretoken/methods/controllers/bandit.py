@@ -67,9 +67,6 @@ class BanditController(Controller):
         c: cost of a level of the draft in target steps (one number, or one per member joined by ``|``) instead of
             measured times: no clock is looked at then.
         share: learn from all requests; otherwise each request starts anew.
-
-    Raises:
-        ValueError: an option outside its range; when the drafter is known, costs that do not fit its members.
     """
 
     name = "bandit"

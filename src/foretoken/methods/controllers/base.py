@@ -14,7 +14,8 @@ class Controller(ABC):
     """One policy for the draft budget.
 
     Exactness: a policy may look at the context, at earlier rounds and at draft *distributions*; a decision made after a
-    token was drawn may only suppress later tokens (``methods/verification.md`` section 0, adaptedness).
+    token was drawn may only suppress later tokens (``methods/verification.md`` section 0, adaptedness).  An option
+    outside its range is a ``ValueError`` of the constructor.
     """
 
     name: ClassVar[str]

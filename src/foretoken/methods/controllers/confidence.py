@@ -30,9 +30,6 @@ class ConfidenceController(StoppingController):
         threshold: drafting ends after a token whose draft probability is below this; with ``adapt`` the first one.
         k: longest draft; the drafter's own by default.
         adapt: whether the threshold moves; it is one for all requests, and learns from chains only.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "confidence"
@@ -45,7 +42,6 @@ class ConfidenceController(StoppingController):
         self._seen: deque[tuple[float, bool]] = deque(maxlen=REMEMBERED)
 
     def rule(self, context: Context) -> Stop:
-        """Compare with the threshold of this round, and note what was drafted."""
         threshold = self.threshold
         drafted: list[float] = []
         context.state[self] = drafted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.core import Budget, Context, Limits
+from foretoken.core import Budget, Context, Limits, check_least
 from foretoken.methods.controllers.base import Controller
 
 
@@ -17,9 +17,7 @@ class ConstantController(Controller):
     name = "constant"
 
     def __init__(self, k: int | None = None, nodes: int | None = None) -> None:
-        for name, value in (("k", k), ("nodes", nodes)):
-            if value is not None and value < 0:
-                raise ValueError(f"constant needs {name} >= 0, not {value}")
+        check_least(self.name, 0, k=k, nodes=nodes)
         self.k, self.nodes = k, nodes
         self._budget = Budget(5 if k is None else k, 64 if nodes is None else nodes)
 

@@ -50,10 +50,6 @@ class CostCurve:
             seen.append(seconds)
             self._line = None
 
-    def is_sure(self, point: tuple[int, int]) -> bool:
-        """Whether enough was seen there."""
-        return len(self.samples.get(point, ())) >= SURE
-
     def at(self, x: int, y: int) -> float:
         """The cost at a point, seen or not; never nothing, though a profile may say that a look-up takes no time."""
         if self._line is None:
@@ -152,7 +148,9 @@ class CostModel:
         """
         is_plain = member < 0 and record.round_nodes <= record.batch_size
         draft_s = 0.0 if is_plain else record.draft_s
-        is_cold, self._evicted = is_plain and self._evicted, draft_s > 0 and self._runs_network(member)
+        drafters = self.members if member < 0 else (self.members[member],)
+        runs_network = draft_s > 0 and any(drafter.relative_cost for drafter in drafters)
+        is_cold, self._evicted = is_plain and self._evicted, runs_network
         if self._skip or is_cold:
             self._skip = max(self._skip - 1, 0)
             return
@@ -167,13 +165,9 @@ class CostModel:
         off = self._learn(self.drafts[member], point, draft_s, self.factors[member])
         self.factors[member] *= math.exp(FACTOR_RATE * off)
 
-    def _runs_network(self, member: int) -> bool:
-        asked = self.members if member < 0 else (self.members[member],)
-        return any(one.relative_cost for one in asked)
-
     def _learn(self, curve: CostCurve, point: tuple[int, int], seconds: float, factor: float) -> float:
         """Calibrate, or say how far off the round was (natural logarithm)."""
-        sure = curve.is_sure(point)
+        sure = len(curve.samples.get(point, ())) >= SURE
         seconds = max(seconds, 1e-9)
         expected = self.drift * factor * curve.at(*point) if sure else seconds
         curve.add(point, seconds / (self.drift * factor))

@@ -14,12 +14,7 @@ class DraftVerifyController(MovingThresholdController):
 
     Args:
         threshold: first bar of a request; 0.8 for greedy requests and 0.5 for others by default.
-        k: longest draft; the drafter's own by default.
-        aim: acceptance rate that the bar steers to.
-        step: how far it is drawn per round, before smoothing.
-
-    Raises:
-        ValueError: an option outside its range.
+        k, aim, step: as for every bar that moves.
     """
 
     name = "draft_verify"

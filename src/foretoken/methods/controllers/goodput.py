@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from foretoken.core import Limits
+from foretoken.core import Limits, check_least
 from foretoken.methods.controllers.auto import AutoController
 
 
@@ -18,19 +18,14 @@ class GoodputController(AutoController):
     Args:
         k: longest draft; the drafter's own by default.
         memory: rounds after which one counts 1/e in the acceptance statistics.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "goodput"
 
     def __init__(self, k: int | None = None, memory: float = 100.0) -> None:
-        if not memory >= 1:
-            raise ValueError(f"goodput needs memory >= 1, not {memory}")
+        check_least(self.name, 1, memory=memory)
         self.keep = math.exp(-1.0 / memory)
         super().__init__(k)
 
     def attach(self, limits: Limits) -> None:
-        """Of a group, the group itself."""
         super().attach(replace(limits, members=()))

@@ -44,11 +44,9 @@ class HeuristicController(Controller):
 
     def _length(self, context: Context) -> int:
         first = self._last or self.start or 5
-        length: int = context.state.setdefault(self, min(max(first, self.low), self.high))
-        return length
+        return context.state.setdefault(self, min(max(first, self.low), self.high))
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        """Update the length; rounds without a draft (no room, nothing found) say nothing."""
         if record.num_draft_tokens == 0:
             return
         k = self._length(context)

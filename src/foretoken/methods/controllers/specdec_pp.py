@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from foretoken.core import Budget, Context, Limits, PathStop
+from foretoken.core import Budget, Context, Limits, PathStop, check_least
 from foretoken.methods.controllers.base import Controller
 
 
@@ -57,9 +57,6 @@ class SpecdecPpController(Controller):
         draft: fingerprint of the draft model that it reads; ``None`` is not checked.
         threshold: drafting ends when the chance of a rejection is above this; 1 never ends a draft.
         k: longest draft; the drafter's own by default.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "specdec_pp"
@@ -67,19 +64,14 @@ class SpecdecPpController(Controller):
     def __init__(self, net: nn.Module, draft: Any = None, threshold: float = 0.7, k: int | None = None) -> None:
         if not 0 <= threshold <= 1:
             raise ValueError(f"specdec_pp needs a threshold in [0, 1], not {threshold}")
-        if k is not None and k < 1:
-            raise ValueError(f"specdec_pp needs k >= 1, not {k}")
+        check_least(self.name, 1, k=k)
         self.draft, self.k = draft, k
         self.stop = HeadStop(net, threshold)
         self._budget = Budget(k or 5, 64, stop=self.stop)
 
     @classmethod
     def build(cls, path: str | None, context: _StopHeads, **options: Any) -> SpecdecPpController:
-        """From a spec ``specdec_pp[:FOLDER]``; without a folder the head of the built-in draft model.
-
-        Raises:
-            ValueError: no trained head there, or a damaged one.
-        """
+        """From a spec ``specdec_pp[:FOLDER]``; without a folder the head of the built-in draft model."""
         net, draft = context.stop_head(path)
         return cls(net, draft, **options)
 

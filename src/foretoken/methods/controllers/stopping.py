@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.core import Budget, Context, Limits, StepRecord, check_least
 from foretoken.core.largest import largest
 from foretoken.methods.controllers.base import Controller
 
@@ -81,8 +81,7 @@ class StoppingController(Controller):
     """
 
     def __init__(self, k: int | None = None) -> None:
-        if k is not None and k < 1:
-            raise ValueError(f"{self.name} needs k >= 1, not {k}")
+        check_least(self.name, 1, k=k)
         self.k = k
         self.cap, self.nodes = k or 5, 64
 
@@ -116,15 +115,10 @@ class MovingThresholdController(StoppingController):
 
     def bar(self, context: Context) -> MovingThreshold:
         """The request's bar."""
-        bar: MovingThreshold | None = context.state.get(self)
-        if bar is None:
-            greedy, sampled = self.starts
-            bar = MovingThreshold(greedy if context.sampler.greedy else sampled, self.aim, self.step)
-            context.state[self] = bar
-        return bar
+        start = self.starts[0 if context.sampler.greedy else 1]
+        return context.state.setdefault(self, MovingThreshold(start, self.aim, self.step))
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        """Move the bar; rounds without a draft say nothing."""
         drafted = levels(record)
         if drafted:
             self.bar(context).update(drafted, record.num_accepted_tokens, self.cap)

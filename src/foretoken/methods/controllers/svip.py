@@ -18,9 +18,6 @@ class SvipController(StoppingController):
         threshold: the bar h; 0.3 and the default coefficient end drafts above 0.6 nats.
         coefficient: weight of the entropy H (nats).
         k: longest draft; the drafter's own by default.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "svip"

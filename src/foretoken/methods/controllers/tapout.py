@@ -16,9 +16,8 @@ RULES: tuple[Stop, ...] = (
     lambda distribution, probability: entropy(distribution, probability) > 1.0,
     # AdaEDL's estimate of the acceptance rate, which is below .4 above 1.8 nats
     lambda distribution, probability: 1.0 - math.sqrt(0.2 * max(entropy(distribution, probability), 0.0)) < 0.4,
-    lambda distribution, probability: (
-        entropy(distribution, probability) > 0.6
-    ),  # SVIP's root of the entropy, with .15, is above .3
+    # SVIP's root of the entropy, with .15, is above .3
+    lambda distribution, probability: entropy(distribution, probability) > 0.6,
     lambda distribution, probability: margin(distribution, probability) < 0.2,  # the two best tokens are close
 )
 
@@ -57,9 +56,6 @@ class TapoutController(StoppingController):
     Args:
         k: longest draft; the drafter's own by default.
         blend: a round's reward is this share of accepted / longest, the rest of accepted / drafted.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "tapout"
@@ -72,10 +68,7 @@ class TapoutController(StoppingController):
 
     def rules(self, context: Context) -> Rules:
         """What this request has taught."""
-        rules: Rules | None = context.state.get(self)
-        if rules is None:
-            rules = context.state[self] = Rules([Played() for _ in RULES])
-        return rules
+        return context.state.setdefault(self, Rules([Played() for _ in RULES]))
 
     def rule(self, context: Context) -> Stop:
         rules = self.rules(context)

@@ -13,21 +13,20 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.noise import Noise
-from foretoken.methods.drafters.base import BuildContext, Traits
+from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
 from foretoken.methods.drafters.drawing import best, distribution_of, drawn_at, ranked
 from foretoken.methods.drafters.growing import check_growth
 from foretoken.methods.drafters.model import ModelDrafter
-from foretoken.methods.drafters.narrowed import light_head, projected, reduced_head
+from foretoken.methods.drafters.narrowed import projected
 from foretoken.methods.drafters.texts import BESIDE
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
-from foretoken.models.cache.window import Window
 
 MOST_OUTCOMES = 256
 """Outcomes of a round that are drafted for at most: each is a row of every one of the second thread's calls."""
@@ -73,10 +72,6 @@ class Ahead:
     races: bool
     branches: list[OutcomeGuess] = field(default_factory=list)
 
-    def chain_for(self, tokens: Sequence[int]) -> OutcomeGuess | None:
-        """What was drafted behind the tokens that were committed since."""
-        return next((branch for branch in self.branches if branch.outcome == tuple(tokens)), None)
-
 
 class AheadDrafter(ModelDrafter):
     """Chains of a draft model, which also works while the target does.
@@ -93,10 +88,6 @@ class AheadDrafter(ModelDrafter):
     Attributes:
         rounds: rounds whose outcomes were drafted for.
         hits: those whose outcome was among them.
-
-    Raises:
-        ValueError: an option outside its range.
-        CapabilityError: the draft model cannot grow trees, or has no second cache.
     """
 
     name = "ahead"
@@ -111,8 +102,7 @@ class AheadDrafter(ModelDrafter):
         target: LanguageModel | None = None,
         thread: bool = True,
     ) -> None:
-        if fanout < 1:
-            raise ValueError(f"ahead needs fanout >= 1, not {fanout}")
+        check_least(self.name, 1, fanout=fanout)
         if draw == "without_replacement":
             raise ValueError("ahead drafts chains: draw must be iid or greedy")
         super().__init__(model, k, "", draw, target)
@@ -141,17 +131,10 @@ class AheadDrafter(ModelDrafter):
         window: int = 0,
         sink: int = 0,
         **options: Any,
-    ) -> Self:
-        """From a spec ``ahead[:PATH]``; ``quantize``, ``vocab``, ``window`` and ``sink`` are those of ``model``.
-
-        Raises:
-            ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
-            CapabilityError: a draft vocabulary, a window or a second cache for a model that can have none.
-        """
-        draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
-        built = cls(draft, target=context.target, **options)
-        built.head = reduced_head(vocab, draft, context) or light_head(draft)
-        return built
+    ) -> Drafter:
+        """From a spec ``ahead[:PATH]``; ``quantize``, ``vocab``, ``window`` and ``sink`` are those of ``model``."""
+        given = {"quantize": quantize, "vocab": vocab, "window": window, "sink": sink, **options}
+        return super().build(path, context, parallel=False, **given)
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
@@ -167,15 +150,14 @@ class AheadDrafter(ModelDrafter):
             usual = super().propose_batch([contexts[i] for i in missed], [budgets[i] for i in missed])
             for i, tree in zip(missed, usual, strict=True):
                 trees[i] = tree
-        found = [tree for tree in trees if tree is not None]
-        self._begin_ahead(contexts, found, budgets)
-        return found
+        drafted = [tree for tree in trees if tree is not None]
+        self._begin_ahead(contexts, drafted, budgets)
+        return drafted
 
     def finish(self, context: Context) -> None:
-        """Free both rows of the text."""
+        """Free the row in the second cache, too."""
         self._wait()
-        sequence = context.state.pop((self, "sequence"), None)
-        context.state.pop((self, "ahead"), None)
+        sequence = context.state.get((self, "sequence"))
         if sequence is not None:
             self.twin.release(sequence)
         super().finish(context)
@@ -190,7 +172,8 @@ class AheadDrafter(ModelDrafter):
         if ahead is None or not _is_plain(budget):
             return None
         self.rounds += 1
-        branch = ahead.chain_for(context.tokens[len(ahead.text) :])
+        outcome = tuple(context.tokens[len(ahead.text) :])
+        branch = next((branch for branch in ahead.branches if branch.outcome == outcome), None)
         if branch is None:
             return None
         self.hits += 1

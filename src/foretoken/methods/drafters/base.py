@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
+from foretoken.methods.drafters.texts import forget
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
 
@@ -78,6 +79,12 @@ class Drafter(ABC):
     Eight hooks may be overridden: :meth:`start`, :meth:`propose` (which must be), :meth:`propose_batch`,
     :meth:`observe`, :meth:`rewind` and :meth:`finish` are called for requests, :meth:`cost_beside` and :meth:`describe`
     say what it is to controllers and users.  All else is data.
+
+    Whatever the method: an option outside its range is a ``ValueError`` of the constructor, a model without what the
+    method needs a ``CapabilityError``.  What is made of more than options has a class method ``build(path, context,
+    **options)`` for specs ``NAME[:PATH][,KEY=VALUE...]``.  It raises these, too, and a ``ValueError`` for a path that
+    it does not take, for files that are missing, damaged or of another target, and for a draft vocabulary that is none
+    (``vocab=N|FILE``: the tokens that can be guessed).
 
     Attributes:
         name: registry key.
@@ -157,8 +164,10 @@ class Drafter(ABC):
     def rewind(self, context: Context, length: int) -> None:  # noqa: B027
         """The text was cut back to its first ``length`` tokens (``context.tokens`` already is); see ``Traits``."""
 
-    def finish(self, context: Context) -> None:  # noqa: B027
-        """The request ended: free what was kept for it."""
+    def finish(self, context: Context) -> None:
+        """The request ended: what is kept in ``context.state`` under the drafter, or under a pair that begins with it,
+        goes; override for what is kept elsewhere."""
+        forget(self, context)
 
 
 class BatchDrafter(Drafter):
@@ -169,7 +178,6 @@ class BatchDrafter(Drafter):
         """Guess for several requests."""
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """Guess for one request."""
         return self.propose_batch([context], [budget])[0]
 
 

@@ -14,16 +14,13 @@ from torch import Tensor
 from foretoken.core import Budget, Context
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.dynamic import MOST_NODES
-from foretoken.methods.drafters.features import load_net
 from foretoken.methods.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.methods.drafters.nets.block_model import BlockModel
-from foretoken.methods.drafters.nets.store import read_stored
+from foretoken.methods.drafters.nets.store import load_net
 from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
 from foretoken.methods.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
-from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.native_net import BlockRows
 from foretoken.models.forward.parts import TargetParts
@@ -34,20 +31,8 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
 
     Args:
         model: the network over the target's hidden states.
-        nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
-            cost on this machine.
         depth: most tokens of a path; 0: all that a block guesses.
-        width: candidates of every place; 1: a chain.
-        draw, tree: as for the drafter ``eagle``.
-        window: places of the text that layers without a reach of their own look back; 0: all.
-        sink: first places of the text that they look at as well.
-
-    Attributes:
-        costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
-            chances that the draft gives them.
-
-    Raises:
-        ValueError: an option outside its range.
+        window, sink: as for the drafter ``eagle``, of layers without a reach of their own.
     """
 
     model: BlockModel
@@ -76,22 +61,13 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default.
-
-        Raises:
-            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
-        """
-        net, parts = load_net(context, cls.name, path, cls.net_config, cls.net_class)
-        stored = read_stored(context.folder(cls.name, path), cls.name)[0]["measured"].get("frequent", ())
+        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default."""
+        net, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         if vocab and net.vocabulary is not None:
             raise ValueError(f"this {cls.name} has a draft vocabulary of its own: leave vocab out")
-        ids = chosen_ids(vocab, context, parts.vocab_size, stored) if net.vocabulary is None else None
-        model = block_model(net, parts, context.target, ids)
-        if "nodes" in options:
-            return cls(model, **options)
-        built = cls(model, nodes=MOST_NODES, **options)
-        built.fit(quick_costs(context.target))
-        return built
+        frequent = measured.get("frequent", ())
+        ids = chosen_ids(vocab, context, parts.vocab_size, frequent) if net.vocabulary is None else None
+        return cls.sized(context.target, options, block_model(net, parts, context.target, ids))
 
     @classmethod
     def of(
@@ -112,11 +88,9 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
     @property
     def head(self) -> DraftHead:
         """The vocabulary projection."""
-        found: DraftHead = self.model.project
-        return found
+        return self.model.project
 
     def describe(self) -> list[dict[str, Any]]:
-        """How many tokens it can guess, and what runs its network."""
         runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
         return [{**told, "vocabulary": self.head.size, **runs} for told in super().describe()]
 
@@ -126,10 +100,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
 
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
-        """Places [n, D] of the target's hidden states."""
         return self.model.context([hidden[tap] for tap in self.net.config.tap_names])
-
-    # -- drafting ----------------------------------------------------------------------------------------------------
 
     def _depth(self, context: Context, budget: Budget) -> int:
         return min(self.max_depth, budget.max_depth, budget.max_nodes)
@@ -152,7 +123,6 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         return [self.guesses(*each, guessing) for each in zip(contexts, blocks, strict=True)]
 
     def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
-        """What is said of a request's block by the rows that guess."""
         return Guesses(context, block.logits, self.head, self._races(context), block.best)
 
 

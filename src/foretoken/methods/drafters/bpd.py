@@ -13,9 +13,9 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits, share_of_bytes
-from foretoken.methods.drafters.drawing import best_ahead
-from foretoken.methods.drafters.features import load_net
+from foretoken.methods.drafters.drawing import best_ahead, ends_draft
 from foretoken.methods.drafters.nets.bpd import BpdConfig, BpdHeads
+from foretoken.methods.drafters.nets.store import load_net
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.packing import weight_bytes
 
@@ -30,9 +30,6 @@ class BpdDrafter(BatchDrafter):
         heads: the trained heads; they move to the target's device.
         parts: what they borrow from the target.
         k: block size, head 1 (the target) counted; all trained heads by default.
-
-    Raises:
-        ValueError: ``k`` below 2, or above what was trained.
     """
 
     name = "bpd"
@@ -49,12 +46,8 @@ class BpdDrafter(BatchDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> BpdDrafter:
-        """From a spec ``bpd[:FOLDER]``.
-
-        Raises:
-            ValueError: no folder, one trained for another target, or damaged files.
-        """
-        heads, parts = load_net(context, cls.name, path, BpdConfig, BpdHeads)
+        """From a spec ``bpd[:FOLDER]``."""
+        heads, parts, _ = load_net(context, cls.name, path, BpdConfig, BpdHeads)
         return cls(heads, parts, **options)
 
     def cost_beside(self, target_bytes: int) -> float:
@@ -74,24 +67,14 @@ class BpdDrafter(BatchDrafter):
         logits = self.logits(states, max(lengths[i] for i in ready))
         depth = len(logits)
         rows = [contexts[i] for _ in range(depth) for i in ready]
-        found = best_ahead(logits.flatten(0, 1), rows, [k for k in range(depth) for _ in ready], 1)
+        best = best_ahead(logits.flatten(0, 1), rows, [k for k in range(depth) for _ in ready], 1)
         for row, i in enumerate(ready):
-            chain = [token for (token,) in found[row :: len(ready)]][: lengths[i]]
-            if budgets[i].asks_for_confidence:
-                chain = _confident(chain, logits[:, row], budgets[i])
-            trees[i] = TokenTree.chain(contexts[i].root, chain)
+            chain = [token for (token,) in best[row :: len(ready)]][: lengths[i]]
+            stop = next((k for k, token in enumerate(chain) if ends_draft(budgets[i], logits[k, row], token)), depth)
+            trees[i] = TokenTree.chain(contexts[i].root, chain[: stop + 1])
         return trees
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """[depth, n, V]: what the heads from the second on say of states [n, D]."""
         hidden = self.heads(states, range(2, 2 + depth))
         return self.parts.draft_logits(hidden.flatten(0, 1)).view(depth, len(states), -1)
-
-
-def _confident(chain: list[int], logits: Tensor, budget: Budget) -> list[int]:
-    """The chain up to and including the token after which the budget stops; logits [depth, V]."""
-    for place, token in enumerate(chain):
-        distribution = torch.softmax(logits[place].float(), -1)
-        if budget.stops_after(distribution, float(distribution[token])):
-            return chain[: place + 1]
-    return chain

@@ -16,13 +16,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict, check_least
 from foretoken.core.sampling import Sampler
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits
 from foretoken.methods.drafters.group import ask
-from foretoken.methods.drafters.growing import readable, widened
+from foretoken.methods.drafters.growing import cut_back, readable, widened
 from foretoken.methods.drafters.nested import Nested, works_nested
-from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.drafters.texts import TextReader, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 from foretoken.models.cache.window import Window
 
@@ -85,10 +85,6 @@ class CascadeDrafter(BatchDrafter):
         lenience: above 1, the model writes greedily and accepts every guess to which it gives a probability above
             1 / lenience, too.  The chain is then verified as point masses.
         target: the model that is drafted for, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
-
-    Raises:
-        ValueError: an option outside its range, or a drafter that cannot work inside another one.
-        CapabilityError: the model cannot score and keep trees.
     """
 
     name = "cascade"
@@ -124,10 +120,7 @@ class CascadeDrafter(BatchDrafter):
 
     def _check_options(self) -> None:
         name, late, early = self.name, self.late, self.early
-        if self.k < 1:
-            raise ValueError(f"{name} needs k >= 1, not {self.k}")
-        if not self.lenience >= 1.0:
-            raise ValueError(f"{name} needs lenience >= 1, not {self.lenience}")
+        check_least(name, 1, k=self.k, lenience=self.lenience)
         if early and late is None:
             raise ValueError(f"{name} needs a drafter for the tokens after early={early}: give late=SPEC")
         if late is not None and not 1 <= early < self.k:
@@ -157,11 +150,7 @@ class CascadeDrafter(BatchDrafter):
         **options: Any,
     ) -> Self:
         """From a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model (``quantize``, ``window`` and ``sink`` as
-        for ``model``) and what guesses for it.
-
-        Raises:
-            ValueError: no path where there is no built-in draft, another tokenizer, or a wrong nested spec.
-        """
+        for ``model``) and what guesses for it."""
         model = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         # Inner drafters speak the target's vocabulary, and no draft model is built in for a draft model.
         if late:
@@ -169,28 +158,23 @@ class CascadeDrafter(BatchDrafter):
         guesser = context.nested(cls.name, inner, for_target=False)
         return cls(model, guesser, context.inner_rule, target=context.target, **options)
 
-    # -- a request's life --------------------------------------------------------------------------------------------
-
     def start(self, context: Context) -> None:
-        """Start the inner drafters."""
-        sampler = context.sampler if self.lenience == 1.0 else _greedy(context.sampler)
+        sampler = context.sampler
+        if self.lenience > 1.0:  # the same pipeline at temperature 0
+            params = replace(sampler.params, temperature=0.0)
+            sampler = Sampler(params, sampler.prompt_length, skipped=sampler.skipped)
         inside = context.state[self] = Nested(context, self.nested, sampler)
         inside.start()
 
     def rewind(self, context: Context, length: int) -> None:
-        """Take committed tokens back, and cut the inner text."""
         inside: Nested = context.state[self]
-        sequence: SequenceState | None = context.state.get((self, "text"))
-        if inside.rewind(length) and sequence is not None and len(sequence.tokens) >= length:
-            self.model.rewind(sequence, max(length - 1, 0))  # the last token is always fed again
+        if inside.rewind(length):
+            cut_back(self.model, context.state.get((self, "text")), length)
 
     def finish(self, context: Context) -> None:
-        """Free what the model and the inner drafters keep."""
         if self in context.state:
-            context.state.pop(self).finish(context.tokens)
-            close((self, "text"), context)
-
-    # -- drafting ----------------------------------------------------------------------------------------------------
+            context.state[self].finish(context.tokens)
+        super().finish(context)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Inner rounds for the whole batch, one forward of the model each, until every chain has its length.
@@ -199,15 +183,15 @@ class CascadeDrafter(BatchDrafter):
         distribution is the product of the model's distributions.  A request whose text the model has not read yet, or
         cannot hold, gets none.
         """
-        found = [TokenTree.root_only(context.root) for context in contexts]
+        trees = [TokenTree.root_only(context.root) for context in contexts]
         texts = [self._readable(context.tokens) for context in contexts]
         levels = level((self, "text"), TextReader(self.model), contexts, texts)
         ready = [i for i, is_level in enumerate(levels) if is_level]
         chains = [self._begin(contexts[i], budgets[i]) for i in ready]
         self._write(chains)
         for i, chain in zip(ready, chains, strict=True):
-            found[i] = self._finished(chain)
-        return found
+            trees[i] = self._finished(chain)
+        return trees
 
     def _write(self, chains: Sequence[Chain]) -> None:
         writing = [chain for chain in chains if chain.left > 0]
@@ -234,8 +218,7 @@ class CascadeDrafter(BatchDrafter):
 
     def _guesses(self, chains: Sequence[Chain]) -> list[TokenTree]:
         """What the inner drafter thinks the model will write: at most one token less than missing, for the round adds
-        one of its own.
-        """
+        one of its own."""
         trees: list[TokenTree] = [TokenTree.root_only(chain.unread[-1]) for chain in chains]
         waiting = [i for i, chain in enumerate(chains) if chain.left > 1]
         while waiting:
@@ -246,8 +229,8 @@ class CascadeDrafter(BatchDrafter):
             depths = [min(self.inner.max_depth, chains[i].left - 1) for i in asked]
             nodes = [chains[i].most_guesses or self.inner.max_nodes for i in asked]
             budgets = [Budget(depth, most) for depth, most in zip(depths, nodes, strict=True)]
-            found = ask(self.inner, [chains[i].inside.text for i in asked], budgets)
-            for i, tree in zip(asked, found, strict=True):
+            guessed = ask(self.inner, [chains[i].inside.text for i in asked], budgets)
+            for i, tree in zip(asked, guessed, strict=True):
                 trees[i] = tree
             waiting = [i for i in waiting if i not in asked]
         return trees
@@ -261,12 +244,12 @@ class CascadeDrafter(BatchDrafter):
             feeds[key] = self._feed(chain, tree, feeds.get(key))
         rows = dict(zip(feeds, self.model.forward(list(feeds.values())), strict=True))
         taken = dict.fromkeys(feeds, 0)
-        found = []
+        logits = []
         for chain, tree in zip(chains, trees, strict=True):
             key = id(chain.sequence)
-            found.append(rows[key].logits[taken[key] : taken[key] + len(tree)])
+            logits.append(rows[key].logits[taken[key] : taken[key] + len(tree)])
             taken[key] += len(tree)
-        return found
+        return logits
 
     def _feed(self, chain: Chain, tree: TokenTree, before: Feed | None) -> Feed:
         """The unread tokens, the last of which is the tree's root, and the guesses below it; behind what the request's
@@ -303,10 +286,12 @@ class CascadeDrafter(BatchDrafter):
         chain.distributions.append(distribution)
         chain.places.append((scores, node))
         chain.spots.append(chain.root + node)
-        chain.stopped = chain.budget.asks_for_confidence and self._is_last(chain, scores, node, token)
+        chain.stopped = self._is_last(chain, scores, node, token)
 
     def _is_last(self, chain: Chain, scores: Scores, node: int, token: int) -> bool:
         """Whether the budget's stop suppresses what follows a token after ``node``."""
+        if not chain.budget.asks_for_confidence:
+            return False
         sure = torch.softmax(scores.ranking(node), -1) if scores.sampler.fixed else scores.p(node)
         return chain.budget.stops_after(sure, float(sure[token]))
 
@@ -348,8 +333,3 @@ class CascadeDrafter(BatchDrafter):
 
     def _readable(self, tokens: list[int]) -> list[int]:
         return readable(tokens, self.model.vocab_size, self.vocab_size)
-
-
-def _greedy(sampler: Sampler) -> Sampler:
-    """The same pipeline at temperature 0."""
-    return Sampler(replace(sampler.params, temperature=0.0), sampler.prompt_length, skipped=sampler.skipped)

@@ -46,7 +46,10 @@ def chosen_ids(vocab: str, context: BuildContext, size: int, known: Sequence[int
         ValueError: N is negative or larger than what there is; a file that :func:`read_ids` refuses, or that names
             none of the known ids.
     """
-    number = _whole_number(vocab)
+    try:
+        number: int | None = int(vocab or 0)
+    except ValueError:
+        number = None
     if number == 0:
         return torch.tensor(list(known)) if known else None
     able = set(known) or set(range(size))
@@ -57,19 +60,12 @@ def chosen_ids(vocab: str, context: BuildContext, size: int, known: Sequence[int
         if not chosen:
             raise ValueError(f"{vocab} names none of the {len(able)} tokens that this drafter was trained to guess")
         return torch.tensor([*chosen, *(end for end in ends if end not in set(chosen))])
-    check_number(number, len(known), size)
-    return None if number == size else torch.tensor(first_of(known or range(size), number, ends))
-
-
-def check_number(number: int, known: int, size: int) -> None:
-    """Raises:
-    ValueError: ``number`` is negative, or more than ``known`` or (where nothing is known, or for all) ``size`` tokens.
-    """
-    if number < 0 or (known or size) < number != size:
-        stored = f"up to the {known} that were stored, " if known else f"up to {size}, "
+    if number < 0 or (len(known) or size) < number != size:
+        stored = f"up to the {len(known)} that were stored, " if known else f"up to {size}, "
         raise ValueError(
             f"vocab is how many tokens can be guessed: 0 (as trained), {stored}or {size} for all; not {number}"
         )
+    return None if number == size else torch.tensor(first_of(known or range(size), number, ends))
 
 
 def first_of(ids: Sequence[int], number: int, ends: Sequence[int]) -> list[int]:
@@ -94,17 +90,17 @@ def read_ids(file: Path, size: int, tokenizer: Any | None) -> list[int]:
             below ``size``.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"vocab={file} is neither a number of tokens nor a file: give {LAYOUT}") from None
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{file} cannot be read as a draft vocabulary ({type(error).__name__}): it must hold {LAYOUT}"
         ) from None
-    made_for = found.get("tokenizer") if isinstance(found, dict) else None
+    made_for = content.get("tokenizer") if isinstance(content, dict) else None
     if made_for is not None and tokenizer is not None and made_for != fingerprint(tokenizer):
         raise ValueError(f"{file} was made with another tokenizer than the target's: count its own texts")
-    ids = _listed(found)
+    ids = _listed(content)
     if ids is None:
         raise ValueError(f"{file} is no draft vocabulary: it must hold {LAYOUT}")
     if not ids:
@@ -144,25 +140,17 @@ def save_vocabulary(
     write_json(Path(file).expanduser(), {**described, "ids": ids[: size or None]})
 
 
-def _whole_number(vocab: str) -> int | None:
-    """The option as a number, 0 for an empty one; ``None`` for a file."""
-    try:
-        return int(vocab or 0)
-    except ValueError:
-        return None
-
-
-def _listed(found: Any) -> list[int] | None:
+def _listed(content: Any) -> list[int] | None:
     """Ids by the layouts of a file; ``None`` for anything else."""
-    if isinstance(found, dict) and isinstance(found.get("counts"), dict):
+    if isinstance(content, dict) and isinstance(content.get("counts"), dict):
         try:
-            counts = [(int(token), count) for token, count in found["counts"].items()]
+            counts = [(int(token), count) for token, count in content["counts"].items()]
         except ValueError:
             return None
         if not all(type(count) is int and count >= 0 for _, count in counts):
             return None
         return [token for token, count in sorted(counts, key=lambda pair: (-pair[1], pair[0])) if count]
-    listed = found.get("ids") if isinstance(found, dict) else found
+    listed = content.get("ids") if isinstance(content, dict) else content
     if not isinstance(listed, list) or not all(type(token) is int for token in listed):
         return None
     return listed

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.core import Context, NonFiniteLogitsError, is_large
+from foretoken.core import Budget, Context, NonFiniteLogitsError, is_large
 from foretoken.core.largest import largest
 from foretoken.core.sampling import Sampler, draw_by_blocks, running_sums
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -68,6 +68,15 @@ def distribution_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int]) -> 
         return None
 
 
+def chances_of(sampler: Sampler, logits: Tensor, prefix: Sequence[int], length: int) -> Tensor | None:
+    """What may stand behind ``length`` tokens, [V], by draft logits [V]: with noise by its race, else as the request
+    samples; ``None`` where it allows nothing."""
+    if sampler.noise is None:
+        return distribution_of(sampler, logits, prefix)
+    ranking = ranked(sampler, logits[None], [length], [prefix])[0]
+    return torch.softmax(ranking, -1) if bool(ranking.max() > -torch.inf) else None
+
+
 def log_beliefs(rows: Tensor) -> Tensor:
     """Log-probabilities [n, V] from unnormalised ones; a row without any hope stays so."""
     return rows - rows.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
@@ -119,8 +128,15 @@ def best_tokens(logits: Tensor, count: int, head: DraftHead | None = None) -> li
     """Per row of logits [n, V] of a head (of the target's vocabulary by default) the tokens of its ``count`` largest
     entries, largest first."""
     tokens = largest(logits, min(count, logits.shape[-1]))[1]
-    found: list[list[int]] = (tokens if head is None else head.mapped(tokens)).tolist()
-    return found
+    return (tokens if head is None else head.mapped(tokens)).tolist()
+
+
+def ends_draft(budget: Budget, logits: Tensor, token: int) -> bool:
+    """Whether a budget's stop rule ends a draft with a token, by the softmax of the logits [V] that it is from."""
+    if not budget.asks_for_confidence:
+        return False
+    distribution = torch.softmax(logits.float(), -1)
+    return budget.stops_after(distribution, float(distribution[token]))
 
 
 def draw_iid(distribution: Tensor, count: int, context: Context) -> list[int]:
@@ -135,8 +151,7 @@ def drawn_at(distribution: Tensor, uniforms: Sequence[float]) -> list[int]:
     cdf = running_sums(distribution)
     points = torch.tensor(uniforms, dtype=cdf.dtype, device=cdf.device) * cdf[-1]
     drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(distribution) - 1)
-    found: list[int] = _positive(distribution, drawn).tolist()
-    return found
+    return _positive(distribution, drawn).tolist()
 
 
 def draw_each(distributions: Tensor, contexts: Sequence[Context]) -> list[int]:
@@ -148,11 +163,11 @@ def draw_each(distributions: Tensor, contexts: Sequence[Context]) -> list[int]:
     cdf = running_sums(distributions)
     points = torch.tensor([context.rng.uniform() for context in contexts], dtype=cdf.dtype, device=cdf.device)
     drawn = torch.searchsorted(cdf, points[:, None] * cdf[:, -1:], right=True).clamp_(max=distributions.shape[-1] - 1)
-    found: list[int] = drawn[:, 0].tolist()
+    tokens: list[int] = drawn[:, 0].tolist()
     for index, weight in enumerate(distributions.gather(-1, drawn)[:, 0].tolist()):
         if not weight > 0:
-            found[index] = int(_positive(distributions[index], drawn[index]))
-    return found
+            tokens[index] = int(_positive(distributions[index], drawn[index]))
+    return tokens
 
 
 def _positive(distribution: Tensor, drawn: Tensor) -> Tensor:
@@ -182,10 +197,7 @@ def draw_without_replacement(distribution: Tensor, count: int, context: Context)
         point = (total * context.rng.uniform())[None]
         token = min(int(torch.searchsorted(cdf, point, right=True)), len(distribution) - 1)
         if float(rest[token]) <= 0:
-            positive = rest.nonzero()
-            if not len(positive):
-                break
-            token = int(positive[-1, 0])
+            token = last_possible(rest)
         chosen.append(token)
         rest[token] = 0.0
     return chosen

@@ -46,12 +46,8 @@ class DsparkDrafter(PairDrafter):
 
     Args:
         model: the network over the target's hidden states.
-        nodes, depth, width, draw, window, sink, tree: as for every block drafter.
         stop: nothing is drafted at a place that is reached, and right, with a lower chance than this, by the confidence
             head; 0 asks it nothing.
-
-    Raises:
-        ValueError: an option outside its range, or a stop without a confidence head.
     """
 
     name = "dspark"
@@ -78,6 +74,6 @@ class DsparkDrafter(PairDrafter):
         self.stop = stop
 
     def guesses(self, context: Context, block: BlockRows, guessing: range) -> Guesses:
-        made = SparkGuesses(context, block, guessing, self.head, self._races(context), self.net)
-        made.stop, made.by_path = self.stop, made.by_path or self.stop > 0
-        return made
+        guesses = SparkGuesses(context, block, guessing, self.head, self._races(context), self.net)
+        guesses.stop, guesses.by_path = self.stop, guesses.by_path or self.stop > 0
+        return guesses

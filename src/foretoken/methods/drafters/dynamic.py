@@ -20,9 +20,10 @@ from foretoken.methods.drafters.drawing import log_beliefs, ranked
 from foretoken.methods.drafters.growing import Growing, ends_path
 from foretoken.methods.trees.base import Candidates, Growth
 from foretoken.methods.trees.cost_aware import CostAware, paying_count
-from foretoken.methods.trees.specs import build_tree, dynamic_trees
+from foretoken.methods.trees.specs import build_tree, trees_of
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
+from foretoken.models.forward.heads.draft_head import DraftHead
 
 WIDTH = 4
 """Children that an expanded node gets, and with ``eagle2`` nodes that are expanded per level."""
@@ -32,7 +33,7 @@ MOST_NODES = 60
 
 def is_dynamic(tree: str) -> bool:
     """Whether an option ``tree`` asks for a tree that follows the draft's confidence."""
-    return tree.partition(",")[0] in dynamic_trees()
+    return tree.partition(",")[0] in trees_of(Growth)
 
 
 class DynamicTree:
@@ -108,22 +109,19 @@ class DynamicTree:
 
 
 def beliefs(tree: Growing, logits: Tensor) -> Tensor:
-    """Log-probabilities [n, V] of the tokens behind the frontier's nodes, with noise those of the race; what the best
-    tokens are the largest of.
-
-    Args:
-        logits: of its frontier's nodes, [n, V].
-    """
+    """Log-probabilities [n, V] of the tokens behind the frontier's nodes from their logits [n, V], with noise those of
+    the race; what the best tokens are the largest of."""
     if not tree.sampler.fixed:
         return log_beliefs(logits.float())  # the likeliest tokens of a request that samples (draw=greedy)
     lengths = [tree.length(node) for node in tree.frontier]
     return log_beliefs(ranked(tree.sampler, logits, lengths, tree.prefixes(tree.frontier)))
 
 
-def best_of(sure: Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Per row of log-probabilities [n, V] its ``width`` best tokens, and the values of these."""
+def best_of(sure: Tensor, width: int, head: DraftHead | None = None) -> tuple[list[list[int]], list[list[float]]]:
+    """Per row of log-probabilities [n, V'] of a head (of the target's vocabulary by default) its ``width`` best tokens,
+    and the values of these."""
     values, tokens = largest(sure, min(width, sure.shape[-1]))
-    return tokens.tolist(), values.tolist()
+    return (tokens if head is None else head.mapped(tokens)).tolist(), values.tolist()
 
 
 def _ends(tree: Growing, seen: Candidates, node: int, sure: Tensor | None, row: int) -> bool:

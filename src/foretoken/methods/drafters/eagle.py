@@ -8,8 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from foretoken.methods.drafters.base import BuildContext
-from foretoken.methods.drafters.features import FeatureDrafter, load_frequent, load_net
+from foretoken.methods.drafters.draft_vocabulary import chosen_ids
+from foretoken.methods.drafters.features import FeatureDrafter
 from foretoken.methods.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.methods.drafters.nets.store import load_net
+from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 
 
@@ -20,11 +23,7 @@ class EagleDrafter(FeatureDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> EagleDrafter:
-        """From a spec ``eagle[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default.
-
-        Raises:
-            ValueError: no folder, one trained for another target, or damaged files.
-        """
-        net, parts = load_net(context, cls.name, path, EagleConfig, EagleNet)
-        head = load_frequent(context, cls.name, path, parts, vocab)
+        """From a spec ``eagle[:FOLDER]``; ``vocab=N|FILE``: the tokens that can be guessed, as trained by default."""
+        net, parts, measured = load_net(context, cls.name, path, EagleConfig, EagleNet)
+        head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
         return cls.sized(FeatureModel(net, parts, context.target, head), context.target, options)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.features import FeatureDrafter, load_net
+from foretoken.methods.drafters.features import FeatureDrafter
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.methods.drafters.nets.store import load_net
 from foretoken.models.base import LanguageModel
-from foretoken.models.cache.window import USUAL
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.parts import TargetParts
@@ -30,53 +30,39 @@ class Eagle3Drafter(FeatureDrafter):
 
     name = "eagle3"
 
-    def __init__(
-        self,
-        model: FeatureModel,
-        nodes: int = 16,
-        depth: int = 5,
-        width: int = 4,
-        grow: str = "eagle2",
-        draw: str = "iid",
-        window: int = USUAL,
-        sink: int = 0,
-        tree: str = "",
-    ) -> None:
-        super().__init__(model, nodes, depth, width, grow, draw, window, sink, tree)
-        self.net: Eagle3Net = model.model
-        self.taps = tuple(dict.fromkeys(self.net.config.taps))
+    @property
+    def net(self) -> Eagle3Net:
+        """The network."""
+        return self.model.model
+
+    @property
+    def taps(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The depths that are fused, each once."""
+        return tuple(dict.fromkeys(self.net.config.taps))
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Eagle3Drafter:
         """From a spec ``eagle3[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, of those that the head
-        was trained for: all of these by default.
-
-        Raises:
-            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
-        """
-        net, parts = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
+        was trained for: all of these by default."""
+        net, parts, _ = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
         known = net.vocabulary.tolist()
         ids = chosen_ids(vocab, context, parts.vocab_size, known) if vocab else None
-        return cls.sized(_model(net, parts, context.target, ids), context.target, options)
+        model = FeatureModel(net, parts, context.target, vocabulary_head(net, parts, ids))
+        return cls.sized(model, context.target, options)
 
     @classmethod
     def of(cls, net: Eagle3Net, parts: TargetParts, target: LanguageModel, **options: Any) -> Eagle3Drafter:
         """A drafter over a network as it is now: the projection is a copy."""
-        return cls(_model(net, parts, target), **options)
+        return cls(FeatureModel(net, parts, target, vocabulary_head(net, parts)), **options)
 
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
         return self.model.fused(torch.cat([hidden[tap] for tap in self.net.config.taps], -1))
 
 
-def _model(net: Eagle3Net, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> FeatureModel:
-    """The network with the projection to ``ids`` [V_d] of its tokens, all of them by default."""
-    net = net.to(parts.device)
-    return FeatureModel(net, parts, target, vocabulary_head(net, parts, ids))
-
-
 def vocabulary_head(net: Eagle3Net, parts: TargetParts, ids: Tensor | None = None) -> DraftHead:
-    """The projection to ``ids`` [V_d] of the network's tokens, all of them by default."""
+    """The projection to ``ids`` [V_d] of the network's tokens, all of them by default, on the target's device."""
+    net = net.to(parts.device)
     weight = None if net.lm_head is None else net.lm_head.weight.detach()
     if ids is not None and weight is not None:
         place = {token: row for row, token in enumerate(net.vocabulary.tolist())}
@@ -87,6 +73,5 @@ def vocabulary_head(net: Eagle3Net, parts: TargetParts, ids: Tensor | None = Non
 def draft_logits(net: Eagle3Net, parts: TargetParts, states: Tensor) -> Tensor:
     """Logits [m, V_d] of states [m, D] behind the network's norm; gradients flow through."""
     if net.lm_head is not None:
-        own: Tensor = net.lm_head(states)
-        return own
+        return net.lm_head(states)
     return parts.logits(states, net.vocabulary)

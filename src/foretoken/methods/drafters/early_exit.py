@@ -70,17 +70,12 @@ class EarlyExitDrafter(OwnLayersDrafter):
     Args:
         layer: the exit layer E, from 1 to one below the number of layers; 0 means a quarter of them.  With ``until``
             the first one.
-        k: chain length, when no tree is asked for.
-        tree, draw: as for the drafter ``model``.
+        k, tree, draw: as for the drafter ``model``.
         until: ``"margin"`` or ``"hidden"`` lets every token exit where it is saturated, by the probability that its
             best token is ahead of the second or by the cosine of its hidden states around a layer.
         threshold: from which value on it is; 0 means .5 for ``margin`` and .99 for ``hidden``.
         step: layers between two tests; 0 means an eighth of them.
         most: the layer behind which a token exits in any case; 0 means three quarters of them.
-
-    Raises:
-        ValueError: an option outside its range.
-        CapabilityError: the target's layers cannot be run one by one.
     """
 
     name = "early_exit"

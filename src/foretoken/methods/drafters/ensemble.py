@@ -25,9 +25,6 @@ class EnsembleDrafter(GroupDrafter):
     Args:
         drafters: the members, those that are tried first at every node first.  The members of an ensemble among them
             become members of this one.
-
-    Raises:
-        ValueError: no member, one member twice, different vocabularies, or a member that drafts with the target itself.
     """
 
     name = "ensemble"
@@ -48,26 +45,21 @@ class EnsembleDrafter(GroupDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, drafters: str | None = None) -> EnsembleDrafter:
-        """From a spec ``ensemble[,drafters=(A|B|...)]``; by default the target's default drafter and a copying one.
-
-        Raises:
-            ValueError: a path, or members that are unknown or do not fit.
-        """
+        """From a spec ``ensemble[,drafters=(A|B|...)]``; by default the target's default drafter and a copying one."""
         if path is not None:
             raise ValueError("drafter 'ensemble' takes no path: ensemble,drafters=(model:PATH|ngram)")
         return cls(context.members(drafters, most=2))
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Every member's trees for all requests, one member after the other, merged per request."""
         left = [budget.max_nodes for budget in budgets]
-        found: list[list[TokenTree]] = [[] for _ in contexts]
+        proposed: list[list[TokenTree]] = [[] for _ in contexts]
         for waiting, member in zip(range(len(self.drafters), 0, -1), self.drafters, strict=True):
             # Rounded up: a single node goes to the first member.
             shares = [replace(b, max_nodes=-(-room // waiting)) for b, room in zip(budgets, left, strict=True)]
             for i, tree in enumerate(ask(member, contexts, shares)):
-                found[i].append(tree)
+                proposed[i].append(tree)
                 left[i] -= tree.num_drafts
-        return [self._merged(context, trees) for context, trees in zip(contexts, found, strict=True)]
+        return [self._merged(context, trees) for context, trees in zip(contexts, proposed, strict=True)]
 
     def _merged(self, context: Context, trees: Sequence[TokenTree]) -> TokenTree:
         tree, places = merge(trees, self.traits.kind)

@@ -12,16 +12,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
-from foretoken.core.largest import largest
-from foretoken.methods.drafters.base import BatchDrafter, BuildContext, share_of_bytes
-from foretoken.methods.drafters.draft_vocabulary import chosen_ids
+from foretoken.methods.drafters.base import BatchDrafter, share_of_bytes
 from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import check_draw, drawn_places, paying_places, traits_of
-from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree
+from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, best_of
 from foretoken.methods.drafters.growing import Growing
-from foretoken.methods.drafters.nets.store import build_net, read_description, read_stored
 from foretoken.methods.drafters.reading import FeatureReader
 from foretoken.methods.trees.base import Candidates, Growth
 from foretoken.methods.trees.specs import build_tree
@@ -31,7 +28,6 @@ from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.heads.native import HeadRows
-from foretoken.models.forward.parts import TargetParts
 
 
 class FeatureDrafter(FeatureReader, BatchDrafter):
@@ -63,9 +59,6 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         dynamic: that tree; one made by hand (``CostAware(cost=...)`` with measured costs) may be put in its place.
         costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
             chances that the draft gives them.
-
-    Raises:
-        ValueError: an option below 1, or no dynamic tree.
     """
 
     def __init__(
@@ -81,9 +74,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         tree: str = "",
     ) -> None:
         check_draw(self.name, draw)
-        for key, value in (("nodes", nodes), ("depth", depth), ("width", width)):
-            if value < 1:
-                raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
+        check_least(self.name, 1, nodes=nodes, depth=depth, width=width)
         super().__init__(model)
         model.window, model.top = Window(window, sink), width
         self.draw = draw
@@ -105,11 +96,10 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
     @property
     def head(self) -> DraftHead | None:
         """The vocabulary projection; ``None`` where the network has one of its own kind, over the target's tokens."""
-        found = getattr(self.model, "project", None)
-        return found if isinstance(found, DraftHead) else None
+        project = getattr(self.model, "project", None)
+        return project if isinstance(project, DraftHead) else None
 
     def describe(self) -> list[dict[str, Any]]:
-        """How many tokens it can guess, and what runs its network."""
         size = self.vocab_size if self.head is None else self.head.size
         runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
         return [{**told, "vocabulary": size, **runs} for told in super().describe()]
@@ -128,33 +118,26 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         built.places = paying_places(built.places, built.costs)
         return built
 
-    # -- a request's life --------------------------------------------------------------------------------------------
-
-    def finish(self, context: Context) -> None:
-        """Free the row."""
-        super().finish(context)
-        context.state.pop((self, "head"), None)
-
-    # -- drafting ----------------------------------------------------------------------------------------------------
-
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One call for what was committed, then one per level, for the whole batch."""
         heads = self._heads(contexts)
-        found = [TokenTree.root_only(context.root) for context in contexts]
+        drafts = [TokenTree.root_only(context.root) for context in contexts]
         ready = [i for i, context in enumerate(contexts) if id(context) in heads]
         growing = trees = [self._begin(contexts[i], budgets[i], len(ready)) for i in ready]
         for tree in trees:
             self._expand(tree, *heads[id(tree.context)])
         for level in range(1, self.max_depth):
-            growing = [t for t in growing if t.frontier and level < t.budget.max_depth and self._has_room(t, level)]
+            room = self.model.context_length - level
+            growing = [t for t in growing if t.frontier and level < t.budget.max_depth]
+            growing = [t for t in growing if len(t.sequence.tokens) <= room]
             if not growing:
                 break
             rows = self.model.forward([self._feed(tree) for tree in growing])
             for tree, row in zip(growing, rows, strict=True):
                 self._expand(tree, row, row.taps["state"])
         for i, tree in zip(ready, trees, strict=True):
-            found[i] = self._finished(tree)
-        return found
+            drafts[i] = tree.finished() if tree.seen is None else self.dynamic.finished(tree, tree.seen)
+        return drafts
 
     def _begin(self, context: Context, budget: Budget, batch: int) -> Growing:
         fixed = context.sampler.fixed
@@ -180,9 +163,6 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
                 context.state[self, "head"] = row, row.taps["state"][-1:]
         level = [context for context, is_level in zip(contexts, ready, strict=True) if is_level]
         return {id(c): c.state[self, "head"] for c in level if (self, "head") in c.state}
-
-    def _has_room(self, tree: Growing, level: int) -> bool:
-        return len(tree.sequence.tokens) + level <= self.model.context_length
 
     def _feed(self, tree: Growing) -> Feed:
         """The frontier; the children of the root hang from the text."""
@@ -216,9 +196,7 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
         return log_beliefs(self.narrowed(ranked(tree.sampler, self.widened(logits), lengths, tree.prefixes(nodes))))
 
     def _best(self, sure: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-        """Per row of log-probabilities its best tokens, as many as a node has children, and the values of these."""
-        values, tokens = largest(sure, min(self.dynamic.width, sure.shape[-1]))
-        return self.mapped(tokens).tolist(), values.tolist()
+        return best_of(sure, self.dynamic.width, self.head)
 
     def _draw(self, tree: Growing, logits: Tensor, outputs: Tensor) -> None:
         """Draw the children of the frontier by the request's own pipeline from logits [n, V]."""
@@ -229,10 +207,6 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
             tree.frontier += children
             tree.states += [output] * len(children)
 
-    def mapped(self, tokens: Tensor) -> Tensor:
-        """Target ids of draft ids."""
-        return tokens if self.head is None else self.head.mapped(tokens)
-
     def widened(self, logits: Tensor) -> Tensor:
         """Logits [n, V] over the target's ids from the draft's."""
         return logits if self.head is None else self.head.widened(logits)
@@ -240,34 +214,3 @@ class FeatureDrafter(FeatureReader, BatchDrafter):
     def narrowed(self, rows: Tensor) -> Tensor:
         """Rows [n, V'] over the draft's ids from the target's: sums over all others would cost more than they say."""
         return rows if self.head is None else self.head.narrowed(rows)
-
-    def _finished(self, tree: Growing) -> TokenTree:
-        """What is kept of all candidates, or all that was drawn."""
-        return tree.finished() if tree.seen is None else self.dynamic.finished(tree, tree.seen)
-
-
-def load_frequent(context: BuildContext, name: str, path: str | None, parts: TargetParts, vocab: str) -> DraftHead:
-    """The vocabulary projection of a trained drafter without one of its own: the target's, of the tokens that were
-    frequent in its training text.
-
-    Args:
-        vocab: the tokens that can be guessed (:func:`~foretoken.methods.drafters.draft_vocabulary.chosen_ids`).
-
-    Raises:
-        ValueError: no such draft vocabulary, or ids that the target does not have.
-    """
-    measured = read_stored(context.folder(name, path), name)[0]["measured"]
-    return DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
-
-
-def load_net(context: BuildContext, name: str, path: str | None, config: type[Any], net: type[Any]) -> Any:
-    """The trained network of a ``NAME[:FOLDER]`` spec, and the target's parts.
-
-    Raises:
-        ValueError: no folder, one trained for another target, or damaged files.
-    """
-    parts = TargetParts(context.target)
-    folder = context.folder(name, path)
-    found = read_description(folder, name, parts.fingerprint())
-    made = build_net(folder, net, config, found)
-    return made.to(parts.device), parts

@@ -42,9 +42,6 @@ class GroupDrafter(BatchDrafter):
     """Several drafters for one request.
 
     It may propose what any member does; its kind is the most demanding one among them.
-
-    Raises:
-        ValueError: no member, one member twice, or members with different vocabularies.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -66,11 +63,9 @@ class GroupDrafter(BatchDrafter):
         self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
 
     def describe(self) -> list[dict[str, Any]]:
-        """What the members draft with."""
         return [told for member in self.drafters for told in member.describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
-        """As much as its most expensive member."""
         return max(member.cost_beside(target_bytes) for member in self.drafters)
 
     def start(self, context: Context) -> None:
@@ -78,7 +73,6 @@ class GroupDrafter(BatchDrafter):
             member.start(context)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Show the round to every member that looks."""
         last: Proposal | None = context.state.pop(self, None)
         parts = last.parts if last is not None and last.tree is tree else {}
         for index in self._observers:
@@ -88,8 +82,7 @@ class GroupDrafter(BatchDrafter):
                 show(self.drafters[index], context, parts.get(index), scores, verdict)
 
     def finish(self, context: Context) -> None:
-        """Finish every member."""
-        context.state.pop(self, None)
+        super().finish(context)
         for member in self.drafters:
             member.finish(context)
 
@@ -168,5 +161,4 @@ def check_members(name: str, drafters: Sequence[Drafter]) -> None:
 
 def vocabulary_of(drafter: Drafter) -> int | None:
     """The width of a drafter's distributions, or ``None`` when it has none."""
-    size: int | None = getattr(drafter, "vocab_size", None)
-    return size
+    return getattr(drafter, "vocab_size", None)

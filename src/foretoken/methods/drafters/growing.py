@@ -87,6 +87,12 @@ def check_growth(model: LanguageModel, branches: bool) -> None:
             raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
 
 
+def cut_back(model: LanguageModel, sequence: SequenceState | None, length: int) -> None:
+    """Follow a text that was cut back to ``length`` tokens; the last one is always fed again, so it is not kept."""
+    if sequence is not None and len(sequence.tokens) >= length:
+        model.rewind(sequence, max(length - 1, 0))
+
+
 def readable(tokens: list[int], own: int, wide: int) -> list[int]:
     """A text over ``wide`` ids for a model that has ``own``: token 0 stands for ids that it lacks."""
     return tokens if own >= wide else [token if token < own else 0 for token in tokens]

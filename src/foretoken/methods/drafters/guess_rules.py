@@ -40,11 +40,7 @@ class GuessRule:
     @classmethod
     def over(cls, name: str, least: float, bias: Sequence[float], drafters: Sequence[Drafter]) -> GuessRule | None:
         """A rule over members; ``None`` for ``cost``.  The last member is the fallback with ``least`` above 0, and
-        where it gives no estimates.
-
-        Raises:
-            ValueError: no such rule, options that another one has, or a member without estimates before the last.
-        """
+        where it gives no estimates."""
         if name not in RULES:
             raise ValueError(f"router needs rule={', '.join(RULES[:-1])} or {RULES[-1]}, not {name!r}")
         if not (math.isfinite(least) and least >= 0):

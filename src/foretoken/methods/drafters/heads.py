@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
 from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.drawing import best_tokens, distribution_of, is_ranked, raced_ahead
 from foretoken.methods.drafters.drawn_tree import DrawnTree, traits_of
-from foretoken.methods.drafters.nets.store import build_net, read_description
+from foretoken.methods.drafters.nets.store import load_net
 from foretoken.methods.trees.cost_aware import paying_count
 from foretoken.methods.trees.counts import Ranks
 from foretoken.methods.trees.medusa_tree import TYPICAL
@@ -56,9 +56,6 @@ class HeadsDrafter(BatchDrafter):
     Attributes:
         costs: what a call of the target costs by its nodes; with it a batch keeps as many nodes of the tree as pay, by
             ``values``, the chances of the nodes.
-
-    Raises:
-        ValueError: an option outside its range, or a file that holds no tree for these heads.
     """
 
     taps = ("last",)
@@ -78,14 +75,21 @@ class HeadsDrafter(BatchDrafter):
     ) -> None:
         if draw not in HEAD_DRAWS:
             raise ValueError(f"{self.name} needs draw={' or '.join(HEAD_DRAWS)}, not {draw!r}")
-        if nodes < 1:
-            raise ValueError(f"{self.name} needs nodes >= 1, not {nodes}")
+        check_least(self.name, 1, nodes=nodes)
         self.heads, self.parts = heads.to(parts.device).eval(), parts
         ids = torch.tensor(list(frequent)) if frequent else None
-        self.reduced = [] if ids is None else _rows(heads.projections, parts, ids)
+        self.reduced: list[DraftHead] = []
+        if ids is not None:  # those rows of every head's own projection
+            rows = ids.to(parts.device)
+            self.reduced = [DraftHead(parts, ids, one.weight.detach()[rows]) for one in heads.projections]
         self.head = self.reduced[0] if self.reduced else DraftHead(parts, ids)
-        self._native, self.native_off = self._run_natively()
-        count, self.draw = len(heads.blocks), draw
+        self._native: list[NativeBlocks] = []
+        self.native_off = ""
+        try:
+            self._native = self.natives()
+        except NotCoveredError as error:
+            self.native_off = str(error)
+        count, self.draw, self.draws = len(heads.blocks), draw, draw != "coupled"
         self._take(
             read_tree(tree, self.name, count) if tree else medusa_choices((accuracies or TYPICAL)[:count], nodes)
         )
@@ -103,37 +107,25 @@ class HeadsDrafter(BatchDrafter):
         self.values: list[float] = []
         self.costs: TargetCost | None = None
 
-    @property
-    def draws(self) -> bool:
-        """Whether requests that sample without noise get siblings that are drawn."""
-        return self.draw != "coupled"
-
     def reshaped(self, choices: Sequence[Choice]) -> Self:
         """The same heads that fill another tree."""
-        found = copy.copy(self)
-        found._take(choices)
-        return found
+        other = copy.copy(self)
+        other._take(choices)
+        return other
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default.
-
-        Raises:
-            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
-        """
-        parts = TargetParts(context.target)
-        folder = context.folder(cls.name, path)
-        found = read_description(folder, cls.name, parts.fingerprint())
-        heads = build_net(folder, cls.net_class, cls.net_config, found)
-        options.setdefault("accuracies", found["measured"].get("accuracies"))
-        ids = chosen_ids(vocab, context, parts.vocab_size, found["measured"].get("frequent", ()))
+        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default."""
+        heads, parts, measured = load_net(context, cls.name, path, cls.net_config, cls.net_class)
+        options.setdefault("accuracies", measured.get("accuracies"))
+        ids = chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ()))
         options["frequent"] = () if ids is None else ids.tolist()
         if "nodes" in options or options.get("tree"):
-            return cls.over(heads.to(parts.device), parts, context.target, **options)
+            return cls.over(heads, parts, context.target, **options)
         accuracies, costs = (options["accuracies"] or TYPICAL)[: len(heads.blocks)], quick_costs(context.target)
         values = values_of(medusa_choices(accuracies, MOST_NODES), accuracies)
         nodes = paying_count(values, costs, 1)
-        built = cls.over(heads.to(parts.device), parts, context.target, nodes=nodes, **options)
+        built = cls.over(heads, parts, context.target, nodes=nodes, **options)
         built.values, built.costs = values[:nodes], costs
         return built
 
@@ -150,12 +142,6 @@ class HeadsDrafter(BatchDrafter):
             NotCoveredError: something that the library does not have.
         """
 
-    def _run_natively(self) -> tuple[list[NativeBlocks], str]:
-        try:
-            return self.natives(), ""
-        except NotCoveredError as error:
-            return [], str(error)
-
     def renew(self) -> None:
         """Follow the weights of the heads, before a draft."""
         try:
@@ -171,7 +157,6 @@ class HeadsDrafter(BatchDrafter):
         return (own if head is None else [own[head]]) if own else [self.head]
 
     def describe(self) -> list[dict[str, Any]]:
-        """How many tokens they can guess, and what runs them."""
         runs = {"forward": "native" if self._native else "lean", "native_off": self.native_off}
         return [{**told, "vocabulary": self.head.size, **runs} for told in super().describe()]
 
@@ -194,20 +179,17 @@ class HeadsDrafter(BatchDrafter):
         if ready:
             self.renew()
             states = self.read_states([contexts[i] for i in ready])
-            drawn = [self.draws and not contexts[i].sampler.fixed for i in ready]
-            rows = [row for row, is_drawn in enumerate(drawn) if not is_drawn]
-            if rows:
-                named = [ready[row] for row in rows]
-                chosen, given = [contexts[i] for i in named], [budgets[i] for i in named]
-                filled = self.fill(states[rows], chosen, [shapes[i] for i in named], given)
-                for i, tokens in zip(named, filled, strict=True):
-                    trees[i] = self._tree(contexts[i].root, tokens)
-            rows = [row for row, is_drawn in enumerate(drawn) if is_drawn]
-            if rows:
-                named = [ready[row] for row in rows]
-                growing = [DrawnTree(contexts[i], self.places, budgets[i], len(shapes[i])) for i in named]
-                self.draw_all(states[rows], growing)
-                for i, tree in zip(named, growing, strict=True):
+            drawn = {i: row for row, i in enumerate(ready) if self.draws and not contexts[i].sampler.fixed}
+            filled = {i: row for row, i in enumerate(ready) if i not in drawn}
+            if filled:
+                chosen, given = [contexts[i] for i in filled], [budgets[i] for i in filled]
+                tokens = self.fill(states[[*filled.values()]], chosen, [shapes[i] for i in filled], given)
+                for i, by_node in zip(filled, tokens, strict=True):
+                    trees[i] = self._tree(contexts[i].root, by_node)
+            if drawn:
+                growing = [DrawnTree(contexts[i], self.places, budgets[i], len(shapes[i])) for i in drawn]
+                self.draw_all(states[[*drawn.values()]], growing)
+                for i, tree in zip(drawn, growing, strict=True):
                     trees[i] = tree.finished()
         return trees
 
@@ -259,12 +241,12 @@ class HeadsDrafter(BatchDrafter):
             ahead: draft tokens before the one that is guessed, of each row.
         """
         if self._native:
-            found = self._native[head](inputs, count)
+            best = self._native[head](inputs, count)
             races = any(is_ranked(context.sampler) for context in contexts)
             looked_at = races or any(budget.asks_for_confidence for budget in budgets)
-            if found.tokens and not looked_at:
-                return found.tokens, None
-            logits = found.whole()
+            if best.tokens and not looked_at:
+                return best.tokens, None
+            logits = best.whole()
         else:
             logits = self.rows(head, inputs)
         raced, of = raced_ahead(logits, contexts, ahead, self.head)
@@ -283,8 +265,7 @@ class HeadsDrafter(BatchDrafter):
         if self.reduced:
             return self.reduced[head](hidden)
         if len(self.heads.projections):
-            logits: Tensor = self.heads.projections[head](hidden)
-            return logits
+            return self.heads.projections[head](hidden)
         return self.head(hidden)
 
     def _nodes(self, context: Context, budget: Budget, batch: int) -> list[int]:
@@ -300,11 +281,6 @@ class HeadsDrafter(BatchDrafter):
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         parents = (place[self.parents[node - 1]] for node in nodes)
         return TokenTree((root, *(tokens[node] for node in nodes)), (-1, *parents))
-
-
-def _rows(projections: Any, parts: TargetParts, ids: Tensor) -> list[DraftHead]:
-    """The rows ``ids`` of every head's own projection."""
-    return [DraftHead(parts, ids, each.weight.detach()[ids.to(parts.device)]) for each in projections]
 
 
 def values_of(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> list[float]:

@@ -13,11 +13,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.core import Budget, Context
 from foretoken.methods.drafters.drawn_tree import DrawnTree
 from foretoken.methods.drafters.heads import HeadsDrafter, ends_after
 from foretoken.methods.drafters.nets.hydra import HydraConfig, HydraHeads
-from foretoken.methods.drafters.reading import FeatureReader
+from foretoken.methods.drafters.reading import FeatureReader, ReadingDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.forward.heads.blocks import NativeBlocks
@@ -27,35 +27,23 @@ from foretoken.models.forward.parts import TargetParts
 
 @dataclass
 class _Filling:
-    """A tree under construction: tokens by node of the shape, and the row of each expanded node's input.
-
-    ``ended`` are nodes that a stop rule ends their path with.
-    """
+    """A tree under construction: tokens by node of the shape, and the nodes that a stop rule ends their path with."""
 
     nodes: Sequence[int]
     tokens: dict[int, int]
     budget: Budget
     ended: set[int] = field(default_factory=set)
-    row_of: dict[int, int] = field(default_factory=dict)
 
 
-class HydraDrafter(HeadsDrafter):
+class HydraDrafter(ReadingDrafter, HeadsDrafter):
     """A tree of fixed shape whose tokens depend on the path above them.
 
     Args:
         heads: the trained heads; those with a prefix layer (Hydra++) read its output in place of the target's state.
-        parts: what they borrow from the target.
-        nodes: draft nodes of the tree.
+        parts, nodes, tree, frequent, draw: as for ``medusa``.
         accuracies: [K][R] measured chance that the head's candidate of this rank is right, below a right path.
-        tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
-        frequent: the tokens that can be guessed; all by default.
-        window: places of the text that a prefix layer looks back; 0: all.
-        sink: first places of the text that it looks at as well.
-        draw: as for ``medusa``.
+        window, sink: as for the drafter ``eagle``, of a prefix layer.
         target: the model that is drafted for; needed by a prefix layer, which reads the text.
-
-    Raises:
-        ValueError: an option outside its range, a prefix layer without a target, or a window without such a layer.
     """
 
     name = "hydra"
@@ -78,7 +66,6 @@ class HydraDrafter(HeadsDrafter):
         target: LanguageModel | None = None,
     ) -> None:
         super().__init__(heads, parts, nodes, accuracies, tree, frequent, draw)
-        self.reader: FeatureReader | None = None
         if heads.prefix is not None:
             if target is None:
                 raise ValueError("hydra with a prefix layer needs the target: give target=...")
@@ -93,22 +80,6 @@ class HydraDrafter(HeadsDrafter):
         return cls(heads, parts, target=target, **options)
 
     # -- what the heads read -----------------------------------------------------------------------------------------
-
-    def start(self, context: Context) -> None:
-        """A prefix layer keeps the states of the prompt."""
-        if self.reader is not None:
-            self.reader.start(context)
-
-    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """A prefix layer keeps the states of the round."""
-        if self.reader is not None:
-            self.reader.observe(context, tree, scores, verdict)
-
-    def finish(self, context: Context) -> None:
-        """Free what was kept for the request."""
-        if self.reader is not None:
-            self.reader.finish(context)
-        context.state.pop(self, None)
 
     def level(self, contexts: Sequence[Context]) -> list[bool]:
         """Let a prefix layer read what was committed since, and remember its output at the end."""
@@ -134,18 +105,20 @@ class HydraDrafter(HeadsDrafter):
         """Level by level: one head for all parents of all requests."""
         given = zip(shapes, contexts, budgets, strict=True)
         trees = [_Filling(nodes, {0: context.root}, budget) for nodes, context, budget in given]
-        inputs = states
+        inputs, row_of = states, [{-1: i} for i in range(len(trees))]
         for level in range(self.max_depth):
             below = [self._children(tree, level) for tree in trees]
             if not any(below):
                 break
-            inputs = self._inputs(inputs, trees, below, level)
+            above = [-1, *self.parents]
+            read = [[(n, above[n], t.tokens[n]) for n in parents] for t, parents in zip(trees, below, strict=True)]
+            inputs = self._inputs(inputs, row_of, read)
             ranks = 1 + max(self.choices[n - 1][-1] for parents in below for nodes in parents.values() for n in nodes)
             rows = [context for context, parents in zip(contexts, below, strict=True) for _ in parents]
             ranked, raced = self.best(level, inputs, rows, [level] * len(rows), budgets, ranks)
-            for tree, parents in zip(trees, below, strict=True):
+            for tree, parents, known in zip(trees, below, row_of, strict=True):
                 for parent, nodes in parents.items():
-                    row = tree.row_of[parent]
+                    row = known[parent]
                     for node in nodes:
                         rank = self.choices[node - 1][-1]
                         tree.tokens[node] = ranked[row][rank]
@@ -154,27 +127,17 @@ class HydraDrafter(HeadsDrafter):
         return [{node: token for node, token in tree.tokens.items() if node} for tree in trees]
 
     def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
-        """Level by level: one head for all parents of all requests."""
-        inputs, frontiers = states, [[0] for _ in trees]
-        above = [{-1: i} for i in range(len(trees))]  # per tree the row of each node's input
+        inputs, frontiers, row_of = states, [[0] for _ in trees], [{-1: i} for i in range(len(trees))]
         for level in range(self.max_depth):
             if not any(frontiers):
                 break
-            rows, tokens, row_of = list[int](), list[int](), [dict[int, int]() for _ in trees]
-            for tree, frontier, known, places in zip(trees, frontiers, above, row_of, strict=True):
-                for node in frontier:
-                    rows.append(known[tree.parents[node]])
-                    places[node] = len(tokens)
-                    tokens.append(tree.tokens[node])
-            inputs = torch.cat([inputs[rows], self.parts.embedding(tokens).float()], -1)
-            logits = self.scored(level, inputs)
-            for i, (tree, frontier, places) in enumerate(zip(trees, frontiers, row_of, strict=True)):
-                if frontier:
-                    found = self.distributions(tree, frontier, logits[[places[node] for node in frontier]])
-                    frontiers[i] = [
-                        child for node, one in zip(frontier, found, strict=True) for child in tree.draw(node, one)
-                    ]
-            above = row_of
+            read = [[(n, t.parents[n], t.tokens[n]) for n in nodes] for t, nodes in zip(trees, frontiers, strict=True)]
+            inputs = self._inputs(inputs, row_of, read)
+            logits = self.scored(level, inputs).split([*map(len, frontiers)])
+            for i, (tree, part) in enumerate(zip(trees, logits, strict=True)):
+                if frontiers[i]:
+                    behind = zip(frontiers[i], self.distributions(tree, frontiers[i], part), strict=True)
+                    frontiers[i] = [child for node, each in behind for child in tree.draw(node, each)]
 
     def natives(self) -> list[NativeBlocks]:
         """Head by head: what one reads begins with what the one before has guessed."""
@@ -188,22 +151,22 @@ class HydraDrafter(HeadsDrafter):
 
     def _children(self, tree: _Filling, level: int) -> dict[int, list[int]]:
         """The nodes one level below ``level``, by parent."""
-        found: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         for node in tree.nodes:
             parent = self.parents[node - 1]
             if len(self.choices[node - 1]) == level + 1 and parent in tree.tokens and parent not in tree.ended:
-                found.setdefault(parent, []).append(node)
-        return found
+                children.setdefault(parent, []).append(node)
+        return children
 
     def _inputs(
-        self, above: Tensor, trees: Sequence[_Filling], below: Sequence[dict[int, list[int]]], level: int
+        self, above: Tensor, row_of: Sequence[dict[int, int]], read: Sequence[Sequence[tuple[int, int, int]]]
     ) -> Tensor:
-        """[m, (level + 2) D] of all parents: what their own parents read, and the embeddings of their tokens."""
-        rows: list[int] = []
-        tokens: list[int] = []
-        for i, (tree, parents) in enumerate(zip(trees, below, strict=True)):
-            for parent in parents:
-                rows.append(tree.row_of[self.parents[parent - 1]] if level else i)
-                tree.row_of[parent] = len(tokens)
-                tokens.append(tree.tokens[parent])
+        """[m, (level + 2) D] of nodes of all trees, given as (node, parent, token): what the parents read, and the
+        embeddings of the tokens; the row of every node is noted."""
+        rows, tokens = list[int](), list[int]()
+        for known, nodes in zip(row_of, read, strict=True):
+            for node, parent, token in nodes:
+                rows.append(known[parent])
+                known[node] = len(tokens)
+                tokens.append(token)
         return torch.cat([above[rows], self.parts.embedding(tokens).float()], -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foretoken.core import Budget, Context, Scores, TokenTree, Verdict, argmaxes
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict, argmaxes, check_least
 from foretoken.methods.drafters.base import Drafter, Traits
 
 
@@ -31,29 +31,17 @@ class JacobiDrafter(Drafter):
         m: guesses per round.
         init: the guess for a position that was never predicted: ``"repeat"`` (the token before it once more) or
             ``"prompt"`` (the prompt's tokens one after another, from the start again at its end).
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "jacobi"
     traits = Traits(prefers_noise=True)
 
     def __init__(self, m: int = 8, init: str = "repeat") -> None:
-        if m < 1:
-            raise ValueError(f"jacobi needs m >= 1, not {m}")
+        check_least(self.name, 1, m=m)
         if init not in ("repeat", "prompt"):
             raise ValueError(f"init must be 'repeat' or 'prompt', not {init!r}")
         self.max_depth = self.max_nodes = m
         self.init = init
-
-    def start(self, context: Context) -> None:
-        """Begin with an empty window."""
-        context.state[self] = _Window([])
-
-    def finish(self, context: Context) -> None:
-        """Forget the window."""
-        context.state.pop(self, None)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """The window as a chain, as much of it as the budget allows."""
@@ -71,16 +59,13 @@ class JacobiDrafter(Drafter):
         if tree is window.proposed and written < len(tree):
             # Row i predicts the token i + 1 after the old root; guesses beyond the scored ones stay as they are.
             fixed = scores.sampler.noise is not None and scores.sampler.context_free
-            found = [scores.choice(node) for node in range(written, len(tree))] if fixed else None
-            later[: len(tree) - written] = found or predictions(scores, written, len(tree))
+            choices = [scores.choice(node) for node in range(written, len(tree))] if fixed else None
+            later[: len(tree) - written] = choices or predictions(scores, written, len(tree))
         window.guesses = later
         window.proposed = None
 
     def _window(self, context: Context) -> _Window:
-        window: _Window | None = context.state.get(self)
-        if window is None:
-            window = context.state[self] = _Window([])
-        return window
+        return context.state.setdefault(self, _Window([]))
 
     def _refill(self, window: _Window, context: Context) -> None:
         guesses = window.guesses

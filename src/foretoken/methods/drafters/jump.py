@@ -15,9 +15,10 @@ from torch import Tensor
 
 from foretoken.core import Context
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
-from foretoken.methods.drafters.features import load_frequent, load_net
+from foretoken.methods.drafters.draft_vocabulary import chosen_ids
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.nets.jump import JumpConfig, JumpNet
+from foretoken.methods.drafters.nets.store import load_net
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -33,16 +34,12 @@ class JumpDrafter(OwnLayersDrafter):
 
     Args:
         net: the trained predictor, whose configuration names the layers.
-        k: longest chain, when no tree is asked for.
-        tree, draw: as for the drafter ``model``.
+        k, tree, draw: as for the drafter ``model``.
         head: the vocabulary projection; ``None``: the target's own.
-
-    Raises:
-        ValueError: an option outside its range, or a predictor for layers or a width that the target does not have.
-        CapabilityError: the target's layers cannot be run one by one, or it has no final norm by a known name.
     """
 
     name = "jump"
+    head: DraftHead
 
     def __init__(
         self,
@@ -68,24 +65,15 @@ class JumpDrafter(OwnLayersDrafter):
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> JumpDrafter:
         """From a spec ``jump:FOLDER``; ``vocab=N|FILE`` are the tokens that can be guessed; by default those that
-        it was trained to guess.
-
-        Raises:
-            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
-        """
-        net, parts = load_net(context, cls.name, path, JumpConfig, JumpNet)
-        head = load_frequent(context, cls.name, path, parts, vocab)
+        it was trained to guess."""
+        net, parts, measured = load_net(context, cls.name, path, JumpConfig, JumpNet)
+        head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
         return cls(context.target, net, head=head, **options)
 
     def cost_beside(self, target_bytes: int) -> float:
         """The share of the layers that runs, with the predictor's weights."""
         own = sum(weight.numel() * weight.element_size() for weight in self.net.parameters())
         return super().cost_beside(target_bytes) + (share_of_bytes(own, target_bytes) if target_bytes else 0.0)
-
-    def finish(self, context: Context) -> None:
-        """Forget the states of the last draft; the target's sequence belongs to the engine."""
-        super().finish(context)
-        context.state.pop((self, "states"), None)
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
         """Whether the state of the token before the root is there: it is not for a text of one token, nor where
@@ -125,18 +113,16 @@ class JumpDrafter(OwnLayersDrafter):
     def logits(self, states: Tensor) -> Tensor:
         """[n, V_d] of states [n, D] behind the last layer of the window."""
         wide = self.net.read_out(states)
-        if self.head is None:
-            raise RuntimeError("jump has no vocabulary projection")
         return self.head(self.norm(wide.to(self.norm_dtype)))
 
     def _states_above(self, feed: Feed, context: Context) -> Tensor:
         """[n, D] of the nodes that a feed's nodes hang from, behind layer ``state``."""
         if feed.parents is None:  # the root
             context.state.pop((self, "states"), None)
-            found = self._state_before(context)
-            if found is None:
+            state = self._state_before(context)
+            if state is None:
                 raise RuntimeError("a draft begins without the state of the token before its root")
-            return found.float()
+            return state.float()
         drafted: Tensor = context.state[self, "states"]
         return drafted[list(feed.parents)]
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.features import load_net
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.nets.kangaroo import KangarooConfig, KangarooNet
+from foretoken.methods.drafters.nets.store import load_net
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
-from foretoken.methods.drafters.reading import FeatureReader
+from foretoken.methods.drafters.reading import FeatureReader, ReadingDrafter
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.forward.heads.draft_head import DraftHead
@@ -29,7 +29,7 @@ ETA = 0.4
 """A chain ends after a token that the draft gives less than this."""
 
 
-class KangarooDrafter(OwnLayersDrafter):
+class KangarooDrafter(ReadingDrafter, OwnLayersDrafter):
     """Drafts with the first E layers of the target and an adapter with a cache of its own.
 
     The states that the adapter reads while it drafts are the target's own, so that what it has cached of accepted
@@ -38,21 +38,16 @@ class KangarooDrafter(OwnLayersDrafter):
 
     Args:
         adapter: the trained adapter over the states of layer E, which its configuration names.
-        k: longest chain, when no tree is asked for.
-        tree, draw: as for the drafter ``model``.
+        k, tree, draw: as for the drafter ``model``.
         eta: nothing is drafted below a token whose draft probability is under this (the token itself stays in the
             draft); 0.4 by default, and 0 for trees, where siblings are unlikely by design.  A controller's threshold
             counts when it is higher.
-        window: places of the text that the adapter looks back; 0: all.
-        sink: first places of the text that it looks at as well.
-
-    Raises:
-        ValueError: an option outside its range, or an adapter for a layer that the target does not have.
-        CapabilityError: the target's layers cannot be run one by one.
+        window, sink: as for the drafter ``eagle``.
     """
 
     name = "kangaroo"
     traits = replace(OwnLayersDrafter.traits, learns=True)
+    reader: ExitReader
 
     def __init__(
         self,
@@ -79,19 +74,14 @@ class KangarooDrafter(OwnLayersDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> KangarooDrafter:
-        """From a spec ``kangaroo[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, all by default.
-
-        Raises:
-            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
-        """
-        net, parts = load_net(context, cls.name, path, KangarooConfig, KangarooNet)
+        """From a spec ``kangaroo[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, all by default."""
+        net, parts, _ = load_net(context, cls.name, path, KangarooConfig, KangarooNet)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
         built = cls(context.target, FeatureModel(net, parts, context.target, head), **options)
         built.head = head  # what the adapter's logits are of
         return built
 
     def describe(self) -> list[dict[str, Any]]:
-        """The layers' weights, how many tokens it can guess, and what runs the adapter."""
         runs = {"forward": self.adapter.forward_name, "native_off": self.adapter.native_off}
         return [{**told, **runs} for told in super().describe()]
 
@@ -99,30 +89,12 @@ class KangarooDrafter(OwnLayersDrafter):
         """The share of the layers that runs, with the adapter as one more sublayer."""
         return super().cost_beside(target_bytes) + 0.5 / num_layers_of(self.model)
 
-    # -- a request's life --------------------------------------------------------------------------------------------
-
-    def start(self, context: Context) -> None:
-        """Put the exit states of the prompt aside."""
-        super().start(context)
-        self.reader.start(context)
-
-    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Keep what the adapter has read of the accepted path, and put the other exit states of the round aside."""
-        self.reader.observe(context, tree, scores, verdict)
-
-    def finish(self, context: Context) -> None:
-        """Free the adapter's row; the target's sequence belongs to the engine."""
-        super().finish(context)
-        self.reader.finish(context)
-
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
         """Let the adapter read the states that were put aside, which are those of all tokens but the root."""
         for context in contexts:
             if context.sequence.scratch_tokens:  # a draft that was never verified may still be there
                 self.model.commit(context.sequence, ())
         return self.reader.follow(contexts)[0]
-
-    # -- drafting ----------------------------------------------------------------------------------------------------
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One call of the first layers and one of the adapter per level, for the whole batch."""
@@ -150,7 +122,6 @@ class ExitReader(FeatureReader):
         self.taps = (f"layer:{layer}",)
 
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
-        """The states as they are."""
         return hidden[self.taps[0]]
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
@@ -165,6 +136,5 @@ class ExitReader(FeatureReader):
         self.model.catch_up(sequence, tokens)
 
     def skip_read(self, context: Context) -> None:
-        """Forget the states of places that were kept."""
         sequence: SequenceState = context.state[self]
         context.state[self, "pending"].skip_to(len(sequence.tokens))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
-from foretoken.core import Budget, Context, Kind, Limits, TokenTree
+from foretoken.core import Budget, Context, Kind, Limits, TokenTree, check_least
 from foretoken.methods.drafters.base import BuildContext, Drafter, Foresight
 from foretoken.methods.drafters.group import GroupDrafter, MemberTree, Proposal, ask
 from foretoken.methods.drafters.prediction import PredictionDrafter
@@ -32,16 +32,12 @@ class KnownDrafter(GroupDrafter):
     Args:
         inner: drafts where nothing is known; ``None`` leaves that to plain decoding.
         k: most tokens of what is known in one draft.
-
-    Raises:
-        ValueError: ``k`` below 1.
     """
 
     name = "known"
 
     def __init__(self, inner: Drafter | None = None, k: int = 8) -> None:
-        if k < 1:
-            raise ValueError(f"known needs k >= 1, not {k}")
+        check_least(self.name, 1, k=k)
         self.prediction, self.inner, self.k = PredictionDrafter(k=k), inner, k
         super().__init__([self.prediction] if inner is None else [self.prediction, inner])
         self.spec = "" if inner is None else inner.spec
@@ -56,16 +52,12 @@ class KnownDrafter(GroupDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, inner: str = "none", k: int = 8) -> KnownDrafter:
-        """From a spec ``known[,inner=SPEC]``; in brackets where the inner spec has options: ``inner=(model,k=4)``.
-
-        Raises:
-            ValueError: a path, or an inner drafter that is unknown or does not fit.
-        """
+        """From a spec ``known[,inner=SPEC]``; in brackets where the inner spec has options: ``inner=(model,k=4)``."""
         if path is not None:
             raise ValueError("drafter 'known' takes no path: known,inner=(model:PATH,k=4)")
-        made = cls(context.drafter(inner.strip()), k)  # the brackets around it went when the outer spec was read
-        made.prediction.vocab_size = context.target.vocab_size
-        return made
+        built = cls(context.drafter(inner.strip()), k)  # the brackets around it went when the outer spec was read
+        built.prediction.vocab_size = context.target.vocab_size
+        return built
 
     @property
     def limits(self) -> Limits:
@@ -74,7 +66,6 @@ class KnownDrafter(GroupDrafter):
 
     @property
     def foresight(self) -> Foresight:
-        """What a grammar forces, and what the caller predicts."""
         return self
 
     def minimum_budget(self, context: Context, budget: Budget) -> Budget:
@@ -91,11 +82,10 @@ class KnownDrafter(GroupDrafter):
         return self.prediction.predicted_from(context) if context.source == self.prediction.name else None
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """What is known, and the inner drafter's guesses for the other requests."""
         trees: list[TokenTree] = []
         for context, budget in zip(contexts, budgets, strict=True):
-            found = context.state.pop((self, "known"), None)
-            tokens, predicted = self._known(context) if found is None else found
+            noted = context.state.pop((self, "known"), None)
+            tokens, predicted = self._known(context) if noted is None else noted
             tokens = tokens[: min(budget.max_depth, budget.max_nodes)]
             known = self.prediction.name if predicted else "grammar"
             context.source = known if tokens or self.inner is None else self.inner.name
@@ -120,11 +110,6 @@ class KnownDrafter(GroupDrafter):
             return [], False
         guess = self.prediction.guess(context, Budget(max_depth=self.k, max_nodes=self.k))
         return list(guess.tokens), True
-
-    def finish(self, context: Context) -> None:
-        """Forget the request."""
-        super().finish(context)
-        context.state.pop((self, "known"), None)
 
 
 def _allowed(tree: TokenTree, context: Context) -> TokenTree:

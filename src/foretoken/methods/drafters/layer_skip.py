@@ -55,15 +55,10 @@ class LayerSkipDrafter(OwnLayersDrafter):
         attention: layers whose attention is skipped, ``1+3+6-8`` or ``none``.
         mlp: layers whose MLP is skipped.  When neither is given, the set is measured on the target's own text with
             the first request, and remembered (:mod:`foretoken.methods.drafters.skip_default`).
-        k: longest draft, when no tree is asked for.
         adaptive: end a draft where its distribution is unsure; the threshold follows the acceptance rate of the
             request.
-        tree, draw: as for the drafter ``model``.
+        k, tree, draw: as for the drafter ``model``.
         tokenizer: the target's, whose text the default set is measured on.
-
-    Raises:
-        ValueError: an option outside its range, or a set that leaves nothing to run.
-        CapabilityError: the target's layers cannot be run one by one or in parts.
     """
 
     name = "layer_skip"
@@ -127,13 +122,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
             self.skips = default_set(self.model, self.tokenizer).skips
             self.plan = self.skips.plan
 
-    def finish(self, context: Context) -> None:
-        """Forget the threshold."""
-        super().finish(context)
-        context.state.pop((self, "threshold"), None)
-
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Grow all trees level by level, each up to its own stop."""
         if self.adaptive:
             budgets = [self._stopping(c, b) for c, b in zip(contexts, budgets, strict=True)]
         return super().propose_batch(contexts, budgets)

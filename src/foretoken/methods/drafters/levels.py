@@ -31,12 +31,13 @@ class _Rows:
     Attributes:
         logits: of its frontier's nodes, [n, V].
         widths: the most children that each of them gets.
+        ranking: what they are drawn from, or are the best of (:func:`_rank`).
     """
 
     tree: Growing
     logits: Tensor
     widths: list[int]
-    ranking: Tensor | None = field(default=None)
+    ranking: Tensor = field(init=False)
 
     @property
     def lengths(self) -> list[int]:
@@ -81,9 +82,10 @@ def choose_together(trees: Sequence[Growing], logits: Sequence[Tensor], width_of
             _rank(group)
     at_once = all(width <= 1 for one in drawn for width in one.widths)
     tops = _tops(taken)
-    points = _drawn_there(drawn) if at_once else [_ranking(one) for one in drawn]
+    points = _drawn_there(drawn) if at_once else [one.ranking for one in drawn]
     got = iter(read_together([*best, *(part for pair in tops for part in pair), *points]))
-    _check([next(got) for _ in best])
+    if any(bool((largest.isnan() | (largest == torch.inf)).any()) for largest in [next(got) for _ in best]):
+        raise NonFiniteLogitsError(NON_FINITE)
     for one in taken:
         _leave_best(one, next(got), next(got))
     if at_once:
@@ -123,31 +125,20 @@ def _races(tree: Growing) -> bool:
     return tree.races or (tree.seen is not None and tree.sampler.noise is not None)
 
 
-def _ranking(one: _Rows) -> Tensor:
-    if one.ranking is None:
-        raise RuntimeError("rows are read before they were ranked")
-    return one.ranking
-
-
-def _check(largest: Sequence[Tensor]) -> None:
-    if any(bool((one.isnan() | (one == torch.inf)).any()) for one in largest):
-        raise NonFiniteLogitsError(NON_FINITE)
-
-
 # -- the best ones -----------------------------------------------------------------------------------------------------
 
 
 def _tops(level: Sequence[_Rows]) -> list[tuple[Tensor, Tensor]]:
     """Values and tokens [n, w] of the largest entries of every part's rows."""
-    found = []
+    tops = []
     for one in level:
-        rows = _ranking(one)
+        rows = one.ranking
         if one.width == 1:
             values, tokens = rows.max(-1, keepdim=True)
         else:
             values, tokens = rows.topk(min(one.width, rows.shape[-1]), -1)
-        found.append((values, tokens))
-    return found
+        tops.append((values, tokens))
+    return tops
 
 
 def _leave_best(one: _Rows, values: Tensor, tokens: Tensor) -> None:
@@ -155,7 +146,7 @@ def _leave_best(one: _Rows, values: Tensor, tokens: Tensor) -> None:
     if bool(values.isnan().any()):
         raise NonFiniteLogitsError(NON_FINITE)
     if one.tree.seen is not None:
-        one.tree.looked = (_ranking(one), tokens.tolist(), values.tolist())
+        one.tree.looked = (one.ranking, tokens.tolist(), values.tolist())
         return
     for node, best, chances in zip(one.tree.frontier, tokens.tolist(), values.tolist(), strict=True):
         chosen = [token for token, chance in zip(best, chances, strict=True) if chance > -torch.inf]
@@ -169,7 +160,7 @@ def _drawn_there(level: Sequence[_Rows]) -> list[Tensor]:
     """One token for every node with a child, drawn on the device, and its weight: two tensors [n] of all parts."""
     if not level:
         return []
-    rows = torch.cat([_ranking(one)[: _count(one)] for one in level])
+    rows = torch.cat([one.ranking[: _count(one)] for one in level])
     uniforms = [one.tree.context.rng.uniform() for one in level for _ in range(_count(one))]
     cdf = running_sums(rows)
     points = torch.tensor(uniforms, dtype=cdf.dtype, device=cdf.device)[:, None] * cdf[:, -1:]
@@ -188,7 +179,7 @@ def _leave_drawn(level: Sequence[_Rows], got: Iterator[Tensor]) -> None:
         return
     drawn = iter(zip(next(got).tolist(), next(got).tolist(), strict=True))
     for one in level:
-        for node, row in zip(one.tree.frontier[: _count(one)], _ranking(one), strict=False):
+        for node, row in zip(one.tree.frontier[: _count(one)], one.ranking, strict=False):
             token, weight = next(drawn)
             if not weight > 0:  # rounding put the draw on a token of zero probability
                 token = last_possible(row)
@@ -199,7 +190,7 @@ def _draw_here(one: _Rows, rows: Tensor, width_of: WidthOf, iid: bool) -> None:
     """Draw the children of all nodes on the host from distributions [n, V]; those on the device are what is kept."""
     tree, added = one.tree, 0
     room = tree.budget.max_nodes - (len(tree.tokens) - 1)
-    for node, row, kept in zip(tree.frontier, rows, _ranking(one), strict=True):
+    for node, row, kept in zip(tree.frontier, rows, one.ranking, strict=True):
         width = max(0, min(tree.counts(tree.places[node]), room - added, width_of(tree, node)))
         if not width:
             continue

@@ -17,11 +17,12 @@ ancestors and itself) is what the method asks for: row 0 up to its column, then 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict, check_least
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
 from foretoken.methods.drafters.jacobi import predictions
 from foretoken.methods.trees.operations import first_nodes, from_paths
@@ -54,21 +55,6 @@ class NgramPool:
         return sum(map(len, self._grams.values()))
 
 
-class _Fill:
-    """Random tokens for the window, the same ones for the same prompt.
-
-    Args:
-        vocab_size: they are chosen from all ids below it instead, unless it is 0.
-    """
-
-    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
-        self._random = random.Random(0)
-        self._tokens: Sequence[int] = range(vocab_size) if vocab_size else tokens
-
-    def __call__(self, count: int) -> list[int]:
-        return self._random.choices(self._tokens, k=count)
-
-
 @dataclass
 class _Lookahead:
     """One request's window and pool.
@@ -79,12 +65,12 @@ class _Lookahead:
         first_row: row 0 with the root, as proposed.
         width: columns that the tree holds (fewer than the window has when the context is nearly full).
         last: node that begins the window's last row: 0, the root, while row 0 is the last.
-        fill: where random tokens come from.
+        fill: gives ``k`` random tokens, the same ones for the same prompt.
     """
 
     rows: list[list[int]]
     pool: NgramPool
-    fill: _Fill
+    fill: Callable[..., list[int]]
     in_pool: int = 0
     proposed: TokenTree | None = None
     first_row: list[int] = field(default_factory=list)
@@ -107,9 +93,6 @@ class LookaheadDrafter(Drafter):
         context_length: positions that the target has, so that no probe lies past them; ``None`` keeps probes within
             the budget's depth instead, which the engine keeps within the context.
         vocab_size: of the target, for ``fill="vocabulary"``.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "lookahead"
@@ -126,9 +109,9 @@ class LookaheadDrafter(Drafter):
         context_length: int | None = None,
         vocab_size: int = 0,
     ) -> None:
-        for option, value, least in (("w", w, 1), ("n", n, 2), ("g", g, 0)):
-            if value < least:
-                raise ValueError(f"lookahead needs {option} >= {least}, not {value}")
+        check_least(self.name, 1, w=w)
+        check_least(self.name, 2, n=n)
+        check_least(self.name, 0, g=g)
         if shift not in ("one", "accepted", "refill"):
             raise ValueError(f"shift must be 'one', 'accepted' or 'refill', not {shift!r}")
         if fill not in ("prompt", "vocabulary"):
@@ -144,11 +127,7 @@ class LookaheadDrafter(Drafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> LookaheadDrafter:
-        """From a spec ``lookahead[,w=W,n=N,g=G]``.
-
-        Raises:
-            ValueError: a path, or an option outside its range.
-        """
+        """From a spec ``lookahead[,w=W,n=N,g=G]``."""
         if path is not None:
             raise ValueError(
                 f"drafter 'lookahead' takes no path, not {path!r}: give options, as in lookahead,w=7,n=5,g=7"
@@ -157,14 +136,10 @@ class LookaheadDrafter(Drafter):
         return cls(**{"context_length": target.context_length, "vocab_size": target.vocab_size, **options})
 
     def start(self, context: Context) -> None:
-        """Fill the first row with random tokens."""
-        fill = _Fill(context.tokens[: context.prompt_length], self._fill_from)
-        state = context.state[self] = _Lookahead([fill(self.w + self.n - 3)], NgramPool(self.g), fill)
+        ids = range(self._fill_from) if self._fill_from else context.tokens[: context.prompt_length]
+        fill = partial(random.Random(0).choices, ids)
+        state = context.state[self] = _Lookahead([fill(k=self.w + self.n - 3)], NgramPool(self.g), fill)
         self._learn_text(state, context)
-
-    def finish(self, context: Context) -> None:
-        """Forget window and pool."""
-        context.state.pop(self, None)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """The pool's n-grams that begin with the root, as a trie, and the window as probes behind them."""
@@ -227,7 +202,7 @@ class LookaheadDrafter(Drafter):
                 rows[:] = [*rows[1:], rows[1]]
         rows[0] = rows[0][1:]
         if self.shift == "refill":
-            rows[:] = [[*row[accepted:], *state.fill(len(row) - len(row[accepted:]))] for row in rows]
+            rows[:] = [[*row[accepted:], *state.fill(k=len(row) - len(row[accepted:]))] for row in rows]
 
     def _learn_text(self, state: _Lookahead, context: Context) -> None:
         if not self.pool_from_prompt:

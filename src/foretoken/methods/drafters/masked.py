@@ -30,11 +30,6 @@ class MaskedReader(FeatureReader):
         """The network's rows."""
         return self.model.forward(feeds)
 
-    def finish(self, context: Context) -> None:
-        """Free the row."""
-        super().finish(context)
-        context.state.pop((self, "first"), None)
-
     def guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Tensor]:
         """Logits [depth, V_d] of the places behind every text, by ``id`` of its request; texts without any are left
         out."""

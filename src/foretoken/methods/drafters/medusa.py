@@ -27,7 +27,6 @@ class MedusaDrafter(HeadsDrafter):
     def fill(
         self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
     ) -> list[dict[int, int]]:
-        """One call of all heads for all requests."""
         count, heads = len(contexts), len(self.heads.blocks)
         top = 1 + max(choice[-1] for choice in self.choices)
         rows = [context for _ in range(heads) for context in contexts]
@@ -35,16 +34,16 @@ class MedusaDrafter(HeadsDrafter):
         tokens, raced = self.best(0, states, rows, ahead, budgets, top)
         filled: list[dict[int, int]] = []
         for i, (nodes, budget) in enumerate(zip(shapes, budgets, strict=True)):
-            found, open_nodes = dict[int, int](), {0}
+            by_node, open_nodes = dict[int, int](), {0}
             for node in nodes:
                 if self.parents[node - 1] not in open_nodes:
                     continue
                 choice = self.choices[node - 1]
                 row = (len(choice) - 1) * count + i
-                found[node] = tokens[row][choice[-1]]
+                by_node[node] = tokens[row][choice[-1]]
                 if not ends_after(budget, raced, row, choice[-1]):
                     open_nodes.add(node)
-            filled.append(found)
+            filled.append(by_node)
         return filled
 
     def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
@@ -62,7 +61,6 @@ class MedusaDrafter(HeadsDrafter):
                 frontier = following
 
     def natives(self) -> list[NativeBlocks]:
-        """All heads at once."""
         return [NativeBlocks(self.heads, self.heads.pieces, self.projections(), self.head)]
 
     def rows(self, head: int, inputs: Tensor) -> Tensor:

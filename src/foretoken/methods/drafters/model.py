@@ -15,22 +15,22 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Kind, TokenTree, is_large
+from foretoken.core import Budget, Context, Kind, TokenTree, check_least, is_large
 from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.methods.drafters.chains import following, grow_chains
 from foretoken.methods.drafters.drawing import best, distribution_of, draw_iid, draw_without_replacement, ranked
 from foretoken.methods.drafters.dynamic import MOST_NODES, DynamicTree, beliefs, best_of, is_dynamic
-from foretoken.methods.drafters.growing import Growing, check_growth, ends_path, follow, readable, widened
+from foretoken.methods.drafters.growing import Growing, check_growth, cut_back, ends_path, follow, readable, widened
 from foretoken.methods.drafters.levels import choose_together
-from foretoken.methods.drafters.narrowed import described, light_head, projected, reduced_head
+from foretoken.methods.drafters.narrowed import bytes_read, described, light_head, projected, reduced_head
 from foretoken.methods.drafters.pard import PardDrafter, mask_token
-from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.drafters.texts import TextReader, level
 from foretoken.methods.trees.base import Candidates
 from foretoken.methods.trees.counts import Levels, Ranks, StaticTree
 from foretoken.methods.trees.shapes import Choice
 from foretoken.methods.trees.specs import places_of
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import Fingerprint, TargetParts
@@ -56,10 +56,6 @@ class ModelDrafter(BatchDrafter):
         target: the model that is drafted for.  Its vocabulary may be padded to another width than the draft model's
             (151936 and 152064 rows of one tokenizer): drafts then come from the tokens that both have, and their
             distributions have the target's width.
-
-    Raises:
-        ValueError: an option outside its range.
-        CapabilityError: the draft model cannot be rolled back, or cannot grow trees.
     """
 
     name = "model"
@@ -76,8 +72,7 @@ class ModelDrafter(BatchDrafter):
     def __init__(
         self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
     ) -> None:
-        if k < 1:
-            raise ValueError(f"{self.name} needs k >= 1, not {k}")
+        check_least(self.name, 1, k=k)
         dynamic = is_dynamic(tree)
         self.places = places_of(tree, self.name) if tree and not dynamic else Levels((1,) * k)
         draw = draw or ("without_replacement" if self.places.branches else "iid")
@@ -116,9 +111,9 @@ class ModelDrafter(BatchDrafter):
         """
         places = Ranks(choices)
         check_growth(self.model, places.branches)
-        found = copy.copy(self)
-        found._take(places, "without_replacement" if places.branches and self.draw == "iid" else self.draw)
-        return found
+        other = copy.copy(self)
+        other._take(places, "without_replacement" if places.branches and self.draw == "iid" else self.draw)
+        return other
 
     @classmethod
     def build(
@@ -136,12 +131,7 @@ class ModelDrafter(BatchDrafter):
         """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE][,window=N[,sink=M]]``: load the
         draft model and check that it fits the target.  With a ``window`` it reads only so many tokens before the new
         ones, and the first ``sink`` ones.  One that was taught to fill masks (its configuration has a ``pard_token``)
-        guesses all places in one pass, see :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``.
-
-        Raises:
-            ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
-            CapabilityError: a draft vocabulary or a window for a model that can have none.
-        """
+        guesses all places in one pass, see :mod:`foretoken.methods.drafters.pard`, unless ``parallel=false``."""
         draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         if parallel and mask_token(draft) is not None:
             if options.get("tree") and options.get("draw") != "without_replacement":
@@ -152,14 +142,9 @@ class ModelDrafter(BatchDrafter):
         return built
 
     def cost_beside(self, target_bytes: int) -> float:
-        """The draft model, with the vocabulary projection that it is given here instead of its own."""
-        own = self.model.weight_bytes
-        if self.head is not None and own:
-            own = max(own - self.head.replaced_bytes, 0) + self.head.weight_bytes
-        return share_of_bytes(own, target_bytes)
+        return share_of_bytes(bytes_read(self.model, self.head), target_bytes)
 
     def describe(self) -> list[dict[str, Any]]:
-        """The draft model's weights, and how many tokens it can guess."""
         return [{**told, **described(self.model, self.head)} for told in super().describe()]
 
     @cached_property
@@ -171,21 +156,14 @@ class ModelDrafter(BatchDrafter):
             return None
 
     def rewind(self, context: Context, length: int) -> None:
-        """Take back committed tokens; the last token of a text is always fed again, so it is never one of them."""
-        sequence: SequenceState | None = context.state.get(self)
-        if sequence is not None and len(sequence.tokens) >= length:
-            self.model.rewind(sequence, max(length - 1, 0))
-
-    def finish(self, context: Context) -> None:
-        """Free the draft model's row."""
-        close(self, context)
+        cut_back(self.model, context.state.get(self), length)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Grow all trees level by level: one draft forward per level for the whole batch.
 
         A request whose text the model has not read yet, or cannot hold, gets none.
         """
-        found = [TokenTree.root_only(context.root) for context in contexts]
+        drafts = [TokenTree.root_only(context.root) for context in contexts]
         texts = [self.read(context) for context in contexts]
         ready = [i for i, is_level in enumerate(self._level(contexts, texts)) if is_level]
         trees = [self._begin(contexts[i], budgets[i], texts[i]) for i in ready]
@@ -194,10 +172,10 @@ class ModelDrafter(BatchDrafter):
         self._grow(trees)
         for i, tree in zip(ready, trees, strict=True):
             if tree.seen is None or self.dynamic is None:
-                found[i] = self._finished(tree)
+                drafts[i] = self._finished(tree)
             else:
-                found[i] = self.dynamic.finished(tree, tree.seen)
-        return found
+                drafts[i] = self.dynamic.finished(tree, tree.seen)
+        return drafts
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
         """Read what is missing of the texts; for which of them that is all."""
@@ -327,9 +305,7 @@ class ModelDrafter(BatchDrafter):
         if ends_path(tree, parent):
             return
         for node, token in zip(children, chosen, strict=True):
-            if distribution is None or not tree.budget.stops_after(
-                *self._confidence(logits, distribution, token, tree)
-            ):
+            if not self._stops_after(tree, token, distribution, logits):
                 tree.frontier.append(node)
 
     def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
@@ -354,13 +330,13 @@ class ModelDrafter(BatchDrafter):
             return distribution, draw_iid(distribution, width, tree.context)
         return distribution, draw_without_replacement(distribution, width, tree.context)
 
-    def _confidence(self, logits: Tensor, distribution: Tensor, token: int, tree: Growing) -> tuple[Tensor, float]:
-        """The draft's own distribution and its probability of ``token``; for greedy drafts the untempered softmax."""
-        if not tree.budget.asks_for_confidence:
-            return distribution, 1.0
-        if tree.sampler.greedy:
-            distribution = torch.softmax(logits.float(), -1)
-        return distribution, float(distribution[token])
+    def _stops_after(self, tree: Growing, token: int, distribution: Tensor | None, logits: Tensor) -> bool:
+        """Whether a stop rule ends the path with a token, by what it was drawn from [V]; for greedy drafts by the
+        untempered softmax."""
+        if distribution is None or not tree.budget.asks_for_confidence:
+            return False
+        chances = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
+        return tree.budget.stops_after(chances, float(chances[token]))
 
     def _finished(self, tree: Growing) -> TokenTree:
         return tree.finished(self.traits.kind)

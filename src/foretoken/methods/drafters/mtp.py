@@ -42,8 +42,7 @@ def has_head(context: BuildContext) -> bool:
 
 class MtpDrafter(FeatureDrafter):
     """A chain of the module's best guesses; a tree with ``width`` above 1.  Of several modules the first one fills the
-    first level, the second one the second, and the last one all that follow.
-    """
+    first level, the second one the second, and the last one all that follow."""
 
     name = "mtp"
     traits = replace(FeatureDrafter.traits, free_for=has_head)
@@ -70,19 +69,18 @@ class MtpDrafter(FeatureDrafter):
 
         ``feed`` is what a step hands to the next: ``post_norm`` or ``pre_norm``; as the module was trained by default
         (``post_norm`` for those of checkpoints).  ``vocab=N|FILE`` are the tokens that can be guessed, all by default.
-
-        Raises:
-            ValueError: no folder, one trained for another target, damaged files, a target without a head, or no such
-                draft vocabulary.
         """
         target = context.target
         parts = TargetParts(target)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
         if path is None and not context.has_trained(cls.name):
             modules = [native_module(parts.network, found, feed or "post_norm") for found in context.native_head()]
-            net = StackedModules(modules) if len(modules) > 1 else modules[0]
+            net: nn.Module = StackedModules(modules) if len(modules) > 1 else modules[0]
         else:
-            net = _trained(context.folder(cls.name, path), parts, feed)
+            folder = context.folder(cls.name, path)
+            found = read_description(folder, cls.name, parts.fingerprint())
+            net = module_for(MtpConfig(**{**found["config"], **({"feed": feed} if feed else {})}), parts.network)
+            load_weights(folder, net)
         return cls(cls.model_of(net, parts, target, head), **options)
 
     @staticmethod
@@ -90,15 +88,3 @@ class MtpDrafter(FeatureDrafter):
         """One module, or several in a row, as a model."""
         kind = StackedModel if isinstance(net, StackedModules) else FeatureModel
         return kind(net, parts, target, head)  # type: ignore[arg-type]
-
-
-def _trained(folder: Any, parts: TargetParts, feed: str) -> Any:
-    """The module in a folder of ours.
-
-    Raises:
-        ValueError: it was trained for another target, or its files are damaged.
-    """
-    found = read_description(folder, MtpDrafter.name, parts.fingerprint())
-    made = module_for(MtpConfig(**{**found["config"], **({"feed": feed} if feed else {})}), parts.network)
-    load_weights(folder, made)
-    return made

@@ -51,6 +51,12 @@ def light_head(model: LanguageModel) -> DraftHead | None:
     return None if isinstance(parts.head, QuantisedLinear) else DraftHead(parts, quantised=True)
 
 
+def bytes_read(model: LanguageModel, head: DraftHead | None) -> int:
+    """Bytes of a draft model, with the vocabulary projection that it is given instead of its own; 0: not known."""
+    own = model.weight_bytes
+    return own if head is None or not own else max(own - head.replaced_bytes, 0) + head.weight_bytes
+
+
 def described(model: LanguageModel, head: DraftHead | None) -> dict[str, Any]:
     """``weights`` and ``vocabulary`` of a draft model."""
     network = getattr(model, "model", None)
@@ -65,14 +71,8 @@ def projected(
     feeds: Sequence[Feed],
     taps: Sequence[str] = (),
 ) -> list[Rows]:
-    """The rows of a forward, with logits [wanted, V_d] of ``head`` in place of the model's own.
-
-    Args:
-        head: the projection; ``None``: the rows are the model's.
-        forward: of feeds and taps.
-        feeds: what the forward appends.
-        taps: hidden states that are handed out beside.
-    """
+    """The rows of a forward of feeds and taps, with logits [wanted, V_d] of ``head``, if there is one, in place of the
+    model's own."""
     if head is None:
         return forward(feeds, taps)
     rows = forward([replace(feed, wanted=0) for feed in feeds], tuple(dict.fromkeys((*taps, STATES))))

@@ -45,11 +45,7 @@ class Nested:
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Make the inner text the request's ``tokens`` again.  Only what came after the last time is compared."""
-        drafted, same = self.text.tokens, self.shared
-        while same < min(len(tokens), len(drafted)) and tokens[same] == drafted[same]:
-            same += 1
-        self._cut(same)
-        drafted.extend(tokens[same:])
+        self.imagine(tokens[self.shared :])
         self.shared = len(tokens)
 
     def imagine(self, path: Sequence[int]) -> None:

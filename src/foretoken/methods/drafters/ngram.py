@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretoken.core import Budget, Context
+from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import Traits
 from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 
@@ -27,7 +27,6 @@ class PromptSource(NgramSource):
         self.places: list[Places] = [{} for _ in sizes]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Index the n-grams that end in the new tokens."""
         start = len(self.text)
         self.text.extend(tokens)
         for end in range(start + 1, len(self.text) + 1):
@@ -66,9 +65,6 @@ class NgramDrafter(SourceDrafter):
         min_n: shortest n-gram.
         k: most tokens that are copied.
         match: ``"recent"`` (the most recent occurrence) or ``"first"`` (the earliest, as Transformers and vLLM do).
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "ngram"
@@ -77,12 +73,10 @@ class NgramDrafter(SourceDrafter):
     def __init__(self, n: int = 3, k: int = 8, min_n: int = 1, match: str = "recent") -> None:
         if not 1 <= min_n <= n:
             raise ValueError(f"ngram needs 1 <= min_n <= n, not min_n={min_n}, n={n}")
-        if k < 1:
-            raise ValueError(f"ngram needs k >= 1, not {k}")
+        check_least(self.name, 1, k=k)
         if match not in ("recent", "first"):
             raise ValueError(f"match must be 'recent' or 'first', not {match!r}")
         self.n, self.min_n, self.max_depth, self.match = n, min_n, k, match
 
     def open(self, context: Context) -> NgramSource:
-        """An index of the request's text."""
         return PromptSource(range(self.min_n, self.n + 1), self.match, self.max_depth)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.core import Budget, Context
+from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import BuildContext, Traits
 from foretoken.methods.drafters.datastore import encoded, fingerprint, joined
 from foretoken.methods.drafters.ngram_counts import SIZES, CountTable, FollowerCounts, NgramCache
@@ -35,12 +35,12 @@ def best_follower(
     """
     for n in range(min(cache.sizes[-1], len(text)), cache.sizes[0] - 1, -1):
         samples, percent = thresholds[n - 1]
-        found = cache.followers(text[-n:])
-        if found is None or found.total < samples or 100 * found.most < percent * found.total:
+        counts = cache.followers(text[-n:])
+        if counts is None or counts.total < samples or 100 * counts.most < percent * counts.total:
             continue
-        token, count = found.best(static)
-        if 100 * count >= percent * found.total:
-            return token, count / found.total
+        token, count = counts.best(static)
+        if 100 * count >= percent * counts.total:
+            return token, count / counts.total
     return None
 
 
@@ -62,13 +62,13 @@ class _CacheSource(NgramSource):
         scores: list[float] = []
         tail, sure = self.text[-SIZES[-1] :], 1.0
         for _ in range(min(self.drafter.max_depth, budget.max_depth, budget.max_nodes)):
-            found = self.drafter.next_token(self.own, self.past, tail)
-            if found is None:
+            best = self.drafter.next_token(self.own, self.past, tail)
+            if best is None:
                 break
-            sure *= found[1]
-            tokens.append(found[0])
+            sure *= best[1]
+            tokens.append(best[0])
             scores.append(sure)
-            tail = [*tail[-SIZES[-1] + 1 :], found[0]]
+            tail = [*tail[-SIZES[-1] + 1 :], best[0]]
         return Guess(tokens, range(-1, len(tokens) - 1), scores, counted=True)
 
     def close(self) -> None:
@@ -85,9 +85,6 @@ class NgramCacheDrafter(SourceDrafter):
             of them at least, and what was loaded besides.
         static: file of a static cache, see :func:`build_static_cache`.
         save: with a path in the spec: write the dynamic cache of requests without a salt back to it whenever one ends.
-
-    Raises:
-        ValueError: ``k`` or ``tokens`` below 1, or a cache file that is missing, damaged or of another tokenizer.
     """
 
     name = "ngram_cache"
@@ -95,9 +92,7 @@ class NgramCacheDrafter(SourceDrafter):
     def __init__(
         self, k: int = 8, share: bool = True, static: str = "", save: bool = False, tokens: int = 400_000
     ) -> None:
-        for name, value in (("k", k), ("tokens", tokens)):
-            if value < 1:
-                raise ValueError(f"ngram_cache needs {name} >= 1, not {value}")
+        check_least(self.name, 1, k=k, tokens=tokens)
         self.max_depth, self.save_always = k, save
         self.traits = Traits(shares_state=share, learns=share)
         self.path: Path | None = None
@@ -132,18 +127,17 @@ class NgramCacheDrafter(SourceDrafter):
         return self.tenants.of("")
 
     def open(self, context: Context) -> NgramSource:
-        """Fresh counts over the shared caches."""
         return _CacheSource(self, context.salt)
 
     def next_token(self, own: NgramCache, past: NgramCache, text: Sequence[int]) -> tuple[int, float] | None:
         """The next token and its share: from this text, else from past texts, else from the corpus."""
         static = self.static.followers(text[-2:]) if self.static is not None and len(text) > 1 else None
-        found = best_follower(own, text, LAX, static) or best_follower(past, text, STRICT, static)
-        if found is None and static is not None and static.total >= STATIC[0]:
+        best = best_follower(own, text, LAX, static) or best_follower(past, text, STRICT, static)
+        if best is None and static is not None and static.total >= STATIC[0]:
             token, count = static.best()
             if 100 * count >= STATIC[1] * static.total:
-                found = token, count / static.total
-        return found
+                best = token, count / static.total
+        return best
 
     def remember(self, text: Sequence[int], salt: str = "") -> None:
         """A request ended: add its text to the tenant's dynamic cache."""

@@ -55,8 +55,8 @@ class FollowerCounts:
 
     def of(self, token: int) -> int:
         """How often ``token`` followed."""
-        found = self._counts[self._tokens == token] if len(self._tokens) else _NONE
-        return sum(row.counts.get(token, 0) for row in self._new) + (int(found[0]) if len(found) else 0)
+        counted = self._counts[self._tokens == token] if len(self._tokens) else _NONE
+        return sum(row.counts.get(token, 0) for row in self._new) + (int(counted[0]) if len(counted) else 0)
 
     def by_token(self) -> dict[int, int]:
         """All counts."""

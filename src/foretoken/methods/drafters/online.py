@@ -21,8 +21,7 @@ from foretoken.models.base import LanguageModel
 @dataclass
 class _Notes:
     """What is known of one request: the root's index in the round that runs, where its drafts were rejected, and
-    whether anything may be learnt from it.
-    """
+    whether anything may be learnt from it."""
 
     root: int = -1
     teaches: bool = True
@@ -34,20 +33,11 @@ class OnlineDrafter(ModelDrafter):
 
     Args:
         model: the draft model; it is copied, not changed.
-        k: chain length, when no tree is asked for.
-        tree: children per level, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
-        draw: how siblings are drawn, as there.
+        k, tree, draw: as for the drafter ``model``.
         every: finished requests between two updates; 0 switches learning off.
-        lr: learning rate.
-        loss: divergence from the target's distribution: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
-        beta: the target's share of the mixture of ``jsd``.
-        budget: largest share of the serving time that learning may take; 1 sets no limit.
-        keep: most requests that wait for an update.
-        window: tokens read before the first rejection of a request when it is learnt from.
-        top: tokens of the target's distribution that are stored; 0 stores all.
+        lr, loss, beta, budget, keep, window, top, thread: as in
+            :class:`~foretoken.methods.drafters.learning.learner.LearnConfig`.
         salted: learn from requests with a ``cache_salt``, too, though their weights then draft for everybody.
-        thread: learn in a thread of its own while requests are served, on one processor; what was learnt is served
-            from the next draft on.  ``false`` learns between two rounds, which wait for it: a run can be repeated.
         save: folder that the draft model is written to after every update; empty for none.
         tokenizer: saved beside the weights.
 
@@ -117,8 +107,6 @@ class OnlineDrafter(ModelDrafter):
             raise ValueError("nothing was learnt with every=0: the draft model is as it was loaded")
         self.learner.save(folder)
 
-    # -- a request's life --------------------------------------------------------------------------------------------
-
     def start(self, context: Context) -> None:
         """A request begins: time runs for learning."""
         if self.learner is not None:
@@ -127,7 +115,6 @@ class OnlineDrafter(ModelDrafter):
         super().start(context)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Draft with the weights of the moment."""
         if self.learner is not None:
             self.learner.take()
         for context in contexts:
@@ -148,16 +135,15 @@ class OnlineDrafter(ModelDrafter):
         notes.mistakes.append(self.learner.mistake(position, scores.logits[node]))
 
     def rewind(self, context: Context, length: int) -> None:
-        """Take back committed tokens, and the mistakes behind them."""
         super().rewind(context, length)
         notes: _Notes | None = context.state.get((self, "notes"))
         if notes is not None:
             notes.mistakes = [mistake for mistake in notes.mistakes if mistake.position <= length]
 
     def finish(self, context: Context) -> None:
-        """Free the draft model's row; learn, when it is time to."""
+        """Learn, when it is time to."""
+        notes: _Notes | None = context.state.get((self, "notes"))
         super().finish(context)
-        notes: _Notes | None = context.state.pop((self, "notes"), None)
         if notes is not None and self.learner is not None:
             if notes.teaches:
                 self.learner.finished(list(context.tokens), notes.mistakes)

@@ -55,9 +55,7 @@ def check_proposal(tree: Any, context: Context, drafter: Drafter, target: Langua
         raise _broken(drafter, f"returned a tree that starts with token {tree.tokens[0]}, not with context.root")
     if thorough and is_outside(type(drafter)):
         _check_numbers(tree, drafter)
-    for node, token in enumerate(tree.tokens):
-        if node == 0:
-            continue  # the committed text's own token: no drafter has chosen it
+    for node, token in enumerate(tree.tokens[1:], 1):  # no drafter has chosen the root, which is committed
         is_probe = bool(tree.probes) and tree.probes[node]  # it may be a row that was added behind the vocabulary
         most = sys.maxsize if target is None else target.num_ids if is_probe else target.vocab_size
         if not 0 <= token < most:

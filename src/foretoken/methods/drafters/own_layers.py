@@ -46,11 +46,7 @@ class OwnLayersDrafter(ModelDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> OwnLayersDrafter:
-        """From a spec: the target itself is all that is needed; ``vocab=N|FILE`` are the tokens that can be guessed.
-
-        Raises:
-            ValueError: a path was given, or no such draft vocabulary.
-        """
+        """From a spec: the target itself is all that is needed; ``vocab=N|FILE`` are the tokens that can be guessed."""
         if path is not None:
             raise ValueError(f"drafter {cls.name!r} takes no path: it drafts with the target's own layers")
         built = cls(context.target, **options)
@@ -62,7 +58,6 @@ class OwnLayersDrafter(ModelDrafter):
         return self
 
     def cost_beside(self, target_bytes: int) -> float:
-        """The share of the layers that runs."""
         layers = num_layers_of(self.model)
         return self.plan.count(layers) / layers
 
@@ -72,12 +67,8 @@ class OwnLayersDrafter(ModelDrafter):
         return None
 
     def start(self, context: Context) -> None:
-        """The request's sequence of the target is where drafts grow."""
+        """The request's sequence of the target is where drafts grow; it stays the engine's."""
         context.state[self] = context.sequence
-
-    def finish(self, context: Context) -> None:
-        """The sequence belongs to the engine."""
-        context.state.pop(self, None)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Grow all trees; where nothing was guessed nothing is left in the target's sequence, on which another drafter

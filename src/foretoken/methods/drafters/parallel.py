@@ -11,21 +11,23 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.core.costs import TargetCost
 from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import BatchDrafter
 from foretoken.methods.drafters.drawing import distribution_of, is_ranked, log_beliefs, ranked
 from foretoken.methods.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
+from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.trees.cost_aware import PayingNodes
 from foretoken.methods.trees.counts import StaticTree
 from foretoken.methods.trees.lattice import Continuations, lattice
 from foretoken.models.base import LanguageModel
+from foretoken.models.call_costs import quick_costs
 
 
 class DraftIds(Protocol):
@@ -177,9 +179,11 @@ class Guesses:
 class ParallelDrafter(BatchDrafter):
     """Trees of the lattice, or drawn chains and trees.
 
+    Options of them all: ``nodes``, the most draft nodes (a spec that leaves it out gets up to 60, as many as pay by
+    what the target's calls cost on this machine); ``width``, the candidates of every place (1: a chain); ``draw``, what
+    requests that sample without noise get, and ``tree``, as for the drafter ``eagle``.
+
     Attributes:
-        width: candidates of every place; 1: a chain.
-        draw: what requests that sample without noise get, as for the drafter ``eagle``.
         costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
             chances that the draft gives them.
     """
@@ -193,12 +197,18 @@ class ParallelDrafter(BatchDrafter):
     def _shape(self, nodes: int, depth: int, width: int, draw: str, tree: str, rewinds: bool = False) -> None:
         """Take the options that say what is drafted.  Raises ``ValueError`` for an option outside its range."""
         check_draw(self.name, draw)
-        for key, value in (("nodes", nodes), ("width", width)):
-            if value < 1:
-                raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
+        check_least(self.name, 1, nodes=nodes, width=width)
         self.width, self.draw, self.max_depth, self.max_nodes = width, draw, depth, nodes
         self.places = drawn_places(draw, tree, self.name, nodes, depth)
         self.traits = replace(traits_of(draw, width > 1, self.places.branches), rewinds=rewinds)
+
+    @classmethod
+    def sized(cls, target: LanguageModel, options: dict[str, Any], /, *args: Any, **more: Any) -> Self:
+        """With trees that are as large as pays on this machine, unless the option ``nodes`` says how large they are."""
+        built = cls(*args, **more, **{"nodes": MOST_NODES, **options})
+        if "nodes" not in options:
+            built.fit(quick_costs(target))
+        return built
 
     def fit(self, costs: TargetCost) -> None:
         """Keep as many nodes of every tree as pay by what the target's calls cost."""

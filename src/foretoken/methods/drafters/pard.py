@@ -13,17 +13,16 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from foretoken.core import Context, Scores, TokenTree, Verdict
+from foretoken.core import Context, check_least
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
-from foretoken.methods.drafters.dynamic import MOST_NODES
-from foretoken.methods.drafters.growing import check_growth, readable, widened
-from foretoken.methods.drafters.narrowed import described, light_head, projected, reduced_head
+from foretoken.methods.drafters.growing import check_growth, cut_back, readable, widened
+from foretoken.methods.drafters.narrowed import bytes_read, described, light_head, projected, reduced_head
 from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
+from foretoken.methods.drafters.reading import ReadingDrafter
 from foretoken.methods.drafters.target_states import TargetStates, projection_of
-from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.drafters.texts import TextReader, level
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.cache.window import Window
-from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 MASK = "pard_token"
@@ -40,8 +39,8 @@ class ModelIds:
         head: its vocabulary projection, where it is another than its own.
     """
 
-    def __init__(self, own: int, vocab_size: int, head: DraftHead | None = None) -> None:
-        self.own, self.vocab_size, self.head = own, vocab_size, head
+    def __init__(self, vocab_size: int, head: DraftHead | None = None) -> None:
+        self.vocab_size, self.head = vocab_size, head
 
     def cut(self, logits: Tensor) -> Tensor:
         """Logits [n, V'] without those of tokens that the target lacks (a head guesses none)."""
@@ -56,23 +55,15 @@ class ModelIds:
         return widened(logits if self.head is None else self.head.widened(logits), self.vocab_size)
 
 
-class PardDrafter(ParallelDrafter):
+class PardDrafter(ReadingDrafter, ParallelDrafter):
     """Trees of the likeliest prefixes, or drawn chains and trees, of guesses that do not see each other.
 
     Args:
         k: most tokens of a path, the rows of a pass.  More than the model was taught (8 for published ones) are
             guessed worse.
         mask: id of the mask token; -1: the one that the model's configuration names (``pard_token``).
-        nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
-            cost on this machine.
-        width: candidates of every place; 1: a chain.
-        draw, tree: as for the drafter ``eagle``.
         target: the model that is drafted for; its vocabulary may be padded to another width than the draft model's.
         taps: let a draft model that was trained with the target's states (PARD-2) read them.
-
-    Raises:
-        ValueError: an option outside its range, no mask token, or states of another target.
-        CapabilityError: the draft model cannot be rolled back.
     """
 
     name = "pard"
@@ -91,8 +82,7 @@ class PardDrafter(ParallelDrafter):
         target: LanguageModel | None = None,
         taps: bool = True,
     ) -> None:
-        if k < 1:
-            raise ValueError(f"{self.name} needs k >= 1, not {k}")
+        check_least(self.name, 1, k=k)
         self._shape(nodes, k, width, draw, tree, rewinds=True)
         self.traits = replace(self.traits, learns=False)
         check_growth(model, branches=False)
@@ -119,7 +109,7 @@ class PardDrafter(ParallelDrafter):
 
     @head.setter
     def head(self, head: DraftHead | None) -> None:
-        self.ids = ModelIds(self.model.vocab_size, self.vocab_size, head)
+        self.ids = ModelIds(self.vocab_size, head)
         if self.reader is not None:
             self.reader.head = head
 
@@ -136,62 +126,26 @@ class PardDrafter(ParallelDrafter):
         **options: Any,
     ) -> Self:
         """From a spec ``pard[:PATH]``: load the draft model and check that it fits the target.  ``quantize``,
-        ``vocab``, ``window`` and ``sink`` are those of ``model``; ``taps=false`` drafts without the target's states.
-
-        Raises:
-            ValueError: another tokenizer, no mask token, an option outside its choices, no such draft vocabulary, or
-                states of another target.
-            CapabilityError: a draft vocabulary for a model that hands out no hidden states, or a window for one that
-                reads the whole text.
-        """
+        ``vocab``, ``window`` and ``sink`` are those of ``model``; ``taps=false`` drafts without the target's states."""
         draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         return cls.over(draft, context, vocab, **options)
 
     @classmethod
     def over(cls, draft: LanguageModel, context: BuildContext, vocab: str = "", **options: Any) -> Self:
         """With a draft model that is loaded; arguments and errors are those of :meth:`build`."""
-        built = cls(draft, target=context.target, **{"nodes": MOST_NODES, **options})
+        built = cls.sized(context.target, options, draft, target=context.target)
         built.head = reduced_head(vocab, draft, context) or light_head(draft)
-        if "nodes" not in options:
-            built.fit(quick_costs(context.target))
         return built
 
     def cost_beside(self, target_bytes: int) -> float:
         """The draft model runs once: a share of every level."""
-        own = self.model.weight_bytes
-        if self.head is not None and own:
-            own = max(own - self.head.replaced_bytes, 0) + self.head.weight_bytes
-        return share_of_bytes(own // self.max_depth, target_bytes)
+        return share_of_bytes(bytes_read(self.model, self.head) // self.max_depth, target_bytes)
 
     def describe(self) -> list[dict[str, Any]]:
-        """The draft model's weights, and how many tokens it can guess."""
         return [{**told, **described(self.model, self.head)} for told in super().describe()]
 
-    # -- a request's life --------------------------------------------------------------------------------------------
-
-    def start(self, context: Context) -> None:
-        """Put the target's states of the prompt aside, where they are read."""
-        if self.reader is not None:
-            self.reader.start(context)
-
-    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Put the target's states of the round aside, where they are read."""
-        if self.reader is not None:
-            self.reader.observe(context, tree, scores, verdict)
-
     def rewind(self, context: Context, length: int) -> None:
-        """Take back committed tokens; the last token of a text is always fed again, so it is never one of them."""
-        sequence: SequenceState | None = context.state.get(self)
-        if sequence is not None and len(sequence.tokens) >= length:
-            self.model.rewind(sequence, max(length - 1, 0))
-
-    def finish(self, context: Context) -> None:
-        """Free the draft model's row."""
-        close(self, context)
-        if self.reader is not None:
-            self.reader.finish(context)
-
-    # -- drafting ----------------------------------------------------------------------------------------------------
+        cut_back(self.model, context.state.get(self), length)
 
     def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
         """Masks stay in the scratch until the text has grown, and go with what was rejected."""
@@ -222,17 +176,17 @@ class PardDrafter(ParallelDrafter):
 def mask_token(model: LanguageModel) -> int | None:
     """The mask token that a draft model's configuration names; ``None``: it was not taught to fill masks."""
     config = getattr(getattr(model, "model", None), "config", None)
-    found = getattr(config, MASK, None)
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
+    mask = getattr(config, MASK, None)
+    return mask if isinstance(mask, int) and not isinstance(mask, bool) else None
 
 
 def _mask_of(model: LanguageModel, given: int) -> int:
-    found = mask_token(model) if given == -1 else given
-    if found is None:
+    mask = mask_token(model) if given == -1 else given
+    if mask is None:
         raise ValueError(
             f"this draft model was not taught to fill masks: its configuration has no {MASK}; give mask=ID, "
             "or draft token by token with model:PATH"
         )
-    if not 0 <= found < model.vocab_size:
-        raise ValueError(f"the mask token must be one of the draft model's {model.vocab_size} tokens, not {found}")
-    return found
+    if not 0 <= mask < model.vocab_size:
+        raise ValueError(f"the mask token must be one of the draft model's {model.vocab_size} tokens, not {mask}")
+    return mask

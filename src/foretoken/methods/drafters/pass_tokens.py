@@ -26,14 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
+from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes, check_least
 from foretoken.methods.drafters.base import BuildContext, Drafter, Traits
-from foretoken.methods.drafters.drawing import distribution_of, draw_without_replacement, ranked
+from foretoken.methods.drafters.drawing import chances_of, distribution_of, draw_without_replacement
 from foretoken.methods.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
-from foretoken.methods.drafters.nets.store import build_net, read_description
+from foretoken.methods.drafters.nets.store import load_net
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
-from foretoken.models.forward.parts import TargetParts
 
 TYPICAL = (0.5, 0.4, 0.3, 0.25)
 """Chances that the drafts of look-ahead tokens are right, where training did not measure them."""
@@ -97,10 +96,6 @@ class PassTokensDrafter(Drafter):
             or ``"greedy"`` (the most likely ones, verified as point masses).  A greedy request gets greedy drafts.
         groups: how many nodes of the chain, from the root down, have look-ahead tokens below them; 0: all, and for a
             spec as many as pay.  Where the last token that is accepted has none, the next round drafts nothing.
-
-    Raises:
-        ValueError: an option outside its range, or rows of another width than the target's embedding.
-        CapabilityError: the target's embedding cannot be extended.
     """
 
     name = "pass_tokens"
@@ -111,8 +106,7 @@ class PassTokensDrafter(Drafter):
             raise ValueError(f"pass_tokens needs k from 1 to {learned}, which were learned, or 0 for all, not {k}")
         if draw not in ("iid", "greedy"):
             raise ValueError(f"draw must be iid or greedy, not {draw!r}")
-        if groups < 0:
-            raise ValueError(f"pass_tokens needs groups >= 0, not {groups}")
+        check_least(self.name, 0, groups=groups)
         device = getattr(target, "device", None)
         self.net, self.draw = (net if device is None else net.to(device)).eval(), draw
         # The drafts are a chain, but look-ahead tokens branch from it.
@@ -124,28 +118,13 @@ class PassTokensDrafter(Drafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> PassTokensDrafter:
-        """From a spec ``pass_tokens[:FOLDER]``.
-
-        Raises:
-            ValueError: no folder, one trained for another target, or damaged files.
-        """
-        parts = TargetParts(context.target)
-        folder = context.folder(cls.name, path)
-        found = read_description(folder, cls.name, parts.fingerprint())
-        net = build_net(folder, PassTokens, PassTokensConfig, found)
-        accuracies = found["measured"].get("accuracies") or TYPICAL
+        """From a spec ``pass_tokens[:FOLDER]``."""
+        net, _, measured = load_net(context, cls.name, path, PassTokensConfig, PassTokens)
+        accuracies = measured.get("accuracies") or TYPICAL
         costs = quick_costs(context.target)
         wanted = options.get("k", 0), options.get("groups", 0)
         options["k"], options["groups"] = paying_shape(accuracies[: len(net.rows)], costs.relative, *wanted)
-        return cls(net.to(parts.device), context.target, **options)
-
-    def start(self, context: Context) -> None:
-        """Nothing is known before the first round, whose root gets its look-ahead tokens."""
-        context.state[self] = _LookAhead()
-
-    def finish(self, context: Context) -> None:
-        """Forget the request."""
-        context.state.pop(self, None)
+        return cls(net, context.target, **options)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """What the look-ahead tokens said, as a chain, and new ones below its nodes."""
@@ -166,11 +145,8 @@ class PassTokensDrafter(Drafter):
             state.proposed = TokenTree(tuple(tokens), tuple(parents), probes=tuple(probes))
         else:
             q_rows = (-1, *range(len(drafts)), *[-1] * sum(probes))
-            q = (
-                torch.stack(distributions)
-                if distributions
-                else torch.empty(0, self.vocab_size, device=self.net.rows.device)
-            )
+            nothing = torch.empty(0, self.vocab_size, device=self.net.rows.device)
+            q = torch.stack(distributions) if distributions else nothing
             state.proposed = TokenTree(tuple(tokens), tuple(parents), Kind.IID, q, q_rows, tuple(probes))
         return state.proposed
 
@@ -194,18 +170,13 @@ class PassTokensDrafter(Drafter):
         drafts: list[int] = []
         distributions: list[Tensor] = []
         for row in logits[:count]:
+            length = len(context.tokens) + len(drafts)
             prefix = () if sampler.context_free else [*context.tokens, *drafts]
-            if sampler.noise is not None and not likeliest:
-                length = len(context.tokens) + len(drafts)
-                ranking = ranked(sampler, row[None], [length], [prefix])[0]
-                if not bool(ranking.max() > -torch.inf):
-                    break  # the request allows nothing here
-                distribution = torch.softmax(ranking, -1)
-            else:
-                possible = distribution_of(sampler, row, prefix)
-                if possible is None:
-                    break
-                distribution = possible
+            distribution = (
+                distribution_of(sampler, row, prefix) if likeliest else chances_of(sampler, row, prefix, length)
+            )
+            if distribution is None:
+                break  # the request allows nothing here
             if sampler.fixed or likeliest:
                 drafts.append(int(distribution.argmax()))
             else:

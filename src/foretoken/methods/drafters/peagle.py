@@ -14,15 +14,13 @@ from torch import Tensor
 from foretoken.core import Context
 from foretoken.methods.drafters.base import BuildContext, share_of_bytes
 from foretoken.methods.drafters.draft_vocabulary import chosen_ids
-from foretoken.methods.drafters.dynamic import MOST_NODES
 from foretoken.methods.drafters.eagle3 import vocabulary_head
-from foretoken.methods.drafters.features import load_net
 from foretoken.methods.drafters.masked import MaskedReader
 from foretoken.methods.drafters.nets.peagle import DEEPEST, PeagleConfig, PeagleModel, PeagleNet
+from foretoken.methods.drafters.nets.store import load_net
 from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
-from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 
@@ -33,15 +31,7 @@ class PeagleDrafter(MaskedReader, ParallelDrafter):
     Args:
         model: the network over the target's hidden states.
         k: most tokens of a path, the rows of a pass; 0: as many as it was trained for.
-        nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
-            cost on this machine.
-        width: candidates of every place; 1: a chain.
-        draw, tree: as for the drafter ``eagle``.
-        window: places of the text that the network looks back; 0: all.
-        sink: first places of the text that it looks at as well.
-
-    Raises:
-        ValueError: an option outside its range.
+        window, sink: as for the drafter ``eagle``.
     """
 
     name = "peagle"
@@ -69,59 +59,40 @@ class PeagleDrafter(MaskedReader, ParallelDrafter):
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
         """From a spec ``peagle[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, of those that it was
-        trained for: all of these by default.
-
-        Raises:
-            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
-        """
-        net, parts = load_net(context, cls.name, path, PeagleConfig, PeagleNet)
+        trained for: all of these by default."""
+        net, parts, _ = load_net(context, cls.name, path, PeagleConfig, PeagleNet)
         ids = chosen_ids(vocab, context, parts.vocab_size, net.vocabulary.tolist()) if vocab else None
-        built = cls(_model(net, parts, context.target, ids), **{"nodes": MOST_NODES, **options})
-        if "nodes" not in options:
-            built.fit(quick_costs(context.target))
-        return built
+        head = vocabulary_head(net, parts, ids)
+        return cls.sized(context.target, options, PeagleModel(net, parts, context.target, head))
 
     @classmethod
     def of(cls, net: PeagleNet, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
         """A drafter over a network as it is now: the projection is a copy."""
-        return cls(_model(net, parts, target), **options)
+        return cls(PeagleModel(net, parts, target, vocabulary_head(net, parts)), **options)
 
     @property
     def head(self) -> DraftHead:
         """The vocabulary projection."""
-        found: DraftHead = self.model.project
-        return found
+        return self.model.project
 
     def cost_beside(self, target_bytes: int) -> float:
         """The network and the vocabulary projection, which run once, as a share of every level."""
         return share_of_bytes((self.model.weight_bytes + self.head.weight_bytes) // self.max_depth, target_bytes)
 
     def describe(self) -> list[dict[str, Any]]:
-        """How many tokens it can guess."""
         return [{**told, "vocabulary": self.head.size} for told in super().describe()]
 
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
         return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
 
-    # -- drafting ----------------------------------------------------------------------------------------------------
-
     def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
         """What was committed since the last draft is read with the masks behind it."""
         level = self.read_up_to_end(contexts)
         ready = [i for i in range(len(contexts)) if level[i] and depths[i] > 0]
         logits = self.guesses([contexts[i] for i in ready], [depths[i] for i in ready])
-        return {i: self._guess(contexts[i], logits[id(contexts[i])]) for i in ready if id(contexts[i]) in logits}
-
-    def _guess(self, context: Context, rows: Tensor) -> Guesses:
-        return Guesses(context, rows, self.head, self._races(context))
+        guessed = ((i, contexts[i], logits.get(id(contexts[i]))) for i in ready)
+        return {i: Guesses(c, rows, self.head, self._races(c)) for i, c, rows in guessed if rows is not None}
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
-        """A learned state, the same for all."""
         return self.model.mask_states(count)
-
-
-def _model(net: PeagleNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> PeagleModel:
-    """The network with the projection to ``ids`` [V_d] of its tokens, all of them by default."""
-    net = net.to(parts.device)
-    return PeagleModel(net, parts, target, vocabulary_head(net, parts, ids))

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from foretoken.core import Budget, Context
+from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import BuildContext, Foresight, Traits
 from foretoken.methods.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 
@@ -41,7 +41,6 @@ class PredictionSource(NgramSource):
             self._places.setdefault(token, []).append(place)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Follow the new tokens of the answer."""
         for token in tokens:
             self.text.append(token)
             if len(self.text) > self.prompt_length:
@@ -72,13 +71,13 @@ class PredictionSource(NgramSource):
         places = self._places.get(self.text[-1], [])
         middle = bisect_left(places, self.at - 1)
         best: tuple[int, int] | None = None
-        found = None
+        following = None
         for place in places[max(0, middle - CANDIDATES) : middle + CANDIDATES]:
             distance = abs(place + 1 - self.at)
             matching = self._matching(place)
             if distance <= NEAR ** (matching + 1) and (best is None or (matching, -distance) > best):
-                best, found = (matching, -distance), place + 1
-        return found
+                best, following = (matching, -distance), place + 1
+        return following
 
     def _matching(self, place: int) -> int:
         """How many tokens up to ``place`` of the prediction end the answer."""
@@ -89,7 +88,6 @@ class PredictionSource(NgramSource):
         return count
 
     def propose(self, budget: Budget) -> Guess:
-        """The prediction's next tokens."""
         self.drafted = self.at
         tokens = self.prediction[self.at : self.at + min(self.most, budget.max_depth, budget.max_nodes)]
         return Guess.copied(tokens, LONGEST if not self.lost else 1)
@@ -108,17 +106,13 @@ class PredictionDrafter(SourceDrafter):
     Args:
         k: most draft tokens.
         default: token ids that are expected in the answer of a request without a prediction of its own.
-
-    Raises:
-        ValueError: ``k`` below 1; later, a prediction with ids outside the vocabulary.
     """
 
     name = "prediction"
     traits = Traits(rewinds=True, learns=False, only_for="requests with prediction=...")
 
     def __init__(self, k: int = 16, default: Sequence[int] = ()) -> None:
-        if k < 1:
-            raise ValueError(f"prediction needs k >= 1, not {k}")
+        check_least(self.name, 1, k=k)
         self.max_depth, self.default = k, default
         self.vocab_size: int | None = None
 
@@ -133,7 +127,6 @@ class PredictionDrafter(SourceDrafter):
 
     @property
     def foresight(self) -> Foresight:
-        """The prediction, of which the statistics are told."""
         return self
 
     def minimum_budget(self, context: Context, budget: Budget) -> Budget:
@@ -146,7 +139,6 @@ class PredictionDrafter(SourceDrafter):
         return source.drafted if isinstance(source, PredictionSource) else None
 
     def open(self, context: Context) -> NgramSource:
-        """Index the request's prediction."""
         prediction = self.default if context.prediction is None else context.prediction
         if not prediction:
             return NoPrediction()

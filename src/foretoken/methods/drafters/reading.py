@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from foretoken.core import Context, HiddenStates, HiddenText, Scores, TokenTree, Verdict
-from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.drafters.base import Drafter
+from foretoken.methods.drafters.texts import TextReader, forget, level
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.runner import PREFILL_CHUNK
@@ -71,9 +72,8 @@ class FeatureReader:
         context.state[self, "pending"].add(context, self.taps)
 
     def finish(self, context: Context) -> None:
-        """Free the row."""
-        close(self, context)
-        context.state.pop((self, "pending"), None)
+        """Free the row and the features."""
+        forget(self, context)
 
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
         """Features [n, D] of the target's hidden states [n, D], by tap."""
@@ -87,13 +87,13 @@ class FeatureReader:
         """
         ready = self.read_up_to_end(contexts)
         ends = [c for c, is_level in zip(contexts, ready, strict=True) if is_level and c.state[self, "pending"]]
-        found: dict[int, Rows] = {}
+        rows_of: dict[int, Rows] = {}
         if ends:
             feeds = [self.feed(context, len(context.state[self, "pending"]), self.wanted) for context in ends]
             for context, rows in zip(ends, self.model.forward(feeds), strict=True):
                 self.keep(context)
-                found[id(context)] = rows
-        return ready, found
+                rows_of[id(context)] = rows
+        return ready, rows_of
 
     def read_up_to_end(self, contexts: Sequence[Context]) -> list[bool]:
         """Read all but the last places of long texts; says for which requests that is all that was missing."""
@@ -130,6 +130,26 @@ class FeatureReader:
         context.state[self, "pending"].skip_to(len(sequence.tokens) - 1 + self.skipped)
 
 
+class ReadingDrafter(Drafter):
+    """A drafter that has such a reader beside its own model, if it has one."""
+
+    reader: FeatureReader | None = None
+
+    def start(self, context: Context) -> None:
+        super().start(context)
+        if self.reader is not None:
+            self.reader.start(context)
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        if self.reader is not None:
+            self.reader.observe(context, tree, scores, verdict)
+
+    def finish(self, context: Context) -> None:
+        super().finish(context)
+        if self.reader is not None:
+            self.reader.finish(context)
+
+
 class _PairReader(TextReader):
     """Reads a token and the feature before it at every place."""
 
@@ -144,7 +164,6 @@ class _PairReader(TextReader):
         return len(context.state[self.reader, "pending"])
 
     def read(self, parts: Sequence[tuple[Context, SequenceState, Sequence[int]]]) -> None:
-        """Read pieces one after the other."""
         for context, _, tokens in parts:
             for start in range(0, len(tokens), PREFILL_CHUNK):
                 self.model.forward([self.reader.feed(context, len(tokens[start : start + PREFILL_CHUNK]), 0)])

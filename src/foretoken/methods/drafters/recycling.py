@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict, check_least
 from foretoken.core.largest import largest
 from foretoken.methods.drafters.base import Drafter, Traits
 from foretoken.methods.drafters.tenants import Tenants
@@ -69,14 +69,14 @@ class Template:
     def levels(self, max_depth: int, max_nodes: int) -> list[list[int]]:
         """Nodes (1-based) of every depth, among the first ``max_nodes`` and not below ``max_depth``."""
         depths = [0]
-        found: list[list[int]] = []
+        by_depth: list[list[int]] = []
         for node, parent in enumerate(self.parents[:max_nodes], 1):
             depths.append(depths[parent] + 1)
             if depths[node] <= max_depth:
-                while len(found) < depths[node]:
-                    found.append([])
-                found[depths[node] - 1].append(node)
-        return found
+                while len(by_depth) < depths[node]:
+                    by_depth.append([])
+                by_depth[depths[node] - 1].append(node)
+        return by_depth
 
 
 class FollowerTable:
@@ -169,57 +169,30 @@ class RecyclingDrafter(Drafter):
         depth: levels of the tree.
         adapt: rounds after which the shape is made anew from what was accepted (0: never).
         share: keep table, statistics and shape from request to request, for each salt apart.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "recycling"
     traits = Traits(draws_trees=True, rewinds=True)
 
     def __init__(self, nodes: int = 80, depth: int = 6, adapt: int = 0, share: bool = True) -> None:
-        for name, value, least in (("nodes", nodes, 1), ("depth", depth, 1), ("adapt", adapt, 0)):
-            if value < least:
-                raise ValueError(f"recycling needs {name} >= {least}, not {value}")
+        check_least(self.name, 1, nodes=nodes, depth=depth)
+        check_least(self.name, 0, adapt=adapt)
         self.max_nodes, self.max_depth, self.adapt = nodes, depth, adapt
         self.traits = replace(self.traits, shares_state=share)
         self._first = Template.best(PRIOR, nodes, depth)
         self.tenants = Tenants(lambda: TenantState(self._first), TENANTS)
 
-    @property
-    def template(self) -> Template:
-        """The shape of trees for requests without a salt."""
-        return self.tenants.of("").template
-
-    @property
-    def statistics(self) -> Statistics:
-        """What was accepted of requests without a salt."""
-        return self.tenants.of("").statistics
-
-    @property
-    def _shared(self) -> FollowerTable:
-        return self.tenants.of("").followers
-
     def learned(self, context: Context) -> TenantState:
         """What a request uses: what its tenant's requests have taught, or it alone."""
         if self.traits.shares_state:
             return self.tenants.of(context.salt)
-        found: TenantState | None = context.state.get(self)
-        if found is None:
-            found = context.state[self] = TenantState(self._first)
-        return found
-
-    def followers(self, context: Context) -> FollowerTable:
-        """The table that a request uses."""
-        return self.learned(context).followers
+        own: TenantState | None = context.state.get(self)
+        if own is None:
+            own = context.state[self] = TenantState(self._first)
+        return own
 
     def start(self, context: Context) -> None:
-        """Fill empty rows from the prompt."""
-        self.followers(context).read(context.tokens)
-
-    def finish(self, context: Context) -> None:
-        """Forget what the request alone has taught."""
-        context.state.pop(self, None)
+        self.learned(context).followers.read(context.tokens)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Fill the template with followers of followers; nodes without a known token are left out."""
@@ -245,9 +218,9 @@ class RecyclingDrafter(Drafter):
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Every scored node, accepted or not, gives its token's followers; later nodes overwrite earlier ones."""
-        self._count(self.learned(context), tree, verdict)
-        best = largest(scores.logits, min(WIDTH, scores.logits.shape[-1]))[1]
-        table = self.followers(context)
+        learned = self.learned(context)
+        self._count(learned, tree, verdict)
+        best, table = largest(scores.logits, min(WIDTH, scores.logits.shape[-1]))[1], learned.followers
         table.reserve(scores.logits.shape[-1])
         table.update(tree.tokens, best.cpu().numpy().astype(np.int32))
 
@@ -260,7 +233,3 @@ class RecyclingDrafter(Drafter):
         learned.rounds += 1
         if self.adapt and learned.rounds % self.adapt == 0:
             learned.reshape(self.max_nodes, self.max_depth)
-
-    def reshape(self) -> None:
-        """Make the template of requests without a salt anew from their statistics."""
-        self.tenants.of("").reshape(self.max_nodes, self.max_depth)

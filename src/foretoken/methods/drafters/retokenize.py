@@ -5,20 +5,18 @@ SLEM, string-level exact match: Timor et al. 2025 (arXiv 2502.05202); Transforme
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from foretoken.core import Budget, Context, TokenTree
+from foretoken.core import Budget, Context, TokenTree, check_least
 from foretoken.methods.drafters.base import BatchDrafter, BuildContext, Traits
-from foretoken.methods.drafters.texts import TextReader, close, level
+from foretoken.methods.drafters.drawing import ends_draft
+from foretoken.methods.drafters.texts import TextReader, level
 from foretoken.methods.drafters.vocabulary import (
+    ReadText,
     Vocabulary,
-    character_decoder,
     common_border,
     spelled,
     translated_spellings,
@@ -29,20 +27,6 @@ from foretoken.models.cache.window import Window
 
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 """Bytes that no character begins with."""
-
-
-@dataclass
-class _Text:
-    """One request's text as the draft model reads it.
-
-    Attributes:
-        count: how many of the request's tokens it covers.
-        characters: holds back a half-written character, which is not in ``ids`` yet.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    count: int = 0
-    characters: codecs.IncrementalDecoder = field(default_factory=character_decoder)
 
 
 class RetokenizeDrafter(BatchDrafter):
@@ -56,10 +40,6 @@ class RetokenizeDrafter(BatchDrafter):
     Args:
         k: tokens that the draft model writes per round.
         lookbehind: tokens before new text that are tokenized again together with it, on either side.
-
-    Raises:
-        ValueError: ``k`` or ``lookbehind`` below 1.
-        CapabilityError: the draft model cannot be rolled back.
     """
 
     name = "retokenize"
@@ -73,9 +53,7 @@ class RetokenizeDrafter(BatchDrafter):
         k: int = 4,
         lookbehind: int = 10,
     ) -> None:
-        for name, value in (("k", k), ("lookbehind", lookbehind)):
-            if value < 1:
-                raise ValueError(f"retokenize needs {name} >= 1, not {value}")
+        check_least(self.name, 1, k=k, lookbehind=lookbehind)
         if not model.capabilities.rollback:
             raise CapabilityError(
                 f"this model cannot draft so: {model.capabilities.missing.get('rollback', 'rollback')}"
@@ -105,16 +83,11 @@ class RetokenizeDrafter(BatchDrafter):
 
     def start(self, context: Context) -> None:
         """Begin with an empty text, which is tokenized when a draft is asked for."""
-        context.state[self] = _Text()
-
-    def finish(self, context: Context) -> None:
-        """Free the draft model's row."""
-        context.state.pop(self, None)
-        close((self, "text"), context)
+        context.state[self] = ReadText()
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Write all drafts together, one draft forward per token, then tokenize each for the target."""
-        texts: list[_Text] = [context.state[self] for context in contexts]
+        texts: list[ReadText] = [context.state[self] for context in contexts]
         for context, text in zip(contexts, texts, strict=True):
             self._follow(context, text)
         levels = level((self, "text"), TextReader(self.model), contexts, [text.ids for text in texts])
@@ -128,7 +101,7 @@ class RetokenizeDrafter(BatchDrafter):
 
     # -- the target's text for the draft model -----------------------------------------------------------------------
 
-    def _follow(self, context: Context, text: _Text) -> None:
+    def _follow(self, context: Context, text: ReadText) -> None:
         """Read what was committed since the last time."""
         new = text.characters.decode(spelled(self._for_draft, context.tokens[text.count :]))
         text.count = len(context.tokens)
@@ -138,7 +111,7 @@ class RetokenizeDrafter(BatchDrafter):
             if sequence is not None and len(sequence.tokens) > kept:
                 self.model.rewind(sequence, kept)
 
-    def _append(self, text: _Text, new: str) -> int:
+    def _append(self, text: ReadText, new: str) -> int:
         """Add to ``text.ids``; return how many tokens stayed and have another one behind them."""
         vocabulary = self.vocabulary
         if not text.ids:
@@ -158,7 +131,11 @@ class RetokenizeDrafter(BatchDrafter):
     # -- drafts ------------------------------------------------------------------------------------------------------
 
     def _write(
-        self, contexts: Sequence[Context], texts: Sequence[_Text], budgets: Sequence[Budget], steps: Sequence[int]
+        self,
+        contexts: Sequence[Context],
+        texts: Sequence[ReadText],
+        budgets: Sequence[Budget],
+        steps: Sequence[int],
     ) -> list[list[int]]:
         """The draft model's likeliest tokens after every text, as many as there are steps."""
         drafts: list[list[int]] = [[] for _ in texts]
@@ -171,19 +148,19 @@ class RetokenizeDrafter(BatchDrafter):
             going = []
             for i, row, token in zip(live, logits, logits.argmax(-1).tolist(), strict=True):
                 drafts[i].append(token)
-                if len(drafts[i]) < steps[i] and not _stops(budgets[i], row, token):
+                if len(drafts[i]) < steps[i] and not ends_draft(budgets[i], row, token):
                     going.append(i)
             live, unread = going, [drafts[i][-1:] for i in going]
         return drafts
 
-    def _steps(self, text: _Text, budget: Budget, is_level: bool) -> int:
+    def _steps(self, text: ReadText, budget: Budget, is_level: bool) -> int:
         """Tokens that the draft model may write."""
         room = self.model.context_length - len(text.ids)
         return max(0, min(self.k, budget.max_depth, room + 1)) if is_level and text.ids and budget.max_nodes else 0
 
     # -- the draft model's text for the target -----------------------------------------------------------------------
 
-    def _retokenized(self, context: Context, text: _Text, draft: Sequence[int]) -> list[int]:
+    def _retokenized(self, context: Context, text: ReadText, draft: Sequence[int]) -> list[int]:
         """The target's tokens of what the draft spells behind the committed text; none where they do not fit."""
         written, held = spelled(self._for_target, draft), text.characters.getstate()[0]
         if not written.startswith(held):
@@ -199,11 +176,3 @@ class RetokenizeDrafter(BatchDrafter):
             size -= len(vocabulary.spellings[tokens[start]])
         ends_alike = whole.endswith(vocabulary.bytes_of(tokens[start:]))
         return tokens[start:] if size == 0 and ends_alike else []
-
-
-def _stops(budget: Budget, logits: Tensor, token: int) -> bool:
-    """Whether the draft ends behind a token that was drawn from logits [V']."""
-    if not budget.asks_for_confidence:
-        return False
-    distribution = torch.softmax(logits.float(), -1)
-    return budget.stops_after(distribution, float(distribution[token]))

@@ -78,9 +78,6 @@ class RetrievalDrafter(SourceDrafter):
         k: longest draft.
         nodes: most draft nodes.
         hits: most places that are looked at.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "retrieval"
@@ -100,11 +97,7 @@ class RetrievalDrafter(SourceDrafter):
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> RetrievalDrafter:
-        """From a spec ``retrieval[:FILE]``; without a path, some modules of Python's standard library, in memory.
-
-        Raises:
-            ValueError: a file that is missing, damaged or of another tokenizer; no path and no tokenizer.
-        """
+        """From a spec ``retrieval[:FILE]``; without a path, some modules of Python's standard library, in memory."""
         if path is not None:
             datastore = Datastore.open(path, context.tokenizer)
         elif context.tokenizer is not None:
@@ -115,15 +108,14 @@ class RetrievalDrafter(SourceDrafter):
         return cls(datastore, **options)
 
     def open(self, context: Context) -> NgramSource:
-        """The request's text over the common datastore."""
         return _DatastoreSource(self)
 
 
 def standard_library() -> Iterator[str]:
     """Sources of a few modules of the running Python.  Raises ``ValueError`` where this Python keeps no sources."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found = [path for name in STANDARD_LIBRARY if (path := folder / f"{name}.py").is_file()]
-    if not found:
+    files = [path for name in STANDARD_LIBRARY if (path := folder / f"{name}.py").is_file()]
+    if not files:
         raise ValueError("this Python has no sources to build a datastore from: give a file, retrieval:FILE")
-    for path in found:
+    for path in files:
         yield path.read_text(encoding="utf-8")

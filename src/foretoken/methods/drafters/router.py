@@ -34,10 +34,6 @@ class RouterDrafter(GroupDrafter):
         least: the estimate that a guess must reach; where none does, the last member drafts, and where that one has
             nothing to say either, the best guess after all.
         bias: with ``match``, per member by how many tokens its match must be longer than those of others.
-
-    Raises:
-        ValueError: a cost below 0, no member, one member twice, different vocabularies, or a rule that is none or does
-            not fit the members.
     """
 
     name = "router"
@@ -78,11 +74,7 @@ class RouterDrafter(GroupDrafter):
         bias: str = "",
     ) -> RouterDrafter:
         """From a spec ``router[,drafters=(A|B|...)][,costs=0.1|0][,rule=expected][,least=1]``; by default all that need
-        no training.
-
-        Raises:
-            ValueError: a path, costs that are no numbers, or members that are unknown or do not fit.
-        """
+        no training."""
         if path is not None:
             raise ValueError("drafter 'router' takes no path: router,drafters=(model:PATH|ngram)")
         numbers, biases = parse_costs(costs), parse_costs(bias, "bias")
@@ -110,8 +102,8 @@ class RouterDrafter(GroupDrafter):
             waiting = []
             for index in sorted(asked):
                 some = asked[index]
-                found = ask(self.drafters[index], [contexts[i] for i in some], [orders[i][place][1] for i in some])
-                for i, tree in zip(some, found, strict=True):
+                proposed = ask(self.drafters[index], [contexts[i] for i in some], [orders[i][place][1] for i in some])
+                for i, tree in zip(some, proposed, strict=True):
                     if len(tree) > 1:
                         trees[i] = self._owned(contexts[i], index, tree)
                         self._guess_beside(contexts[i], orders[i][: place + 1])

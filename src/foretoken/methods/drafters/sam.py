@@ -107,9 +107,6 @@ class SamDrafter(SourceDrafter):
         min_match: shortest match that is believed.
         bias: how many tokens longer a match in the corpus must be than one in the request's own text.
         corpus: texts that are known beforehand (token ids each), or an object with ``after``.
-
-    Raises:
-        ValueError: an option outside its range, or an empty corpus.
     """
 
     name = "sam"
@@ -137,7 +134,6 @@ class SamDrafter(SourceDrafter):
         return cls(corpus=DatastoreCorpus(datastore), **options)
 
     def open(self, context: Context) -> NgramSource:
-        """An automaton of the request's own text."""
         return _SamSource(self)
 
     def wanted(self, matched: int, most: int) -> int:

@@ -38,7 +38,6 @@ class ScriptedDrafter(Drafter):
         self.traits = replace(self.traits, draws_trees=propose is not None)  # a function may propose anything
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """The script's tokens, as many as the budget allows."""
         if self._propose is not None:
             return self._propose(context, budget)
         start = len(context.tokens) - context.prompt_length if self.as_output else 0

@@ -5,9 +5,8 @@ TLI, token-level intersection: Timor et al. 2025 (arXiv 2502.05202).
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,24 +16,9 @@ from foretoken.core import Context
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.model import ModelDrafter
-from foretoken.methods.drafters.vocabulary import Vocabulary, character_decoder, common_tokens
+from foretoken.methods.drafters.vocabulary import ReadText, Vocabulary, common_tokens
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import Window
-
-
-@dataclass
-class _Reading:
-    """One request's text in the draft model's ids.
-
-    Attributes:
-        ids: the text so far; it only ever grows.
-        count: how many of the request's tokens it covers.
-        characters: holds back a half-written character.
-    """
-
-    ids: list[int]
-    count: int = 0
-    characters: codecs.IncrementalDecoder = field(default_factory=character_decoder)
 
 
 class SharedVocabDrafter(ModelDrafter):
@@ -48,12 +32,7 @@ class SharedVocabDrafter(ModelDrafter):
     Args:
         vocabulary: what the draft model's tokens spell.
         target_vocabulary: what the target's tokens spell, as many as its logits are wide.
-        k: chain length, when no tree is asked for.
-        tree, draw: as for the drafter ``model``.
-
-    Raises:
-        ValueError: an option outside its range, or vocabularies without a common token.
-        CapabilityError: the draft model cannot be rolled back, or cannot grow trees.
+        k, tree, draw: as for the drafter ``model``.
     """
 
     name = "shared_vocab"
@@ -99,25 +78,20 @@ class SharedVocabDrafter(ModelDrafter):
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)
 
-    def finish(self, context: Context) -> None:
-        """Free the draft model's row and the text as it read it."""
-        super().finish(context)
-        context.state.pop((self, "read"), None)
-
     def read(self, context: Context) -> Sequence[int]:
         """The committed text in the draft model's own ids; only what is new is translated."""
-        reading: _Reading | None = context.state.get((self, "read"))
+        reading: ReadText | None = context.state.get((self, "read"))
         if reading is None:
-            first = self._own_ids(context.tokens[0], _Reading([]))
+            first = self._own_ids(context.tokens[0], ReadText([]))
             # A text begins as the draft model's tokenizer lets it begin, usually with its bos.
             prefix = self.vocabulary.prefix
-            reading = context.state[(self, "read")] = _Reading([] if prefix[:1] == tuple(first) else list(prefix))
+            reading = context.state[(self, "read")] = ReadText([] if prefix[:1] == tuple(first) else list(prefix))
         for token in context.tokens[reading.count :]:
             reading.ids.extend(self._own_ids(token, reading))
         reading.count = len(context.tokens)
         return reading.ids
 
-    def _own_ids(self, token: int, reading: _Reading) -> Sequence[int]:
+    def _own_ids(self, token: int, reading: ReadText) -> Sequence[int]:
         """The draft model's ids for one more target token; none while a character is half-written."""
         own, vocabulary = self._draft_of[token], self.target_vocabulary
         half_written = bool(reading.characters.getstate()[0])

@@ -114,18 +114,14 @@ def measured_set(target: LanguageModel, prompts: Sequence[Sequence[int]], tokens
     """
     text = _OwnText(target, prompts, tokens)
     try:
-        order = sorted(_singles(num_layers_of(target)), key=text.sensitivity)
+        middle = range(1, num_layers_of(target) - 1)  # every sublayer of every layer but the first and the last
+        singles = [SkipSet(attention=frozenset({i})) for i in middle] + [SkipSet(mlp=frozenset({i})) for i in middle]
+        order = sorted(singles, key=text.sensitivity)
         attention = [one for one in order if one.attention]
         best = _longest_that_pays(text, SkipSet(), attention)
         return _longest_that_pays(text, best.skips, [one for one in order if one.mlp], best)
     finally:
         text.close()
-
-
-def _singles(layers: int) -> list[SkipSet]:
-    """Every sublayer of every layer but the first and the last."""
-    middle = range(1, layers - 1)
-    return [SkipSet(attention=frozenset({i})) for i in middle] + [SkipSet(mlp=frozenset({i})) for i in middle]
 
 
 def _longest_that_pays(text: _OwnText, base: SkipSet, more: Sequence[SkipSet], best: Choice | None = None) -> Choice:

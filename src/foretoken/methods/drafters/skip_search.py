@@ -76,8 +76,7 @@ class SkipSearch:
         """Of random sets the one with the highest upper confidence bound under a Gaussian process."""
         pool = np.stack([self._random() for _ in range(POOL)])
         mean, deviation = posterior(np.stack(self._tried[-MEMORY:]), np.asarray(self._scores[-MEMORY:]), pool)
-        best: Bits = pool[int((mean + KAPPA * deviation).argmax())]
-        return best
+        return pool[int((mean + KAPPA * deviation).argmax())]
 
     def _set(self, bits: Bits) -> SkipSet:
         chosen = [place for place, bit in zip(self.places, bits, strict=True) if bit]
@@ -104,5 +103,4 @@ def posterior(x: Bits, y: Floats, pool: Bits) -> tuple[Floats, Floats]:
 
 def _kernel(a: Bits, b: Bits) -> Floats:
     differing = (a[:, None, :] != b[None, :, :]).mean(-1)
-    kernel: Floats = np.exp(-4.0 * differing)
-    return kernel
+    return np.exp(-4.0 * differing)

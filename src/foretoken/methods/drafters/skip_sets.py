@@ -76,7 +76,7 @@ def _text(layers: Iterable[int]) -> str:
 
 
 def _layers(text: str, what: str, num_layers: int) -> frozenset[int]:
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split("+") if text.strip() not in ("", NOTHING) else ():
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
@@ -84,8 +84,8 @@ def _layers(text: str, what: str, num_layers: int) -> frozenset[int]:
         low, high = int(first), int(last or first)
         if high >= num_layers or low > high:
             raise ValueError(f"{what}={text!r} has a layer out of range: the target has layers 0 to {num_layers - 1}")
-        found.update(range(low, high + 1))
-    return frozenset(found)
+        numbers.update(range(low, high + 1))
+    return frozenset(numbers)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,6 @@ class SourceDrafter(Drafter):
         return self.source(context).propose(budget).within(budget)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """The source's guess; the root alone when it has none."""
         return self.guess(context, budget).tree(context.root)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
@@ -147,7 +146,6 @@ class SourceDrafter(Drafter):
             self.source(context)
 
     def rewind(self, context: Context, length: int) -> None:
-        """Forget the text behind its first ``length`` tokens."""
         source: NgramSource | None = context.state.get(self)
         if source is not None and len(source.text) > length:
             source.rewind(length)
@@ -157,7 +155,7 @@ class SourceDrafter(Drafter):
         if self in context.state:
             source: NgramSource = self.source(context) if self.traits.shares_state else context.state[self]
             source.close()
-            del context.state[self]
+        super().finish(context)
 
 
 class Automaton:
@@ -253,14 +251,8 @@ class Automaton:
             self._next[state] = -1
 
     def _new(self, length: int, end: int) -> int:
-        for column, value in (
-            (self.length, length),
-            (self.link, 0),
-            (self.first_end, end),
-            (self.count, 0),
-            (self._token, -1),
-            (self._next, -1),
-        ):
+        columns = self.length, self.link, self.first_end, self.count, self._token, self._next
+        for column, value in zip(columns, (length, 0, end, 0, -1, -1), strict=True):
             column.append(value)
         return len(self.length) - 1
 

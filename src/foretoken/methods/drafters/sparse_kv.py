@@ -21,18 +21,13 @@ class SparseKvDrafter(ModelDrafter):
     """Drafts with the target's weights over chosen chunks of its keys and values.
 
     Args:
-        k: chain length, when no tree is asked for.
-        tree, draw: as for the drafter ``model``.
+        k, tree, draw: as for the drafter ``model``.
         budget: slots per layer and key head; 0: a quarter of the context, but 256 to 4096.
         chunk: consecutive tokens that are chosen together.
         select: ``"retrieval"`` (what the last query fits best) or ``"recent"`` (the first 16 tokens and the last ones).
         rebuild: tokens after which the subset is chosen anew.
         local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query.
         offload: keep the target's own keys and values in host memory: only what drafts read stays on its device.
-
-    Raises:
-        ValueError: an option outside its range, or ``offload`` for a target on the CPU.
-        CapabilityError: the target has no cache of keys and values.
     """
 
     name = "sparse_kv"
@@ -60,9 +55,6 @@ class SparseKvDrafter(ModelDrafter):
         With ``inner`` the drafts are themselves sped up by another drafter: a
         :class:`~foretoken.methods.drafters.cascade.CascadeDrafter` whose draft model is the sparse target (TriForce's
         hierarchy).
-
-        Raises:
-            ValueError: a path, an inner drafter that does not fit, or a tree of it.
         """
         if path is not None:
             raise ValueError("drafter 'sparse_kv' takes no path: it drafts with the target's own weights")

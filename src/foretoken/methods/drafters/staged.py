@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Kind, TokenTree
+from foretoken.core import Budget, Context, Kind, TokenTree, check_least
 from foretoken.methods.drafters.base import BuildContext, Drafter
 from foretoken.methods.drafters.cascade import CascadeDrafter, Chain, Rule
 from foretoken.methods.drafters.drawing import best, draw_without_replacement
@@ -92,11 +92,6 @@ class StagedDrafter(CascadeDrafter):
         target: the model that is drafted for, as in :class:`~foretoken.methods.drafters.model.ModelDrafter`.
         tree: a static tree instead of these two, whose siblings may have children: children per level, ``"3x2x1"``, a
             file of ``foretoken tune tree``, or a spec such as ``"sequoia,nodes=16"``.
-
-    Raises:
-        ValueError: an option outside its range, a tree that is none, follows the draft's confidence or has more than
-            256 nodes, or a drafter that cannot work inside another one.
-        CapabilityError: the model cannot score and keep trees.
     """
 
     name = "staged"
@@ -111,8 +106,7 @@ class StagedDrafter(CascadeDrafter):
         target: LanguageModel | None = None,
         tree: str = "",
     ) -> None:
-        if width < 1:
-            raise ValueError(f"staged needs width >= 1, not {width}")
+        check_least(self.name, 1, width=width)
         shape = listed(places_of(tree, self.name)) if tree else None
         if (k * width if shape is None else len(shape)) > MOST_NODES:
             what = f"tree={tree}" if tree else f"k={k} times width={width}"
@@ -159,7 +153,7 @@ class StagedDrafter(CascadeDrafter):
                 sibling, down = (*above, rank), (*path, *chain.tokens[:depth], token)
                 spine.nodes.append(StagedNode(sibling, token, distribution))
                 length = spine.first_children(sibling)
-                if length and not self._stops_after(chain, depth, token):
+                if length and not self._is_last(chain, *chain.places[depth], token):
                     branch = SiblingChain(
                         spine.context, spine.inside, spine.sequence, spine.budget, length, length, path=down,
                         unread=(token,), parent=chain.spots[depth], most_guesses=length,
@@ -180,10 +174,6 @@ class StagedDrafter(CascadeDrafter):
         ranking = scores.ranking(node).clone()  # [V]
         ranking[token] = -torch.inf
         return best(ranking, count)
-
-    def _stops_after(self, chain: Chain, depth: int, token: int) -> bool:
-        """Whether the budget's stop suppresses what is below a sibling."""
-        return chain.budget.asks_for_confidence and self._is_last(chain, *chain.places[depth], token)
 
     def _finished(self, chain: Chain) -> TokenTree:
         nodes = chain.nodes if isinstance(chain, Spine) else []
@@ -235,13 +225,13 @@ def listed(places: StaticTree) -> list[Choice]:
     """The nodes of a static tree, parents and earlier siblings first.  Raises ``ValueError`` for more than 256."""
     counts = places.within(places.max_depth, MOST_NODES + 1)
     if isinstance(places, Ranks):
-        found = list(places.choices)
+        nodes = list(places.choices)
     else:
-        found = [(rank,) for rank in range(counts(()))]
-        for place in found:  # level by level: it grows while it is read
-            if len(found) > MOST_NODES:
+        nodes = [(rank,) for rank in range(counts(()))]
+        for place in nodes:  # level by level: it grows while it is read
+            if len(nodes) > MOST_NODES:
                 break
-            found += [(*place, rank) for rank in range(counts(place))]
-    if len(found) > MOST_NODES:
+            nodes += [(*place, rank) for rank in range(counts(place))]
+    if len(nodes) > MOST_NODES:
         raise ValueError(f"staged needs a tree of at most {MOST_NODES} nodes")
-    return found
+    return nodes

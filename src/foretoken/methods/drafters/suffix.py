@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from foretoken.core import Budget, Context
+from foretoken.core import Budget, Context, check_least
 from foretoken.methods.drafters.base import Traits
 from foretoken.methods.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
 from foretoken.methods.drafters.tenants import Tenants
@@ -74,17 +74,17 @@ def speculate_from(automaton: Automaton, state: int, matched: int, limits: Match
 
 def _candidates(automaton: Automaton, state: int, matched: int, limits: MatchLimits) -> list[tuple[int, int, int]]:
     """(allowed tokens, length, state) for every state whose strings end the context, the most tokens first."""
-    found = []
+    candidates = []
     matched = min(matched, limits.depth - 1)
     while state > 0:
         shortest = automaton.length[automaton.link[state]] + 1
         if shortest <= matched and automaton.goes_on(state):
             allowed, length = max((limits.allowed(m), m) for m in range(shortest, matched + 1))
             if allowed > 0:
-                found.append((allowed, length, state))
+                candidates.append((allowed, length, state))
         matched = min(matched, shortest - 1)
         state = automaton.link[state]
-    return sorted(found, reverse=True)
+    return sorted(candidates, reverse=True)
 
 
 Nodes = tuple[list[int], list[int], list[float]]
@@ -212,18 +212,10 @@ class SuffixDrafter(SourceDrafter):
     """Follows the most frequent continuation of the suffix that promises most accepted tokens.
 
     Args:
-        k: most draft tokens.
-        depth: longest match plus draft.
-        factor: draft tokens per matched token.
-        offset: draft tokens besides.
-        min_prob: least estimated probability of a draft token.
-        tree: draft the most probable tokens as a tree instead of one path.
+        k, depth, factor, offset, min_prob, tree: as in :class:`MatchLimits`.
         share: learn from the outputs of other requests with the same salt.
         cached: how many outputs to keep of one salt.
         tokens: how many of their tokens to keep in all (about 130 bytes each).
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "suffix"
@@ -240,9 +232,8 @@ class SuffixDrafter(SourceDrafter):
         cached: int = 10_000,
         tokens: int = 2_000_000,
     ) -> None:
-        for name, value, least in (("k", k, 1), ("depth", depth, 2), ("cached", cached, 1), ("tokens", tokens, 1)):
-            if value < least:
-                raise ValueError(f"suffix needs {name} >= {least}, not {value}")
+        check_least(self.name, 1, k=k, cached=cached, tokens=tokens)
+        check_least(self.name, 2, depth=depth)
         if not 0 <= factor < math.inf or not 0 <= min_prob <= 1:
             raise ValueError(f"suffix needs factor >= 0 and 0 <= min_prob <= 1, not {factor} and {min_prob}")
         if not math.isfinite(offset):
@@ -252,13 +243,7 @@ class SuffixDrafter(SourceDrafter):
         self.tenants = Tenants(lambda: Outputs(depth, cached, tokens), size=lambda one: one.size, room=tokens)
         self.max_depth = self.max_nodes = k
 
-    @property
-    def outputs(self) -> Outputs:
-        """The outputs of requests without a salt."""
-        return self.tenants.of("")
-
     def open(self, context: Context) -> NgramSource:
-        """Counts of the request's own text."""
         return _SuffixSource(self, context)
 
     def limits_for(self, budget: Budget) -> MatchLimits:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.core.largest import largest
-from foretoken.methods.drafters.drawing import distribution_of, ranked
+from foretoken.methods.drafters.drawing import chances_of
 from foretoken.methods.drafters.growing import Growing
 from foretoken.methods.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.methods.drafters.skip_search import SkipSearch
@@ -49,10 +49,6 @@ class SwiftDrafter(OwnLayersDrafter):
         goal: share of the window above which the search ends.
         keep: layers at each end that always run.
         share: one search for all requests of a salt; else every request begins anew.
-
-    Raises:
-        ValueError: an option outside its range, or a target with no layer between those that are kept.
-        CapabilityError: the target's layers cannot be run one by one or in parts.
     """
 
     name = "swift"
@@ -92,31 +88,20 @@ class SwiftDrafter(OwnLayersDrafter):
             skips.check(target)
         self._new_search = partial(SkipSearch, layers, skip_ratio, keep, goal)
         self.tenants = Tenants(self._new_search)
-        super().__init__(target, self._shared.best.plan, k, "", "greedy")
+        super().__init__(target, self.tenants.of("").best.plan, k, "", "greedy")
         self.threshold, self.max_nodes, self.window, self.every = threshold, nodes, window, every
         self.traits = replace(self.traits, draws_trees=True, shares_state=share)  # siblings branch off the chain
-
-    @property
-    def _shared(self) -> SkipSearch:
-        return self.tenants.of("")
 
     def search(self, context: Context) -> SkipSearch:
         """The search that a request takes part in."""
         if self.traits.shares_state:
             return self.tenants.of(context.salt)
-        own: SkipSearch = context.state[self, "search"]
-        return own
+        return context.state[self, "search"]
 
     def start(self, context: Context) -> None:
-        """Begin a search of the request's own, unless one is shared."""
         super().start(context)
         if not self.traits.shares_state:
             context.state[self, "search"] = self._new_search()
-
-    def finish(self, context: Context) -> None:
-        """Forget the request's own search."""
-        super().finish(context)
-        context.state.pop((self, "search"), None)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Measure a candidate, then draft with the best set so far."""
@@ -152,19 +137,11 @@ class SwiftDrafter(OwnLayersDrafter):
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         """The best token is the next of the chain; the distribution is kept for siblings."""
-        prefix = tree.prefix(parent)
-        if tree.sampler.noise is not None:
-            raced = ranked(tree.sampler, logits[None], [tree.length(parent)], [prefix])[0]
-            if not bool(raced.max() > -torch.inf):
-                return  # the request allows nothing here
-            ranking = distribution = torch.softmax(raced, -1)
-        else:
-            possible = distribution_of(tree.sampler, logits, prefix)
-            if possible is None:
-                return  # the request allows nothing here
-            distribution = possible
-            # A one-hot distribution names the best token, penalties included, but ranks no others.
-            ranking = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
+        distribution = chances_of(tree.sampler, logits, tree.prefix(parent), tree.length(parent))
+        if distribution is None:
+            return
+        # A one-hot distribution names the best token, penalties included, but ranks no others.
+        ranking = torch.softmax(logits.float(), -1) if tree.sampler.greedy else distribution
         token = int(distribution.argmax())
         (node,) = tree.add(parent, [token], ranking)
         confidence = float(ranking[token])

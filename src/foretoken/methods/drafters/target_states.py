@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.core import Context, HiddenStates
+from foretoken.methods.drafters.growing import readable
 from foretoken.methods.drafters.masked import MaskedReader
 from foretoken.methods.drafters.narrowed import projected
 from foretoken.methods.drafters.reading import UnreadStates
@@ -69,15 +70,15 @@ def taps_of(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
     Raises:
         ValueError: a number that is none of them.
     """
-    found = []
+    names = []
     for layer in layers:
         place = layer + num_layers + 1 if layer < 0 else layer
         if not 0 <= place <= num_layers:
             raise ValueError(
                 f"the target has hidden states 0 to {num_layers} (or -1 to {-num_layers - 1}), not {layer}"
             )
-        found.append("last" if place == num_layers else f"layer:{place}")
-    return tuple(found)
+        names.append("last" if place == num_layers else f"layer:{place}")
+    return tuple(names)
 
 
 def projection_of(network: Any, target: LanguageModel) -> StateProjection | None:
@@ -123,13 +124,13 @@ def projection_of(network: Any, target: LanguageModel) -> StateProjection | None
 def read_projection(file: Path) -> dict[str, Tensor]:
     """The tensors of a projection's file.  Raises ``ValueError`` where it is damaged, or holds none."""
     try:
-        found: dict[str, Tensor] = load_file(file)
+        tensors: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} is damaged or half-written: copy it again ({error})") from None
-    weight = found.get(f"{NAME}.weight")
+    weight = tensors.get(f"{NAME}.weight")
     if weight is None or weight.dim() != 2:
         raise ValueError(f"{file} holds no matrix {NAME}.weight, the projection of the target's states")
-    return found
+    return tensors
 
 
 class TargetStates(MaskedReader):
@@ -159,13 +160,10 @@ class TargetStates(MaskedReader):
         unread.add(context, self.taps)
 
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
-        """What is added to embeddings [n, D], of the target's hidden states by tap."""
         return self.projection(torch.cat([hidden[tap].to(self.projection.weight) for tap in self.projection.taps], -1))
 
     def tokens_of(self, context: Context) -> Sequence[int]:
-        """Token 0 stands for ids that only the target has."""
-        own, tokens = self.model.vocab_size, context.tokens
-        return tokens if own >= self.vocab_size else [token if token < own else 0 for token in tokens]
+        return readable(context.tokens, self.model.vocab_size, self.vocab_size)
 
     def mask_states(self, count: int, last: Tensor | None) -> Tensor:
         """The state of the last token, again."""
@@ -174,5 +172,4 @@ class TargetStates(MaskedReader):
         return last.expand(count, -1)
 
     def scored(self, feeds: Sequence[Feed]) -> list[Rows]:
-        """With the logits of the head."""
         return projected(self.head, self.model.forward, feeds)

@@ -34,19 +34,15 @@ class Tenants(Generic[T]):
 
     def of(self, salt: str) -> T:
         """What was learned from the requests with this salt."""
-        found = self._known.get(salt)
-        if found is None:
-            found = self._known[salt] = self._new()
+        learned = self._known.get(salt)
+        if learned is None:
+            learned = self._known[salt] = self._new()
         self._known.move_to_end(salt)
-        self._forget()  # at every time: those that are known have grown since
-        return found
-
-    def _forget(self) -> None:
-        while len(self._known) > 1 and (len(self._known) > self._most or self._is_full()):
-            self._known.popitem(last=False)
-
-    def _is_full(self) -> bool:
-        return self._size is not None and sum(map(self._size, self._known.values())) > self._room
+        size = self._size or (lambda one: 0)  # asked every time: those that are known have grown since
+        known = self._known
+        while len(known) > 1 and (len(known) > self._most or sum(map(size, known.values())) > self._room):
+            known.popitem(last=False)
+        return learned
 
     def __len__(self) -> int:
         return len(self._known)

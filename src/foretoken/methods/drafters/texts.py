@@ -85,8 +85,7 @@ class DraftTexts:
         """Those of a request; without an engine they are read at once."""
         if context.texts is None:
             context.texts = cls()
-        found: DraftTexts = context.texts
-        return found
+        return context.texts
 
 
 class TextReader:
@@ -129,7 +128,12 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
         chosen = {i: given[place] for place, i in enumerate(behind) if given.get(place)}
         pace.left -= sum(chosen.values())
         if chosen:
-            reader.read([_portion(key, contexts[i], texts[i], size) for i, size in chosen.items()])
+            parts = []
+            for i, size in chosen.items():
+                sequence = DraftTexts.of(contexts[i]).by_key[key].sequence
+                have = len(sequence.tokens)
+                parts.append((contexts[i], sequence, texts[i][have : have + size]))
+            reader.read(parts)
         for i, size in behind.items():
             own = DraftTexts.of(contexts[i]).by_key[key]
             ready[i] = _note_read(contexts[i], own, chosen.get(i, 0), size)
@@ -152,12 +156,14 @@ def reading(context: Context) -> Iterator[None]:
         texts.pace.spent_s += now(None) - began
 
 
-def close(key: Hashable, context: Context) -> None:
-    """Free a text, if there is one."""
-    context.state.pop(key, None)
-    own = DraftTexts.of(context).by_key.pop(key, None)
-    if own is not None:
-        own.model.release(own.sequence)
+def forget(owner: object, context: Context) -> None:
+    """Drop what is kept for a request under ``owner``, or under a pair that begins with it, and free texts."""
+    texts = DraftTexts.of(context).by_key
+    for key in [key for key in context.state if key is owner or (isinstance(key, tuple) and key[0] is owner)]:
+        del context.state[key]
+        if key in texts:
+            own = texts.pop(key)
+            own.model.release(own.sequence)
 
 
 def _open(key: Hashable, model: LanguageModel, context: Context, tokens: Sequence[int]) -> bool:
@@ -171,18 +177,10 @@ def _open(key: Hashable, model: LanguageModel, context: Context, tokens: Sequenc
     texts.has_read = True
     if model.reads and texts.find is not None:
         model.expect(sequence, len(tokens))
-        found = texts.find(key, own, tokens[:-1])
-        if found is not None:
-            model.restore(sequence, *found)
+        kept = texts.find(key, own, tokens[:-1])
+        if kept is not None:
+            model.restore(sequence, *kept)
     return True
-
-
-def _portion(
-    key: Hashable, context: Context, tokens: Sequence[int], size: int
-) -> tuple[Context, SequenceState, Sequence[int]]:
-    sequence = DraftTexts.of(context).by_key[key].sequence
-    have = len(sequence.tokens)
-    return context, sequence, tokens[have : have + size]
 
 
 def _note_read(context: Context, own: DraftText, size: int, wanted: int) -> bool:

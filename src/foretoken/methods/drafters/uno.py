@@ -16,16 +16,13 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from foretoken.core import Budget, Context
 from foretoken.core.costs import TargetCost
 from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.drawing import best
-from foretoken.methods.drafters.dynamic import MOST_NODES
-from foretoken.methods.drafters.features import load_net
 from foretoken.methods.drafters.narrowed import projected, reduced_head
-from foretoken.methods.drafters.nets.store import read_description
+from foretoken.methods.drafters.nets.store import load_net
 from foretoken.methods.drafters.nets.uno import UnoConfig, UnoNet
 from foretoken.methods.drafters.parallel import Guesses, ParallelDrafter
 from foretoken.methods.drafters.pard import ModelIds
@@ -95,17 +92,9 @@ class UnoDrafter(ParallelDrafter):
     Args:
         net: the updates of its linear layers; they move to its device.
         k: tokens that a forward guesses, at most; 0: as many as were trained.
-        nodes: most draft nodes.  A spec that leaves it out gets up to 60, as many as pay by what the target's calls
-            cost on this machine.
-        width: candidates of every place but the first; 1: a chain.
-        draw: as for the drafter ``eagle``.
         tree: the shape of a drawn tree: children per level, ``"1x3x2"``, or the spec of a static tree; by default
             Sequoia's of ``nodes`` nodes below the first token, which is always accepted.
         head: the vocabulary projection that takes the place of the target's, over the tokens that can be guessed.
-
-    Raises:
-        ValueError: an option outside its range, or updates of another network.
-        CapabilityError: the target is no network of layers.
     """
 
     name = "uno"
@@ -139,28 +128,18 @@ class UnoDrafter(ParallelDrafter):
                 f"the updates are for {net.config.vocab_size} tokens, and the target has {target.vocab_size}"
             )
         self.model, self.head = GatedModel(target, self.net), head
-        self.ids = ModelIds(target.vocab_size, target.vocab_size, head)
+        self.ids = ModelIds(target.vocab_size, head)
         self.target_bytes = target.weight_bytes
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
-        """From a spec ``uno[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed.
-
-        Raises:
-            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
-            CapabilityError: the target is no network of layers.
-        """
-        net, parts = load_net(context, cls.name, path, UnoConfig, UnoNet)
-        costs = quick_costs(context.target)
+        """From a spec ``uno[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed."""
+        net, _, measured = load_net(context, cls.name, path, UnoConfig, UnoNet)
         if "k" not in options:
-            found = read_description(context.folder(cls.name, path), cls.name, parts.fingerprint())
-            accuracies = found["measured"].get("accuracies") or TYPICAL
+            accuracies, costs = measured.get("accuracies") or TYPICAL, quick_costs(context.target)
             options["k"] = paying_rows(accuracies, net.config.places, costs.relative)
         head = reduced_head(vocab, context.target, context)
-        built = cls(context.target, net, **{"nodes": MOST_NODES, **options}, head=head)
-        if "nodes" not in options:
-            built.fit(costs)
-        return built
+        return cls.sized(context.target, options, context.target, net, head=head)
 
     def fit(self, costs: TargetCost) -> None:
         """Keep as many nodes of every tree as pay; the first token of a drawn one always does."""
@@ -177,11 +156,8 @@ class UnoDrafter(ParallelDrafter):
         return (1 + self.model.weights.nbytes / target_bytes if target_bytes else 1.0) / self.max_depth
 
     def describe(self) -> list[dict[str, Any]]:
-        """How many tokens it can guess."""
         size = self.model.vocab_size if self.head is None else self.head.size
         return [{**told, "vocabulary": size} for told in super().describe()]
-
-    # -- drafting ----------------------------------------------------------------------------------------------------
 
     def _all_guesses(self, contexts: Sequence[Context], depths: Sequence[int]) -> dict[int, Guesses]:
         """The forward leaves the target's sequences as they were."""
@@ -194,7 +170,8 @@ class UnoDrafter(ParallelDrafter):
         finally:
             for context in contexts:
                 context.sequence.clear_scratch()
-        return {i: self._guess(contexts[i], row.logits) for i, row in zip(ready, rows, strict=True)}
+        each = ((i, contexts[i], row.logits) for i, row in zip(ready, rows, strict=True))
+        return {i: UnoGuesses(context, logits, self.ids, self._races(context)) for i, context, logits in each}
 
     def _depth(self, context: Context, budget: Budget) -> int:
         """Rows of the pass; none where the target has not read all but the root."""
@@ -206,6 +183,3 @@ class UnoDrafter(ParallelDrafter):
         context.sequence.clear_scratch()
         behind = len(context.tokens) + torch.arange(depth - 1)  # positions of what is not known
         return Feed(context.sequence, [context.root, *self.net.config.filler(behind).tolist()], wanted=depth)
-
-    def _guess(self, context: Context, logits: Tensor) -> Guesses:
-        return UnoGuesses(context, logits, self.ids, self._races(context))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -17,6 +18,22 @@ from typing import Any
 ROLES = ("eos", "bos")
 """Special tokens that mean the same in every tokenizer, whatever they are called."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass
+class ReadText:
+    """One request's text in the ids of a draft model with another tokenizer.
+
+    Attributes:
+        count: how many of the request's tokens it covers.
+        characters: holds back a half-written character, which is not in ``ids`` yet.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    count: int = 0
+    characters: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("ignore")
+    )
 
 
 class Vocabulary:
@@ -110,11 +127,11 @@ class Vocabulary:
     @cached_property
     def first(self) -> dict[bytes, int]:
         """The first ordinary token of every spelling."""
-        found: dict[bytes, int] = {}
+        first_ids: dict[bytes, int] = {}
         for index, spelling in enumerate(self.spellings):
             if spelling and index not in self.special:
-                found.setdefault(spelling, index)
-        return found
+                first_ids.setdefault(spelling, index)
+        return first_ids
 
     @cached_property
     def _longest(self) -> int:
@@ -171,11 +188,6 @@ def common_border(vocabulary: Vocabulary, old: Sequence[int], new: Sequence[int]
             lead += len(vocabulary.spellings[old[i]])
         else:
             return len(old), len(new)
-
-
-def character_decoder() -> codecs.IncrementalDecoder:
-    """Bytes to text, a half-written character held back until it is whole."""
-    return codecs.getincrementaldecoder("utf-8")("ignore")
 
 
 def translated_spellings(source: Vocabulary, other: Vocabulary) -> list[bytes]:

@@ -97,9 +97,6 @@ class CostAware(Growth):
         step_cost: what drafting one level costs, in target steps (c).
         free: nodes that cost nothing.
         cost: the measured v(n) instead of that line, in target steps.
-
-    Raises:
-        ValueError: a cost that is negative, infinite or NaN.
     """
 
     name = "cost_aware"

@@ -35,9 +35,6 @@ class Expansion(Shape):
 
     Args:
         widths: children per node, one number per level, joined by ``x``.
-
-    Raises:
-        ValueError: not positive integers joined by ``x``, or more than 65,536 nodes.
     """
 
     name = "expansion"
@@ -49,5 +46,4 @@ class Expansion(Shape):
             raise ValueError(f"tree={widths!r} has {nodes} nodes: at most {MOST_NODES} can be listed")
 
     def choices(self) -> list[Choice]:
-        """Level by level."""
         return expansion_choices(self.widths)

@@ -18,9 +18,6 @@ class MedusaTree(Shape):
         nodes: draft nodes.
         depth: levels.
         accuracies: [K][R] measured chance that the candidate of this rank is right at this place.
-
-    Raises:
-        ValueError: fewer than one node or level.
     """
 
     name = "medusa_tree"

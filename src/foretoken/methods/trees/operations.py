@@ -65,8 +65,8 @@ def from_paths(root: int, paths: Sequence[Sequence[int]]) -> TokenTree:
 def merge(trees: Sequence[TokenTree], kind: Kind | None = None) -> tuple[TokenTree, list[list[int]]]:
     """The union of several drafters' trees, and per tree the merged node of each of its nodes.
 
-    Point masses that propose the same token at the same place become one node: the second trial of a point mass can
-    are never accepted.  A drawn node stays its own trial with its own distribution (removing duplicates of independent
+    Point masses that propose the same token at the same place become one node: the second trial of a point mass
+    is never accepted.  A drawn node stays its own trial with its own distribution (removing duplicates of independent
     draws is biased).  Probes stay, each for its own drafter.
 
     Args:

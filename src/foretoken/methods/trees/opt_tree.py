@@ -17,9 +17,6 @@ class OptTree(Growth):
     Args:
         threshold: tokens that a level must have added for another one to be drafted: what a draft step costs, in
             tokens that plain decoding would have written meanwhile.
-
-    Raises:
-        ValueError: a threshold that is negative, infinite or NaN.
     """
 
     name = "opt_tree"

@@ -74,7 +74,8 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
     Raises:
         ValueError: no acceptance vector, one that is none, or fewer than one node or level.
     """
-    _check_acceptance(acceptance)
+    if not acceptance or not all(chance >= 0 for chance in acceptance) or sum(acceptance) > 1 + 1e-6:  # NaN as well
+        raise ValueError(f"a positional acceptance vector holds chances that sum up to at most 1, not {acceptance}")
     if nodes < 1 or depth < 1:
         raise ValueError(f"sequoia needs nodes >= 1 and depth >= 1, not {nodes} and {depth}")
     sizes = nodes + 2  # m = 0 .. nodes + 1
@@ -98,12 +99,6 @@ def solve(acceptance: Sequence[float], nodes: int, depth: int) -> BestTrees:
         best.append(most)
         children.append(count)
     return BestTrees(tuple(acceptance), best, children, left)
-
-
-def _check_acceptance(acceptance: Sequence[float]) -> None:
-    """Raise ``ValueError`` unless these are chances of which at most one comes true."""
-    if not acceptance or not all(chance >= 0 for chance in acceptance) or sum(acceptance) > 1 + 1e-6:  # NaN as well
-        raise ValueError(f"a positional acceptance vector holds chances that sum up to at most 1, not {acceptance}")
 
 
 def by_value(choices: Iterable[Choice], acceptance: Sequence[float]) -> list[Choice]:
@@ -163,9 +158,6 @@ class Sequoia(Shape):
         depth: most levels.
         acceptance: chances that the child tried first, second, ... is the accepted one, separated by spaces, as
             ``foretoken tune tree`` measures them; typical ones by default.
-
-    Raises:
-        ValueError: an option outside its range, or no acceptance vector.
     """
 
     name = "sequoia"

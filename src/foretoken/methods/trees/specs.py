@@ -13,25 +13,19 @@ from foretoken.methods.trees.shapes import read_tree
 from foretoken.registry import make, parse_spec, rows
 
 
-def _static_trees() -> list[str]:
-    """Names of the trees of fixed shape."""
-    return [row.name for row in rows("tree") if issubclass(row.load(), Shape)]
-
-
-def dynamic_trees() -> list[str]:
-    """Names of the trees that grow by the draft's confidence."""
-    return [row.name for row in rows("tree") if issubclass(row.load(), Growth)]
+def trees_of(sort: type[Any]) -> list[str]:
+    """Names of the trees of a sort: ``Shape`` (fixed) or ``Growth`` (by the draft's confidence)."""
+    return [row.name for row in rows("tree") if issubclass(row.load(), sort)]
 
 
 def build_tree(spec: str, sort: type[Any]) -> Any:
-    """A tree from its spec, of the sort ``Shape`` (fixed) or ``Growth`` (by the draft's confidence).
+    """A tree from its spec, of a sort as for :func:`trees_of`.
 
     Raises:
         ValueError: an unknown name or option, or a tree of the other sort; the message lists the choices.
     """
-    able = [row.name for row in rows("tree") if issubclass(row.load(), sort)]
-    if parse_spec(spec).name not in able:
-        raise unknown(f"the tree cannot be {spec!r}", parse_spec(spec).name, able)
+    if parse_spec(spec).name not in trees_of(sort):
+        raise unknown(f"the tree cannot be {spec!r}", parse_spec(spec).name, trees_of(sort))
     return make("tree", spec)
 
 
@@ -43,11 +37,11 @@ def places_of(tree: str, name: str) -> StaticTree:
     """
     if tree[:1].isdigit() and not set(tree.lower()) - set("0123456789x"):
         return Levels(parse_widths(tree))
-    if tree.partition(",")[0] in _static_trees():
+    if tree.partition(",")[0] in trees_of(Shape):
         return Ranks(build_tree(tree, Shape).choices())
     if tree.endswith(".json") or Path(tree).expanduser().is_file():
         return Ranks(read_tree(tree, name))
     raise ValueError(
         f"tree={tree!r} must be positive child counts per level, for example 3x2x1, a file of `foretoken tune tree`, "
-        f"or one of {', '.join([*_static_trees(), *dynamic_trees()])} with its options"
+        f"or one of {', '.join([*trees_of(Shape), *trees_of(Growth)])} with its options"
     )

@@ -48,7 +48,7 @@ class Coins:
 
 
 class Verifier(ABC):
-    """One acceptance rule.
+    """One acceptance rule; its constructor raises ``ValueError`` for an option outside its range.
 
     Attributes:
         name: registry key.
@@ -109,7 +109,10 @@ def draw(distribution: Tensor, u: float) -> int:
     if is_large(distribution):  # a running sum is serial: .4 ms for 150,000 tokens
         return draw_by_blocks(distribution, u)
     cdf = running_sums(distribution)
-    return _pick(distribution, cdf, cdf[-1:] * u)
+    index = int(torch.searchsorted(cdf, cdf[-1:] * u, right=True))
+    if index >= len(distribution) or float(distribution[index]) <= 0.0:  # rounded up to the last step of the CDF
+        index = int(distribution.nonzero()[-1])
+    return index
 
 
 def draw_all(wanted: Sequence[tuple[Tensor, float]]) -> list[int]:
@@ -123,14 +126,6 @@ def draw_all(wanted: Sequence[tuple[Tensor, float]]) -> list[int]:
     tokens, weights = torch.cat((indices, distributions.gather(-1, indices)), -1).T.tolist()
     rounded = (not weight > 0.0 for weight in weights)  # up to the last step of the CDF
     return [draw(*one) if bad else int(token) for one, token, bad in zip(wanted, tokens, rounded, strict=True)]
-
-
-def _pick(weights: Tensor, cdf: Tensor, goal: Tensor) -> int:
-    """The first index whose running sum exceeds ``goal`` [1]."""
-    index = int(torch.searchsorted(cdf, goal, right=True))
-    if index >= len(weights) or float(weights[index]) <= 0.0:  # rounded up to the last step of the CDF
-        index = int(weights.nonzero()[-1])
-    return index
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -256,9 +251,8 @@ def chain_weights(tree: TokenTree, distributions: Tensor) -> tuple[list[float], 
     if tree.q is None or not tree.q_rows:
         return p_x[:, 0].tolist(), [1.0] * count
     rows = list(tree.q_rows[1:])
-    q = (
-        tree.q if rows == list(range(len(tree.q))) else tree.q[rows]
-    )  # row -1 picks the last distribution: replaced below
+    # Row -1 picks the last distribution: replaced below.
+    q = tree.q if rows == list(range(len(tree.q))) else tree.q[rows]
     p_list, q_list = torch.cat((p_x, q.gather(1, drafts)), 1).T.tolist()
     return p_list, [1.0 if row < 0 else weight for row, weight in zip(rows, q_list, strict=True)]
 

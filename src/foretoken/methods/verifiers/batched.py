@@ -42,7 +42,6 @@ class LateCoins(Coins):
         self.later: tuple[Tensor, float] | None = None
 
     def draw(self, distribution: Tensor) -> int:
-        """Note the distribution or weights [V]."""
         if self.later is not None:
             raise AssertionError("a rule that draws twice does not draw last")
         self.later = (distribution, self._rng.uniform())
@@ -143,14 +142,16 @@ def _bring_home(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> 
         NonFiniteLogitsError: NaN logits, or no finite logit left.
     """
     pairs = list(zip(verifiers, all_scores, strict=True))
-    looked_up = [scores for verifier, scores in pairs if _is_looked_up(verifier, scores)]
-    drawn = [scores for verifier, scores in pairs if _is_drawn(verifier, scores)]
+    free = [(verifier, scores) for verifier, scores in pairs if scores.sampler.context_free]
+    looked_up = [scores for verifier, scores in free if scores.sampler.fixed and verifier.asks_choices]
+    drawn = [scores for verifier, scores in free if not scores.sampler.fixed and not verifier.reads_logits]
     with checks_later() as best:
         tokens = _tokens(looked_up, best)
         distributions = _distributions(drawn)
     stays = {*tokens}
     for verifier, scores in pairs:
-        if id(scores) in distributions and _draws_alone(verifier, scores):
+        # Nothing was drafted: the one draw is made on the device, with those of other such requests.
+        if id(scores) in distributions and len(scores.tree) == 1 and verifier.lossless:
             scores.batched_p = distributions[id(scores)]
             stays.add(id(scores))
     read: list[Tensor] = [*best, *tokens.values()]
@@ -169,19 +170,6 @@ def _home(scores: Scores, has_distributions: bool, got: Iterator[Tensor]) -> Sco
     rows = next(got)
     tree = scores.tree if scores.tree.q is None else replace(scores.tree, q=next(got))
     return replace(scores, logits=rows, tree=tree, batched_p=rows if has_distributions else None, _distributions={})
-
-
-def _is_looked_up(verifier: Verifier, scores: Scores) -> bool:
-    return verifier.asks_choices and scores.sampler.fixed and scores.sampler.context_free
-
-
-def _is_drawn(verifier: Verifier, scores: Scores) -> bool:
-    return scores.sampler.context_free and not scores.sampler.fixed and not verifier.reads_logits
-
-
-def _draws_alone(verifier: Verifier, scores: Scores) -> bool:
-    """Nothing was drafted: the one draw is made on the device, with those of other such requests."""
-    return len(scores.tree) == 1 and verifier.lossless
 
 
 def _alike(all_scores: Sequence[Scores]) -> Mapping[Hashable, list[Scores]]:

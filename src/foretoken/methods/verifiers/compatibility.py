@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 from foretoken.core import Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.methods.verifiers.base import Verifier
@@ -73,15 +72,10 @@ def verifiers_for(proposals: Iterable[tuple[Kind, bool]], greedy: bool) -> list[
     return names
 
 
-@cache
-def _inner_verifier(kind: Kind, is_tree: bool, greedy: bool, fixed: bool) -> Verifier:
-    return auto_verifier(kind, is_tree, greedy, fixed)
-
-
 def inner_rule(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
     """Verify inside a drafter that runs a loop of its own (``cascade``): by the best lossless rule for this tree."""
     sampler = scores.sampler
-    return _inner_verifier(tree.kind, not tree.is_chain, sampler.greedy, sampler.fixed).verify(tree, scores, rng)
+    return auto_verifier(tree.kind, not tree.is_chain, sampler.greedy, sampler.fixed).verify(tree, scores, rng)
 
 
 def auto_verifier(kind: Kind, is_tree: bool, greedy: bool, fixed: bool = False) -> Verifier:

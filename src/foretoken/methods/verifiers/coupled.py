@@ -46,8 +46,4 @@ class CoupledVerifier(Verifier):
         """The same by logarithms, not normalised, and for all nodes at once (:meth:`foretoken.core.Scores.choice`)."""
         if not scores.sampler.fixed:
             return self.decide(tree, scores, coins)
-
-        def choose(node: int, children: Sequence[int]) -> int:
-            return scores.choice(node)
-
-        return walk_down(tree, choose)
+        return walk_down(tree, lambda node, children: scores.choice(node))

@@ -18,9 +18,6 @@ class DistanceVerifier(Verifier):
     Args:
         eps: largest accepted difference of token ids; at least 0.
         sample_next: draw the token after the accepted run from p, instead of taking its argmax.
-
-    Raises:
-        ValueError: ``eps`` below 0.
     """
 
     name = "distance"

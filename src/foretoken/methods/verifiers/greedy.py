@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.methods.verifiers.base import Coins, Verifier, walk_down
 
@@ -19,7 +17,4 @@ class GreedyVerifier(Verifier):
     asks_choices = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        def choose(node: int, children: Sequence[int]) -> int:
-            return scores.choice(node)
-
-        return walk_down(tree, choose)
+        return walk_down(tree, lambda node, children: scores.choice(node))

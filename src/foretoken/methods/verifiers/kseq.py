@@ -80,12 +80,7 @@ def _groups(tree: TokenTree, children: Sequence[int]) -> list[list[int]]:
     itself."""
     groups: list[list[int]] = []
     for child in children:
-        distribution = tree.distribution(child)
-        group = (
-            None
-            if distribution is None
-            else next((g for g in groups if _same(distribution, tree.distribution(g[0]))), None)
-        )
+        group = next((g for g in groups if _same(tree.distribution(child), tree.distribution(g[0]))), None)
         if group is None:
             groups.append([child])
         else:
@@ -98,7 +93,7 @@ ROUNDING = 1e-6
 distribution below them, which the draft model's forward computed once for each, not always to the same bits."""
 
 
-def _same(distribution: Tensor, other: Tensor | None) -> bool:
-    if other is None:
+def _same(distribution: Tensor | None, other: Tensor | None) -> bool:
+    if distribution is None or other is None:
         return False
     return distribution.data_ptr() == other.data_ptr() or float((distribution - other).abs().sum()) <= ROUNDING

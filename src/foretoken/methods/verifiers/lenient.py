@@ -18,9 +18,6 @@ class LenientVerifier(Verifier):
 
     Args:
         lenience: l, in (0, 1].
-
-    Raises:
-        ValueError: ``lenience`` outside (0, 1].
     """
 
     name = "lenient"

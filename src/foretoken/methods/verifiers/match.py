@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.methods.verifiers.base import Coins, Verifier, walk_down
 
@@ -18,7 +16,4 @@ class MatchVerifier(Verifier):
     name = "match"
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        def choose(node: int, children: Sequence[int]) -> int:
-            return coins.draw(scores.p(node))
-
-        return walk_down(tree, choose)
+        return walk_down(tree, lambda node, children: coins.draw(scores.p(node)))

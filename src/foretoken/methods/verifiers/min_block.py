@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.methods.verifiers.base import Coins, Verifier
 from foretoken.methods.verifiers.longest import close, graded_distribution, is_forbidden, log, longest_run
@@ -20,9 +18,6 @@ class MinBlockVerifier(Verifier):
     Args:
         min_accepted: least number of draft tokens to accept; at least 0.
         sample_next: draw the token after the accepted run from p, instead of taking its argmax.
-
-    Raises:
-        ValueError: ``min_accepted`` below 0.
     """
 
     name = "min_block"
@@ -34,10 +29,9 @@ class MinBlockVerifier(Verifier):
         self.min_accepted, self.sample_next = min_accepted, sample_next
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        def accepts(node: int, p: Tensor, token: int) -> bool:
-            return token == scores.argmax(node)
-
-        path = longest_run(tree, lambda node: graded_distribution(scores, node), accepts)
+        path = longest_run(
+            tree, lambda node: graded_distribution(scores, node), lambda node, p, token: token == scores.argmax(node)
+        )
         if len(path) < self.min_accepted:
             path = _likeliest_path(tree, scores, self.min_accepted)
         return close(tree, scores, coins, path, self.sample_next)

@@ -18,9 +18,6 @@ class TopKVerifier(Verifier):
     Args:
         k: how many of the target's most likely tokens are good enough; at least 1.
         sample_next: draw the token after the accepted run from p, instead of taking its argmax.
-
-    Raises:
-        ValueError: ``k`` below 1.
     """
 
     name = "top_k"

@@ -22,9 +22,6 @@ class TypicalVerifier(Verifier):
         eps: the bar for a target that is nearly certain, in (0, 1) (Medusa's ``posterior_threshold``).
         delta: scale of the entropy-dependent bar, above 0 (Medusa's ``posterior_alpha``; usually sqrt(eps)).
         sample_next: draw the token after the accepted run from p, instead of taking its argmax as Medusa does.
-
-    Raises:
-        ValueError: an option outside its range.
     """
 
     name = "typical"

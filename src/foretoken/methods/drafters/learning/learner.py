@@ -42,11 +42,8 @@ class LearnConfig:
         keep: requests that wait for an update; older ones fall out.
         window: tokens that the draft model reads before the first rejection of a request when it learns from it.
         top: tokens of a distribution that are stored, the most likely ones; 0 stores the whole distribution.
-        thread: learn in a thread of its own, on one processor, while requests are served; else between two rounds,
-            which wait for it, so that a run can be repeated to the token.
-
-    Raises:
-        ValueError: a value outside its range.
+        thread: learn in a thread of its own, on one processor, while requests are served, from the next draft on by
+            what was learnt; else between two rounds, which wait for it, so that a run can be repeated to the token.
     """
 
     every: int = 8
@@ -194,10 +191,10 @@ class Learner:
         began = self.clock()
         distribution = torch.softmax(logits[: self.served.vocab_size].float(), -1)
         best = distribution.topk(min(self.config.top or len(distribution), len(distribution)))
-        found = Mistake(position, len(distribution), best.indices.int(), best.values.half())
+        mistake = Mistake(position, len(distribution), best.indices.int(), best.values.half())
         self._report.mistakes += 1
         self._report.learning_s += self.clock() - began
-        return found
+        return mistake
 
     def finished(self, tokens: Sequence[int], mistakes: Sequence[Mistake]) -> None:
         """A request ended: keep what it teaches; learn when an update is due and affordable."""
@@ -284,10 +281,10 @@ class Learner:
         with torch.no_grad():
             for spare, new in zip(self._spare.parameters(), self.student.parameters(), strict=True):
                 spare.copy_(new)
-        made = self.served.over(self._spare)
+        model = self.served.over(self._spare)
         if self.folder:
-            self._save(made)
-        return WeightUpdate(made, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - began)
+            self._save(model)
+        return WeightUpdate(model, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - began)
 
     def _serve(self, learned: WeightUpdate) -> bool:
         """Go on with the weights of an update; true if there are any."""
@@ -295,16 +292,12 @@ class Learner:
             self._report.dropped += 1
             return False
         before = self.served.model
-        self.go_on_with(learned.model)
+        self.served.go_on_with(learned.model)
         self._spare = learned.model.model if self.served.model is before else before
         self._report.updates += 1
         self._report.positions += learned.positions
         self._report.loss = learned.loss
         return True
-
-    def go_on_with(self, model: HuggingFaceModel) -> None:
-        """Serve the weights of an update."""
-        self.served.go_on_with(model)
 
     def _backward(self, lessons: Sequence[Lesson]) -> float:
         """Gradients of the mean divergence over all positions; returns that mean."""

@@ -40,9 +40,6 @@ class BlockConfig(LayerConfig):
         draft_vocab: V_d, the tokens that can be guessed; 0 means all.
         own_head: a vocabulary projection of its own instead of the target's.
         input_scale: what embeddings are multiplied with.
-
-    Raises:
-        ValueError: a value outside its range.
     """
 
     vocab_size: int = 0
@@ -146,8 +143,7 @@ class BlockAttention(nn.Module):
             key, value = (F.pad(part, (0, 0, 0, 1)) for part in (key, value))
         groups = self.config.heads != self.config.kv_heads
         out = F.scaled_dot_product_attention(turned(query, cos, sin), key, value, attn_mask=mask, enable_gqa=groups)
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return mixed
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class BlockMlp(nn.Module):
@@ -161,8 +157,7 @@ class BlockMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D]."""
-        fed: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return fed
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class BlockLayer(nn.Module):
@@ -177,7 +172,6 @@ class BlockLayer(nn.Module):
             nn.init.normal_(linear.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
     def pieces(self) -> LayerParts:
-        """What it is made of."""
         return LayerParts(self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm)
 
     def forward(
@@ -185,8 +179,7 @@ class BlockLayer(nn.Module):
     ) -> Tensor:
         """x [b, n, D] -> [b, n, D]; the arguments are those of :class:`BlockAttention`."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, keep)
-        fed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return fed
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class BlockNet(nn.Module):
@@ -210,11 +203,9 @@ class BlockNet(nn.Module):
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.guessed)
 
     def layer(self, config: BlockConfig) -> nn.Module:
-        """A new layer."""
         return BlockLayer(config)
 
     def pieces(self) -> BlockNetParts:
-        """What it is made of."""
         covered = "its attention has sinks" if self.config.sinks else ""
         layers: Any = self.layers
         return BlockNetParts(self.config, [layer.pieces() for layer in layers], self.norm, self.fc, covered)
@@ -229,8 +220,7 @@ class BlockNet(nn.Module):
 
     def context(self, taps: Sequence[Tensor]) -> Tensor:
         """Places [..., D] from the target's hidden states at the tapped depths, each [..., D]."""
-        fused: Tensor = self.hidden_norm(self.fc(torch.cat(list(taps), -1)))
-        return fused
+        return self.hidden_norm(self.fc(torch.cat(list(taps), -1)))
 
     def keys(self, context: Tensor, positions: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values [b, H', n, d] of places [b, n, D] at positions [b, n]."""
@@ -263,8 +253,7 @@ class BlockNet(nn.Module):
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta, x)
         for index, layer in enumerate(self.layers):
             x = layer(x, cos, sin, masks[index], lambda key, value, i=index: keep(i, key, value))
-        states: Tensor = self.norm(x)
-        return states
+        return self.norm(x)
 
 
 def block_mask(starts: Tensor, rows: int, used: int, reach: int, causal: bool) -> Tensor:

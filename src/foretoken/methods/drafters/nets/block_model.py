@@ -71,8 +71,7 @@ class BlockModel(FeatureModel):
     @torch.inference_mode()
     def context(self, taps: Sequence[Tensor]) -> Tensor:
         """Places [n, D] of the target's hidden states at the tapped depths, each [n, D]."""
-        places: Tensor = self.model.hidden_norm(self.fused(torch.cat(list(taps), -1)))
-        return places
+        return self.model.hidden_norm(self.fused(torch.cat(list(taps), -1)))
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:

@@ -69,5 +69,4 @@ class BpdHeads(nn.Module):
     def _head(self, states: Tensor, units: Tensor, place: int) -> Tensor:
         rows = slice(place * self.config.hidden_size, (place + 1) * self.config.hidden_size)
         branch = F.linear(units, self.down.weight[rows], self.down.bias[rows])
-        normed: Tensor = self.norms[place](states + branch)
-        return normed
+        return self.norms[place](states + branch)

@@ -17,6 +17,9 @@ Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """The same for a layer of several, whose index comes first."""
 
+Mask = Tensor | None
+"""Additive, broadcast to [b, 1, n, m]; ``None``: with a cache all may be seen, without one attention is causal."""
+
 
 @dataclass(frozen=True)
 class LayerConfig:
@@ -30,9 +33,6 @@ class LayerConfig:
         ffn: width of the MLP.
         rope_theta: base of the rotary embedding.
         eps: of the norms.
-
-    Raises:
-        ValueError: heads that do not share keys evenly, or widths that no layer can have.
     """
 
     hidden_size: int
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.heads * config.head_dim, size, bias=False)
 
-    def mixed(self, inputs: Tensor, positions: Tensor, mask: Tensor | None, keep: Keep | None = None) -> Tensor:
+    def mixed(self, inputs: Tensor, positions: Tensor, mask: Mask, keep: Keep | None = None) -> Tensor:
         """[b, n, D] of normalised inputs [b, n, width]; the other arguments as in :class:`DecoderLayer`."""
         if isinstance(keep, HeadRun):
             return keep.mixed(inputs)
@@ -112,7 +112,7 @@ class Attention(nn.Module):
         cos, sin = rotary(positions, dim, self.config.rope_theta, query)
         return turned(query, cos, sin), turned(key, cos, sin), value
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, causal: bool) -> Tensor:
         """[b, n, D]: attention and its output projection."""
         out = F.scaled_dot_product_attention(
             query,
@@ -122,8 +122,7 @@ class Attention(nn.Module):
             is_causal=causal,
             enable_gqa=self.config.heads != self.config.kv_heads,
         )
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
-        return mixed
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class DecoderLayer(Attention):
@@ -146,15 +145,13 @@ class DecoderLayer(Attention):
             nn.init.normal_(linear.weight, std=0.02 / 2**0.5)
 
     def forward(
-        self, x: Tensor, positions: Tensor, mask: Tensor | None, keep: Keep | None = None, beside: Tensor | None = None
+        self, x: Tensor, positions: Tensor, mask: Mask, keep: Keep | None = None, beside: Tensor | None = None
     ) -> Tensor:
         """x [b, n, D] -> [b, n, D].
 
         Args:
             x: the residual stream.
             positions: [b, n].
-            mask: additive, broadcast to [b, 1, n, m]; ``None`` with ``keep`` means that everything may be seen, and
-                without it that attention is causal.
             keep: a cache; one that runs the layer itself (``HeadRun``) has rows [n, D] instead of [b, n, D].
             beside: for a wide layer, the already normalised attention input [b, n, 2 D].
         """
@@ -166,8 +163,7 @@ class DecoderLayer(Attention):
 
     def mlp(self, x: Tensor) -> Tensor:
         """[b, n, D], without the residual."""
-        fed: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return fed
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def rotary(positions: Tensor, dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,6 @@ class Dflash2Config(PairConfig):
     Attributes:
         conv: rows that a convolution reads, the row itself among them.
         group: channels that share their part of a convolution's kernel.
-
-    Raises:
-        ValueError: a value outside its range.
     """
 
     conv: int = 2
@@ -78,15 +75,13 @@ class Dflash2Layer(BlockLayer):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, keep: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """x [b, n, D] -> [b, n, D]."""
         normed = self.input_layernorm(x)
         before, behind = self.attention_conv.kernels(normed)
         mixed = self.self_attn(self.attention_conv(normed, before), cos, sin, mask, keep)
         x = x + self.attention_conv(mixed, behind)
         normed = self.post_attention_layernorm(x)
         before, behind = self.mlp_conv.kernels(normed)
-        fed: Tensor = x + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), behind)
-        return fed
+        return x + self.mlp_conv(self.mlp(self.mlp_conv(normed, before)), behind)
 
 
 class CandidateSelector(nn.Module):

@@ -24,9 +24,6 @@ class DsparkConfig(PairConfig):
             tokens before (``rnn``).
         confidence: what the confidence head reads: nothing (there is none), the ``state`` of a place, or ``both`` it
             and the token before.
-
-    Raises:
-        ValueError: a value outside its range.
     """
 
     from_anchor: bool = True
@@ -90,15 +87,12 @@ class DsparkNet(PairNet):
         self.confidence_head = ConfidenceHead(config) if config.confidence else None
 
     def query(self, before: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What W2 reads."""
-        query: tuple[Tensor, Tensor | None] = self.markov_head(before, states, memory)
-        return query
+        return self.markov_head(before, states, memory)
 
     @property
     def successors(self) -> Tensor:
         """W2."""
-        weight: Tensor = self.markov_head.markov_w2.weight
-        return weight
+        return self.markov_head.markov_w2.weight
 
     @property
     def has_memory(self) -> bool:
@@ -121,5 +115,4 @@ class DsparkNet(PairNet):
             return None
         if self.config.confidence == "both":
             states = torch.cat([states, self.markov_head.markov_w1(before).to(states.dtype)], -1)
-        log_odds: Tensor = self.confidence_head.proj(states)[..., 0]
-        return log_odds
+        return self.confidence_head.proj(states)[..., 0]

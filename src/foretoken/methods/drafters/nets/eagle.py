@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig
+from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, Mask
 from foretoken.models.forward.heads.pieces import HeadParts
 
 
@@ -28,22 +28,15 @@ class EagleNet(nn.Module):
         self.layer = DecoderLayer(config, input_norm=False)
 
     def forward(
-        self,
-        embeddings: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        keep: Keep | None = None,
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Mask = None, keep: Keep | None = None
     ) -> Tensor:
         """Embeddings of tokens t + 1 and features of tokens t, both [b, n, D] -> features of tokens t + 1 [b, n, D]."""
         x = self.fc(torch.cat([embeddings, features], -1))
-        next_features: Tensor = self.layer(x, positions, mask, keep)
-        return next_features
+        return self.layer(x, positions, mask, keep)
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
         return output
 
     def pieces(self) -> HeadParts:
-        """What it is made of."""
         return HeadParts(self.layer, entry=self.fc)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
+from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, Mask, RmsNorm
 from foretoken.models.forward.heads.pieces import HeadParts
 
 
@@ -102,31 +102,22 @@ class Eagle3Net(nn.Module):
 
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Features [..., D] from the target's hidden states at all depths, each [..., D]."""
-        fused: Tensor = self.fc(torch.cat(taps, -1))
-        return fused
+        return self.fc(torch.cat(taps, -1))
 
     def forward(
-        self,
-        embeddings: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        keep: Keep | None = None,
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Mask = None, keep: Keep | None = None
     ) -> Tensor:
         """Embeddings of tokens t + 1 and features of tokens t, both [b, n, D] -> features of tokens t + 1 [b, n, D].
 
         Features are fused ones or earlier outputs; the residual stream carries them as they are.
         """
         beside = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(features)], -1)
-        next_features: Tensor = self.midlayer(features, positions, mask, keep, beside)
-        return next_features
+        return self.midlayer(features, positions, mask, keep, beside)
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        normed: Tensor = self.norm(output)
-        return normed
+        return self.norm(output)
 
     def pieces(self) -> HeadParts:
-        """What it is made of."""
         norms: dict[str, Any] = {"of_beside": self.input_layernorm, "of_state": self.hidden_norm, "last": self.norm}
         return HeadParts(self.midlayer, wide=True, fuse=self.fc, **norms)

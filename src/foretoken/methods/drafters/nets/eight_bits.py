@@ -32,17 +32,17 @@ def packed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Returns:
         A matrix of N weights as int8 of the same shape, and float16 [N / 32] under its name and :data:`SCALES`.
     """
-    found = {}
+    stored = {}
     for name, value in tensors.items():
         if not value.is_floating_point() or value.ndim < 2 or value.numel() % BLOCK:
-            found[name] = value
+            stored[name] = value
             continue
         blocks = value.detach().float().reshape(-1, BLOCK)
         scales = (blocks.abs().amax(1, keepdim=True) / LARGEST).half()
         steps = torch.where(scales > 0, blocks / scales.float(), torch.zeros(()))
-        found[name] = steps.round().clamp(-LARGEST, LARGEST).to(torch.int8).reshape(value.shape)
-        found[name + SCALES] = scales[:, 0].contiguous()
-    return found
+        stored[name] = steps.round().clamp(-LARGEST, LARGEST).to(torch.int8).reshape(value.shape)
+        stored[name + SCALES] = scales[:, 0].contiguous()
+    return stored
 
 
 def unpacked(stored: Mapping[str, Tensor], place: object) -> dict[str, Tensor]:
@@ -51,16 +51,16 @@ def unpacked(stored: Mapping[str, Tensor], place: object) -> dict[str, Tensor]:
     Raises:
         ValueError: scales of another number of weights; names the tensor.
     """
-    found = {}
+    full = {}
     for name, value in stored.items():
         scales = stored.get(name + SCALES)
         if name.endswith(SCALES) and stored.get(name.removesuffix(SCALES), value).dtype == torch.int8:
             continue
         if scales is None or value.dtype != torch.int8:
-            found[name] = value
+            full[name] = value
             continue
         if scales.numel() * BLOCK != value.numel() or not scales.is_floating_point():
             raise ValueError(f"{name}{SCALES} in {place} does not fit {name}: copy the file again")
         blocks = value.reshape(-1, BLOCK).float() * scales.float().reshape(-1, 1)
-        found[name] = blocks.to(torch.bfloat16).reshape(value.shape)
-    return found
+        full[name] = blocks.to(torch.bfloat16).reshape(value.shape)
+    return full

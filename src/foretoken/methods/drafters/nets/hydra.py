@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig
+from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, Mask
 from foretoken.methods.drafters.nets.medusa import MedusaConfig
 from foretoken.models.forward.heads.pieces import BlockParts, HeadParts
 
@@ -44,23 +44,15 @@ class PrefixLayer(nn.Module):
             nn.init.zeros_(linear.weight)
 
     def forward(
-        self,
-        embeddings: Tensor | None,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        keep: Keep | None = None,
+        self, embeddings: Tensor | None, states: Tensor, positions: Tensor, mask: Mask = None, keep: Keep | None = None
     ) -> Tensor:
         """States [b, n, D] of tokens t -> what the heads read instead [b, n, D]; embeddings are not looked at."""
-        states: Tensor = self.layer(features, positions, mask, keep)
-        return states
+        return self.layer(states, positions, mask, keep)
 
     def head_state(self, output: Tensor) -> Tensor:
-        """The output itself."""
         return output
 
     def pieces(self) -> HeadParts:
-        """What it is made of."""
         return HeadParts(self.layer, guesses=False)
 
 
@@ -101,6 +93,5 @@ class HydraHeads(nn.Module):
         return x
 
     def pieces(self, head: int) -> BlockParts:
-        """What a head is made of."""
         rest: list[Any] = list(self.blocks[head].children())
         return BlockParts([self.residual[head], self.first[head]], [rest], residual=True)  # type: ignore[list-item]

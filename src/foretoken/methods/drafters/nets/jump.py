@@ -28,9 +28,6 @@ class JumpConfig:
             embedding) and the readout's; 0: as many as a state has.
         inner: width of a gated branch beside the predictor's linear one; 0: none.
         readout: whether a linear map stands between layer ``stop`` and the final norm.
-
-    Raises:
-        ValueError: a value outside its range.
     """
 
     hidden_size: int
@@ -111,8 +108,7 @@ class JumpNet(nn.Module):
         if self.readout is None:
             return states
         wide = states.float()
-        read: Tensor = wide + self.readout(wide if self.narrow is None else self.narrow(wide))
-        return read
+        return wide + self.readout(wide if self.narrow is None else self.narrow(wide))
 
 
 def _rms(rows: Tensor) -> Tensor:

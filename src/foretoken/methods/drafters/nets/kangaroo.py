@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from foretoken.methods.drafters.nets.decoder import Attention, Keep, LayerConfig, RmsNorm
+from foretoken.methods.drafters.nets.decoder import Attention, Keep, LayerConfig, Mask, RmsNorm
 from foretoken.models.forward.heads.pieces import HeadParts
 
 
@@ -38,25 +38,17 @@ class KangarooNet(nn.Module):
         nn.init.zeros_(self.attention.o_proj.weight)
 
     def forward(
-        self,
-        embeddings: Tensor | None,
-        states: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        keep: Keep | None = None,
+        self, embeddings: Tensor | None, states: Tensor, positions: Tensor, mask: Mask = None, keep: Keep | None = None
     ) -> Tensor:
         """States [b, n, D] of the exit layer -> [b, n, D] for :meth:`head_state`.
 
         The token of a place is in its state already, so that ``embeddings`` are not read.
         """
-        mixed: Tensor = states + self.attention.mixed(self.input_layernorm(states), positions, mask, keep)
-        return mixed
+        return states + self.attention.mixed(self.input_layernorm(states), positions, mask, keep)
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        normed: Tensor = self.norm(output)
-        return normed
+        return self.norm(output)
 
     def pieces(self) -> HeadParts:
-        """What it is made of."""
         return HeadParts(self.attention, before=self.input_layernorm, last=self.norm)

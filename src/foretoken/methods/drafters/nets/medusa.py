@@ -65,6 +65,5 @@ class MedusaHeads(nn.Module):
         return torch.stack(states)
 
     def pieces(self) -> BlockParts:
-        """What they are made of."""
         layers: list[list[Any]] = [list(head.children()) for head in self.blocks]
         return BlockParts([head[0] for head in layers], [head[1:] for head in layers])

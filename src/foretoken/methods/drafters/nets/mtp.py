@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
+from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, Mask, RmsNorm
 from foretoken.models.forward.heads.mtp import FEEDS, NativeModule
 from foretoken.models.forward.heads.pieces import HeadParts
 from foretoken.models.forward.heads.stacked import StackedModules
@@ -55,12 +55,7 @@ class MtpNet(nn.Module):
         self.norm = RmsNorm(size, config.eps)
 
     def forward(
-        self,
-        embeddings: Tensor,
-        features: Tensor,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        keep: Keep | None = None,
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Mask = None, keep: Keep | None = None
     ) -> Tensor:
         """Embeddings of tokens t + 1 and states of tokens t, both [b, n, D] -> what the next step is fed [b, n, D]."""
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(features)], -1))
@@ -69,11 +64,9 @@ class MtpNet(nn.Module):
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        state: Tensor = output if self.feed == "post_norm" else self.norm(output)
-        return state
+        return output if self.feed == "post_norm" else self.norm(output)
 
     def pieces(self) -> HeadParts:
-        """What it is made of."""
         norms: dict[str, Any] = {"of_beside": self.enorm, "of_state": self.hnorm, "last": self.norm}
         return HeadParts(self.layer, entry=self.eh_proj, hands_on_normed=self.feed == "post_norm", **norms)
 

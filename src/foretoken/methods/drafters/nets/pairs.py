@@ -17,9 +17,6 @@ class PairConfig(BlockConfig):
     Attributes:
         rank: r of the score.
         top: a place's candidates, those of largest logits; only these are scored, and guessed.
-
-    Raises:
-        ValueError: a value outside its range.
     """
 
     rank: int = 64

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep
+from foretoken.methods.drafters.nets.decoder import DecoderLayer, Keep, Mask
 from foretoken.methods.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.lean import HeadRun
@@ -28,9 +28,6 @@ class PeagleConfig(Eagle3Config):
         places: places that it was trained to guess in one pass.
         mask_token: id whose embedding stands beside the learned state.
         own_embedding: whether it has a token embedding of its own instead of the target's.
-
-    Raises:
-        ValueError: a value outside its range.
     """
 
     num_layers: int = 4
@@ -64,11 +61,10 @@ class PeagleNet(Eagle3Net):
     @property
     def mask_feature(self) -> Tensor:
         """[D] the feature of a place behind the text."""
-        feature: Tensor = self.fc(self.mask_hidden)[0, 0]
-        return feature
+        return self.fc(self.mask_hidden)[0, 0]
 
     def forward(
-        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None = None, keep: Any = None
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Mask = None, keep: Any = None
     ) -> Tensor:
         """[b, n, D] of embeddings and features [b, n, D]; the arguments are those of
         :class:`~foretoken.methods.drafters.nets.eagle3.Eagle3Net`, but that ``keep`` is a ``LayerKeep`` of all

@@ -53,8 +53,7 @@ class StopHead(nn.Module):
         """Log-odds [...] from the draft model's states [..., D] behind the tokens."""
         for block in self.blocks:
             states = states + F.silu(block(states))
-        log_odds: Tensor = self.out(states)[..., 0]
-        return log_odds
+        return self.out(states)[..., 0]
 
 
 def weighted_loss(log_odds: Tensor, chances: Tensor, mismatch: float) -> Tensor:

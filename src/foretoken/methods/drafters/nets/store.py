@@ -16,9 +16,10 @@ from torch import nn
 
 from foretoken.core.io.drafter_folders import IMPORTED, OURS, is_whole_model
 from foretoken.core.io.files import save_described
+from foretoken.methods.drafters.base import BuildContext
 from foretoken.methods.drafters.nets.eight_bits import check_bits, packed, unpacked
 from foretoken.models.checks.finite import check_finite, check_stored
-from foretoken.models.forward.parts import Fingerprint, QuantisedTargetWarning
+from foretoken.models.forward.parts import Fingerprint, QuantisedTargetWarning, TargetParts
 
 CONFIG = OURS
 WEIGHTS = "model.safetensors"
@@ -60,6 +61,19 @@ def save_drafter(
     save_described(folder, (WEIGHTS, packed(tensors) if bits == 8 else tensors), (CONFIG, description))
 
 
+def load_net(
+    context: BuildContext, name: str, path: str | None, config: type[Any], make: Callable[[Any], nn.Module]
+) -> tuple[Any, TargetParts, dict[str, Any]]:
+    """The trained network of a spec ``NAME[:FOLDER]``, what it borrows from the target, and what training measured.
+
+    Raises:
+        ValueError: no folder, one trained for another target, or damaged files.
+    """
+    parts, folder = TargetParts(context.target), context.folder(name, path)
+    description = read_description(folder, name, parts.fingerprint())
+    return build_net(folder, make, config, description).to(parts.device), parts, description["measured"]
+
+
 def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str, Any]:
     """The stored description, checked against the method and the target.
 
@@ -73,16 +87,10 @@ def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str
     difference = for_target.difference(target)
     if difference:
         raise ValueError(f"{folder} was trained for another target: {difference}")
-    _warn_of_storage(str(folder), for_target, target)
+    if doubt := for_target.doubt(target):
+        text = f"was trained for this model, but {doubt}: the text stays the model's, fewer drafts may be right"
+        warnings.warn(f"{folder} {text}", QuantisedTargetWarning, stacklevel=3)
     return description
-
-
-def _warn_of_storage(name: str, trained_for: Fingerprint, target: Fingerprint) -> None:
-    """Say so where a network meets its model with weights that are stored otherwise: verification keeps the text."""
-    doubt = trained_for.doubt(target)
-    if doubt:
-        text = f"{name} was trained for this model, but {doubt}: the text stays the model's, fewer drafts may be right"
-        warnings.warn(text, QuantisedTargetWarning, stacklevel=4)
 
 
 def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[str, Any], Fingerprint]:
