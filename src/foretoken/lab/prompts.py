@@ -102,18 +102,18 @@ def _gsm8k(row: Row) -> BenchPrompt:
 
 def _chat(row: Row) -> BenchPrompt:
     """A transcript up to the last message that an assistant would answer."""
-    found = row.get("messages")
-    if not isinstance(found, list):
+    messages = row.get("messages")
+    if not isinstance(messages, list):
         raise ValueError("'messages' must be a list of messages")
-    return _transcript(row, found)
+    return _transcript(row, messages)
 
 
 def _sharegpt(row: Row) -> BenchPrompt:
     return _transcript(row, from_sharegpt(row.get("conversations")))
 
 
-def _transcript(row: Row, found: list[Any]) -> BenchPrompt:
-    messages = to_answer(found)
+def _transcript(row: Row, conversation: list[Any]) -> BenchPrompt:
+    messages = to_answer(conversation)
     text = "\n\n".join(f"{message['role']}: {_said(message)}" for message in messages)
     return BenchPrompt(_text_of(row, "category", "chat"), f"{text}\n\nassistant:", tuple(messages))
 
@@ -276,11 +276,11 @@ def select(
         if name not in counts:
             known = ", ".join(f"{known} ({count})" for known, count in counts.items())
             raise ValueError(f"no prompts of category {name!r}: choose from {known}")
-    found: dict[str, list[BenchPrompt]] = {name: [] for name in counts if not categories or name in categories}
+    groups: dict[str, list[BenchPrompt]] = {name: [] for name in counts if not categories or name in categories}
     for prompt in prompts:
-        if prompt.category in found:
-            found[prompt.category].append(prompt)
-    return {name: spread(group, most) for name, group in found.items()}
+        if prompt.category in groups:
+            groups[prompt.category].append(prompt)
+    return {name: spread(group, most) for name, group in groups.items()}
 
 
 def spread(group: list[T], most: int | None) -> list[T]:

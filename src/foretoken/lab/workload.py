@@ -85,7 +85,7 @@ class Speed:
 def compared_speeds(arms: Mapping[str, Callable[[], Speed]]) -> dict[str, Speed]:
     """The median speed of every arm, over runs in which they take turns at going first."""
     runs = runs_of(arms, FINAL_RUNS)
-    return {name: median_run(found, lambda speed: speed.tokens_per_s) for name, found in runs.items()}
+    return {name: median_run(speeds, lambda speed: speed.tokens_per_s) for name, speeds in runs.items()}
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class Alignment:
             "seed": list(range(self.seed, self.seed + len(self.prompts))),
         }
         stats = drafted(self.target, drafter, self.prompts.tolist(), self.new_tokens, **asked)
-        found = MeasuredAcceptance.of(stats, drafter.max_depth)
-        return {"mean_acceptance_length": found.tokens_a_round, "per_position": list(found.by_position)}
+        acceptance = MeasuredAcceptance.of(stats, drafter.max_depth)
+        return {"mean_acceptance_length": acceptance.tokens_a_round, "per_position": list(acceptance.by_position)}
 
     @torch.no_grad()
     def expected(self, network: Any) -> dict[str, float]:
@@ -88,9 +88,9 @@ def describe(measured: Mapping[str, Any]) -> str:
     """One line on a measurement."""
     parts = []
     for mode, words in (("greedy", "greedy"), ("sampled", "T=1")):
-        found = measured[mode]
-        shares = " ".join(f"{share:.0%}" for share in found["per_position"])
-        parts.append(f"{words} {found['mean_acceptance_length']:.2f} ({shares})")
+        lengths = measured[mode]
+        shares = " ".join(f"{share:.0%}" for share in lengths["per_position"])
+        parts.append(f"{words} {lengths['mean_acceptance_length']:.2f} ({shares})")
     return (
         f"mean acceptance length on held-out text: {', '.join(parts)}; expected acceptance "
         f"{measured['expected_acceptance']:.3f}, equal argmax {measured['argmax_agreement']:.3f}"

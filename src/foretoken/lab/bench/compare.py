@@ -70,14 +70,14 @@ class Comparison:
 
     def public(self) -> dict[str, Any]:
         """As the CLI's JSON prints it."""
-        found = self.difference
+        difference = self.difference
         return {
             "plain": self.plain.public(),
             "speculative": self.speculative.public(),
             "speedup": self.speedup,
             "identical": self.identical,
-            "first_difference": found
-            and {"position": found.position, "logit_gap": found.logit_gap if self.comparable else None},
+            "first_difference": difference
+            and {"position": difference.position, "logit_gap": difference.logit_gap if self.comparable else None},
         }
 
 

@@ -71,14 +71,14 @@ def fits(
     Raises:
         ValueError: a folder or file that does not exist.
     """
-    found = [place for folder in folders for place in places(folder) if not _is_from(subject, place)]
+    candidates = [place for folder in folders for place in places(folder) if not _is_from(subject, place)]
     catalogue = rows("drafter")
-    total = len(catalogue) + len(found)
+    total = len(catalogue) + len(candidates)
     fitting: list[Fit] = []
     for number, row in enumerate(catalogue):
         on_progress(number, total, row.name)
         fitting.append(of_target(row, subject))
-    for number, place in enumerate(found, len(catalogue)):
+    for number, place in enumerate(candidates, len(catalogue)):
         on_progress(number, total, str(place))
         fitting += of_place(place, subject)
     return fitting
@@ -197,9 +197,9 @@ def _trained(folder: Path, subject: Subject) -> Fit:
 def _foreign(folder: Path) -> Fit | None:
     """A trained drafter in another project's layout."""
     try:
-        found = Found(folder)
+        source = Found(folder)
         for layout in LAYOUTS:
-            if find("drafter", layout.method).needs_training and layout.load().recognises(found):
+            if find("drafter", layout.method).needs_training and layout.load().recognises(source):
                 why = f"it is in the layout of {layout.summary}: foretoken import {folder} --out FOLDER first"
                 return Fit(layout.method, str(folder), False, why)
     except REFUSALS:
@@ -216,11 +216,11 @@ def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
             groups.setdefault(row.needs, []).append(row)
     refused: list[Fit] = []
     for group in groups.values():
-        found = [_tried(row, path, subject) for row in group]
-        working = [fit for fit in found if fit.works]
+        attempts = [_tried(row, path, subject) for row in group]
+        working = [fit for fit in attempts if fit.works]
         if working:
             return [*working, *refused]
-        refused += found[:1]
+        refused += attempts[:1]
     return refused[:1]
 
 
@@ -234,7 +234,7 @@ def _tried(row: Row, path: Path, subject: Subject) -> Fit:
 def _of_file(path: Path, subject: Subject) -> list[Fit]:
     """Every drafter that reads the file."""
     able = [row for row in rows("drafter") if not (row.needs_training or row.reads == "model")]
-    found = [_tried(row, path, subject) for row in able]
-    working = [fit for fit in found if fit.works]
-    readers = [fit for fit, row in zip(found, able, strict=True) if row.reads == "datastore"]
+    attempts = [_tried(row, path, subject) for row in able]
+    working = [fit for fit in attempts if fit.works]
+    readers = [fit for fit, row in zip(attempts, able, strict=True) if row.reads == "datastore"]
     return working or [replace(fit, name="", spec=str(path)) for fit in readers[:1]]

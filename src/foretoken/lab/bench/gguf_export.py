@@ -80,9 +80,9 @@ def tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     yield "token_embd.weight", model.model.embed_tokens.weight.detach()
     for i, layer in enumerate(model.model.layers):
         for module, name in NAMES.items():
-            found = layer.get_submodule(module)
+            submodule = layer.get_submodule(module)
             for part in ("weight", "bias"):
-                tensor = getattr(found, part, None)
+                tensor = getattr(submodule, part, None)
                 if tensor is not None:
                     yield f"blk.{i}.{name}.{part}", _ordered(name, tensor.detach(), config)
     yield "output_norm.weight", model.model.norm.weight.detach().float()
@@ -179,9 +179,9 @@ def quantize_gguf(source: Path, file: Path, kind: str, threads: int = 1) -> None
 
     if kind not in KINDS:
         raise ValueError(f"unknown kind of weights {kind!r}: choose one of {', '.join(KINDS)}")
-    found = library()
-    options = found.c.llama_model_quantize_default_params()
+    llama = library()
+    options = llama.c.llama_model_quantize_default_params()
     options.ftype, options.nthread = KINDS[kind], threads
-    found.errors.clear()
-    if found.c.llama_model_quantize(str(source).encode(), str(file).encode(), options) != 0:
-        raise ValueError(f"llama.cpp cannot write {kind} weights of {source}: {found.reason()}")
+    llama.errors.clear()
+    if llama.c.llama_model_quantize(str(source).encode(), str(file).encode(), options) != 0:
+        raise ValueError(f"llama.cpp cannot write {kind} weights of {source}: {llama.reason()}")

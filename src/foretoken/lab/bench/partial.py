@@ -58,22 +58,22 @@ class Partial:
         self.out, self.path = out, partial_of(out)
         self.done: dict[Key, UnitResult] = {}
         self.notes: dict[str, Any] = {}
-        found = check_run_out(out, resume)
-        if found:
+        unfinished = check_run_out(out, resume)
+        if unfinished:
             self._read(json.loads(dumps(config)))
         self._file: TextIO = self.path.open("a", encoding="utf-8")
-        if not found or self.path.stat().st_size == 0:
+        if not unfinished or self.path.stat().st_size == 0:
             self._append({"config": config})
 
     def _read(self, config: Mapping[str, Any]) -> None:
         whole, _, half = self.path.read_bytes().rpartition(b"\n")
         try:
             rows = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
-            found = rows[0]["config"] if rows else config
+            stored = rows[0]["config"] if rows else config
             results = [UnitResult(**row["result"]) for row in rows[1:] if "result" in row]
         except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is damaged ({error}): delete it to start anew") from None
-        other = sorted(key for key in {*found, *config} if found.get(key) != config.get(key))
+        other = sorted(key for key in {*stored, *config} if stored.get(key) != config.get(key))
         if other:
             raise ValueError(
                 f"{self.path} was made with other settings ({', '.join(other)}): give the same ones, or delete it"

@@ -95,9 +95,9 @@ def dumps(value: Any) -> str:
 
 def rate(results: Iterable[UnitResult]) -> float:
     """Tokens per second of several results together."""
-    found = list(results)
-    seconds = sum(r.seconds for r in found)
-    return sum(r.decoded for r in found) / seconds if seconds > 0 else 0.0
+    units = list(results)
+    seconds = sum(r.seconds for r in units)
+    return sum(r.decoded for r in units) / seconds if seconds > 0 else 0.0
 
 
 def speedup_ci95(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> list[float]:
@@ -223,11 +223,11 @@ def anchored(target: TargetCost, plain: Sequence[UnitResult]) -> TargetCost:
 
     v(n) is measured in a minute of its own; the machine may be busier or the texts longer in the run.
     """
-    rounds = [found for r in plain for found in r.rounds]
+    rounds = [one_round for r in plain for one_round in r.rounds]
     calls_s = sum(r.target_s or 0.0 for r in plain)
     if not rounds or calls_s <= 0:
         return target
-    mean_nodes = round(sum(found[0] for found in rounds) / len(rounds))
+    mean_nodes = round(sum(one_round[0] for one_round in rounds) / len(rounds))
     scale = calls_s / len(rounds) / target.of(mean_nodes)
     return TargetCost({n: seconds * scale for n, seconds in target.seconds.items()})
 
@@ -245,26 +245,26 @@ def prediction(
     """
     if cell_results[0].arm == PLAIN:
         return 1.0
-    rounds = [found for r in cell_results for found in r.draft_rounds]
+    rounds = [draft_round for r in cell_results for draft_round in r.draft_rounds]
     if not rounds:
         return None
-    cost = draft_seconds([found for r in all_results for found in r.draft_rounds])
+    cost = draft_seconds([draft_round for r in all_results for draft_round in r.draft_rounds])
     tokens = sum(r.decoded for r in cell_results)
     return predicted_speedup(target, rest, cost, rounds, tokens, cell_results[0].batch)
 
 
 def arm_cost(results: Sequence[UnitResult]) -> DrafterCost | None:
     """An arm's cost and survival, for the summary; ``None`` for what drafts nothing or is not ours."""
-    rounds = [found for r in results for found in r.draft_rounds]
-    if not any(found.depth for found in rounds):
+    rounds = [draft_round for r in results for draft_round in r.draft_rounds]
+    if not any(draft_round.depth for draft_round in rounds):
         return None
     return drafter_cost(positions(results), rounds, results[0].batch)
 
 
 def round_costs(results: Sequence[UnitResult], arms: Sequence[str], target: TargetCost) -> RoundCosts:
     """Measured costs of all arms at one setting."""
-    found = {arm: arm_cost([r for r in results if r.arm == arm]) for arm in arms}
-    drafters = {arm: cost for arm, cost in found.items() if cost is not None}
+    costs = {arm: arm_cost([r for r in results if r.arm == arm]) for arm in arms}
+    drafters = {arm: cost for arm, cost in costs.items() if cost is not None}
     plain = [r for r in results if r.arm == PLAIN]
     return RoundCosts(anchored(target, plain), drafters, rest_s(plain))
 
@@ -280,7 +280,7 @@ def positions_at(results: Sequence[UnitResult], arms: Sequence[str], setting: Se
     """For the summary: :func:`positions` of every arm that has rounds at one setting, and which that is."""
     shares = {arm: positions([r for r in results if r.arm == arm and r.setting == setting]) for arm in arms}
     where = {"temperature": setting[0], "batch": setting[1]}
-    return {"positions": {arm: found for arm, found in shares.items() if found}, "positions_at": where}
+    return {"positions": {arm: reached for arm, reached in shares.items() if reached}, "positions_at": where}
 
 
 def time_split(results: Sequence[UnitResult]) -> dict[str, float] | None:

@@ -109,13 +109,13 @@ class Bench:
         if isinstance(prompt, BenchPrompt):
             if shared.tokenizer is None:
                 raise ValueError("text prompts need a tokenizer: this target has none beside it")
-            found = prompt.encode(shared.tokenizer, self.settings.chat)
+            ids = prompt.encode(shared.tokenizer, self.settings.chat)
         else:
-            found = list(prompt)
-        if not found:
+            ids = list(prompt)
+        if not ids:
             raise ValueError("a prompt has no tokens")
-        self.num_cut += len(found) > room
-        return found[-room:]
+        self.num_cut += len(ids) > room
+        return ids[-room:]
 
     def _build(self) -> list[Arm]:
         arms = []
@@ -229,10 +229,10 @@ class Bench:
         runs: dict[str, list[UnitResult]] = {arm.name: [] for arm in arms}
         for again, arm in interleave(arms, self.settings.repeat, turn):
             self._tell(setting, f"{arm.name}, {unit.category}")
-            found = runs[arm.name]
-            found.append(arm.run(unit, setting, traced and again == 0))
-            if len(found) == self.settings.repeat:
-                yield _counted(found, arm.remembers)
+            results = runs[arm.name]
+            results.append(arm.run(unit, setting, traced and again == 0))
+            if len(results) == self.settings.repeat:
+                yield _counted(results, arm.remembers)
 
     def _tell(self, setting: Setting, text: str) -> None:
         self.on_progress(len(self.results), self._total, f"T={setting[0]:g} batch {setting[1]}: {text}")

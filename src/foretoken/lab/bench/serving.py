@@ -74,7 +74,7 @@ class RoundRecorder:
 
     def trace(self, tokenizer: Any | None) -> list[dict[str, Any]]:
         """The traced rounds, as the summary's ``traces`` hold them."""
-        return [_traced(*found, tokenizer) for found in self._trees]
+        return [_traced(*traced, tokenizer) for traced in self._trees]
 
 
 def _depth(parents: Sequence[int]) -> int:

@@ -48,7 +48,7 @@ class BenchResult:
     @property
     def lines(self) -> list[str]:
         """The lines of ``run.jsonl``."""
-        return [dumps(found) for found in (*self.cells, self.summary)]
+        return [dumps(row) for row in (*self.cells, self.summary)]
 
 
 def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
@@ -60,7 +60,7 @@ def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
     batch = min(bench.settings.batches)
     measured = [r for s in settings if s[1] == batch for arm in bench.arms for r in _of(bench, arm.name, s)]
     first = [r for r in measured if r.temperature == bench.settings.temperatures[0]]
-    splits = {name: time_split(found) for name, found in by_arm.items()}
+    splits = {name: time_split(results) for name, results in by_arm.items()}
     summary = {
         "summary": True,
         "target": target_name(bench.shared.target, bench.shared.source),
@@ -89,11 +89,11 @@ def tally(bench: Bench, where: dict[str, Any]) -> BenchResult:
 
 
 def _of(bench: Bench, arm: str, setting: Setting, category: str | None = None) -> list[UnitResult]:
-    found = [
+    results = [
         r for r in bench.results.values() if r.arm == arm and r.setting == setting and category in (None, r.category)
     ]
     places = {name: i for i, name in enumerate(bench.ids)}
-    return sorted(found, key=lambda r: (places[r.category], r.unit))
+    return sorted(results, key=lambda r: (places[r.category], r.unit))
 
 
 def _cell(bench: Bench, arm: str, setting: Setting, category: str | None) -> dict[str, Any]:
@@ -107,22 +107,22 @@ def _cell(bench: Bench, arm: str, setting: Setting, category: str | None) -> dic
 
 def _prefill(bench: Bench, arm: str, setting: Setting) -> dict[str, Any]:
     """Mean seconds of a prompt's prefill; another engine's holds its first token."""
-    found = _of(bench, arm, setting)
-    mean = sum(r.prefill_s for r in found) / sum(len(r.prompts) for r in found)
+    results = _of(bench, arm, setting)
+    mean = sum(r.prefill_s for r in results) / sum(len(r.prompts) for r in results)
     return {"arm": arm, "temperature": setting[0], "batch": setting[1], "prefill_s": mean}
 
 
 def _traces(bench: Bench) -> Iterator[dict[str, Any]]:
-    for found in bench.results.values():
-        if found.trace:
-            prompt = bench.prompts[found.category][found.prompts[0]]
+    for result in bench.results.values():
+        if result.trace:
+            prompt = bench.prompts[result.category][result.prompts[0]]
             text = prompt.text if isinstance(prompt, BenchPrompt) else " ".join(map(str, prompt))
             yield {
-                "arm": found.arm,
-                "category": found.category,
+                "arm": result.arm,
+                "category": result.category,
                 "prompt": text,
-                "temperature": found.temperature,
-                "rounds": found.trace,
+                "temperature": result.temperature,
+                "rounds": result.trace,
             }
 
 
@@ -141,8 +141,8 @@ def equality(bench: Bench, arm: str, setting: Setting, category: str) -> dict[st
             noise = None if one.seeds is None else Noise(one.seeds[i])
             params = SamplingParams(setting[0], **bench.shared.filters)
             sampler = Sampler(params, len(prompt), noise)
-            found = first_difference(bench.shared.target, prompt, want, got, sampler)
-            counts["identical" if found is None else "ties" if found.is_tie else "differences"] += 1
+            difference = first_difference(bench.shared.target, prompt, want, got, sampler)
+            counts["identical" if difference is None else "ties" if difference.is_tie else "differences"] += 1
     return {"arm": arm, "category": category, "temperature": setting[0], "batch": setting[1], **counts}
 
 

@@ -230,25 +230,25 @@ def _judge(
 ) -> None:
     """Count one output whose tokens the sampler fixes as the same, a tie or different."""
     check.drafted += output.stats.num_draft_tokens
-    found = first_difference(r.target, r.prompts[prompt], want, output.token_ids, sampler)
-    if found is None:
+    difference = first_difference(r.target, r.prompts[prompt], want, output.token_ids, sampler)
+    if difference is None:
         check.identical += 1
         return
     # The kernels of ``transformers.generate`` are others: a target that keeps its own bits may tie with them.
-    broken = found.is_tie and r.target.exactness == "bitwise" and check.mode != "transformers"
-    counts_as_tie = found.is_tie and not broken
+    broken = difference.is_tie and r.target.exactness == "bitwise" and check.mode != "transformers"
+    counts_as_tie = difference.is_tie and not broken
     check.ties += counts_as_tie
     check.differences += not counts_as_tie
     check.broken += broken
-    if counts_as_tie and found.logit_gap is not None:
-        check.gaps.append(found.logit_gap)
-    ended = found.position == min(len(want), len(output.token_ids))
+    if counts_as_tie and difference.logit_gap is not None:
+        check.gaps.append(difference.logit_gap)
+    ended = difference.position == min(len(want), len(output.token_ids))
     no_gap = "one output ends there" if ended else "one token there is impossible"
-    gap = no_gap if found.logit_gap is None else f"logit gap {found.logit_gap:.3g}"
-    kind = f"a real difference (a tie is at most {found.tolerance:.3g})"
-    if found.is_tie:
+    gap = no_gap if difference.logit_gap is None else f"logit gap {difference.logit_gap:.3g}"
+    kind = f"a real difference (a tie is at most {difference.tolerance:.3g})"
+    if difference.is_tie:
         kind = "a tie, which a target that is exact to the last bit must not have" if broken else "a tie"
-    check.notes.append(f"{what} differs from token {found.position} on: {gap}, {kind}")
+    check.notes.append(f"{what} differs from token {difference.position} on: {gap}, {kind}")
 
 
 # -- seeds -----------------------------------------------------------------------------------------------------------

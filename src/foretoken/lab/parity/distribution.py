@@ -136,7 +136,7 @@ def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
     params = SamplingParams(**r.settings.sampling)
     samplers = [Sampler(params, len(p), skipped=len(p) - len(start) if start else 0) for p in prompts]
     begin = Counter((i, tuple(o[:n])) for i, answers in enumerate(outputs) for o in answers for n in range(len(o)))
-    found = Evidence()
+    evidence = Evidence()
     sequences = [r.target.open() for _ in prompts]
     try:
         for sequence, prompt in zip(sequences, prompts, strict=True):
@@ -148,15 +148,15 @@ def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
                 prefixes = [[*prompts[i], *output[:n]] for n in range(len(output))]
                 distributions = samplers[i].distributions(logits, prefixes)
                 for n, (token, distribution) in enumerate(zip(output, distributions.cpu().double(), strict=True)):
-                    found.places.append(uniform_place(distribution, token, coins.uniform()))
+                    evidence.places.append(uniform_place(distribution, token, coins.uniform()))
                     beginning = (i, tuple(output[:n]))
                     if begin[beginning] >= LEAST:
-                        found.distributions.setdefault(beginning, distribution.clone())
-                        found.followers.setdefault(beginning, []).append(token)
+                        evidence.distributions.setdefault(beginning, distribution.clone())
+                        evidence.followers.setdefault(beginning, []).append(token)
     finally:
         for sequence in sequences:
             r.target.release(sequence)
-    return found
+    return evidence
 
 
 def _scored(

@@ -108,8 +108,8 @@ def _reference(
     expected = [plain.generate(prompt, **settings.greedy_options).token_ids for prompt in encoded]
     outside = None
     if "transformers" in settings.modes:
-        found = [transformers_output(target, prompt, settings) for prompt in encoded]
-        outside = [output for output in found if output is not None] or None
+        outputs = [transformers_output(target, prompt, settings) for prompt in encoded]
+        outside = [output for output in outputs if output is not None] or None
     stops = stop_cases(plain, encoded, expected, settings) if "stop" in settings.modes else []
     reference = Reference(target, encoded, settings, expected, outside, stops)
     if "seed" in settings.modes:

@@ -162,11 +162,11 @@ def _texts(
         for i, (one, other) in enumerate(zip(there, here, strict=True)):
             prompt = i % len(report.prompts)
             sampler = _sampler(settings, report.prompts[prompt], i if kind == "seeded" else None)
-            found = first_difference(target, report.prompts[prompt], one, other, sampler)
-            if found is not None:
-                ties, differences = ties + found.is_tie, differences + (not found.is_tie)
+            difference = first_difference(target, report.prompts[prompt], one, other, sampler)
+            if difference is not None:
+                ties, differences = ties + difference.is_tie, differences + (not difference.is_tie)
                 seed = f" with seed {(settings.seed + i) % SEEDS}" if kind == "seeded" else ""
-                notes.append(f"prompt {prompt}{seed} {_note(found)}")
+                notes.append(f"prompt {prompt}{seed} {_note(difference)}")
         if here:
             same = len(here) - len(notes)
             text = f"{same} of {len(here)} are the certificate's, token by token"
@@ -181,7 +181,7 @@ def _sampler(settings: Settings, prompt: Sequence[int], place: int | None) -> Sa
     return Sampler(SamplingParams(**settings.sampling), len(prompt), Noise((settings.seed + place) % SEEDS))
 
 
-def _note(found: Difference) -> str:
-    gap = "" if found.logit_gap is None else f", logit gap {found.logit_gap:.3g}"
-    kind = "a numerical tie" if found.is_tie else "a real difference"
-    return f"differs from token {found.position} on{gap}, {kind}"
+def _note(difference: Difference) -> str:
+    gap = "" if difference.logit_gap is None else f", logit gap {difference.logit_gap:.3g}"
+    kind = "a numerical tie" if difference.is_tie else "a real difference"
+    return f"differs from token {difference.position} on{gap}, {kind}"

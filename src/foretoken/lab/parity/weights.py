@@ -27,10 +27,10 @@ def model_checksums(source: str) -> Checksums:
     place = Path(resolve(source)).expanduser()
     if not place.exists():
         place = _fetched(source)
-    found = _checksums(place)
+    checksums = _checksums(place)
     if place.is_dir() and is_adapter(place):
-        found |= {f"base/{name}": digest for name, digest in model_checksums(read_adapter(place).base).items()}
-    return found
+        checksums |= {f"base/{name}": digest for name, digest in model_checksums(read_adapter(place).base).items()}
+    return checksums
 
 
 def drafter_checksums(spec: str, target: str) -> Checksums:
@@ -41,13 +41,15 @@ def drafter_checksums(spec: str, target: str) -> Checksums:
     Raises:
         ValueError: the files are not on this machine.
     """
-    found: Checksums = {}
+    checksums: Checksums = {}
     for name, path in _named(spec):
         if path is not None:
-            found |= {f"{name}/{file}": digest for file, digest in model_checksums(path).items()}
+            checksums |= {f"{name}/{file}": digest for file, digest in model_checksums(path).items()}
         elif is_builtin(target) and (ZOO / BUILT_IN.get(name, name)).is_dir():
-            found |= {f"{name}/{file}": digest for file, digest in _checksums(ZOO / BUILT_IN.get(name, name)).items()}
-    return found
+            checksums |= {
+                f"{name}/{file}": digest for file, digest in _checksums(ZOO / BUILT_IN.get(name, name)).items()
+            }
+    return checksums
 
 
 def _named(spec: str) -> Iterator[tuple[str, str | None]]:

@@ -159,8 +159,8 @@ def plan(
     rows = tuple(_row(assumptions, k, batches) for k in ks)
     best_by_batch = {batch: assumptions.best_k(ks, batch) for batch in batches}
     best = rows[ks.index(best_by_batch[batches[0]])]
-    found = tuple(_tree(assumptions, shape, positions, batches) for shape in trees)
-    result = Plan(assumptions, tuple(batches), rows, best, best_by_batch, found, (), None, ())
+    tree_rows = tuple(_tree(assumptions, shape, positions, batches) for shape in trees)
+    result = Plan(assumptions, tuple(batches), rows, best, best_by_batch, tree_rows, (), None, ())
     nearest = best if best.k else result.nearest
     return replace(
         result,

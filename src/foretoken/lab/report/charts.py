@@ -114,13 +114,13 @@ class LineChart:
 
     def x_range(self) -> Point:
         """Least and greatest x of what is shown."""
-        found = [x for points in self._points for x, _ in points] + [x for x, _, _ in self.marks]
-        return _widened(min(found), max(found))
+        xs = [x for points in self._points for x, _ in points] + [x for x, _, _ in self.marks]
+        return _widened(min(xs), max(xs))
 
     def y_range(self) -> Point:
         """From 0 to the greatest y, or to 1 for shares; below 0 where values are."""
-        found = [y for points in self._points for _, y in points]
-        return _widened(min(0.0, *found), max(1.0, *found) if self.percent else max(found) * 1.05)
+        ys = [y for points in self._points for _, y in points]
+        return _widened(min(0.0, *ys), max(1.0, *ys) if self.percent else max(ys) * 1.05)
 
 
 Chart = BarChart | StackChart | LineChart

@@ -42,8 +42,8 @@ def speedup_of(cell: Cell) -> Speedup | None:
     if value is None:
         return None
     ends = cell.get("speedup_ci95")
-    found = [number(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else [None, None]
-    return Speedup(value) if None in found or found[0] == found[1] else Speedup(value, *found)
+    bounds = [number(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else [None, None]
+    return Speedup(value) if None in bounds or bounds[0] == bounds[1] else Speedup(value, *bounds)
 
 
 def together(cells: Sequence[Cell]) -> Speedup | None:
@@ -69,9 +69,9 @@ def _seconds(cell: Cell) -> float:
     return tokens / speed if tokens and speed else 1.0
 
 
-def _spread(found: Sequence[tuple[float, float | None]]) -> float | None:
-    distances = [w * d for w, d in found if d is not None]
-    return sqrt(sum(d * d for d in distances)) if len(distances) == len(found) else None
+def _spread(weighted: Sequence[tuple[float, float | None]]) -> float | None:
+    distances = [w * d for w, d in weighted if d is not None]
+    return sqrt(sum(d * d for d in distances)) if len(distances) == len(weighted) else None
 
 
 def equality(cell: Cell) -> str:
@@ -85,8 +85,8 @@ def equality(cell: Cell) -> str:
 
 
 def _worst(cells: Sequence[Cell]) -> str:
-    found = {equality(cell) for cell in cells}
-    return next((badge for badge in ("differs", "ties", "identical") if badge in found), "")
+    badges = {equality(cell) for cell in cells}
+    return next((badge for badge in ("differs", "ties", "identical") if badge in badges), "")
 
 
 def speedups(run: Run, setting: Setting) -> list[BarChart]:
@@ -107,17 +107,17 @@ def speedups(run: Run, setting: Setting) -> list[BarChart]:
 
 def _bar(run: Run, arm: str, cells: Sequence[Cell], whole: bool) -> Bar | None:
     own = [cell for cell in cells if cell["arm"] == arm]
-    found = overall(run, setting_of(own[0]), arm) if whole and own else together(own)
-    if found is None:
+    speedup = overall(run, setting_of(own[0]), arm) if whole and own else together(own)
+    if speedup is None:
         return None
-    return Bar(arm, found.value, found.low, found.high, colour_of(run, arm), _worst(own))
+    return Bar(arm, speedup.value, speedup.low, speedup.high, colour_of(run, arm), _worst(own))
 
 
 def overall(run: Run, setting: Setting, arm: str) -> Speedup | None:
     """An arm's speed-up in a setting, all categories together: as the run says, else from its cells."""
     told = run.overall(setting, arm)
-    if told is not None and (found := speedup_of(told)) is not None:
-        return found
+    if told is not None and (speedup := speedup_of(told)) is not None:
+        return speedup
     return together(run.at(setting, arm))
 
 
@@ -147,11 +147,11 @@ def _positions_of(run: Run) -> str:
 
 def round_ms(run: Run, arm: str) -> dict[str, float] | None:
     """Milliseconds of an arm's round by part."""
-    found = run.part("rounds").get(arm)
-    count = number(found.get("rounds")) if isinstance(found, Mapping) else None
-    if not count or not isinstance(found, Mapping):
+    split = run.part("rounds").get(arm)
+    count = number(split.get("rounds")) if isinstance(split, Mapping) else None
+    if not count or not isinstance(split, Mapping):
         return None
-    return {part: 1000 * (number(found.get(f"{part}_s")) or 0.0) / count for part in COST_PARTS}
+    return {part: 1000 * (number(split.get(f"{part}_s")) or 0.0) / count for part in COST_PARTS}
 
 
 def round_costs(run: Run) -> StackChart | None:
@@ -176,8 +176,8 @@ def sweeps(run: Run) -> list[LineChart]:
 def _sweep(run: Run, title: str, x_label: str, places: Sequence[tuple[float, Setting]]) -> LineChart | None:
     series = []
     for arm in run.rivals:
-        found = [(x, overall(run, setting, arm)) for x, setting in places]
-        points = [(x, s.value) for x, s in found if s is not None]
+        measured = [(x, overall(run, setting, arm)) for x, setting in places]
+        points = [(x, s.value) for x, s in measured if s is not None]
         if points:
             series.append(Series(arm, points, colour_of(run, arm)))
     return _against(title, x_label, series)
@@ -201,8 +201,8 @@ def _option_sweeps(run: Run) -> list[LineChart]:
     for option, families in groups.items():
         series = []
         for rest, members in families.items():
-            found = [(x, overall(run, run.settings[0], arm)) for x, arm in sorted(members)]
-            points = [(x, s.value) for x, s in found if s is not None]
+            measured = [(x, overall(run, run.settings[0], arm)) for x, arm in sorted(members)]
+            points = [(x, s.value) for x, s in measured if s is not None]
             if len(points) > 1:
                 series.append(Series(rest, points, colour_of(run, members[0][1])))
         if (chart := _against(f"Speed-up against {option}", option, series)) is not None:
@@ -217,7 +217,7 @@ def _numeric_options(arm: str) -> list[tuple[str, float, str]]:
         spec = parse_spec(drafter)
     except ValueError:
         return []
-    found = []
+    options = []
     for option, value in spec.options.items():
         try:
             place = float(value)
@@ -226,8 +226,8 @@ def _numeric_options(arm: str) -> list[tuple[str, float, str]]:
         rest = [f"{key}={other}" for key, other in spec.options.items() if key != option]
         name = spec.name if spec.path is None else f"{spec.name}:{spec.path}"
         family = ",".join([name, *rest]) + (f"@{controller}" if controller else "")
-        found.append((option, place, family))
-    return found
+        options.append((option, place, family))
+    return options
 
 
 def predictions(run: Run) -> LineChart | None:
@@ -294,10 +294,10 @@ def _relative(costs: RoundCosts, nodes: float) -> float:
 
 def nodes_used(run: Run) -> dict[str, float]:
     """Mean nodes per round (the root included) of every traced arm."""
-    found: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for trace in run.traces:
-        found.setdefault(str(trace.get("arm")), []).extend(len(r["tokens"]) for r in trace["rounds"] if r.get("tokens"))
-    return {arm: fmean(counts) for arm, counts in found.items() if counts and arm in run.rivals}
+        sizes.setdefault(str(trace.get("arm")), []).extend(len(r["tokens"]) for r in trace["rounds"] if r.get("tokens"))
+    return {arm: fmean(counts) for arm, counts in sizes.items() if counts and arm in run.rivals}
 
 
 def best_size(costs: RoundCosts) -> tuple[str, int] | None:

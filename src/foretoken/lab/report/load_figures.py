@@ -26,8 +26,8 @@ def levels(run: Run, shape: str) -> list[float]:
 
 def cells_of(run: Run, shape: str, arm: str) -> list[Cell]:
     """An arm's cells by level."""
-    found = [cell for cell in run.cells if cell.get("load") == shape and cell["arm"] == arm]
-    return sorted(found, key=lambda cell: float(cell["level"]))
+    cells = [cell for cell in run.cells if cell.get("load") == shape and cell["arm"] == arm]
+    return sorted(cells, key=lambda cell: float(cell["level"]))
 
 
 def latencies(run: Run, shape: str) -> list[LineChart]:
@@ -46,13 +46,13 @@ def latencies(run: Run, shape: str) -> list[LineChart]:
 
 
 def _points(run: Run, shape: str, arm: str, name: str, share: str) -> list[tuple[float, float]]:
-    found = []
+    points = []
     for cell in cells_of(run, shape, arm):
         spread = cell.get(name)
         value = number(spread.get(share)) if isinstance(spread, Mapping) else None
         if value is not None:
-            found.append((float(cell["level"]), value))
-    return found
+            points.append((float(cell["level"]), value))
+    return points
 
 
 def throughputs(run: Run, shape: str) -> list[LineChart | BarChart]:
@@ -61,24 +61,24 @@ def throughputs(run: Run, shape: str) -> list[LineChart | BarChart]:
     places = levels(run, shape)
     for name, words in THROUGHPUT.items():
         title = words[0].upper() + words[1:]
-        found = {
+        curves = {
             arm: [(float(c["level"]), v) for c in cells_of(run, shape, arm) if (v := number(c.get(name))) is not None]
             for arm in run.arms
         }
-        found = {arm: points for arm, points in found.items() if points}
-        if len(places) > 1 and found:
-            series = [Series(arm, points, colour_of(run, arm)) for arm, points in found.items()]
+        curves = {arm: points for arm, points in curves.items() if points}
+        if len(places) > 1 and curves:
+            series = [Series(arm, points, colour_of(run, arm)) for arm, points in curves.items()]
             charts.append(LineChart(title, AXES[shape], words, series, x_ticks=places))
-        elif found:
-            bars = [Bar(arm, points[0][1], colour=colour_of(run, arm)) for arm, points in found.items()]
+        elif curves:
+            bars = [Bar(arm, points[0][1], colour=colour_of(run, arm)) for arm, points in curves.items()]
             charts.append(BarChart(title, f"{words}, {places[0]:g} {AXES[shape]}", bars))
     return charts
 
 
 def distributions(run: Run, shape: str, level: float) -> list[LineChart]:
     """Share of requests (y) that took at most so long (x), at one level."""
-    found = [c for c in run.listed("curves") if isinstance(c, Mapping) and c.get("load") == shape]
-    here = [c for c in found if number(c.get("level")) == level and c.get("arm") in run.arms]
+    curves = [c for c in run.listed("curves") if isinstance(c, Mapping) and c.get("load") == shape]
+    here = [c for c in curves if number(c.get("level")) == level and c.get("arm") in run.arms]
     charts = []
     for name, title in MEASURES.items():
         series = [
@@ -101,11 +101,11 @@ def _cumulated(curve: Cell, name: str) -> list[tuple[float, float]]:
 
 def plots(run: Run) -> dict[str, list[LineChart | BarChart]]:
     """File name -> its charts, for papers."""
-    found: dict[str, list[LineChart | BarChart]] = {}
+    charts: dict[str, list[LineChart | BarChart]] = {}
     for shape in AXES:
         if levels(run, shape):
-            found[f"throughput_{shape}"] = throughputs(run, shape)
-            found[f"latency_{shape}"] = [*latencies(run, shape)]
+            charts[f"throughput_{shape}"] = throughputs(run, shape)
+            charts[f"latency_{shape}"] = [*latencies(run, shape)]
         for level in levels(run, shape):
-            found[f"distribution_{shape}_{level:g}"] = [*distributions(run, shape, level)]
-    return found
+            charts[f"distribution_{shape}_{level:g}"] = [*distributions(run, shape, level)]
+    return charts

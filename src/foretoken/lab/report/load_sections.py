@@ -49,7 +49,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     ]
     return [
         ("model", str(run.summary.get("target") or "")),
-        *[(arm, _server(found)) for arm, found in run.part("servers").items() if isinstance(found, Mapping)],
+        *[(arm, _server(server)) for arm, server in run.part("servers").items() if isinstance(server, Mapping)],
         ("requests", ", ".join(asked) if settings else ""),
         ("per level", f"{settings.get('requests')} requests, {settings.get('passes')} passes" if settings else ""),
         ("client", ", ".join(str(word) for word in words if word)),
@@ -57,9 +57,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _server(found: Mapping[str, Any]) -> str:
-    words = [str(found.get("url", ""))]
-    words += [f"{name} {found[name]}" for name in ("drafter", "controller", "verifier") if found.get(name)]
+def _server(server: Mapping[str, Any]) -> str:
+    words = [str(server.get("url", ""))]
+    words += [f"{name} {server[name]}" for name in ("drafter", "controller", "verifier") if server.get(name)]
     return ", ".join(words)
 
 
@@ -75,8 +75,8 @@ def verdict(run: Run) -> list[Remark]:
     """Every arm against the first, level by level; errors; whether texts are equal."""
     remarks = []
     for cell in run.cells:
-        found = cell.get("ratios")
-        ratios = found if isinstance(found, Mapping) else {}
+        given = cell.get("ratios")
+        ratios = given if isinstance(given, Mapping) else {}
         speed, per_token = number(ratios.get("tokens_per_s")), number(ratios.get("tpot"))
         if speed is not None:
             more = "" if per_token is None else f", a token comes {per_token:.2f} times as fast"
@@ -92,12 +92,12 @@ def verdict(run: Run) -> list[Remark]:
 
 
 def _equality(run: Run) -> list[Remark]:
-    found = [one for one in run.listed("equality") if isinstance(one, Mapping)]
-    compared = sum(int(number(one.get("compared")) or 0) for one in found)
-    different = sum(int(number(one.get("different")) or 0) for one in found)
+    rows = [one for one in run.listed("equality") if isinstance(one, Mapping)]
+    compared = sum(int(number(one.get("compared")) or 0) for one in rows)
+    different = sum(int(number(one.get("different")) or 0) for one in rows)
     if not compared:
         return []
-    ties = sum(int(number(one.get("ties")) or 0) for one in found)
+    ties = sum(int(number(one.get("ties")) or 0) for one in rows)
     far = " so far" if run.unfinished else ""
     texts = "texts compared so far" if run.unfinished else "compared texts"
     if different and different == ties:
@@ -134,17 +134,17 @@ def latency(run: Run) -> Markup | None:
 
 def distributions(run: Run) -> Markup | None:
     """Cumulative shares, the first level open."""
-    found = [
+    levels = [
         (f"{level:g} {figures.AXES[shape]}", charts)
         for shape in figures.AXES
         for level in figures.levels(run, shape)
         if (charts := figures.distributions(run, shape, level))
     ]
-    if not found:
+    if not levels:
         return None
     parts = [
         tag("details", tag("summary", name), panels(charts), open="" if i == 0 else None)
-        for i, (name, charts) in enumerate(found)
+        for i, (name, charts) in enumerate(levels)
     ]
     how = (
         "Share of requests that took at most so long. A steep curve is a steady server; a long tail is what users feel."
@@ -156,10 +156,10 @@ def categories(run: Run) -> Markup | None:
     """Time per token and acceptance of every category."""
     rows = []
     for arm, groups in run.part("categories").items():
-        for category, found in groups.items() if isinstance(groups, Mapping) else ():
-            spread = found.get("tpot_ms") if isinstance(found, Mapping) else None
-            values = [found.get("completed"), (spread or {}).get("p50"), (spread or {}).get("p99")]
-            values += [found.get("mean_acceptance_length"), found.get("acceptance_rate")]
+        for category, measured in groups.items() if isinstance(groups, Mapping) else ():
+            spread = measured.get("tpot_ms") if isinstance(measured, Mapping) else None
+            values = [measured.get("completed"), (spread or {}).get("p50"), (spread or {}).get("p99")]
+            values += [measured.get("mean_acceptance_length"), measured.get("acceptance_rate")]
             cells = [number_cell(value, digits) for value, digits in zip(values, (0, 1, 1, 2, 3), strict=True)]
             rows.append(tag("tr", tag("td", arm, class_="words"), tag("td", category, class_="words"), *cells))
     if not rows:
@@ -184,7 +184,7 @@ def table(run: Run) -> Markup:
 
 
 def _row(cell: Mapping[str, Any], used: list[tuple[str, str, int]]) -> Markup:
-    spreads = [found if isinstance(found := cell.get(name), Mapping) else {} for name in SPREADS]
+    spreads = [spread if isinstance(spread := cell.get(name), Mapping) else {} for name in SPREADS]
     errors = cell.get("errors")
     kinds = ", ".join(f"{count} {kind}" for kind, count in errors.items()) if isinstance(errors, Mapping) else ""
     same = cell.get("identical")
@@ -193,7 +193,7 @@ def _row(cell: Mapping[str, Any], used: list[tuple[str, str, int]]) -> Markup:
         tag("td", cell.get("load", ""), class_="words"),
         tag("td", cell["arm"], class_="words"),
         *(number_cell(cell.get(name), digits) for name, _, digits in used),
-        *(number_cell(found.get(share), 1) for found in spreads for share in SHARES),
+        *(number_cell(spread.get(share), 1) for spread in spreads for share in SHARES),
         tag("td", kinds, class_="words bad" if kinds else "words"),
         tag("td", "" if same is None else "identical" if same else "differs", class_="words"),
     )

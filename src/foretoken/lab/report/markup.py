@@ -26,10 +26,10 @@ def join(*children: object) -> Markup:
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
     """An element.  ``class_`` is the attribute class, ``_`` in names becomes ``-``, ``None`` leaves one out."""
-    found = "".join(
+    rendered = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
     end = "" if name in VOID else f"</{name}>"
-    return Markup(f"<{name}{found}>{join(*children)}{end}")
+    return Markup(f"<{name}{rendered}>{join(*children)}{end}")

@@ -50,11 +50,11 @@ def write_plots(run_file: Path, folder: Path) -> list[Path]:
 
 def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
     """File name -> the charts in it, for everything that the run has data for."""
-    found: dict[str, Sequence[Chart]] = {}
+    plots: dict[str, Sequence[Chart]] = {}
     if run.is_load:
         return {name: charts for name, charts in load_figures.plots(run).items() if charts}
     for i, (temperature, batch) in enumerate(run.settings):
-        found["speedup" if i == 0 else f"speedup_t{temperature:g}_b{batch}"] = figures.speedups(
+        plots["speedup" if i == 0 else f"speedup_t{temperature:g}_b{batch}"] = figures.speedups(
             run, (temperature, batch)
         )
     single = {
@@ -63,9 +63,9 @@ def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
         "predicted": figures.predictions(run),
         "node_cost": figures.node_costs(run),
     }
-    found |= {name: [chart] for name, chart in single.items() if chart is not None}
-    found |= {"".join(c if c.isalnum() else "_" for c in chart.title.lower()): [chart] for chart in figures.sweeps(run)}
-    return {name: charts for name, charts in found.items() if charts}
+    plots |= {name: [chart] for name, chart in single.items() if chart is not None}
+    plots |= {"".join(c if c.isalnum() else "_" for c in chart.title.lower()): [chart] for chart in figures.sweeps(run)}
+    return {name: charts for name, charts in plots.items() if charts}
 
 
 def write_charts(charts: Sequence[Chart], file: Path, most_columns: int = 2) -> Path:

@@ -78,8 +78,8 @@ class Run:
 
     def part(self, name: str) -> dict[str, Any]:
         """An object of the summary, empty when it is not there."""
-        found = self.summary.get(name)
-        return dict(found) if isinstance(found, Mapping) else {}
+        value = self.summary.get(name)
+        return dict(value) if isinstance(value, Mapping) else {}
 
     def overall(self, setting: Setting, arm: str) -> Mapping[str, Any] | None:
         """An arm's cell of all categories together, where the summary has one."""
@@ -89,13 +89,13 @@ class Run:
     @property
     def traces(self) -> list[dict[str, Any]]:
         """Recorded generations, round by round; those with drafts first, since plain decoding has nothing to show."""
-        found = [dict(t) for t in self.listed("traces") if isinstance(t, Mapping) and t.get("rounds")]
-        return sorted(found, key=lambda trace: trace.get("arm") in PLAIN)
+        traces = [dict(t) for t in self.listed("traces") if isinstance(t, Mapping) and t.get("rounds")]
+        return sorted(traces, key=lambda trace: trace.get("arm") in PLAIN)
 
     def listed(self, name: str) -> Sequence[Any]:
         """A list of the summary, empty when it is not there."""
-        found = self.summary.get(name)
-        return found if isinstance(found, list) else []
+        value = self.summary.get(name)
+        return value if isinstance(value, list) else []
 
 
 def setting_of(cell: Mapping[str, Any]) -> Setting:
@@ -135,10 +135,10 @@ def read_run(file: Path) -> Run:
     summary: Mapping[str, Any]
     whole: Mapping[str, Any] = {}
     if objects and "config" in objects[0][1]:
-        cells, summary = _partial([found for _, found in objects])
+        cells, summary = _partial([row for _, row in objects])
     else:
-        cells = [_cell(found, place, file) for place, found in objects if not found.get("summary")]
-        summary = whole = next((found for _, found in objects if found.get("summary")), {})
+        cells = [_cell(row, place, file) for place, row in objects if not row.get("summary")]
+        summary = whole = next((row for _, row in objects if row.get("summary")), {})
     if not cells:
         raise ValueError(f"{file} holds no cells of a bench run: {NOT_A_RUN}")
     return Run(file.name, text, _with_equality(cells, summary), summary, [*notes, *_remarks(cells, whole)])
@@ -149,27 +149,27 @@ def _objects(file: Path, text: str) -> tuple[list[tuple[int, dict[str, Any]]], l
     objects: list[tuple[int, dict[str, Any]]] = []
     lines = text.split("\n")
     for place, line in enumerate(lines, 1):
-        found = _parsed(line) if line.strip() else {}
-        if found:
-            objects.append((place, found))
-        elif found is None and place == len(lines) and objects:  # no line break behind it
+        row = _parsed(line) if line.strip() else {}
+        if row:
+            objects.append((place, row))
+        elif row is None and place == len(lines) and objects:  # no line break behind it
             return objects, [f"Line {place} was cut off while it was written and is left out."]
-        elif found is None:
+        elif row is None:
             raise ValueError(f"line {place} of {file} is no JSON object: {NOT_A_RUN}")
     return objects, []
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (json.JSONDecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
-def _cell(found: Mapping[str, Any], place: int, file: Path) -> Mapping[str, Any]:
+def _cell(row: Mapping[str, Any], place: int, file: Path) -> Mapping[str, Any]:
     """A cell whose key fields are there and of the right type; numbers may be missing, a chart then leaves it out."""
-    cell = {"category": "all", "temperature": 0.0, "batch": 1, **found}
+    cell = {"category": "all", "temperature": 0.0, "batch": 1, **row}
     if not isinstance(cell.get("arm"), str) or not isinstance(cell["category"], str):
         raise ValueError(f"line {place} of {file} is no bench cell, it lacks an arm: {NOT_A_RUN}")
     if number(cell["temperature"]) is None or number(cell["batch"]) is None:
@@ -220,7 +220,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
     from foretoken.lab.bench.results import UnitResult, cell, drafted, positions_at, time_split
 
     try:
-        results = [UnitResult(**found["result"]) for found in objects if "result" in found]
+        results = [UnitResult(**row["result"]) for row in objects if "result" in row]
     except TypeError as error:
         raise ValueError(f"this unfinished run is damaged ({error}): run it again") from None
     plain = {r.key[1:]: r for r in results if r.arm in PLAIN}

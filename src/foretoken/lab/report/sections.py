@@ -101,14 +101,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _object(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = holder.get(name)
-    return dict(found) if isinstance(found, Mapping) else {}
+    value = holder.get(name)
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
-def _threads(found: Mapping[str, Any]) -> str:
-    words = [f"{found['torch_threads']} (torch)"] if found.get("torch_threads") else []
-    words += [f"{name}={value}" for name, value in _object(found, "variables").items() if value is not None]
-    load = number(found.get("load"))
+def _threads(threads: Mapping[str, Any]) -> str:
+    words = [f"{threads['torch_threads']} (torch)"] if threads.get("torch_threads") else []
+    words += [f"{name}={value}" for name, value in _object(threads, "variables").items() if value is not None]
+    load = number(threads.get("load"))
     return ", ".join([*words, *([] if load is None else [f"load before the run {load:.2f}"])])
 
 
@@ -127,8 +127,8 @@ def _inflated(run: Run) -> list[str]:
 
 def speedups(run: Run) -> Markup | None:
     """Bars per category, for the first setting open and for others to be opened."""
-    found = [(setting_name(setting), figures.speedups(run, setting)) for setting in run.settings]
-    shown = [(name, charts) for name, charts in found if charts]
+    charted = [(setting_name(setting), figures.speedups(run, setting)) for setting in run.settings]
+    shown = [(name, charts) for name, charts in charted if charts]
     if not shown:
         return None
     name, charts = shown[0]
@@ -167,8 +167,8 @@ def sweeps(run: Run) -> Markup | None:
 
 def costs(run: Run) -> Markup | None:
     """Predicted against measured, and v(n)."""
-    found = (figures.predictions(run), figures.node_costs(run))
-    charts: list[Chart] = [chart for chart in found if chart is not None]
+    both = (figures.predictions(run), figures.node_costs(run))
+    charts: list[Chart] = [chart for chart in both if chart is not None]
     how = (
         "Above the diagonal a run was faster than its measured costs promise, below it slower. "
         "v(n) near the flat line: trees are nearly free; near the linear one: every guess costs a token."
@@ -266,7 +266,7 @@ def number_cell(value: Any, digits: int) -> Markup:
         if len(ends) != 2 or ends[0] is None or ends[1] is None or ends[0] == ends[1]:
             return tag("td", "", data_sort="")
         return tag("td", f"{ends[0]:.{digits}f} to {ends[1]:.{digits}f}", data_sort=ends[0])
-    found = number(value)
-    if found is None:
+    single = number(value)
+    if single is None:
         return tag("td", "", data_sort="")
-    return tag("td", f"{found:g}" if digits == SHORTEST else f"{found:.{digits}f}", data_sort=found)
+    return tag("td", f"{single:g}" if digits == SHORTEST else f"{single:.{digits}f}", data_sort=single)

@@ -29,10 +29,10 @@ def verdict(run: Run) -> list[Remark]:
     for setting in others:
         ranked = _ranked(run, setting)
         if ranked:
-            arm, found = ranked[0]
+            arm, speedup = ranked[0]
             name = setting_name(setting)
-            fastest = f"{name[0].upper()}{name[1:]}: the fastest{_so_far(run)} is {arm}, {_times(found)}."
-            remarks.append(Remark(fastest, "even" if _unsure(found) else "good" if found.value > 1 else "bad"))
+            fastest = f"{name[0].upper()}{name[1:]}: the fastest{_so_far(run)} is {arm}, {_times(speedup)}."
+            remarks.append(Remark(fastest, "even" if _unsure(speedup) else "good" if speedup.value > 1 else "bad"))
         remarks += _silent(run, setting)
     return [*remarks, *_outputs(run)]
 
@@ -52,8 +52,8 @@ def _silent(run: Run, setting: Setting) -> list[Remark]:
 
 def _ranked(run: Run, setting: Setting) -> list[tuple[str, Speedup]]:
     rivals = [arm for arm in run.rivals if not run.drafted_nothing(setting, arm)]
-    found = [(arm, s) for arm in rivals if (s := overall(run, setting, arm)) is not None]
-    return sorted(found, key=lambda pair: -pair[1].value)
+    speedups = [(arm, s) for arm in rivals if (s := overall(run, setting, arm)) is not None]
+    return sorted(speedups, key=lambda pair: -pair[1].value)
 
 
 def _at_length(run: Run, setting: Setting) -> list[Remark]:
@@ -71,7 +71,7 @@ def _at_length(run: Run, setting: Setting) -> list[Remark]:
         fastest = f"Fastest{_so_far(run)} ({setting_name(setting)}): {arm}, {_times(best)}{detail}{doubt}."
         remarks = [Remark(fastest, "even" if doubt else "good")]
         ranked = ranked[1:]
-    return [*remarks, *(_compared(run, setting, name, found) for name, found in ranked), *silent]
+    return [*remarks, *(_compared(run, setting, name, speedup) for name, speedup in ranked), *silent]
 
 
 def _nothing_measured(run: Run, setting: Setting) -> str:
@@ -81,27 +81,27 @@ def _nothing_measured(run: Run, setting: Setting) -> str:
     return f"This run has measured no arm beside plain decoding {when}, so there is nothing to compare."
 
 
-def _compared(run: Run, setting: Setting, arm: str, found: Speedup) -> Remark:
-    if found.low is None:
-        return Remark(f"Not told from plain by this run: {arm}, {_times(found)}.")
-    if _unsure(found):
-        return Remark(f"As fast as plain, within what this run can tell: {arm}, {_times(found)}.")
-    if found.value >= 1:
-        return Remark(f"Faster than plain: {arm}, {_times(found)}.", "good")
+def _compared(run: Run, setting: Setting, arm: str, speedup: Speedup) -> Remark:
+    if speedup.low is None:
+        return Remark(f"Not told from plain by this run: {arm}, {_times(speedup)}.")
+    if _unsure(speedup):
+        return Remark(f"As fast as plain, within what this run can tell: {arm}, {_times(speedup)}.")
+    if speedup.value >= 1:
+        return Remark(f"Faster than plain: {arm}, {_times(speedup)}.", "good")
     reason = why(run, setting, arm)
     because = f", because {reason}" if reason else ""
-    return Remark(f"Slower than plain: {arm}, {_times(found)}{because}.", "bad")
+    return Remark(f"Slower than plain: {arm}, {_times(speedup)}{because}.", "bad")
 
 
-def _unsure(found: Speedup) -> bool:
+def _unsure(speedup: Speedup) -> bool:
     """Whether a run cannot tell an arm from plain decoding; one prompt has no spread, so nothing is known of it."""
-    return found.low is None or found.high is None or found.low <= 1 <= found.high
+    return speedup.low is None or speedup.high is None or speedup.low <= 1 <= speedup.high
 
 
-def _times(found: Speedup) -> str:
-    if found.low is None or found.high is None:
-        return f"{found.value:.2f}x (no interval)"
-    return f"{found.value:.2f}x (95 % CI {found.low:.2f} to {found.high:.2f})"
+def _times(speedup: Speedup) -> str:
+    if speedup.low is None or speedup.high is None:
+        return f"{speedup.value:.2f}x (no interval)"
+    return f"{speedup.value:.2f}x (95 % CI {speedup.low:.2f} to {speedup.high:.2f})"
 
 
 def _mean(run: Run, setting: Setting, arm: str, name: str) -> float | None:
@@ -141,7 +141,7 @@ def extra_costs(run: Run, setting: Setting, arm: str) -> dict[str, float]:
     """
     length = _tokens_per_round(run, setting, arm)
     own = per_token(run.at(setting, arm))
-    plain = next((found for name in PLAIN if (found := per_token(run.at(setting, name)))), None)
+    plain = next((times for name in PLAIN if (times := per_token(run.at(setting, name)))), None)
     whole = sum(plain.values()) if plain else 0.0
     if length is None or own is None or plain is None or whole <= 0:
         return {}
@@ -167,14 +167,14 @@ def per_token(cells: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 def _outputs(run: Run) -> Sequence[Remark]:
     """How many cells have plain decoding's texts, of those in which something was drafted."""
-    found = [(cell, badge) for cell in run.cells if (badge := equality(cell)) and number(cell.get("drafted")) != 0]
-    if not found:
+    judged = [(cell, badge) for cell in run.cells if (badge := equality(cell)) and number(cell.get("drafted")) != 0]
+    if not judged:
         return []
-    badges = [badge for _, badge in found]
+    badges = [badge for _, badge in judged]
     differs, ties = badges.count("differs"), badges.count("ties")
-    sampled = sum(setting_of(cell)[0] > 0 for cell, _ in found)
-    share = "all" if sampled == len(found) else f"{sampled} of them"
-    compared = f"{len(found)} compared cells" + (f" ({share} sampled, with the same seeds)" if sampled else "")
+    sampled = sum(setting_of(cell)[0] > 0 for cell, _ in judged)
+    share = "all" if sampled == len(judged) else f"{sampled} of them"
+    compared = f"{len(judged)} compared cells" + (f" ({share} sampled, with the same seeds)" if sampled else "")
     end = "; this run was broken off, and the prompts that it did not reach are not known." if run.unfinished else "."
     if differs:
         return [Remark(f"Output differs from plain decoding's in {differs} of {compared}{end}", "bad")]

@@ -73,15 +73,15 @@ class PositionalCount(Verifier):
 def acceptance_chances(tree: TokenTree, scores: Scores, node: int) -> list[float]:
     """Chance of every child of ``node`` to be the accepted one, in the order in which they are tried."""
     rest, drawn, likelihood = scores.p(node), SiblingDistributions(tree), 1.0  # rest: [V]
-    found = []
+    chances = []
     for child in tree.children[node]:
         token, q = tree.tokens[child], drawn.distribution(child)  # q: [V]
         accepted = min(1.0, float(rest[token]) / (1.0 if q is None else float(q[token])))
-        found.append(likelihood * accepted)
+        chances.append(likelihood * accepted)
         likelihood *= 1.0 - accepted
         rest = rest_of(rest, q, token)
         drawn.remove(child)
-    return found
+    return chances
 
 
 def measured_acceptance(work: Workload, drafter: ModelDrafter, width: int = WIDTH) -> tuple[float, ...]:

@@ -103,10 +103,10 @@ def tune(
     tell("timing trees")
     trees = {size: medusa_choices(accuracies, size) for size in sizes}
     costs = target_costs(work, trees, max(texts, key=len))
-    found = {size: SizeCost(costs[size], expected_length(trees[size], accuracies)) for size in trees}
-    best = max(trees, key=lambda size: found[size].rate)
+    size_costs = {size: SizeCost(costs[size], expected_length(trees[size], accuracies)) for size in trees}
+    best = max(trees, key=lambda size: size_costs[size].rate)
     tell("comparing")
-    return TunedTree(drafter.name, trees[best], accuracies, found, compared(work, drafter, trees[best]))
+    return TunedTree(drafter.name, trees[best], accuracies, size_costs, compared(work, drafter, trees[best]))
 
 
 def _written(work: Workload) -> list[list[int]]:
@@ -132,10 +132,10 @@ def measured_accuracies(work: Workload, drafter: HeadsDrafter, texts: Sequence[S
     for text in texts:
         tokens = torch.tensor([list(text)], device=parts.device)
         batches.append(Batch(tokens, parts.features(tokens[:, :-1], recipe.taps), parts))
-    found: list[list[float]] = recipe.measure(batches)["accuracies"]
-    if not any(map(any, found)):
+    accuracies: list[list[float]] = recipe.measure(batches)["accuracies"]
+    if not any(map(any, accuracies)):
         raise ValueError("the heads were right nowhere: give longer prompts, or train them longer")
-    return found
+    return accuracies
 
 
 def target_costs(work: Workload, trees: Mapping[int, Sequence[Choice]], text: Sequence[int]) -> dict[int, float]:

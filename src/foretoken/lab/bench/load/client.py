@@ -165,11 +165,11 @@ def _text_of(choice: Mapping[str, Any]) -> str:
     if "text" in choice:
         return str(choice["text"] or "")
     delta = choice.get("delta") or {}
-    found = [delta.get(name) for name in ("reasoning_content", "content")]
+    parts = [delta.get(name) for name in ("reasoning_content", "content")]
     for call in delta.get("tool_calls") or ():
         function = call.get("function") or {}
-        found += [function.get("name"), function.get("arguments")]
-    return "".join(str(part) for part in found if part)
+        parts += [function.get("name"), function.get("arguments")]
+    return "".join(str(part) for part in parts if part)
 
 
 def drafts_of(event: Mapping[str, Any]) -> Drafts | None:
@@ -231,19 +231,19 @@ async def _about(http: httpx.AsyncClient, server: Server) -> dict[str, Any]:
     """How a server of ours drafts; nothing of others."""
     try:
         answer = await http.get(f"{server.url}/v1/spec", headers=headers_of(server), timeout=10.0)
-        found = answer.json() if answer.status_code == 200 else {}
+        spec = answer.json() if answer.status_code == 200 else {}
     except (httpx.TransportError, ValueError):
         return {}
     names = ("drafter", "controller", "verifier", "limits")
-    return {name: found[name] for name in names if name in found} if isinstance(found, dict) else {}
+    return {name: spec[name] for name in names if name in spec} if isinstance(spec, dict) else {}
 
 
 def _listed(answer: httpx.Response) -> list[dict[str, Any]]:
     try:
-        found = answer.json().get("data")
+        models = answer.json().get("data")
     except (ValueError, AttributeError):
         return []
-    return [one for one in found if isinstance(one, dict) and one.get("id")] if isinstance(found, list) else []
+    return [one for one in models if isinstance(one, dict) and one.get("id")] if isinstance(models, list) else []
 
 
 async def ask(http: httpx.AsyncClient, settings: LoadSettings, arm: ServerArm, one: Ask, salt: str) -> Sample:
@@ -278,8 +278,8 @@ async def ask(http: httpx.AsyncClient, settings: LoadSettings, arm: ServerArm, o
 def _reason(body: bytes) -> str:
     """The message of an error, as OpenAI and others word it."""
     try:
-        found = json.loads(body)
-        return _message(found.get("error", found.get("detail", found)))
+        payload = json.loads(body)
+        return _message(payload.get("error", payload.get("detail", payload)))
     except (ValueError, AttributeError):
         return body[:300].decode(errors="replace")
 
@@ -321,10 +321,10 @@ def read_counters(lines: Sequence[str]) -> Drafts | None:
     sums: dict[str, dict[str, float]] = {}
     names = {f"{name}_total": key for key, name in COUNTERS.items()}
     for line in lines:
-        found = re.match(r"(\w+):(\w+)(?:\{.*\})? ([-+0-9.eE]+)", line)
-        if found and found[2] in names:
-            counts, key = sums.setdefault(found[1], {}), names[found[2]]
-            counts[key] = counts.get(key, 0.0) + float(found[3])
+        match = re.match(r"(\w+):(\w+)(?:\{.*\})? ([-+0-9.eE]+)", line)
+        if match and match[2] in names:
+            counts, key = sums.setdefault(match[1], {}), names[match[2]]
+            counts[key] = counts.get(key, 0.0) + float(match[3])
     first = next(iter(sums.values()), None)
     if first is None or "drafted" not in first:
         return None

@@ -68,15 +68,15 @@ class Driver:
         Raises:
             ValueError: a server refuses even the first requests.
         """
-        settings, found = self.settings, []
+        settings, passes = self.settings, []
         self._all = len(arms) * len(settings.levels) * settings.passes * settings.requests
         for arm in arms:
             await self._warm(arm)
         for level in settings.levels:
             for number, arm in interleave(arms, settings.passes):
                 if not self.stop.is_set():
-                    found.append(await self._pass(arm, level, number))
-        return found
+                    passes.append(await self._pass(arm, level, number))
+        return passes
 
     async def _warm(self, arm: ServerArm) -> None:
         """The first requests; if all fail, the test would measure errors alone."""
@@ -93,14 +93,14 @@ class Driver:
         return await ask(self.http, self.settings, arm, one, salt)
 
     async def _pass(self, arm: ServerArm, level: Level, number: int) -> Pass:
-        found = Pass(arm, level, number)
+        result = Pass(arm, level, number)
         asks = self.settings.asks(self.prompts, self.settings.requests)
         salt = f"{level.label}-{number}-{arm.name}".replace(" ", "_")
         self.tell(self.sent, self._all, f"{arm.name}, {level.label}")
         before = await counters(self.http, arm.server)
 
         async def one(place: int) -> None:
-            found.samples.append(await self._ask(arm, asks[place], salt))
+            result.samples.append(await self._ask(arm, asks[place], salt))
             self.sent += 1
             self.tell(self.sent, self._all, f"{arm.name}, {level.label}")
 
@@ -108,12 +108,12 @@ class Driver:
         if level.shape == "concurrency":
             await self._clients(int(level.value), len(asks), one)
         else:
-            await self._arriving(found, level, len(asks), one)
-        ends = [sample.last_s for sample in found.samples if sample.last_s is not None]
-        found.seconds = max(ends, default=perf_counter()) - began
-        found.cut = self.stop.is_set()
-        found.drafts = _grown(before, await counters(self.http, arm.server))
-        return found
+            await self._arriving(result, level, len(asks), one)
+        ends = [sample.last_s for sample in result.samples if sample.last_s is not None]
+        result.seconds = max(ends, default=perf_counter()) - began
+        result.cut = self.stop.is_set()
+        result.drafts = _grown(before, await counters(self.http, arm.server))
+        return result
 
     async def _clients(self, clients: int, count: int, one: Callable[[int], Awaitable[None]]) -> None:
         """So many at a time."""
@@ -125,14 +125,14 @@ class Driver:
 
         await self._gathered([client() for _ in range(clients)])
 
-    async def _arriving(self, found: Pass, level: Level, count: int, one: Callable[[int], Awaitable[None]]) -> None:
+    async def _arriving(self, result: Pass, level: Level, count: int, one: Callable[[int], Awaitable[None]]) -> None:
         """By a rate, whatever the server does."""
-        times = arrivals(level, count, (self.settings.seed or 0) + found.number)
+        times = arrivals(level, count, (self.settings.seed or 0) + result.number)
         began = perf_counter()
 
         async def at(number: int) -> None:
             await asyncio.sleep(max(0.0, began + times[number] - perf_counter()))
-            found.lag_s = max(found.lag_s, perf_counter() - began - times[number])
+            result.lag_s = max(result.lag_s, perf_counter() - began - times[number])
             await one(number)
 
         await self._gathered([at(number) for number in range(count)])

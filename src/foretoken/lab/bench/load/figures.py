@@ -36,11 +36,11 @@ def curve(values: Iterable[float | None]) -> list[float]:
 def drafts_of(passes: Sequence[Pass]) -> Drafts | None:
     """What was drafted: as requests say, else as the server's counters do."""
     told = [sample.drafts for one in passes for sample in one.samples if sample.ok and sample.drafts is not None]
-    found = told or [one.drafts for one in passes if one.drafts is not None]
-    if not found:
+    drafts = told or [one.drafts for one in passes if one.drafts is not None]
+    if not drafts:
         return None
     whole = Drafts(0)
-    for one in found:
+    for one in drafts:
         whole.add(one)
     return whole
 
@@ -96,19 +96,19 @@ def ratios(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, float]
     Tokens per second for throughput; mean times, the baseline's over the arm's, for latencies.
     """
     others = {one.number: one for one in baseline}
-    found: dict[str, list[float]] = {}
+    by_measure: dict[str, list[float]] = {}
     for one in passes:
         other = others.get(one.number)
         if other is None or one.cut or other.cut:
             continue
         if other.tokens and one.seconds > 0:
             value = one.tokens / one.seconds / (other.tokens / other.seconds)
-            found.setdefault("tokens_per_s", []).append(value)
+            by_measure.setdefault("tokens_per_s", []).append(value)
         for name in ("ttft_s", "tpot_s", "e2e_s"):
             own, base = _mean(one.samples, name), _mean(other.samples, name)
             if own and base:
-                found.setdefault(name.removesuffix("_s"), []).append(base / own)
-    return {name: median(values) for name, values in found.items()} or None
+                by_measure.setdefault(name.removesuffix("_s"), []).append(base / own)
+    return {name: median(values) for name, values in by_measure.items()} or None
 
 
 def _mean(samples: Sequence[Sample], name: str) -> float:
@@ -161,37 +161,37 @@ def by_category(passes: Sequence[Pass]) -> dict[str, dict[str, Any]]:
         for sample in one.samples:
             if sample.ok:
                 groups.setdefault(sample.category, []).append(sample)
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for category, samples in groups.items():
         whole = Drafts(0)
         for sample in samples:
             if sample.drafts is not None:
                 whole.add(sample.drafts)
-        found[category] = {
+        figures[category] = {
             "completed": len(samples),
             "tpot_ms": spread(sample.tpot_s for sample in samples),
             "acceptance_rate": whole.acceptance_rate,
             "mean_acceptance_length": whole.mean_acceptance_length,
         }
-    return found
+    return figures
 
 
 def grouped(passes: Sequence[Pass]) -> Mapping[tuple[Level, str], list[Pass]]:
     """Passes of the same arm at the same level, in the order in which they began."""
-    found: dict[tuple[Level, str], list[Pass]] = {}
+    groups: dict[tuple[Level, str], list[Pass]] = {}
     for one in passes:
-        found.setdefault((one.level, one.arm.name), []).append(one)
-    return found
+        groups.setdefault((one.level, one.arm.name), []).append(one)
+    return groups
 
 
 def cells(arms: Sequence[ServerArm], passes: Sequence[Pass], settings: LoadSettings) -> list[dict[str, Any]]:
     """All lines of the run."""
     groups = grouped(passes)
-    found = []
+    lines = []
     for level in settings.levels:
         baseline = groups.get((level, arms[0].name), [])
         for arm in arms:
             own = groups.get((level, arm.name))
             if own and any(one.samples for one in own):
-                found.append(cell(own, baseline, settings))
-    return found
+                lines.append(cell(own, baseline, settings))
+    return lines

@@ -57,7 +57,7 @@ def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], mo
     """
     if compare and len(given) > 1:
         raise ValueError("--compare compares one server with itself: give one URL")
-    found = []
+    servers = []
     for place, text in enumerate(given):
         named = re.match(r"([\w.-]+)=(https?://.*)", text)
         name, url = named.groups() if named else ("", text)
@@ -66,11 +66,11 @@ def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], mo
             raise ValueError(f"{text!r} is no server: give http://HOST:PORT, or NAME=http://HOST:PORT")
         alone = SERVER if len(given) == 1 else url.split("://", 1)[1]
         key, model = _of(keys, place, len(given), "--api-key"), _of(models, place, len(given), "--model")
-        found.append(Server(name or alone, url, model, key))
-    twice = [name for name, count in Counter(one.name for one in found).items() if count > 1]
+        servers.append(Server(name or alone, url, model, key))
+    twice = [name for name, count in Counter(one.name for one in servers).items() if count > 1]
     if twice:
         raise ValueError(f"two servers are called {twice[0]}: give NAME=URL")
-    return found
+    return servers
 
 
 def _of(given: Sequence[str], place: int, count: int, option: str) -> str:
@@ -113,8 +113,8 @@ async def _measured(
     async with open_client(settings.timeout_s) as http:
         driver = Driver(http, settings, prompts, tell)
         with stopped_by_signals(driver.stop) as caught:
-            found = [await find_server(http, server) for server in servers]
-            arms = _compared(found[0]) if compare else [ServerArm(server.name, server) for server in found]
+            resolved = [await find_server(http, server) for server in servers]
+            arms = _compared(resolved[0]) if compare else [ServerArm(server.name, server) for server in resolved]
             passes = await driver.run(arms)
             if compare and not driver.stop.is_set():
                 asks = settings.asks(prompts, settings.requests)
@@ -204,32 +204,32 @@ def _curves(passes: Sequence[Pass]) -> dict[str, Any]:
 
 def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, Sequence[Any]]) -> list[str]:
     """What a reader must know about this run."""
-    found = []
+    remarks = []
     samples = [sample for one in passes for sample in one.samples]
     good = [sample for sample in samples if sample.ok]
     # Of all requests, those too that an interrupted test did not come to
     asked = range(settings.requests) if samples else ()
     distinct = len({(number % len(prompts), _row(number, prompts)) for number in asked})
     if distinct < len(asked):
-        found.append(
+        remarks.append(
             f"There are {distinct} prompts for {settings.requests} requests: a server that keeps prompts reads the "
             "repeated ones faster."
         )
     if not settings.fixed:
-        found.append("Texts were not compared: at a temperature above 0 that needs --seed.")
+        remarks.append("Texts were not compared: at a temperature above 0 that needs --seed.")
     if uncounted := sum(not sample.counted for sample in good):
-        found.append(f"{uncounted} answers came without usage: their tokens are counted as chunks of the stream.")
+        remarks.append(f"{uncounted} answers came without usage: their tokens are counted as chunks of the stream.")
     if undone := sum(not sample.done for sample in good):
-        found.append(f"{undone} streams ended without [DONE], but with a finish_reason: they count as complete.")
+        remarks.append(f"{undone} streams ended without [DONE], but with a finish_reason: they count as complete.")
     late = max((one.lag_s for one in passes), default=0.0)
     # Requests that are sent so much later than planned are told of
     if late > 0.05:
-        found.append(f"The client was late by up to {1000 * late:.0f} ms: it is too slow for this rate.")
+        remarks.append(f"The client was late by up to {1000 * late:.0f} ms: it is too slow for this rate.")
     if len({sample.tokens for sample in good}) > 1:
-        found.append("Answers had different lengths; --ignore-eos makes them equal where the server knows it.")
+        remarks.append("Answers had different lengths; --ignore-eos makes them equal where the server knows it.")
     details = {sample.error: sample.detail for sample in samples if sample.error}
-    found += [f"An error of kind {kind}: {detail}" for kind, detail in details.items()]
-    return found
+    remarks += [f"An error of kind {kind}: {detail}" for kind, detail in details.items()]
+    return remarks
 
 
 def _row(number: int, prompts: Mapping[str, Sequence[Any]]) -> int:

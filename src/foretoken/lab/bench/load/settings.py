@@ -121,12 +121,12 @@ class LoadSettings:
     def asks(self, prompts: Mapping[str, Sequence[BenchPrompt]], count: int) -> list[Ask]:
         """Requests that go through the categories in turn, and from the beginning again when prompts run out."""
         lists = [list(group) for group in prompts.values()]
-        found = []
+        asks = []
         for number in range(count):
             group = lists[number % len(lists)]
             prompt = group[number // len(lists) % len(group)]
-            found.append(Ask(number, prompt, None if self.seed is None else self.seed + number))
-        return found
+            asks.append(Ask(number, prompt, None if self.seed is None else self.seed + number))
+        return asks
 
     def body(self, arm: ServerArm, ask: Ask, salt: str) -> dict[str, Any]:
         """The JSON of a request."""
@@ -150,9 +150,9 @@ class LoadSettings:
 def arrivals(level: Level, count: int, seed: int) -> list[float]:
     """Seconds from the start at which requests arrive; groups of ``burst`` keep the rate."""
     chance = random.Random(seed)
-    found: list[float] = []
+    times: list[float] = []
     now = 0.0
-    while len(found) < count:
-        found += [now] * min(level.burst, count - len(found))
+    while len(times) < count:
+        times += [now] * min(level.burst, count - len(times))
         now += chance.expovariate(level.value / level.burst)
-    return found
+    return times

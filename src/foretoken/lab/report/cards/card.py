@@ -168,11 +168,11 @@ def fault_of(body: Mapping[str, Any]) -> str | None:
     return None if all(isinstance(text, str) for text in texts) else "'matrix' and 'gpus' are lists of names"
 
 
-def _fields(found: Any, fields: Mapping[str, Any], what: str) -> str | None:
-    if not isinstance(found, dict):
+def _fields(entry: Any, fields: Mapping[str, Any], what: str) -> str | None:
+    if not isinstance(entry, dict):
         return f"{what} is no object"
     for name, kind in fields.items():
-        value = found.get(name, ...)
+        value = entry.get(name, ...)
         if value is ... or not isinstance(value, kind) or isinstance(value, bool):
             return f"{what} has no right '{name}'"
         if isinstance(value, float) and not math.isfinite(value):
@@ -180,5 +180,5 @@ def _fields(found: Any, fields: Mapping[str, Any], what: str) -> str | None:
     return None
 
 
-def _interval(found: Sequence[Any]) -> bool:
-    return len(found) == 2 and all(isinstance(value, NUMBER) for value in found)
+def _interval(ends: Sequence[Any]) -> bool:
+    return len(ends) == 2 and all(isinstance(value, NUMBER) for value in ends)

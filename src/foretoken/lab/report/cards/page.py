@@ -90,7 +90,7 @@ def rows_of(name: str, card: Card) -> list[CardRow]:
         weights += f", inflated to {model['inflate']}"
     if model["backend"] == "llama.cpp":
         weights += ", run by llama.cpp"
-    found = []
+    rows = []
     for figure in card.figures:
         low, high = figure["speedup_ci95"]
         first_s = figure["ttft_s"] if figure["ttft_s"] is not None else figure["prefill_s"]
@@ -112,8 +112,8 @@ def rows_of(name: str, card: Card) -> list[CardRow]:
             "written": card.written,
             "card": name,
         }
-        found.append(CardRow(cells, figure["speedup"], not (figure["equality"] or {}).get("differences", 0)))
-    return found
+        rows.append(CardRow(cells, figure["speedup"], not (figure["equality"] or {}).get("differences", 0)))
+    return rows
 
 
 def equality(counts: Mapping[str, int] | None) -> str:

@@ -62,8 +62,8 @@ def origin(source: str, options: Mapping[str, str | None], arms: Sequence[str]) 
 def _drafter(arm: str, source: str) -> str | None:
     if is_foreign(arm) or arm in ("auto", "none", PLAIN):
         return None
-    found = drafter_checksums(split_arm(arm)[0], source)
-    return fingerprint(found) if found else None
+    checksums = drafter_checksums(split_arm(arm)[0], source)
+    return fingerprint(checksums) if checksums else None
 
 
 def fingerprint(checksums: Checksums) -> str:
@@ -143,8 +143,8 @@ def _figure(
     }
 
 
-def _place(found: Mapping[str, Any]) -> tuple[str, float, int]:
-    return found["arm"], found["temperature"], found["batch"]
+def _place(row: Mapping[str, Any]) -> tuple[str, float, int]:
+    return row["arm"], row["temperature"], row["batch"]
 
 
 def _short(value: float) -> float:
@@ -203,13 +203,13 @@ def _rest(overall: Mapping[str, Any]) -> str:
 
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[str]:
-    for found in summary["equality"]:
-        if found["ties"] or found["differences"]:
-            total = found["identical"] + found["ties"] + found["differences"]
+    for row in summary["equality"]:
+        if row["ties"] or row["differences"]:
+            total = row["identical"] + row["ties"] + row["differences"]
             yield (
-                f"- `{found['arm']}`, {found['category']}, temperature {found['temperature']:g}, batch "
-                f"{found['batch']}: {found['identical']} of {total} outputs equal plain decoding's, {found['ties']} "
-                f"differ by a numerical tie, {found['differences']} really"
+                f"- `{row['arm']}`, {row['category']}, temperature {row['temperature']:g}, batch "
+                f"{row['batch']}: {row['identical']} of {total} outputs equal plain decoding's, {row['ties']} "
+                f"differ by a numerical tie, {row['differences']} really"
             )
     for skipped in summary["skipped"]:
         yield f"- left out: {skipped}"

@@ -100,15 +100,15 @@ def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
 
 def _fitting(text: str, room: int, x: float) -> list[tuple[str, bool]]:
     """The parts of a text on one line each, and whether one begins a new line; only what fits no line is cut."""
-    found, rest, starts = [], text, False
+    parts, rest, starts = [], text, False
     left = room - x
     while width(rest) > left:
         count = max(int(left / max(width(rest) / len(rest), 1.0)), 0)
         cut = rest.rfind(" ", 0, count) + 1
         count = cut or (count if left == room else 0)
-        found.append((rest[:count], starts))
+        parts.append((rest[:count], starts))
         rest, left, starts = rest[count:], float(room), True
-    return [*found, (rest, starts)]
+    return [*parts, (rest, starts)]
 
 
 def _word(text: str, origin: str, x: float, y: float) -> list[Markup]:

@@ -83,25 +83,25 @@ def read_round(row: Mapping[str, Any], index: int) -> Round:
 
 
 def _list(row: Mapping[str, Any], name: str, count: int | None, kind: Any) -> list[Any]:
-    found = row.get(name)
-    right = isinstance(found, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in found)
-    if not right or not isinstance(found, list):
+    values = row.get(name)
+    right = isinstance(values, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
+    if not right or not isinstance(values, list):
         raise Fault(f"'{name}' must be a list of {'whole numbers' if kind is int else 'texts or null'}")
-    if count is not None and len(found) != count:
-        raise Fault(f"'{name}' has {len(found)} entries where {count} are due")
-    return found
+    if count is not None and len(values) != count:
+        raise Fault(f"'{name}' has {len(values)} entries where {count} are due")
+    return values
 
 
 def _optional(row: Mapping[str, Any], name: str, count: int, kind: Any) -> list[Any]:
     """A list with an entry or ``null`` per draft token; all ``None`` where it is not there."""
-    found = row.get(name)
-    if found is None:
+    values = row.get(name)
+    if values is None:
         return [None] * count
-    if not isinstance(found, list) or len(found) != count:
+    if not isinstance(values, list) or len(values) != count:
         raise Fault(f"'{name}' must have an entry for each of the {count} draft tokens")
-    if not all(v is None or (isinstance(v, kind) and not isinstance(v, bool)) for v in found):
+    if not all(v is None or (isinstance(v, kind) and not isinstance(v, bool)) for v in values):
         raise Fault(f"'{name}' has an entry of the wrong type")
-    return found
+    return values
 
 
 def _path(row: Mapping[str, Any], parents: Sequence[int]) -> list[int]:
@@ -117,14 +117,14 @@ def _path(row: Mapping[str, Any], parents: Sequence[int]) -> list[int]:
 def _status(row: Mapping[str, Any], parents: Sequence[int], accepted: Sequence[int]) -> list[Status]:
     path = {0, *accepted}
     given = _optional(row, "status", len(parents), str)
-    found: list[Status] = []
+    statuses: list[Status] = []
     for i, parent in enumerate(parents):
         derived: Status = "accepted" if i + 1 in path else "rejected" if parent in path else "untried"
         status = given[i] or derived
         if status not in STATUSES or (status == "accepted") != (derived == "accepted"):
             raise Fault(f"'status' of node {i + 1} is {status!r}, which does not fit 'accepted'")
-        found.append(status)
-    return found
+        statuses.append(status)
+    return statuses
 
 
 def _origin(row: Mapping[str, Any], nodes: Sequence[TraceNode], accepted: Sequence[int]) -> str:

@@ -43,11 +43,11 @@ class TraceNode:
 def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[TraceNode]:
     """The nodes of a round with what became of them."""
     met, status = deciding_tests(trace), statuses(trace)
-    found = []
+    nodes = []
     for i, token in enumerate(trace.tokens):
         why = _why(trace, i, status, met, text)
-        found.append(TraceNode(i, trace.parents[i], token, text(token), status[i], why, trace.p[i], trace.q[i]))
-    return found
+        nodes.append(TraceNode(i, trace.parents[i], token, text(token), status[i], why, trace.p[i], trace.q[i]))
+    return nodes
 
 
 def statuses(trace: RoundTrace) -> list[Status]:
@@ -56,27 +56,27 @@ def statuses(trace: RoundTrace) -> list[Status]:
     chosen = {trace.parents[node]: node for node in trace.accepted}
     whole_paths = trace.verifier not in CHOOSING | TRYING
     every_test_is_known = trace.verifier in TRYING - {"point"}  # there equal guesses share a test
-    found: list[Status] = ["root"]
+    outcomes: list[Status] = ["root"]
     for i in range(1, len(trace.tokens)):
         above = trace.parents[i]
         in_turn = above not in chosen or trace.verifier in CHOOSING or i < chosen[above]
-        reached = found[above] in ("root", "accepted") or (whole_paths and found[above] == "rejected")
+        reached = outcomes[above] in ("root", "accepted") or (whole_paths and outcomes[above] == "rejected")
         if i in kept:
-            found.append("accepted")
+            outcomes.append("accepted")
         elif i in trace.probes:
-            found.append("probe")
+            outcomes.append("probe")
         elif i in met:  # one that passed and is not kept has an equal sibling, which is
-            found.append("untried" if passed(met[i]) else "rejected")
+            outcomes.append("untried" if passed(met[i]) else "rejected")
         else:  # without a test of its own: an equal node's child was accepted first, or no turn came
-            found.append("rejected" if in_turn and reached and not every_test_is_known else "untried")
-    return found
+            outcomes.append("rejected" if in_turn and reached and not every_test_is_known else "untried")
+    return outcomes
 
 
 def deciding_tests(trace: RoundTrace) -> dict[int, Test]:
     """Which test was whose, for rules that try children in order."""
     if trace.verifier not in TRYING:
         return {}
-    found: dict[int, Test] = {}
+    tests: dict[int, Test] = {}
     left, alive = list(trace.tests), [0]
     while left:
         children = [c for node in alive for c in range(1, len(trace.tokens)) if trace.parents[c] == node]
@@ -89,15 +89,15 @@ def deciding_tests(trace: RoundTrace) -> dict[int, Test]:
             seen.add(trace.tokens[child])
             if not left or chosen is not None:
                 break
-            found[child] = left.pop(0)
-            if passed(found[child]):
+            tests[child] = left.pop(0)
+            if passed(tests[child]):
                 chosen = trace.tokens[child]
         if chosen is None:  # all failed; what is drawn from the rest may be one of them again (kseq)
             chosen = next((trace.tokens[child] for child in children if child in trace.accepted), None)
         if chosen is None:
             break
         alive = [child for child in children if trace.tokens[child] == chosen]
-    return found
+    return tests
 
 
 def _why(trace: RoundTrace, i: int, status: Sequence[Status], met: dict[int, Test], text: Callable[[int], str]) -> str:
