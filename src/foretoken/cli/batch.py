@@ -172,19 +172,19 @@ def read_jobs(file: Path, options: Mapping[str, Any]) -> list[BatchLine]:
     return jobs
 
 
-def _job(found: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
-    if not isinstance(found, dict):
+def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
+    if not isinstance(row, dict):
         raise ValueError('not an object such as {"id": "a", "prompt": "..."}')
-    unknown = [name for name in found if name not in (*FIELDS, *OPTIONS)]
+    unknown = [name for name in row if name not in (*FIELDS, *OPTIONS)]
     if unknown:
         raise ValueError(f"unknown field {unknown[0]!r}: known are {', '.join((*FIELDS, *OPTIONS))}")
-    prompt = _prompt_of(found)
+    prompt = _prompt_of(row)
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("seed") is not None:
         given["seed"] += number - 1
-    own = {name: found[name] for name in OPTIONS if name in found}
+    own = {name: row[name] for name in OPTIONS if name in row}
     _check_sampling(own)
-    return BatchLine(str(found.get("id", number)), prompt, {**given, **own})
+    return BatchLine(str(row.get("id", number)), prompt, {**given, **own})
 
 
 def _check_sampling(own: Mapping[str, Any]) -> None:
@@ -200,12 +200,12 @@ def _check_sampling(own: Mapping[str, Any]) -> None:
         SamplingParams(**sampling)
 
 
-def _prompt_of(found: Mapping[str, Any]) -> Any:
+def _prompt_of(row: Mapping[str, Any]) -> Any:
     """What a line asks."""
-    asked = [name for name in ("prompt", "messages", "conversations") if name in found]
+    asked = [name for name in ("prompt", "messages", "conversations") if name in row]
     if len(asked) != 1:
         raise ValueError("give prompt or messages (or conversations), one of them")
-    value = found[asked[0]]
+    value = row[asked[0]]
     if asked == ["messages"]:
         return checked(value)
     if asked == ["conversations"]:
@@ -233,16 +233,16 @@ def finished_ids(file: Path) -> set[str]:
     data = file.read_bytes()
     whole = data.rfind(b"\n") + 1
     lines = data[:whole].splitlines()
-    found = {_answered(line, file, number) for number, line in enumerate(lines, 1)}
+    ids = {_answered(line, file, number) for number, line in enumerate(lines, 1)}
     tail = data[whole:]
     if _is_torn(tail):
         with file.open("r+b") as cut:
             cut.truncate(whole)
     elif tail:
-        found.add(_answered(tail, file, len(lines) + 1))
+        ids.add(_answered(tail, file, len(lines) + 1))
         with file.open("ab") as end:
             end.write(b"\n")
-    return found
+    return ids
 
 
 _BEGIN = b'{"id": "'

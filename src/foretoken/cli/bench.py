@@ -152,13 +152,13 @@ def _print(console: Console, result: BenchResult, out: Path | None) -> None:
     for place in dict.fromkeys((c["temperature"], c["batch"]) for c in everything):
         here = [c for c in everything if (c["temperature"], c["batch"]) == place]
         prefill = {
-            found["arm"]: f"{1000 * found['prefill_s']:.1f}"
-            for found in result.summary["prefill"]
-            if (found["temperature"], found["batch"]) == place
+            row["arm"]: f"{1000 * row['prefill_s']:.1f}"
+            for row in result.summary["prefill"]
+            if (row["temperature"], row["batch"]) == place
         }
         _print_setting(console, here, prefill)
-    ties = sum(found["ties"] for found in result.summary["equality"])
-    differences = sum(found["differences"] for found in result.summary["equality"])
+    ties = sum(row["ties"] for row in result.summary["equality"])
+    differences = sum(row["differences"] for row in result.summary["equality"])
     if ties:
         console.print(f"outputs that differ from plain decoding's by a numerical tie: {ties}")
     if differences:
@@ -236,19 +236,19 @@ def _cards(given: Sequence[Path]) -> dict[str, Path]:
     Raises:
         ValueError: another suffix, two files of one kind, or a file that cannot be written.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for file in given:
         kind = file.suffix.lower()
         if kind not in (".json", ".md"):
             raise ValueError(f"--card {file} must end in .json or .md")
-        if kind in found:
-            raise ValueError(f"--card names two {kind} files, {found[kind]} and {file}: give one of each kind")
+        if kind in files:
+            raise ValueError(f"--card names two {kind} files, {files[kind]} and {file}: give one of each kind")
         if file.is_dir() or not file.parent.is_dir():
             raise ValueError(
                 f"--card {file} cannot be written: {'it is a folder' if file.is_dir() else 'no such folder'}"
             )
-        found[kind] = file
-    return found
+        files[kind] = file
+    return files
 
 
 def _write_card(result: BenchResult, kind: str, file: Path, about: Origin | None) -> None:

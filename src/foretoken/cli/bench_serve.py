@@ -109,8 +109,8 @@ def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst
         raise ValueError("--burst says how many requests of a --rate arrive together: give --rate too")
     if not concurrency and not rate:
         concurrency = ["1,8"]
-    found = [Level("concurrency", value) for value in dict.fromkeys(numbers("concurrency", concurrency, int))]
-    return [*found, *(Level("rate", value, burst) for value in dict.fromkeys(numbers("rate", rate, float)))]
+    levels = [Level("concurrency", value) for value in dict.fromkeys(numbers("concurrency", concurrency, int))]
+    return [*levels, *(Level("rate", value, burst) for value in dict.fromkeys(numbers("rate", rate, float)))]
 
 
 def numbers(name: str, given: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
@@ -125,12 +125,12 @@ def numbers(name: str, given: Sequence[str] | None, kind: Callable[[str], Number
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        body = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"--extra-body must be a JSON object: {error.msg} at character {error.pos}") from None
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise ValueError(f"--extra-body must be a JSON object, not {text[:40]}")
-    return found
+    return body
 
 
 def chosen_prompts(
@@ -180,8 +180,8 @@ def show(console: Console, result: LoadResult, out: Path | None) -> None:
         if cell["errors"]:
             kinds = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items())
             console.print(f"{cell['arm']}, {cell['load']} {cell['level']:g}: {kinds}", style="red")
-    for found in result.summary["equality"]:
-        _show_equality(console, found)
+    for row in result.summary["equality"]:
+        _show_equality(console, row)
     for note in result.summary["notes"]:
         console.print(note, style="dim")
     if result.stopped_by is not None:
@@ -221,30 +221,30 @@ def _row(cell: Mapping[str, Any], ratios: bool) -> list[str]:
     return row
 
 
-def _spread(found: Mapping[str, float] | None) -> str:
-    if found is None:
+def _spread(percentiles: Mapping[str, float] | None) -> str:
+    if percentiles is None:
         return ""
-    return "|".join(f"{found[name]:.{1 if found['p50'] < 100 else 0}f}" for name in ("p50", "p99"))
+    return "|".join(f"{percentiles[name]:.{1 if percentiles['p50'] < 100 else 0}f}" for name in ("p50", "p99"))
 
 
 def _or_empty(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _show_equality(console: Console, found: Mapping[str, Any]) -> None:
-    level = f"{found['arm']}, {found['load']} {found['level']:g}"
-    compared, different = found["compared"], found["different"]
+def _show_equality(console: Console, row: Mapping[str, Any]) -> None:
+    level = f"{row['arm']}, {row['load']} {row['level']:g}"
+    compared, different = row["compared"], row["different"]
     if not different:
         console.print(f"{level}: texts are equal, {compared} of {compared}", style="green")
         return
-    if different == found["ties"]:
+    if different == row["ties"]:
         words = f"{level}: {different} of {compared} texts differ, all by numerical ties (bfloat16 rounds by batch)"
         console.print(words)
         return
-    first = found["examples"][0]
+    first = row["examples"][0]
     texts = " became ".join(map(repr, first["texts"]))
     console.print(
-        f"{level}: {different} of {compared} texts differ, {found['ties']} of them by numerical ties; "
+        f"{level}: {different} of {compared} texts differ, {row['ties']} of them by numerical ties; "
         f"request {first['request']} from character {first['character']}: {texts}",
         style="red",
     )

@@ -76,9 +76,9 @@ def demo_command(
         if not as_json:
             _print_result(screen(), show, first, others)
     if as_json:
-        found = [{"prompt": show.other, "speedup": other.speedup, "identical": other.identical} for other in others]
+        further = [{"prompt": show.other, "speedup": other.speedup, "identical": other.identical} for other in others]
         named = {"model": show.target, "drafter": _drafter(llm), "prompt": show.prompt}
-        print_json({**named, **first.public(), "others": found})
+        print_json({**named, **first.public(), "others": further})
 
 
 def _chosen(fetch: bool) -> Show:

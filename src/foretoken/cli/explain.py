@@ -120,15 +120,15 @@ def stream_coloured(
     pieces = llm.stream(prompt, **options)
     first = next(pieces)
     begin()
-    colours, found = _Colours(llm.tokenizer), [first]
+    colours, printed = _Colours(llm.tokenizer), [first]
     try:
         print_text(console, colours.push(first), end="")
         for piece in pieces:
-            found.append(piece)
+            printed.append(piece)
             print_text(console, colours.push(piece), end="")
     finally:  # an interrupted line is ended too
         console.print()
-    return _joined(found)
+    return _joined(printed)
 
 
 class _Colours:
@@ -242,14 +242,14 @@ def lines_of(one: Round) -> list[TreeLine]:
 
 
 def _below(index: int, indent: str, children: dict[int, list[TraceNode]]) -> Sequence[TreeLine]:
-    found: list[TreeLine] = []
+    lines: list[TreeLine] = []
     below = children.get(index, [])
     for place, node in enumerate(below):
         is_last = place == len(below) - 1
         own = node.index < 0
         kind = node.why.split(":")[0] if own else node.status
         why = node.why if node.status == "rejected" else ""
-        found.append(TreeLine(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, why))
+        lines.append(TreeLine(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, why))
         if not own:
-            found += _below(node.index, indent + ("   " if is_last else "│  "), children)
-    return found
+            lines += _below(node.index, indent + ("   " if is_last else "│  "), children)
+    return lines

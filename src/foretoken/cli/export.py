@@ -102,5 +102,5 @@ def _accepted(told: Mapping[str, Any]) -> str:
     shares = " ".join(f"{share:.0%}" for share in told["by_position"])
     expected = "" if told["expected"] is None else f"; {told['expected']:g} expected"
     lengths = ", ".join(f"{tokens:.2f} behind {length} tokens" for length, tokens in told["by_length"].items())
-    found = f"{told['tokens_a_round']:.2f} tokens a round as a chain (accepted by position {shares}){expected}"
-    return f"{found}; by length of the text {lengths}" if lengths else found
+    text = f"{told['tokens_a_round']:.2f} tokens a round as a chain (accepted by position {shares}){expected}"
+    return f"{text}; by length of the text {lengths}" if lengths else text

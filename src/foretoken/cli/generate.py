@@ -350,14 +350,15 @@ def _speed(arm: Runs) -> str:
 
 
 def _identity(result: Comparison) -> str:
-    found = result.difference
-    if found is None:
+    difference = result.difference
+    if difference is None:
         return "yes"
     if not result.comparable:
-        return f"no (from token {found.position} on; only coupled sampling, --verifier auto, keeps the text of a seed)"
-    gap = "one output ends there" if found.logit_gap is None else f"logit gap {found.logit_gap:.3g}"
-    kind = "numerical tie" if found.is_tie else "a real difference, please report it"
-    return f"no (from token {found.position} on: {gap}, {kind})"
+        where = f"from token {difference.position} on"
+        return f"no ({where}; only coupled sampling, --verifier auto, keeps the text of a seed)"
+    gap = "one output ends there" if difference.logit_gap is None else f"logit gap {difference.logit_gap:.3g}"
+    kind = "numerical tie" if difference.is_tie else "a real difference, please report it"
+    return f"no (from token {difference.position} on: {gap}, {kind})"
 
 
 def time_split(stats: SpecStats) -> str:

@@ -23,15 +23,15 @@ def methods_command(
 
     if role is not None and role not in ROLES:
         raise unknown(f"unknown role {role!r}", role, ROLES)
-    found = [row for row in foretoken.methods() if role in (None, row["role"]) and name in (None, row["name"])]
-    if not found:
+    methods = [row for row in foretoken.methods() if role in (None, row["role"]) and name in (None, row["name"])]
+    if not methods:
         raise _not_found(str(name), foretoken.methods())
     if as_json:
-        print_json({"methods": found})
+        print_json({"methods": methods})
     elif name is None:
-        _print_lists(found)
+        _print_lists(methods)
     else:
-        for row in found:
+        for row in methods:
             _print_details(row)
 
 
@@ -43,12 +43,12 @@ def _not_found(name: str, every: list[dict[str, Any]]) -> ValueError:
     return ValueError(f"unknown method {name!r}: {near}`foretoken methods` lists all")
 
 
-def _print_lists(found: list[dict[str, Any]]) -> None:
+def _print_lists(methods: list[dict[str, Any]]) -> None:
     """One list per role: a method is a name and the beginning of its summary."""
     console = screen()
-    width = max(len(row["name"]) for row in found)
+    width = max(len(row["name"]) for row in methods)
     for role in ROLES:
-        rows = [row for row in found if row["role"] == role]
+        rows = [row for row in methods if row["role"] == role]
         if rows:
             console.print(f"{role}s", style="bold")
         for row in rows:

@@ -44,11 +44,11 @@ def models_command(
             path = fetched(fetch, given)
             if not as_json:
                 print(f"{fetch} is in {path}")
-        found = catalogue()
+        models = catalogue()
         if fetch is None and not as_json:
-            _print(found)
+            _print(models)
     if as_json:
-        print_json({"models": found})
+        print_json({"models": models})
 
 
 def fetched(name: str, given: Path | None = None) -> Path:
@@ -98,12 +98,12 @@ def _row(
     }
 
 
-def _print(found: list[dict[str, Any]]) -> None:
+def _print(models: list[dict[str, Any]]) -> None:
     """A line per model, and below it where it is or how to get it."""
 
     console = screen()
-    width, titles = (max(len(row[key]) for row in found) for key in ("name", "title"))
-    for row in found:
+    width, titles = (max(len(row[key]) for row in models) for key in ("name", "title"))
+    for row in models:
         size = f"{row['bytes'] / MB:.0f} MB"
         line = f"{row['name']:<{width}}  {size:>7}  {row['licence']:<10}  {row['title']:<{titles}}"
         console.print(f"{line}  {'here' if row['cached'] else 'not here'}")

@@ -77,8 +77,7 @@ class Common:
     @property
     def seed(self) -> int | None:
         """Of the output when sampling."""
-        found: int | None = self.sampling["seed"]
-        return found
+        return self.sampling["seed"]
 
     @property
     def filters(self) -> dict[str, Any]:

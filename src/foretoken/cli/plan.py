@@ -86,14 +86,14 @@ def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json 
             _print(result, name, plot)
             _print_ahead(ahead_rows, asked.contention)
     if as_json:
-        found = {
+        answer = {
             "drafter": name,
             **result.public(),
             "summary": summary(result),
             "plot": None if plot is None else str(plot),
             "ahead": [row.public() for row in ahead_rows],
         }
-        print_json(found)
+        print_json(answer)
 
 
 # -- reading options -------------------------------------------------------------------------------------------------
@@ -133,9 +133,9 @@ def _measured(costs: RoundCosts, drafter: str | None, lengths: list[int], batch:
     if not costs.drafters:
         raise ValueError("the profile has no measured drafters: run `foretoken tune` again, or give --alpha and --c")
     names = [drafter] if drafter is not None else list(costs.drafters)
-    found = {name: Assumptions.measured(costs, name) for name in names}
-    best = max(found, key=lambda name: max(found[name].speedup(k, batch) for k in lengths))
-    return found[best], best
+    assumptions = {name: Assumptions.measured(costs, name) for name in names}
+    best = max(assumptions, key=lambda name: max(assumptions[name].speedup(k, batch) for k in lengths))
+    return assumptions[best], best
 
 
 def _ahead_rows(
@@ -320,10 +320,10 @@ def parse_lengths(text: str) -> list[int]:
 
 def parse_widths(text: str) -> list[int]:
     """``3x2x1``."""
-    found = _counts(text, "x", "--tree must be positive child counts per level, for example 3x2x1")
-    if math.prod(found) > LEAVES:
+    widths = _counts(text, "x", "--tree must be positive child counts per level, for example 3x2x1")
+    if math.prod(widths) > LEAVES:
         raise ValueError(f"--tree {text!r} has too many nodes: at most {LEAVES} leaves")
-    return found
+    return widths
 
 
 def _counts(text: str, separator: str, wanted: str) -> list[int]:

@@ -78,15 +78,15 @@ def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...] | None:
     Raises:
         ValueError: a file that cannot be read, or an empty key.
     """
-    found = [" ".join(one.split()) for one in given or ()]
+    keys = [" ".join(one.split()) for one in given or ()]
     if file is not None:
         try:
-            found += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+            keys += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except OSError as error:
             raise ValueError(f"cannot read --api-key-file {file}: {error.strerror}") from None
-    if any(not key for key in found) or (file is not None and not found):
+    if any(not key for key in keys) or (file is not None and not keys):
         raise ValueError("an API key must not be empty")
-    return tuple(found) or None
+    return tuple(keys) or None
 
 
 def _check_extra() -> None:
@@ -106,18 +106,18 @@ def _parameters() -> list[inspect.Parameter]:
     """The options: those of the command itself, and every setting in between, with no default of its own."""
     own = {one.name: one for one in inspect.signature(serve_command, eval_str=True).parameters.values()}
     kinds = get_type_hints(ServerSettings)
-    found = [own["model"], own["target"], own["config"]]
+    parameters = [own["model"], own["target"], own["config"]]
     for one, about in settings_of(ServerSettings).items():
         kind: Any = list[str] if isinstance(one.default, tuple) else kinds[one.name]
         name, variable = ("api_key", "FORETOKEN_API_KEY") if one.name == "api_keys" else (one.name, None)
         # Where a switch is off by default, there is nothing to switch off.
         names = [f"--{name.replace('_', '-')}"] if one.default is False else []
         annotation = option_of(kind | None, about, names, envvar=variable)
-        found.append(parameter(name, annotation, None))
+        parameters.append(parameter(name, annotation, None))
         if one.name == "api_keys":
-            found.append(own["api_key_file"])
-    found += [own["replicas"], own["ray_address"]]
-    return [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in found]
+            parameters.append(own["api_key_file"])
+    parameters += [own["replicas"], own["ray_address"]]
+    return [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
 
 
 serve_command.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]

@@ -90,8 +90,8 @@ def _filled(annotation: Any) -> tuple[Any, FromOptions | None]:
 
 def parameters_of(config: type, told: FromOptions) -> list[inspect.Parameter]:
     """A parameter for each field that has an option."""
-    kinds, found = typing.get_type_hints(config), []
+    kinds, parameters = typing.get_type_hints(config), []
     for option, (one, about) in told.fields(config).items():
         names = [f"--{option.replace('_', '-')}"] if about.is_flag else []
-        found.append(parameter(option, option_of(kinds[one.name], about, names), one.default))
-    return found
+        parameters.append(parameter(option, option_of(kinds[one.name], about, names), one.default))
+    return parameters

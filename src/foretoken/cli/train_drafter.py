@@ -195,12 +195,12 @@ def trained_shapes(recipe: Recipe) -> list[Sequence[int]]:
     """Shapes of what is trained; of a low-rank update those of the factors that it will have."""
     from foretoken.models.network.low_rank import factor_shapes
 
-    found: list[Sequence[int]] = [p.shape for p in recipe.net.parameters() if p.requires_grad]
+    shapes: list[Sequence[int]] = [p.shape for p in recipe.net.parameters() if p.requires_grad]
     if recipe.trains_target and recipe.rank:
-        found += factor_shapes(recipe.parts.network, recipe.rank)
+        shapes += factor_shapes(recipe.parts.network, recipe.rank)
     elif recipe.trains_target:
-        found += [p.shape for p in recipe.parts.network.parameters()]
-    return found
+        shapes += [p.shape for p in recipe.parts.network.parameters()]
+    return shapes
 
 
 def seen(corpus: Mapping[str, Any]) -> str:

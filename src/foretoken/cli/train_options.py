@@ -40,13 +40,13 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 def key_values(items: list[str] | None) -> dict[str, str]:
     """What was given as ``--set key=value``.  Raises ``ValueError`` for something else."""
-    found = {}
+    settings = {}
     for item in items or ():
         key, equals, value = item.partition("=")
         if not equals or not key:
             raise ValueError(f"--set {item!r} is not key=value")
-        found[key] = value
-    return found
+        settings[key] = value
+    return settings
 
 
 def load_target(target: str, device: str | None = None, dtype: str | None = None) -> tuple[LanguageModel, Any]:

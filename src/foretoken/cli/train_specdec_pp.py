@@ -92,8 +92,8 @@ def _trial(trainer: Trainer, recipe: SpecdecPpRecipe) -> Callable[[Drafter, Lang
 
     def evaluate(drafter: Drafter, draft: LanguageModel) -> dict[str, Any]:
         head = SpecdecPpController(recipe.net, recipe.parts.fingerprint())
-        found = held_out(recipe.judge, drafter, prompts, head)
-        return {**found, "without": held_out(recipe.judge, drafter, prompts, ConstantController())}
+        measured = held_out(recipe.judge, drafter, prompts, head)
+        return {**measured, "without": held_out(recipe.judge, drafter, prompts, ConstantController())}
 
     return evaluate
 

@@ -55,8 +55,8 @@ def prompt_for(llm: Llm, text: str, system: str | None, raw: bool, target: str) 
         return text
     if not text.strip():
         raise ValueError("the prompt is empty: give at least one character")
-    if found := control_tokens(text, llm.tokenizer):
-        says = f"the prompt holds {', '.join(found)}, and the model's chat template is put around it"
+    if controls := control_tokens(text, llm.tokenizer):
+        says = f"the prompt holds {', '.join(controls)}, and the model's chat template is put around it"
         screen(stderr=True).print(f"{says}: --raw completes it as it stands", soft_wrap=True, markup=False)
     messages = [{"role": "user", "content": text}]
     return render([{"role": "system", "content": system}, *messages] if system is not None else messages, llm.tokenizer)
