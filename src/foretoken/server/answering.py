@@ -73,13 +73,13 @@ class Answer(ABC):
         """The answer to a request, whole or streamed; whatever is wrong is an :class:`ApiError`."""
         serving: Serving = http.app.state.serving
         try:
-            found = cls(serving, http, body)
-            headers, settings = serving.note_ignored([*body.ignored, *found.ignored]), serving.settings
-            tickets = await found.start()
+            answer = cls(serving, http, body)
+            headers, settings = serving.note_ignored([*body.ignored, *answer.ignored]), serving.settings
+            tickets = await answer.start()
             if body.stream:
-                events = found.stream(tickets)
+                events = answer.stream(tickets)
                 return EventStream(events, settings.ping, settings.stream_pad, headers, cls.dialect)
-            return JSONResponse(found.whole(await found.outputs(tickets)), headers=headers)
+            return JSONResponse(answer.whole(await answer.outputs(tickets)), headers=headers)
         except Exception as error:
             raise cls.renamed(api_error(error)) from error
 
@@ -169,7 +169,7 @@ class Answer(ABC):
     async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
         """The whole answers, counted and logged.  Raises ``ApiError`` where it failed."""
         try:
-            found = await while_connected(self.http.receive, outputs_of(self.serving.engine, tickets, self.saw))
+            outputs = await while_connected(self.http.receive, outputs_of(self.serving.engine, tickets, self.saw))
         except ClientGone:
             self.log(499)
             raise ApiError(408, "the client went away", counted=True) from None
@@ -177,10 +177,10 @@ class Answer(ABC):
             failure = api_error(error)
             self.log(failure.status)
             raise failure from error
-        for index, output in enumerate(found):
+        for index, output in enumerate(outputs):
             self.note(index, output.stats, output.finish_reason, output.why)
         self.log(200)
-        return found
+        return outputs
 
     async def pieces(self, tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
         """What each answer gains, with its index."""
@@ -214,15 +214,15 @@ class Answer(ABC):
         whole = usage.merged(self.all_stats)
         drafter = self.serving.llm.drafter
         longest = 0 if drafter is None else drafter.max_depth
-        found: dict[str, Any] = {
+        tail: dict[str, Any] = {
             "usage": usage.usage(self.prompt_stats, self.all_stats, written),
             "metrics": usage.metrics(whole, time.monotonic() - self.began_s, longest, self._predicted),
         }
         if getattr(self.body, "prediction", None) is None:  # what the server predicts by itself is nobody's bill
-            found["usage"]["completion_tokens_details"] |= dict.fromkeys(usage.PREDICTED, 0)
+            tail["usage"]["completion_tokens_details"] |= dict.fromkeys(usage.PREDICTED, 0)
         if self.body.timings:
-            found["timings"] = usage.timings(whole)
-        return found
+            tail["timings"] = usage.timings(whole)
+        return tail
 
     def usage_so_far(self, written: int) -> dict[str, Any]:
         """Usage within a stream that has sent so many tokens; its details are those of choices that have ended."""
@@ -233,8 +233,7 @@ class Answer(ABC):
     @property
     def _predicted(self) -> float | None:
         """What the cost model promises just now, over plain decoding."""
-        found: float | None = self.serving.engine.status.controller.get("predicted_speedup")
-        return found
+        return self.serving.engine.status.controller.get("predicted_speedup")
 
     def log(self, status: int) -> None:
         """One line about the request."""
@@ -270,8 +269,8 @@ class Answer(ABC):
 
 def prompt_text(body: CompletionBody) -> str:
     """What was asked, as it came."""
-    found = getattr(body, "prompt", None)
-    return str(found if found is not None else [m.content for m in getattr(body, "messages", ())])
+    prompt = getattr(body, "prompt", None)
+    return str(prompt if prompt is not None else [m.content for m in getattr(body, "messages", ())])
 
 
 class Gathered:

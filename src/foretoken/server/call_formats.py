@@ -164,15 +164,15 @@ def choice_of(body: ChatRequest) -> ToolChoice:
         raise bad("two tools have the same name", "tools")
     most = 1 if body.parallel_tool_calls is False else None
     if isinstance(chosen, dict):
-        found = _by_object(tools, chosen, most)
+        choice = _by_object(tools, chosen, most)
     elif chosen == "required":
-        found = ToolChoice(tools, _some(tools), most)
+        choice = ToolChoice(tools, _some(tools), most)
     else:
-        found = ToolChoice() if chosen == "none" else ToolChoice(tools, (), most)
+        choice = ToolChoice() if chosen == "none" else ToolChoice(tools, (), most)
     form = body.response_format
-    if found.forced and (body.structured_outputs is not None or (form is not None and form.type != "text")):
+    if choice.forced and (body.structured_outputs is not None or (form is not None and form.type != "text")):
         raise bad("a call of a tool is forced, so the answer has no other form: leave the one or the other out", FIELD)
-    return found
+    return choice
 
 
 def _by_object(tools: Sequence[Tool], chosen: dict[str, Any], most: int | None) -> ToolChoice:
@@ -191,7 +191,7 @@ def _by_object(tools: Sequence[Tool], chosen: dict[str, Any], most: int | None) 
 
 
 def _named(tools: Sequence[Tool], chosen: Sequence[Any]) -> list[Tool]:
-    found = []
+    named = []
     for one in chosen:
         function = one.get("function") if isinstance(one, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
@@ -200,8 +200,8 @@ def _named(tools: Sequence[Tool], chosen: Sequence[Any]) -> list[Tool]:
         matching = [tool for tool in tools if tool.function.name == name]
         if not matching:
             raise bad(f"tool_choice names {name[:64]!r}, which is none of the tools", FIELD)
-        found += matching
-    return _some(found)
+        named += matching
+    return _some(named)
 
 
 def _some(tools: Sequence[Tool]) -> list[Tool]:

@@ -78,14 +78,14 @@ class CallReader:
         if not self._offered:
             return [new] if new else []
         self._text += new
-        found: list[str | Call] = []
+        certain: list[str | Call] = []
         while self._text and (parts := self._step(final)) is not None:
             for part in parts:
-                if isinstance(part, str) and found and isinstance(found[-1], str):
-                    found[-1] += part
+                if isinstance(part, str) and certain and isinstance(certain[-1], str):
+                    certain[-1] += part
                 elif part:
-                    found.append(part)
-        return found
+                    certain.append(part)
+        return certain
 
     def _step(self, final: bool) -> list[str | Call] | None:
         """Text or calls from the beginning of what is left; ``None`` where more must come first."""
@@ -161,10 +161,10 @@ class CallReader:
         value = self._value = self._value or self._opened(at)
         end = value.end(self._text)
         written = self._text[value.start : end]
-        found = _python_calls(written) if value.python else _json_calls(written, value.name)
-        if not found or not all(call.name in self._offered for call in found):
+        calls = _python_calls(written) if value.python else _json_calls(written, value.name)
+        if not calls or not all(call.name in self._offered for call in calls):
             raise _NoCall
-        return (_behind(self._text, end, final) if mark == HERMES else end), found
+        return (_behind(self._text, end, final) if mark == HERMES else end), calls
 
     def _opened(self, at: int) -> _Value:
         """The value that begins behind a mark."""
@@ -278,26 +278,26 @@ def _json_calls(text: str, name: str) -> list[Call]:
         _NoCall: it is no such thing.
     """
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
         raise _NoCall from None
     if name:
-        return [_call(name, found)]
-    return [_from_object(one) for one in (found if isinstance(found, list) else [found])]
+        return [_call(name, parsed)]
+    return [_from_object(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
 
 
-def _from_object(found: Any) -> Call:
-    if isinstance(found, dict) and isinstance(found.get("function"), dict):
-        found = found["function"]
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _from_object(call: Any) -> Call:
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call["function"]
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise _NoCall
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the arguments as OpenAI's API shows them
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             raise _NoCall from None
-    return _call(found["name"], arguments)
+    return _call(call["name"], arguments)
 
 
 def _call(name: str, arguments: Any) -> Call:
@@ -345,7 +345,7 @@ def _constant(node: ast.expr) -> Any:
         return [_constant(one) for one in node.elts]
     if isinstance(node, ast.Dict):
         return {str(_constant(key)): _constant(one) for key, one in zip(node.keys, node.values, strict=True) if key}
-    found = ast.literal_eval(node)
-    if not isinstance(found, str | int | float | bool | None):
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | bool | None):
         raise ValueError("no value of JSON")
-    return found
+    return value

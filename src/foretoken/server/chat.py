@@ -39,8 +39,8 @@ def calls_of(parts: Sequence[Part]) -> list[Call]:
 
 def ended(reason: str | None, calls: int) -> str | None:
     """Why an answer ended, in OpenAI's words; calls that a limit has cut short are not all there are."""
-    found = finish_reason(reason)
-    return "tool_calls" if calls and found == "stop" else found
+    ending = finish_reason(reason)
+    return "tool_calls" if calls and ending == "stop" else ending
 
 
 class _Chat(Choices, ChatTurn):

@@ -71,13 +71,13 @@ class Choices(Answer):
     def delta(self, index: int, piece: Piece) -> dict[str, Any]:
         """What a choice of a stream gains."""
 
-    def told(self, ids: Sequence[int], found: Output | Piece, **more: Any) -> dict[str, Any]:
+    def told(self, ids: Sequence[int], answer: Output | Piece, **more: Any) -> dict[str, Any]:
         """What a choice, or what it gains, says of its tokens (and ``more`` beside them) and rounds, if it is asked."""
         said: dict[str, Any] = {}
         if self.body.return_token_ids:
-            said |= {"token_ids": ids, **more, "origins": found.origins[: len(ids)]}
+            said |= {"token_ids": ids, **more, "origins": answer.origins[: len(ids)]}
         if self.body.speculative is not None and self.body.speculative.explain:
-            said["speculative"] = {**explained(found.rounds, self.serving), "why": found.why}
+            said["speculative"] = {**explained(answer.rounds, self.serving), "why": answer.why}
         return said
 
 

@@ -75,14 +75,16 @@ class _Completions(Choices):
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
         special = self.body.add_special_tokens is not False
-        found = [encoded(one, self.serving, special, "prompt") if isinstance(one, str) else list(one) for one in given]
+        prompts = [
+            encoded(one, self.serving, special, "prompt") if isinstance(one, str) else list(one) for one in given
+        ]
         wide = self.serving.llm.target.vocab_size
-        for ids in found:
+        for ids in prompts:
             if not ids:
                 raise bad("a prompt is empty: give at least one token", "prompt")
             if max(ids) >= wide:
                 raise bad(f"token {max(ids)} is outside the vocabulary of {wide}", "prompt")
-        return found
+        return prompts
 
     async def start(self) -> Sequence[Ticket]:
         body, size = self.body, self.size
@@ -117,7 +119,7 @@ class _Completions(Choices):
         ids = [] if self.unwritten else output.token_ids
         before = self._prompt_text(prompt) if body.echo else ""
         text = before + ("" if self.unwritten else output.text)
-        found: dict[str, Any] = {
+        choice: dict[str, Any] = {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(output, prompt, ids, len(before), len(text)),
@@ -125,8 +127,8 @@ class _Completions(Choices):
             "stop_reason": None if self.unwritten else output.stop_reason,
         }
         if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.texts, body.prompt_logprobs)
-        return found | self.told(ids, output, prompt_token_ids=prompt)
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.texts, body.prompt_logprobs)
+        return choice | self.told(ids, output, prompt_token_ids=prompt)
 
     def _logprobs(
         self, output: Output, prompt: Sequence[int], ids: Sequence[int], before: int, whole: int
@@ -135,13 +137,13 @@ class _Completions(Choices):
         if self.body.logprobs is None:
             return None
         tokenizer = self.serving.llm.tokenizer
-        found: list[TokenLogprobs | None] = [*(output.logprobs or ())][: len(ids)]
+        values: list[TokenLogprobs | None] = [*(output.logprobs or ())][: len(ids)]
         offsets = [min(begin, whole) for begin in Offsets(tokenizer, before).push(ids)]
         if self.body.echo:
-            found = [*(output.prompt_logprobs or ()), *found]
+            values = [*(output.prompt_logprobs or ()), *values]
             offsets = [*(min(begin, before) for begin in Offsets(tokenizer).push(prompt)), *offsets]
             ids = [*prompt, *ids]
-        return completion_logprobs(found, ids, self.texts, self.body.logprobs, offsets)
+        return completion_logprobs(values, ids, self.texts, self.body.logprobs, offsets)
 
     def _prompt(self, index: int) -> list[int]:
         return self.prompts[index // (self.body.n or 1)]

@@ -182,10 +182,10 @@ def parse_bytes(text: str) -> int | None:
     """A size such as "2GiB" or "500MB" in bytes; ``None`` for nothing.  Raises ``ValueError`` for no such size."""
     if not text:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(text).strip())
-    if found is None or found[2].lower() not in UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(text).strip())
+    if match is None or match[2].lower() not in UNITS:
         raise ValueError(f"{text!r} is no size: write it as 2GiB, 500MB or a number of bytes")
-    size = int(float(found[1]) * UNITS[found[2].lower()])
+    size = int(float(match[1]) * UNITS[match[2].lower()])
     if size < 1:
         raise ValueError(f"{text!r} is no size: it must be at least one byte")
     return size
@@ -200,18 +200,18 @@ def settings_from(
         ValueError: a file that cannot be read, an unknown name in it, or a value of the wrong kind.
     """
     known = {one.name: one for one in fields(ServerSettings)}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in _read(file).items():
         if name not in known:
             raise ValueError(f"{file} has {name!r}, which is no setting: known are {', '.join(known)}")
-        found[name] = _value(name, value, str(file))
+        values[name] = _value(name, value, str(file))
     if any(not environ.get(name, "key").strip(", ") for name in ("FORETOKEN_API_KEY", "FORETOKEN_API_KEYS")):
         raise ValueError("FORETOKEN_API_KEY is set and empty: unset it to serve without a key, or put the key in it")
     for name in known:
         if flags.get(name) is None and PREFIX + name.upper() in environ:
-            found[name] = _value(name, environ[PREFIX + name.upper()], PREFIX + name.upper())
-    found |= {name: _value(name, value, f"--{name}") for name, value in flags.items() if value is not None}
-    return replace(ServerSettings(insecure=True), **{"insecure": False} | found)
+            values[name] = _value(name, environ[PREFIX + name.upper()], PREFIX + name.upper())
+    values |= {name: _value(name, value, f"--{name}") for name, value in flags.items() if value is not None}
+    return replace(ServerSettings(insecure=True), **{"insecure": False} | values)
 
 
 def _read(file: Path | None) -> dict[str, Any]:
@@ -222,14 +222,14 @@ def _read(file: Path | None) -> dict[str, Any]:
     except ModuleNotFoundError:
         raise ValueError("--config needs PyYAML: pip install 'foretoken[server]'") from None
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
-    if found is None:
+    if content is None:
         return {}
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold names and values, not data of type {type(found).__name__}")
-    return {str(name).replace("-", "_"): value for name, value in found.items()}
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold names and values, not data of type {type(content).__name__}")
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
 def _value(name: str, value: Any, where: str) -> Any:

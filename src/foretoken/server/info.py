@@ -73,8 +73,8 @@ async def metrics(http: Request) -> Response:
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
     """The one model that is served."""
-    found = _model(_serving(http))
-    return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
+    served = _model(_serving(http))
+    return {"object": "list", "data": [served], "has_more": False, "first_id": served["id"], "last_id": served["id"]}
 
 
 @router.get("/v1/models/{name:path}")
@@ -121,8 +121,8 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         texts = tokenizer.convert_ids_to_tokens(ids) if with_texts else None
         return _tokens_json(ids, longest, texts)
 
-    found = await in_thread(TEXTS, answer, cost=len(text))
-    return Response(found, media_type="application/json", headers=headers)
+    content = await in_thread(TEXTS, answer, cost=len(text))
+    return Response(content, media_type="application/json", headers=headers)
 
 
 def _tokens_json(ids: Sequence[int], longest: int, texts: Sequence[str] | None) -> bytes:
@@ -223,5 +223,5 @@ def _learned(drafter: Drafter) -> dict[str, Any] | None:
     if isinstance(drafter, OnlineDrafter):
         return drafter.report() or None
     if isinstance(drafter, GroupDrafter):
-        return next((found for found in map(_learned, drafter.drafters) if found is not None), None)
+        return next((report for report in map(_learned, drafter.drafters) if report is not None), None)
     return None

@@ -48,11 +48,11 @@ def refuse(body: Body, unserved: Mapping[str, str]) -> None:
             raise bad(f"{name} is not served: {unserved[name]}", name, "unsupported_parameter")
 
 
-def chat_of(found: Mapping[str, Any]) -> ChatRequest:
+def chat_of(request: Mapping[str, Any]) -> ChatRequest:
     """The request of another API in the words of chat completions.  Raises ``ApiError``: 400 for a value that does not
     fit there."""
     try:
-        return ChatRequest.model_validate(found)
+        return ChatRequest.model_validate(request)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -151,15 +151,15 @@ def engine_requests(
         _check_lengths(len(prompt), options, serving, body, field)
     seed, count = options.pop("seed", None), body.n or 1
     llm = serving.llm
-    found: list[Request] = []
+    requests: list[Request] = []
     for prompt in prompts:
         for choice in range(count):
             given = None if seed is None else (seed + choice) % 2**64
-            asked = make_request(prompt, llm.tokenizer, **options, seed=given, constraint=constraints[len(found)])
+            asked = make_request(prompt, llm.tokenizer, **options, seed=given, constraint=constraints[len(requests)])
             request = replace(asked, owner=caller.name, owner_running=caller.running)
             llm.engine.check(request)
-            found.append(request)
-    return found
+            requests.append(request)
+    return requests
 
 
 def _because(serving: Serving) -> str:

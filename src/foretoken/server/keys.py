@@ -92,13 +92,13 @@ def parsed(entry: str, number: int, standard: Caller) -> tuple[str, Caller]:
             f"API key {number} is the option {key.partition('=')[0]!r}: write options behind their key, in a line of "
             "--api-key-file"
         )
-    found: dict[str, Any] = {"name": f"key-{number}"}
+    values: dict[str, Any] = {"name": f"key-{number}"}
     for option in options:
         name, equals, value = option.partition("=")
         if name not in OPTIONS or not (equals or name == "priority"):
             raise ValueError(f"API key {number} has an unknown option: known are {', '.join(OPTIONS)}, as NAME=VALUE")
-        found[name] = _value(number, name, value if equals else "true")
-    caller = replace(standard, **found)
+        values[name] = _value(number, name, value if equals else "true")
+    caller = replace(standard, **values)
     if caller.queued is not None and not caller.running:
         raise ValueError(f"API key {number} limits queued and not running: say how many may run")
     return key, caller

@@ -24,12 +24,12 @@ def without_unknown_formats(schema: Any) -> Any:
         return [without_unknown_formats(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found: dict[str, Any] = {}
+    cleaned: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            found[key] = {name: without_unknown_formats(one) for name, one in value.items()}
+            cleaned[key] = {name: without_unknown_formats(one) for name, one in value.items()}
         elif key in _DATA:
-            found[key] = value
+            cleaned[key] = value
         elif key != "format" or not isinstance(value, str) or value in FORMATS:
-            found[key] = without_unknown_formats(value)
-    return found
+            cleaned[key] = without_unknown_formats(value)
+    return cleaned

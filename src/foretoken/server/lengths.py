@@ -51,8 +51,7 @@ def _weights(backend: Any) -> np.ndarray[Any, np.dtype[np.float64]] | None:
         longest[held] = np.maximum(longest[held], len(added["content"].encode()))
         if added.get("lstrip") or added.get("rstrip"):
             longest[list(SPACES)] = np.inf  # it takes any number of spaces beside it
-    found: np.ndarray[Any, np.dtype[np.float64]] = 1.0 / longest
-    return found
+    return 1.0 / longest
 
 
 def _is_byte_level(described: Mapping[str, Any]) -> bool:

@@ -28,19 +28,19 @@ def listener(settings: ServerSettings) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # With the protocol named, asyncio turns Nagle's algorithm off; else small chunks wait 40 ms for an ACK.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((settings.host, settings.port))
-        found.listen(2048)
+        sock.bind((settings.host, settings.port))
+        sock.listen(2048)
     except OSError as error:
-        found.close()
+        sock.close()
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ValueError(
             f"cannot listen on {settings.host}:{settings.port}: {reason}; choose another --port or --host"
         ) from None
-    found.set_inheritable(True)
-    return found
+    sock.set_inheritable(True)
+    return sock
 
 
 def run(settings: ServerSettings, sock: socket.socket) -> int:

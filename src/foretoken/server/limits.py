@@ -123,13 +123,13 @@ class Gate:
                 state["begun"] = True
                 if _is_worth_a_line(scope, message["status"]):
                     log_request(scope, message["status"], began)
-                found = MutableHeaders(scope=message)
-                found["X-Request-Id"] = scope["state"]["request_id"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = scope["state"]["request_id"]
                 if is_anthropic(scope["path"]):  # its clients know the id by another name
-                    found["Request-Id"] = scope["state"]["request_id"]
+                    headers["Request-Id"] = scope["state"]["request_id"]
                 for name, value in SECURITY.items():
-                    found.setdefault(name, value)
-                is_stream = found.get("content-type", "").startswith("text/event-stream")
+                    headers.setdefault(name, value)
+                is_stream = headers.get("content-type", "").startswith("text/event-stream")
             body = message.get("body", b"")
             state[BETWEEN], state["sent"] = False, state["sent"] + len(body)
             for at in range(0, max(0, len(body) - PIECE), PIECE):

@@ -45,10 +45,10 @@ class TokenTexts:
             self._spell = speller(self._tokenizer)
         return self._spell(token)
 
-    def top(self, found: TokenLogprobs, count: int) -> dict[str, float]:
+    def top(self, logprobs: TokenLogprobs, count: int) -> dict[str, float]:
         """The likeliest tokens, and the one that was taken; a token whose text another one has is named by its id."""
         values: dict[str, float] = {}
-        for token, value in dict((*found.top[:count], (found.token_id, found.logprob))).items():
+        for token, value in dict((*logprobs.top[:count], (logprobs.token_id, logprobs.logprob))).items():
             text = self(token)
             values[f"token_id:{token}" if text in values else text] = value
         return values
@@ -69,26 +69,26 @@ class Offsets:
 
         They may pass the end of a text that a stop string cuts: what is cut off begins at that end.
         """
-        found = []
+        offsets = []
         for token in ids:
-            found.append(self._start + len(self._text.text))
+            offsets.append(self._start + len(self._text.text))
             self._text.push([token])
-        return found
+        return offsets
 
 
 def completion_logprobs(
-    found: Sequence[TokenLogprobs | None], ids: Sequence[int], texts: TokenTexts, count: int, offsets: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None], ids: Sequence[int], texts: TokenTexts, count: int, offsets: Sequence[int]
 ) -> dict[str, Any]:
     """The old shape: four lists.  A token without a value (the first of a prompt) has ``null``."""
     return {
         "tokens": [texts(token) for token in ids],
-        "token_logprobs": [None if one is None else one.logprob for one in found],
-        "top_logprobs": [None if one is None else texts.top(one, count) for one in found],
+        "token_logprobs": [None if one is None else one.logprob for one in logprobs],
+        "top_logprobs": [None if one is None else texts.top(one, count) for one in logprobs],
         "text_offset": list(offsets),
     }
 
 
-def chat_logprobs(found: Sequence[TokenLogprobs], texts: TokenTexts, count: int) -> dict[str, Any]:
+def chat_logprobs(logprobs: Sequence[TokenLogprobs], texts: TokenTexts, count: int) -> dict[str, Any]:
     """The new shape: one object per token."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
@@ -97,17 +97,17 @@ def chat_logprobs(found: Sequence[TokenLogprobs], texts: TokenTexts, count: int)
     return {
         "content": [
             {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*pair) for pair in one.top[:count]]}
-            for one in found
+            for one in logprobs
         ]
     }
 
 
 def prompt_logprobs(
-    found: Sequence[TokenLogprobs | None], texts: TokenTexts, count: int
+    logprobs: Sequence[TokenLogprobs | None], texts: TokenTexts, count: int
 ) -> list[dict[str, Any] | None]:
     """vLLM's shape: one object by token id per token of the prompt, with so many of the likeliest ones."""
     rows: list[dict[str, Any] | None] = []
-    for one in found:
+    for one in logprobs:
         if one is None:
             rows.append(None)
             continue

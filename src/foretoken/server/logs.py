@@ -24,15 +24,15 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if getattr(record, "plain", False):
             return record.getMessage()
-        found: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info and record.exc_info[0] is not None:
-            found["error"] = self.formatException(record.exc_info)
-        return json.dumps(found, ensure_ascii=True, default=str)
+            entry["error"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=True, default=str)
 
 
 class LineWriter(logging.Handler):

@@ -36,9 +36,9 @@ async def count_tokens(body: CountRequest, http: Request) -> Response:
     """Count the tokens of a conversation, tools and system prompt included."""
     serving: Serving = http.app.state.serving
     try:
-        found = _Message(serving, http, body)
-        headers = serving.note_ignored([*body.ignored, *found.ignored])
-        return JSONResponse({"input_tokens": await found.count()}, headers=headers)
+        message = _Message(serving, http, body)
+        headers = serving.note_ignored([*body.ignored, *message.ignored])
+        return JSONResponse({"input_tokens": await message.count()}, headers=headers)
     except Exception as error:
         raise api_error(error) from error
 
@@ -94,14 +94,14 @@ class _Message(ChatTurn):
 
     def _end(self, reason: str | None, stop: str | int | None) -> dict[str, Any]:
         """Why the answer ended."""
-        found = REASONS.get(reason or "", "end_turn")
-        if found == "max_tokens" and self.most < self.asked.max_tokens:
-            found = "model_context_window_exceeded"
+        stop_reason = REASONS.get(reason or "", "end_turn")
+        if stop_reason == "max_tokens" and self.most < self.asked.max_tokens:
+            stop_reason = "model_context_window_exceeded"
         if reason == "stop" and stop in (self.asked.stop_sequences or ()):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        if found == "end_turn" and any(isinstance(part, Call) for part in self.parts):
-            found = "tool_use"
-        return {"stop_reason": found, "stop_sequence": None}
+        if stop_reason == "end_turn" and any(isinstance(part, Call) for part in self.parts):
+            stop_reason = "tool_use"
+        return {"stop_reason": stop_reason, "stop_sequence": None}
 
     # -- streams -----------------------------------------------------------------------------------------------------
 

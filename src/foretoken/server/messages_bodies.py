@@ -139,21 +139,21 @@ def chat_request(body: CountRequest) -> ChatRequest:
         raise bad(
             "this server writes no thinking blocks: leave thinking out (Claude Code: MAX_THINKING_TOKENS=0)", "thinking"
         )
-    found: dict[str, Any] = {"model": body.model, "messages": list(_messages(body))}
-    if found["messages"][-1]["role"] == "assistant":  # its beginning is given, and the answer goes on with it
-        found["continue_final_message"] = True
+    request: dict[str, Any] = {"model": body.model, "messages": list(_messages(body))}
+    if request["messages"][-1]["role"] == "assistant":  # its beginning is given, and the answer goes on with it
+        request["continue_final_message"] = True
     if body.tools:
-        found["tools"] = [_tool(tool) for tool in body.tools]
-    found |= _choice(body.tool_choice)
+        request["tools"] = [_tool(tool) for tool in body.tools]
+    request |= _choice(body.tool_choice)
     if body.output_config is not None and body.output_config.format is not None:
         schema = {"name": "answer", "schema": body.output_config.format.schema_}
-        found["response_format"] = {"type": "json_schema", "json_schema": schema}
+        request["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
-        found |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
+        request |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
         for name in ("temperature", "top_p", "top_k", "seed", "cache_salt"):
-            found[name] = getattr(body, name)
-        found["speculative"] = None if body.speculative is None else body.speculative.model_dump()
-    return chat_of(found)
+            request[name] = getattr(body, name)
+        request["speculative"] = None if body.speculative is None else body.speculative.model_dump()
+    return chat_of(request)
 
 
 def _messages(body: CountRequest) -> Iterator[dict[str, Any]]:
@@ -191,10 +191,10 @@ def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
     """Text and calls; what it thought is not shown to it again."""
     calls = [block for block in blocks if block.type == "tool_use"]
     rest = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
-    found: dict[str, Any] = {"role": "assistant", "content": _text(rest, "messages")}
+    message: dict[str, Any] = {"role": "assistant", "content": _text(rest, "messages")}
     if calls:
-        found["tool_calls"] = [_call(block) for block in calls]
-    return found
+        message["tool_calls"] = [_call(block) for block in calls]
+    return message
 
 
 def _call(block: Block) -> dict[str, Any]:
@@ -229,11 +229,11 @@ def _choice(given: AnthropicToolChoice | None) -> dict[str, Any]:
     """``tool_choice`` and whether several calls may come at once."""
     if given is None:
         return {}
-    found: dict[str, Any] = {"tool_choice": {"any": "required"}.get(given.type, given.type)}
+    choice: dict[str, Any] = {"tool_choice": {"any": "required"}.get(given.type, given.type)}
     if given.type == "tool":
         if not given.name:
             raise bad("tool_choice of type tool needs a name", "tool_choice")
-        found["tool_choice"] = {"type": "function", "function": {"name": given.name}}
+        choice["tool_choice"] = {"type": "function", "function": {"name": given.name}}
     if given.disable_parallel_tool_use:
-        found["parallel_tool_calls"] = False
-    return found
+        choice["parallel_tool_calls"] = False
+    return choice

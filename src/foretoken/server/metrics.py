@@ -61,7 +61,7 @@ class Metrics:
                 ("spec_predicted_speedup", "Of the plan in use over plain decoding, as the cost model says.", _speedup),
             ):
                 gauge = Gauge(f"{prefix}:{name}", what, ["model_name"], registry=self.registry)
-                gauge.labels(model).set_function(lambda value=value: value(found) if (found := status()) else 0.0)  # type: ignore[misc]
+                gauge.labels(model).set_function(lambda value=value: value(state) if (state := status()) else 0.0)  # type: ignore[misc]
 
     def _counters(self, prefix: str) -> dict[str, Any]:
         """Those with no label but the model's begin at 0, for tools that look before the first request."""
@@ -72,7 +72,7 @@ class Metrics:
         def histogram(name: str, what: str) -> Histogram:
             return Histogram(f"{prefix}:{name}", what, ["model_name"], registry=self.registry, buckets=SECONDS)
 
-        found = {
+        metrics = {
             "success": counter("request_success", "Choices that have left the engine.", "finished_reason"),
             "failures": counter("request_failure", "Requests that were answered with an error.", "reason"),
             "rejections": counter("admission_rejections", "Requests that were not taken.", "reason"),
@@ -103,8 +103,8 @@ class Metrics:
             "whole",
             "queue",
         ):
-            found[name].labels(self._model)
-        return found
+            metrics[name].labels(self._model)
+        return metrics
 
     def ended(self, request: Request, arrived_s: float, stats: SpecStats, reason: FinishReason | None) -> None:
         """Count a choice that has left the engine, however it ended; in the engine's thread.

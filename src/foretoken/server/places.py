@@ -135,8 +135,7 @@ class Place:
 
 def place_of(scope: Scope) -> Place:
     """That of a request which came through the gate; one without limits for others."""
-    found: Place = scope.setdefault("state", {}).setdefault("place", Places(None).place(Caller(priority=True)))
-    return found
+    return scope.setdefault("state", {}).setdefault("place", Places(None).place(Caller(priority=True)))
 
 
 def _check_size(count: int, most: int, whose: str) -> None:

@@ -94,15 +94,14 @@ class _Response(ChatTurn):
         """Of tokens, where they were asked for."""
         if not self.body.logprobs:
             return []
-        found: list[dict[str, Any]] = chat_logprobs(values or (), self.texts, self.body.top_logprobs or 0)["content"]
-        return found
+        return chat_logprobs(values or (), self.texts, self.body.top_logprobs or 0)["content"]
 
     def ended(self, items: Sequence[dict[str, Any]], reason: str | None) -> dict[str, Any]:
         """The object at the end."""
-        found = self.object(status_of(reason), items)
+        response = self.object(status_of(reason), items)
         tail = self.tail()
         spent = tail["usage"]
-        return found | {
+        return response | {
             "incomplete_details": {"reason": "max_output_tokens"} if reason in CUT else None,
             "usage": {
                 "input_tokens": spent["prompt_tokens"],
@@ -176,8 +175,8 @@ class _Response(ChatTurn):
             if piece.stats is not None:
                 for one in self._closed(status_of(piece.finish_reason)):
                     yield one
-                found = self.ended(self.items, piece.finish_reason)
-                yield {"type": f"response.{found['status']}", "response": found}
+                response = self.ended(self.items, piece.finish_reason)
+                yield {"type": f"response.{response['status']}", "response": response}
 
     def _events_of(self, part: Part, values: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any]]:
         if isinstance(part, str):

@@ -142,7 +142,7 @@ class ResponsesRequest(Body):
 def chat_request(body: ResponsesRequest) -> ChatRequest:
     """The request in the words of chat completions.  Raises ``ApiError`` 400 for what cannot be served."""
     _check(body)
-    found: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": body.model,
         "messages": _messages(body),
         "max_completion_tokens": body.max_output_tokens,
@@ -154,12 +154,12 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         **{name: getattr(body, name) for name in ("temperature", "top_p", "seed", "cache_salt")},
     }
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
-        found |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+        request |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.reasoning is not None and body.reasoning.effort not in (None, "none"):
-        found["reasoning_effort"] = body.reasoning.effort
+        request["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
-        found["response_format"] = _form(body.text.format)
-    return chat_of(found)
+        request["response_format"] = _form(body.text.format)
+    return chat_of(request)
 
 
 def no_effect(body: ResponsesRequest) -> Iterator[str]:
@@ -191,29 +191,29 @@ def _check(body: ResponsesRequest) -> None:
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     """Messages; a call belongs to the assistant's message before it."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     if body.instructions:
-        found.append({"role": "system", "content": body.instructions})
+        messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
-        return [*found, {"role": "user", "content": body.input}]
+        return [*messages, {"role": "user", "content": body.input}]
     for item in body.input:
         if item.type == "function_call":
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            found[-1].setdefault("tool_calls", []).append(_call(item))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(_call(item))
         elif item.type == "function_call_output":
             if item.call_id is None or item.output is None:
                 raise bad("an item of type function_call_output needs call_id and output", "input")
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         elif item.type == "message":
             if item.role is None or item.content is None:
                 raise bad("a message needs role and content", "input")
-            found.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _text(item.content)})
         elif item.type != "reasoning":  # what a model has thought is not shown to it again
             raise bad(f"items of type {item.type[:64]!r} are not served", "input", "unsupported_value")
-    if not found:
+    if not messages:
         raise bad("the input has no message", "input")
-    return found
+    return messages
 
 
 def _call(item: Item) -> dict[str, Any]:

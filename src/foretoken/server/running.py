@@ -67,8 +67,8 @@ async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> As
     several = [_pieces(engine, index, ticket, saw) for index, ticket in enumerate(tickets)]
     merged = several[0] if len(several) == 1 else _merged(several)
     try:
-        async for found in merged:
-            yield found
+        async for piece in merged:
+            yield piece
     finally:
         for ticket in tickets:
             engine.cancel(ticket)
@@ -90,8 +90,8 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
     async def follow(source: AsyncGenerator[T, None]) -> None:
         try:
-            async for found in source:
-                queue.put_nowait(found)
+            async for value in source:
+                queue.put_nowait(value)
             queue.put_nowait(None)
         except Exception as error:  # told to the client by whoever reads the queue
             queue.put_nowait(error)
@@ -100,13 +100,13 @@ async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
     left = len(tasks)
     try:
         while left:
-            found = await queue.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 left -= 1
             else:
-                yield found
+                yield item
     finally:
         for task in tasks:
             task.cancel()

@@ -221,10 +221,10 @@ M = TypeVar("M", bound=type[BaseModel])
 def with_options(model: M) -> M:
     """Give a body a field, ``None`` by default, for every option that the server takes as it is."""
     fields: dict[str, Any] = {name: (option(name), None) for name, field in FIELDS.items() if field.served is not None}
-    found: Any = create_model(
+    extended: Any = create_model(
         model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
     )
-    return found
+    return extended
 
 
 @with_options

@@ -42,11 +42,11 @@ RESPONSES = Dialect(lambda error: {"type": "error", **error.body["error"]}, name
 def event(data: Any, pad: int = 0, named: bool = False) -> bytes:
     """One event; with ``pad``, filled with a comment up to a multiple of so many bytes."""
     name = b"event: " + str(data["type"]).encode() + b"\n" if named else b""
-    found = name + b"data: " + _encoded(data).encode() + b"\n\n"
-    if not pad or len(found) % pad == 0:
-        return found
-    missing = -(len(found) + 3) % pad
-    return b":" + b" " * missing + b"\n\n" + found
+    message = name + b"data: " + _encoded(data).encode() + b"\n\n"
+    if not pad or len(message) % pad == 0:
+        return message
+    missing = -(len(message) + 3) % pad
+    return b":" + b" " * missing + b"\n\n" + message
 
 
 async def framed(events: AsyncIterator[Any], pad: int, dialect: Dialect = OPENAI) -> AsyncGenerator[bytes, None]:

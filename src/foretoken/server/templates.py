@@ -101,20 +101,20 @@ def _rendered(tokenizer: Any, written: Sequence[Mapping[str, Any]], conversation
             tokenizer.apply_chat_template(messages, tools=shown, tokenize=False, add_generation_prompt=generate, **how)
         )
 
-    found = text(written, functions or None)
-    if functions and found == text(written, None):
+    prompt = text(written, functions or None)
+    if functions and prompt == text(written, None):
         raise bad("this model's chat template has no place for tools, so it cannot be told of them", "tools")
     marked, names = _marked(written)
     try:
         told = text(marked, functions or None) if names else ""
     except Exception:  # it knows the names of calls, so it looks at them
-        return found
+        return prompt
     if any(name not in told for name in names):
         raise bad(
             "this model's chat template has no place for calls of tools, so it cannot be told of earlier ones",
             "messages",
         )
-    return found
+    return prompt
 
 
 def _marked(written: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
@@ -129,13 +129,13 @@ def _marked(written: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any
         names.append(f"earlier_{len(names)}_call")
         return {**call, "function": {**call["function"], "name": names[-1]}}
 
-    found = [
+    messages = [
         {**message, "tool_calls": [renamed(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
         else message
         for message in written
     ]
-    return found, names
+    return messages, names
 
 
 def _text_of(message: Message) -> str:
@@ -153,14 +153,14 @@ def _plain(message: Message, template: str) -> dict[str, Any]:
     role: str = message.role
     if role == "developer" and "developer" not in template:
         role = "system"  # many templates leave out a message whose role they do not know
-    found: dict[str, Any] = {"role": role, "content": _text_of(message)}
+    plain: dict[str, Any] = {"role": role, "content": _text_of(message)}
     if message.tool_calls:
-        found["tool_calls"] = [_call(call, template) for call in message.tool_calls]
+        plain["tool_calls"] = [_call(call, template) for call in message.tool_calls]
     if message.name:
-        found["name"] = message.name
+        plain["name"] = message.name
     if message.tool_call_id:
-        found["tool_call_id"] = _id(message.tool_call_id, template)
-    return found
+        plain["tool_call_id"] = _id(message.tool_call_id, template)
+    return plain
 
 
 def _call(call: ToolCall, template: str) -> dict[str, Any]:
@@ -179,11 +179,11 @@ def arguments_of(given: str | dict[str, Any] | None) -> dict[str, Any]:
     if given is None or not given.strip():
         return {}
     try:
-        found = json.loads(given)
+        arguments = json.loads(given)
     except (json.JSONDecodeError, RecursionError):
-        found = None
+        arguments = None
     # The one argument of an earlier call whose arguments are no JSON object: templates want an object
-    return found if isinstance(found, dict) else {"unparsed": given}
+    return arguments if isinstance(arguments, dict) else {"unparsed": given}
 
 
 def _id(given: str, template: str) -> str:

@@ -195,8 +195,8 @@ class Gateway:
 
     async def _metrics(self) -> Response:
         replicas = self.fleet.replicas
-        found = await replicas.metrics() if self.fleet.is_loaded else {}
-        text = self.fleet.metrics.text(found, replicas.num_ready, self.fleet.num_open)
+        counters = await replicas.metrics() if self.fleet.is_loaded else {}
+        text = self.fleet.metrics.text(counters, replicas.num_ready, self.fleet.num_open)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # -- one request -------------------------------------------------------------------------------------------------

@@ -113,9 +113,9 @@ class Replica:
                 piece = [first]
                 last = False
                 while not messages.empty():
-                    found = messages.get_nowait()
-                    last = last or found is None
-                    piece += [found] if found is not None else []
+                    following = messages.get_nowait()
+                    last = last or following is None
+                    piece += [following] if following is not None else []
                 yield piece
                 if last:
                     return

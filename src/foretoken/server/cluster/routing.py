@@ -26,10 +26,10 @@ TOKENS = 64
 def asked_of(body: bytes) -> Mapping[str, Any]:
     """The JSON object of a request; empty for what is none: a replica says what is wrong with it."""
     try:
-        found = json.loads(body) if body else {}
+        asked = json.loads(body) if body else {}
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return asked if isinstance(asked, dict) else {}
 
 
 def choices_of(asked: Mapping[str, Any]) -> int:

@@ -334,18 +334,18 @@ def _running(name: str) -> int:
     from ray import serve
     from ray.serve.schema import ReplicaState
 
-    found = serve.status().applications.get(name)
-    if found is None:
+    status = serve.status().applications.get(name)
+    if status is None:
         return 0
-    return sum(one.replica_states.get(ReplicaState.RUNNING, 0) for one in found.deployments.values())
+    return sum(one.replica_states.get(ReplicaState.RUNNING, 0) for one in status.deployments.values())
 
 
 def _reason(name: str, error: Exception) -> str:
     """The last error that a replica's constructor, or Ray itself, has given, in one line."""
     from ray import serve
 
-    found = serve.status().applications.get(name)
-    texts = [] if found is None else [found.message, *(one.message for one in found.deployments.values())]
+    status = serve.status().applications.get(name)
+    texts = [] if status is None else [status.message, *(one.message for one in status.deployments.values())]
     for text in [*reversed(texts), str(error)]:
         named = REASON.findall(text)
         if named:

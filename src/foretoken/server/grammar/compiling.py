@@ -186,8 +186,7 @@ class _Spelled:
     def __call__(self, text: str | bytes) -> list[int]:
         """Ids of a text without special tokens around it."""
         given = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        found: list[int] = self._tokenizer.encode(given, add_special_tokens=False)
-        return found
+        return self._tokenizer.encode(given, add_special_tokens=False)
 
 
 def end_ids(tokenizer: Any) -> list[int]:

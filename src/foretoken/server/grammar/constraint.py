@@ -84,9 +84,9 @@ class GrammarConstraint:
         if not self._go_to(output):
             return False, np.zeros(self._vocab_size, dtype=bool)
         if self._matcher.is_stopped():
-            found = np.zeros(self._vocab_size, dtype=bool)
-            found[[end for end in self.ends if end < self._vocab_size]] = True
-            return True, found
+            allowed = np.zeros(self._vocab_size, dtype=bool)
+            allowed[[end for end in self.ends if end < self._vocab_size]] = True
+            return True, allowed
         bits = self._matcher.compute_bitmask()
         self._check()
         if int.from_bytes(bits, "little").bit_count() == 1:

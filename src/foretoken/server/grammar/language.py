@@ -63,7 +63,7 @@ def _spelled(text: bytes, view: LLTokenizer) -> list[int]:
 
 def _strings(kind: str, grammar: str) -> list[bytes]:
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-    found: list[bytes] = []
+    strings: list[bytes] = []
     text = bytearray()
     until, steps = thread_time() + WALK_S, 0  # of its own work: a busy machine refuses nothing that an idle one takes
 
@@ -71,7 +71,7 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
         """Bytes that may come next; a string that is whole is noted."""
         _check(kind, matcher)
         if matcher.is_stopped() or matcher.is_accepting():
-            found.append(bytes(text))
+            strings.append(bytes(text))
         if matcher.is_stopped():
             return iter(())
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -96,11 +96,11 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
         matcher.consume_token(byte)
         text.append(byte)
         open_bytes.append(following())
-        if len(found) > MOST_STRINGS:
+        if len(strings) > MOST_STRINGS:
             raise _too_large(kind)
-    if not found:
+    if not strings:
         raise ValueError(f"no text fits the {kind}: the language is empty")
-    return found
+    return strings
 
 
 _ENDS = sum(1 << (int(end) - 256) for end in LLTokenizer("byte").eos_tokens)
