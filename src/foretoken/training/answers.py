@@ -86,7 +86,7 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
     Raises:
         ValueError: no such rows, or one of another shape; names file and line.
     """
-    found: list[Dialogue] = []
+    dialogues: list[Dialogue] = []
     for root in map(Path, paths):
         if not root.exists():
             raise ValueError(f"no such file or folder: {root}")
@@ -102,12 +102,12 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
         for file in files:
             for place, _, row in iter_rows(file):
                 try:
-                    found.append(_dialogue(len(found), row))
+                    dialogues.append(_dialogue(len(dialogues), row))
                 except ValueError as error:
                     raise ValueError(f"{place}: {error}") from None
-    if not found:
+    if not dialogues:
         raise ValueError(f"no questions found below {', '.join(map(str, paths))}: give JSONL rows with messages")
-    return found
+    return dialogues
 
 
 def _dialogue(number: int, row: Any) -> Dialogue:

@@ -46,11 +46,11 @@ class Stage:
 @torch.no_grad()
 def best_tokens(network: Any, rows: Tensor) -> Tensor:
     """The most likely token behind every position of ``rows`` int64 [n, m + 1], int64 [n, m]."""
-    found = []
+    best = []
     for some in rows.split(BATCH):
         ids = some[:, :-1].to(network.device)
-        found.append(network(input_ids=ids, use_cache=False).logits.argmax(-1).cpu())
-    return torch.cat(found)
+        best.append(network(input_ids=ids, use_cache=False).logits.argmax(-1).cpu())
+    return torch.cat(best)
 
 
 def matched(wanted: Tensor, drafted: Tensor, length: int) -> Tensor:

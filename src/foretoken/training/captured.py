@@ -88,21 +88,21 @@ class FeatureStore:
         missing = [tap for tap in taps if not self._file(tap, number).exists()]
         if missing:
             self._capture(number, missing)
-        found = {}
+        states = {}
         for tap in taps:
             file = self._file(tap, number)
             try:
                 with safe_open(file, "pt") as shard:
-                    found[tap] = shard.get_slice("states")[place].to(self.parts.device)
+                    states[tap] = shard.get_slice("states")[place].to(self.parts.device)
             except SafetensorError:
                 raise ValueError(f"{file} is damaged: delete it, and it is made again") from None
-        return found
+        return states
 
     def _tokens(self, index: int) -> Tensor:
         """The inputs [b, n] of one entry."""
         sampler = self.sampler
-        found = sampler.rows[index][None] if isinstance(sampler, ChatBlocks) else sampler(index)
-        return torch.from_numpy(found[:, :-1]).to(self.parts.device)
+        rows = sampler.rows[index][None] if isinstance(sampler, ChatBlocks) else sampler(index)
+        return torch.from_numpy(rows[:, :-1]).to(self.parts.device)
 
     def _file(self, tap: str, number: int) -> Path:
         return self.folder / tap.replace(":", "-") / f"{number:06d}.safetensors"
@@ -121,7 +121,7 @@ class FeatureStore:
 
 def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What the stored features are of that a run's are not, in words; empty where they are the same."""
-    found = [words for key, words in NAMED.items() if stored.get(key) != now.get(key)]
+    differences = [words for key, words in NAMED.items() if stored.get(key) != now.get(key)]
     then, blocks = stored.get("blocks", []), now["blocks"]
     pairs = zip(("--context", "--batch-size", "--seed"), then, blocks, strict=False)
-    return found + [f"{option} {old}, not {new}" for option, old, new in pairs if old != new]
+    return differences + [f"{option} {old}, not {new}" for option, old, new in pairs if old != new]

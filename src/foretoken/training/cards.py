@@ -240,10 +240,10 @@ def _use(report: Mapping[str, Any]) -> str:
     )
 
 
-def _acceptance(found: Mapping[str, Any]) -> str:
-    columns = {"greedy": found, **({"T=1": found["sampled"]} if "sampled" in found else {})}
+def _acceptance(measured: Mapping[str, Any]) -> str:
+    columns = {"greedy": measured, **({"T=1": measured["sampled"]} if "sampled" in measured else {})}
     rows = [["mean acceptance length", *(f"{column['mean_acceptance_length']:.2f}" for column in columns.values())]]
-    for place in range(len(found["per_position"])):
+    for place in range(len(measured["per_position"])):
         rows.append([f"position {place + 1}", *(f"{one['per_position'][place]:.1%}" for one in columns.values())])
     return grid(("", *columns), rows)
 
@@ -320,12 +320,12 @@ def _belief(measured: Mapping[str, Any]) -> str:
     )
 
 
-def _acceptance_with(found: Mapping[str, Any]) -> str:
-    if not found:
+def _acceptance_with(measured: Mapping[str, Any]) -> str:
+    if not measured:
         return ""
     sides = {
-        "greedy, with the head": found, "greedy, without": found["without"],
-        "T=1, with the head": found["sampled"], "T=1, without": found["without"]["sampled"],
+        "greedy, with the head": measured, "greedy, without": measured["without"],
+        "T=1, with the head": measured["sampled"], "T=1, without": measured["without"]["sampled"],
     }  # fmt: skip
     rows = [
         (name, f"{one['mean_acceptance_length']:.2f}", f"{one['acceptance_rate']:.1%}") for name, one in sides.items()

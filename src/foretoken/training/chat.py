@@ -32,13 +32,13 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     if "messages" in row and "conversations" in row:
         raise ValueError("a row has messages or conversations, not both")
-    found = checked(row["messages"] if "messages" in row else from_sharegpt(row["conversations"]))
-    for number, message in enumerate(found, 1):
+    messages = checked(row["messages"] if "messages" in row else from_sharegpt(row["conversations"]))
+    for number, message in enumerate(messages, 1):
         if message["role"] not in ROLES:
             raise ValueError(f"message {number} has the role {message['role'][:32]!r}: known are {', '.join(ROLES)}")
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f"message {number} has the weight {message['weight']!r}: it is learned (1) or not (0)")
-    return found
+    return messages
 
 
 def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:

@@ -50,8 +50,8 @@ def save_checkpoint(
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint below ``folder``, or ``None``."""
-    found = sorted(p for p in folder.glob("step-*") if (p / "meta.json").exists())
-    return found[-1] if found else None
+    checkpoints = sorted(p for p in folder.glob("step-*") if (p / "meta.json").exists())
+    return checkpoints[-1] if checkpoints else None
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -91,12 +91,12 @@ def check_same(path: Path, identity: Mapping[str, Any]) -> None:
 def _differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """What is not the same on both sides, in words."""
     then, now = dict(_flat(stored)), dict(_flat(present))
-    found = []
+    differences = []
     for key in dict.fromkeys((*now, *then)):
         if key not in then or key not in now or then[key] != now[key]:
             values = f"{key}={then.get(key, 'nothing')}, now {now.get(key, 'nothing')}"
-            found.append(NAMED.get(key.partition(".")[0], values))
-    return list(dict.fromkeys(found))
+            differences.append(NAMED.get(key.partition(".")[0], values))
+    return list(dict.fromkeys(differences))
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

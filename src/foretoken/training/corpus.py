@@ -110,11 +110,11 @@ def stored_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path) -> dic
     card = out / "corpus.json"
     if not card.exists():
         return None
-    found: dict[str, Any] = json.loads(card.read_text())
+    description: dict[str, Any] = json.loads(card.read_text())
     wanted = _identity(paths, tokenizer)
-    if found.get("chat"):
+    if description.get("chat"):
         wanted["template"] = _template(tokenizer)
-    return found if all(found.get(k) == v for k, v in wanted.items()) else None
+    return description if all(description.get(k) == v for k, v in wanted.items()) else None
 
 
 def _template(tokenizer: Any) -> str:
@@ -136,7 +136,7 @@ def _listed(paths: Sequence[str | Path]) -> str:
     :func:`text_identity` as it is."""
     files = (file for root in map(Path, paths) for file in (sorted(root.rglob("*")) if root.is_dir() else [root]))
     stats = ((str(file), file.stat()) for file in files if file.is_file())
-    return checksum(json.dumps([(name, found.st_size, found.st_mtime_ns) for name, found in stats]))
+    return checksum(json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]))
 
 
 def build_corpus(
@@ -153,9 +153,9 @@ def build_corpus(
             tokenizer without an end-of-text token.
     """
     check_end_of_text(tokenizer)
-    found = stored_corpus(paths, tokenizer, out)
-    if found is not None:
-        return found
+    description = stored_corpus(paths, tokenizer, out)
+    if description is not None:
+        return description
     limit, chat = held_below(iter_records(paths), HELD)
     out.mkdir(parents=True, exist_ok=True)
     with (out / "corpus.lock").open("a") as held:  # two runs with other data would mix their files
@@ -242,17 +242,17 @@ def _encoded(records: Sequence[Record], tokenizer: Any) -> list[list[Piece]]:
     """The tokens of documents; of a text all are learned."""
     texts = [record.content for record in records if record.row is None]
     ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
-    found: list[list[Piece]] = []
+    documents: list[list[Piece]] = []
     for record in records:
         if record.row is None:
             text = [*next(ids), tokenizer.eos_token_id]
-            found.append([(text, [True] * len(text))])
+            documents.append([(text, [True] * len(text))])
             continue
         try:
-            found.append(chat_pieces(record.row, tokenizer))
+            documents.append(chat_pieces(record.row, tokenizer))
         except ValueError as error:
             raise ValueError(f"{record.place}: {error}") from None
-    return found
+    return documents
 
 
 def _batched(items: Iterable[Record], size: int) -> Iterator[list[Record]]:

@@ -120,8 +120,8 @@ MEASURES = {
 
 def values_of(measured: Mapping[str, Any]) -> list[float]:
     """The numbers of a measurement in the order of :data:`MEASURES`."""
-    found = [measured[name] for name in MEASURES]
-    return [float(v["mean_acceptance_length"]) if isinstance(v, Mapping) else float(v) for v in found]
+    values = [measured[name] for name in MEASURES]
+    return [float(v["mean_acceptance_length"]) if isinstance(v, Mapping) else float(v) for v in values]
 
 
 class AlignmentCurve(Curve):

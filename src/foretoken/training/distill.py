@@ -122,11 +122,11 @@ class Distiller:
     def is_done(self) -> bool:
         """Whether ``out`` holds the model that this run would give.  Raises ``ValueError``: it holds one of other
         settings, models or text."""
-        found = latest_checkpoint(self.out / "checkpoints")
-        if found is None or not (self.out / "training.json").exists():
+        checkpoint = latest_checkpoint(self.out / "checkpoints")
+        if checkpoint is None or not (self.out / "training.json").exists():
             return False
-        check_same(found, identity_of(self.config, self._identity))
-        return int(read_meta(found)["step"]) == self.config.steps
+        check_same(checkpoint, identity_of(self.config, self._identity))
+        return int(read_meta(checkpoint)["step"]) == self.config.steps
 
     @property
     def _identity(self) -> dict[str, Any]:

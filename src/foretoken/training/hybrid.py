@@ -130,10 +130,10 @@ def _norm(ours: Any, theirs: Any) -> None:
 
 def _head_sizes(llama: Any, tokens: Tensor) -> list[tuple[float, float]]:
     """Mean root mean square of queries and keys per layer."""
-    found: list[list[float]] = [[] for _ in llama.model.layers]
+    by_layer: list[list[float]] = [[] for _ in llama.model.layers]
     hooks = []
     dim = llama.config.head_dim
-    for layer, sizes in zip(llama.model.layers, found, strict=True):
+    for layer, sizes in zip(llama.model.layers, by_layer, strict=True):
         for name in ("q_proj", "k_proj"):
             linear = getattr(layer.self_attn, name)
             hooks.append(
@@ -148,4 +148,4 @@ def _head_sizes(llama: Any, tokens: Tensor) -> list[tuple[float, float]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return [(sizes[0], sizes[1]) for sizes in found]
+    return [(sizes[0], sizes[1]) for sizes in by_layer]

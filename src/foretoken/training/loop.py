@@ -90,16 +90,16 @@ class Loop:
         self.out, self.config, self.trained, self.optimizers = out, config, trained, optimizers
         self.identity = identity_of(config, identity)
         out.mkdir(parents=True, exist_ok=True)
-        found = latest_checkpoint(out / "checkpoints")
+        latest = latest_checkpoint(out / "checkpoints")
         self.kept: dict[str, Any] = {}
-        if found is not None:
-            check_same(found, self.identity)
-            done = int(read_meta(found)["step"])
+        if latest is not None:
+            check_same(latest, self.identity)
+            done = int(read_meta(latest)["step"])
             if done > config.steps:
                 raise ValueError(
-                    f"{found} is trained further than --steps {config.steps}: give at least {done}, or another --out"
+                    f"{latest} is trained further than --steps {config.steps}: give at least {done}, or another --out"
                 )
-            self.kept = load_checkpoint(found, trained, optimizers)
+            self.kept = load_checkpoint(latest, trained, optimizers)
         self.start = int(self.kept.get("step", 0))
         self.curve = curve(out / "losses.csv", self.start)
         self._began = time.perf_counter() - float(self.kept.get("spent_s", 0.0))

@@ -68,5 +68,5 @@ def mask_ids(tokens: Tensor, count: int, mask: int) -> Tensor:
 
 def seeds_of(weights: Tensor) -> Tensor:
     """Bool [n] columns that count in any text of ``weights`` [b, n]; all where none does."""
-    found: Tensor = (weights > 0).any(0).cpu()
-    return found if bool(found.any()) else torch.ones_like(found)
+    columns: Tensor = (weights > 0).any(0).cpu()
+    return columns if bool(columns.any()) else torch.ones_like(columns)

@@ -44,13 +44,13 @@ def build_optimizers(
             fitting = [p for p in trained if (p.ndim == 2 and id(p) not in outer) == wanted]
             if fitting:
                 groups.append({"params": fitting, "scale": scale})
-    found: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if matrices and kind == "muon":
-        found.append(
+        optimizers.append(
             torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         )
     elif matrices:
-        found.append(torch.optim.AdamW(matrices, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay))
+        optimizers.append(torch.optim.AdamW(matrices, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay))
     if rest:
-        found.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
-    return found
+        optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+    return optimizers

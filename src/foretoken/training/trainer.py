@@ -127,16 +127,16 @@ class Trainer:
     def held_prompts(self, count: int, length: int) -> list[list[int]]:
         """At most ``count`` held-out prompts: the first ``length`` tokens of blocks; of a conversation what its first
         answer follows, without its beginning where that is long."""
-        found = []
+        prompts = []
         for tokens, guessed in zip(self.held_tokens, self.held_learned, strict=True):
             if guessed is None:
-                found.append(tokens[0, :length].tolist())
+                prompts.append(tokens[0, :length].tolist())
                 continue
             first = int(guessed[0].int().argmax())
             if first:
                 longest = max(length, tokens.shape[1] // 2)
-                found.append(tokens[0, max(0, first - longest) : first].tolist())
-        return found[:count]
+                prompts.append(tokens[0, max(0, first - longest) : first].tolist())
+        return prompts[:count]
 
     def _held_batches(self, recipe: Recipe) -> list[Batch]:
         return [

@@ -135,7 +135,7 @@ class Format(ABC):
         self.warnings: list[str] = []
 
     @abstractmethod
-    def recognises(self, found: Found) -> bool:
+    def recognises(self, source: Found) -> bool:
         """Whether a folder looks like this layout."""
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
@@ -149,7 +149,7 @@ class Format(ABC):
         """Export into an empty folder.  Raises ``ValueError`` where the drafter cannot be written in this layout."""
 
     @abstractmethod
-    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+    def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         """Import into an empty folder; returns a spec with ``{}`` in place of the folder's path.  Raises
         ``ValueError``: it does not fit the target, is damaged, or needs what our network cannot do."""
 
@@ -166,32 +166,32 @@ class NetFormat(Format):
         """Ours to theirs."""
 
     @abstractmethod
-    def read(self, found: Checkpoint, target: Target) -> Trained:
+    def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         """Theirs to ours."""
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         (source,) = self.inputs(spec, target.source)
         fingerprint = target.parts.fingerprint()
-        found = read_description(source, self.method, fingerprint)
-        net = self.network(found["config"])
+        description = read_description(source, self.method, fingerprint)
+        net = self.network(description["config"])
         load_weights(source, net)
-        checkpoint = self.write(Trained(found["config"], stored(net)), target)
+        checkpoint = self.write(Trained(description["config"], stored(net)), target)
         write_tensors(folder / self.weights, checkpoint.tensors)
         write_json(folder / "config.json", checkpoint.config)
         note = {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)}
-        write_json(folder / NOTE, {**note, "measured": found["measured"]})
+        write_json(folder / NOTE, {**note, "measured": description["measured"]})
 
-    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        found.check_whole()
+    def read_folder(self, source: Found, target: Target, folder: Path) -> str:
+        source.check_whole()
         fingerprint = target.parts.fingerprint()
-        measured = _measured(found, self.method, fingerprint)
-        tensors = found.tensors()
+        measured = _measured(source, self.method, fingerprint)
+        tensors = source.tensors()
         if any(value.is_floating_point() and value.dtype != DTYPE for value in tensors.values()):
             self.warnings.append("the weights were rounded to bfloat16")
-        trained = self.read(Checkpoint(found.config, tensors), target)
+        trained = self.read(Checkpoint(source.config, tensors), target)
         net = self.network(trained.config)
         wanted = net.state_dict()
-        check_stored(tensors.items(), found.path)
+        check_stored(tensors.items(), source.path)
         net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in trained.tensors.items()})
         save_drafter(folder, self.method, trained.config, net, fingerprint, measured)
         return f"{self.method}:{{}}"
@@ -212,22 +212,22 @@ def stored(net: nn.Module) -> dict[str, Tensor]:
     return {n: v.detach().to(DTYPE if v.is_floating_point() else v.dtype) for n, v in net.state_dict().items()}
 
 
-def _measured(found: Found, method: str, fingerprint: Fingerprint) -> dict[str, Any]:
+def _measured(source: Found, method: str, fingerprint: Fingerprint) -> dict[str, Any]:
     """What was measured, from the note beside an export of ours; nothing for others' checkpoints.
 
     Raises:
         ValueError: the note says that the drafter is for another target.
     """
-    note = found.json(NOTE) if found.path.is_dir() else {}
+    note = source.json(NOTE) if source.path.is_dir() else {}
     if not note or note.get("method") != method:
         return {}
     try:
         difference = Fingerprint(**note["target"]).difference(fingerprint)
         measured: dict[str, Any] = dict(note.get("measured") or {})
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{found.path / NOTE} is damaged: copy it again, or remove it") from None
+        raise ValueError(f"{source.path / NOTE} is damaged: copy it again, or remove it") from None
     if difference:
-        raise ValueError(f"{found.path} was made for another target: {difference}")
+        raise ValueError(f"{source.path} was made for another target: {difference}")
     return measured
 
 

@@ -33,7 +33,7 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: one of them is no JSON object.
     """
-    found = dict(config)
+    flat = dict(config)
     for key in ("transformer_layer_config", "dflash_config"):
         inner = config.get(key)
         if inner is None:
@@ -41,8 +41,8 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(inner, Mapping):
             raise ValueError(f"{key} in config.json must be a JSON object")
         known = {name: value for name, value in inner.items() if value is not None}
-        found = {**known, **found} if key == "transformer_layer_config" else {**found, **known}
-    return found
+        flat = {**known, **flat} if key == "transformer_layer_config" else {**flat, **known}
+    return flat
 
 
 def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -55,9 +55,9 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
         told = config.get("quantization_config")
         how = told.get("quant_method", "") if isinstance(told, Mapping) else ""
         raise ValueError(f"the checkpoint is quantised ({how or 'packed weights'}): import the one that it was made of")
-    found = {our_name(name): value for name, value in tensors.items()}
-    for name in [name for name in found if name.endswith(".qkv_proj.weight")]:
-        place, whole = name.removesuffix("qkv_proj.weight"), found.pop(name)
+    ours = {our_name(name): value for name, value in tensors.items()}
+    for name in [name for name in ours if name.endswith(".qkv_proj.weight")]:
+        place, whole = name.removesuffix("qkv_proj.weight"), ours.pop(name)
         dim = int(
             number(config, "head_dim", default=number(config, "hidden_size") / number(config, "num_attention_heads"))
         )
@@ -65,8 +65,8 @@ def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> di
         if len(whole) != query + 2 * key:
             raise ValueError(f"{name} has {len(whole)} rows and must have {query + 2 * key} for config.json")
         parts = zip("qkv", whole.split([query, key, key]), strict=True)
-        found.update({f"{place}{letter}_proj.weight": part for letter, part in parts})
-    return found
+        ours.update({f"{place}{letter}_proj.weight": part for letter, part in parts})
+    return ours
 
 
 def in_halves(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
@@ -120,21 +120,21 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
 
 
 def _mask_token(config: Mapping[str, Any], own: bool, target: Target) -> int:
-    found = next(
+    token = next(
         (config[k] for k in ("mask_token_id", "pard_token", "ptd_token_id") if config.get(k) is not None), None
     )
-    if found is None and own:
+    if token is None and own:
         return 0
-    if found is None:
+    if token is None:
         raise ValueError(
             "config.json names no mask token (mask_token_id in dflash_config): the checkpoint is incomplete"
         )
     rows = len(target.parts.embed.weight)
-    if type(found) is not int or not 0 <= found < min(rows, target.parts.vocab_size):
+    if type(token) is not int or not 0 <= token < min(rows, target.parts.vocab_size):
         raise ValueError(
-            f"the checkpoint's mask token {found!r} is none of the target's {target.parts.vocab_size} tokens"
+            f"the checkpoint's mask token {token!r} is none of the target's {target.parts.vocab_size} tokens"
         )
-    return found
+    return token
 
 
 def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:

@@ -90,10 +90,10 @@ def names() -> list[str]:
 
 def layouts_of(method: str) -> list[Layout]:
     """The layouts of a method.  Raises ``ValueError``: it has none; the message lists the methods that have one."""
-    found = [layout for layout in LAYOUTS if layout.method == method]
-    if not found:
+    layouts = [layout for layout in LAYOUTS if layout.method == method]
+    if not layouts:
         raise unknown(f"no other project reads a drafter {method!r}", method, methods())
-    return found
+    return layouts
 
 
 def find_layout(method: str, name: str | None, engine: str | None) -> Layout:

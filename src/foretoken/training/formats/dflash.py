@@ -43,17 +43,17 @@ class DflashPlain(NetFormat):
     net_class: ClassVar[type[Any]] = BlockNet
     architecture: ClassVar[str] = "DFlashDraftModel"
 
-    def recognises(self, found: Found) -> bool:
-        return block_kind(found.names) == self.method and KEY not in found.config
+    def recognises(self, source: Found) -> bool:
+        return block_kind(source.names) == self.method and KEY not in source.config
 
     def extras(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Arguments of the network's configuration beyond those of a block."""
         return {"from_anchor": bool(flag(config, "sample_from_anchor"))}
 
-    def read(self, found: Checkpoint, target: Target) -> Trained:
+    def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         """A rename; a projection that is the target's own is shared."""
-        config = nested(found.config)
-        tensors = by_our_names(found.tensors, config)
+        config = nested(checkpoint.config)
+        tensors = by_our_names(checkpoint.tensors, config)
         shape = {**shape_of(config, tensors, target), **self.extras(config, tensors)}
         check_scales(config, target)
         if is_interleaved(config):
@@ -111,8 +111,8 @@ class DflashSpeculators(DflashPlain):
 
     architecture = "DFlashSpeculator"
 
-    def recognises(self, found: Found) -> bool:
-        return found.config.get(KEY) == self.method
+    def recognises(self, source: Found) -> bool:
+        return source.config.get(KEY) == self.method
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
         return {
@@ -167,8 +167,8 @@ class Dflash2Plain(DflashPlain):
     def extras(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Convolutions and selector.  Raises ``ValueError`` where one of both is missing."""
         kernel = tensors.get("layers.0.attention_conv.base_kernel")
-        for name, found in ((CODEBOOK, tensors.get(CODEBOOK)), ("layers.0.attention_conv.base_kernel", kernel)):
-            if found is None:
+        for name, tensor in ((CODEBOOK, tensors.get(CODEBOOK)), ("layers.0.attention_conv.base_kernel", kernel)):
+            if tensor is None:
                 raise ValueError(f"the checkpoint lacks the tensor {name}: it is incomplete")
         return {
             **super().extras(config, tensors),

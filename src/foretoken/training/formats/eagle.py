@@ -28,22 +28,22 @@ class EaglePlain(NetFormat):
     net_class = EagleNet
     architecture = "LlamaForCausalLMEagle"
 
-    def recognises(self, found: Found) -> bool:
+    def recognises(self, source: Found) -> bool:
         """``fc`` beside one layer, and no norm of hidden states (which EAGLE-3 has)."""
-        names = found.names
+        names = source.names
         return (
             {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names
             and "layers.0.hidden_norm.weight" not in names
-            and "speculators_model_type" not in found.config
+            and "speculators_model_type" not in source.config
         )
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
         config = {"architectures": [self.architecture], **layer_keys(EagleConfig(**trained.config), target)}
         return Checkpoint(config, {theirs: trained.tensors[ours] for ours, theirs in NAMES.items()})
 
-    def read(self, found: Checkpoint, target: Target) -> Trained:
-        check_sizes(found.config, target)
-        config, tensors = layer_config(found.config), dict(found.tensors)
+    def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
+        check_sizes(checkpoint.config, target)
+        config, tensors = layer_config(checkpoint.config), dict(checkpoint.tensors)
         tensors.setdefault("fc.bias", torch.zeros(config["hidden_size"]))
         check_borrowed(tensors, target)
         return Trained(config, renamed(tensors, self.shapes(config), NAMES, UNUSED))
@@ -66,10 +66,10 @@ class EagleVllm(EaglePlain):
 
     architecture = "EagleLlamaForCausalLM"
 
-    def recognises(self, found: Found) -> bool:
+    def recognises(self, source: Found) -> bool:
         """A bias behind the attention and none of ``fc``; without both it is read as the plain layout."""
-        folded = f"{LAYER}.o_proj.bias" in found.names and "fc.bias" not in found.names
-        return folded and super().recognises(found)
+        folded = f"{LAYER}.o_proj.bias" in source.names and "fc.bias" not in source.names
+        return folded and super().recognises(source)
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
         plain = super().write(trained, target)
@@ -80,15 +80,15 @@ class EagleVllm(EaglePlain):
             plain.config["attention_bias"] = True
         return plain
 
-    def read(self, found: Checkpoint, target: Target) -> Trained:
+    def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         """The bias behind the attention is that of ``fc``.
 
         Raises:
             ValueError: the biases are no folded ones.
         """
-        tensors = dict(found.tensors)
+        tensors = dict(checkpoint.tensors)
         if tensors.get(f"{LAYER}.o_proj.bias") is None:
-            return super().read(found, target)
+            return super().read(checkpoint, target)
         bias = tensors.pop(f"{LAYER}.o_proj.bias")
         for name, wanted in folded(bias, tensors).items():
             have = tensors.pop(name, torch.zeros(0))
@@ -96,7 +96,7 @@ class EagleVllm(EaglePlain):
             if have.shape != wanted.shape or not torch.allclose(have.float(), wanted.float(), atol=scale / 64):
                 raise ValueError(f"{name} is a bias of its own, and our layer has none")
         tensors["fc.bias"] = bias
-        return super().read(Checkpoint({**found.config, "attention_bias": False}, tensors), target)
+        return super().read(Checkpoint({**checkpoint.config, "attention_bias": False}, tensors), target)
 
 
 def folded(bias: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,10 +105,10 @@ def folded(bias: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ValueError: the checkpoint lacks one of them.
     """
-    found = {}
+    biases = {}
     for name in READERS:
         weight = tensors.get(f"{LAYER}.{name}.weight")
         if weight is None or weight.shape[-1] != len(bias):
             raise ValueError(f"the checkpoint lacks the tensor {LAYER}.{name}.weight: it is incomplete")
-        found[f"{LAYER}.{name}.bias"] = (weight.double() @ bias.double()).to(DTYPE)
-    return found
+        biases[f"{LAYER}.{name}.bias"] = (weight.double() @ bias.double()).to(DTYPE)
+    return biases

@@ -36,9 +36,9 @@ class Eagle3Plain(NetFormat):
     net_class: ClassVar[type[Eagle3Net]] = Eagle3Net
     layer = "midlayer"
 
-    def recognises(self, found: Found) -> bool:
+    def recognises(self, source: Found) -> bool:
         norms = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}
-        return bool(norms & found.names)
+        return bool(norms & source.names)
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
         shape = self.net_config(**trained.config)
@@ -60,28 +60,28 @@ class Eagle3Plain(NetFormat):
 
     def tensors(self, shape: Eagle3Config, trained: Trained, target: Target) -> dict[str, Tensor]:
         """Theirs by their names; no vocabulary maps where all tokens can be guessed."""
-        found = {theirs: trained.tensors[ours] for ours, theirs in names(self.layer).items()}
+        tensors = {theirs: trained.tensors[ours] for ours, theirs in names(self.layer).items()}
         rows = trained.tensors["d2t"] + torch.arange(shape.guessed)
-        found["lm_head.weight"] = target.head(rows) if shape.share_head else trained.tensors["lm_head.weight"]
+        tensors["lm_head.weight"] = target.head(rows) if shape.share_head else trained.tensors["lm_head.weight"]
         if shape.guessed < shape.vocab_size:
-            found["d2t"], found["t2d"] = trained.tensors["d2t"], trained.tensors["t2d"]
-        return found
+            tensors["d2t"], tensors["t2d"] = trained.tensors["d2t"], trained.tensors["t2d"]
+        return tensors
 
-    def read(self, found: Checkpoint, target: Target) -> Trained:
+    def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         """A rename; a head that is the target's own is shared again."""
-        check_variant(found.config, target)
-        tensors = dict(found.tensors)
+        check_variant(checkpoint.config, target)
+        tensors = dict(checkpoint.tensors)
         target.check_embedding(tensors.pop("embed_tokens.weight", None))
         layer = next((name for name in ("midlayer", "layers.0") if f"{name}.hidden_norm.weight" in tensors), self.layer)
-        maps = vocabulary(tensors, whole(found.config, "draft_vocab_size", default=0, least=0), target)
+        maps = vocabulary(tensors, whole(checkpoint.config, "draft_vocab_size", default=0, least=0), target)
         guessed = len(maps["d2t"])
         rows = maps["d2t"] + torch.arange(guessed)
         head = tensors.get("lm_head.weight")
         config = {
-            **layer_config(found.config),
+            **layer_config(checkpoint.config),
             "vocab_size": target.parts.vocab_size,
             "draft_vocab": 0 if guessed == target.parts.vocab_size else guessed,
-            "layers": ",".join(map(str, fused_layers(found.config, tensors, target))),
+            "layers": ",".join(map(str, fused_layers(checkpoint.config, tensors, target))),
             "share_head": head is not None and target.is_head(head, rows),
         }
         rest = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
@@ -126,15 +126,15 @@ def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
     """
     count, inner = target.parts.num_layers, config.get("eagle_config")
     nested = listed(inner, IDS) if isinstance(inner, dict) else None
-    found = listed(config, IDS) or [i + 1 if type(i) is int else i for i in nested or ()] or [2, count // 2, count - 3]
-    if not all(type(i) is int and 0 <= i <= count for i in found):
-        raise ValueError(f"the checkpoint fuses the layers {found}, and the target has depths 0 to {count}")
-    if "fc.weight" in tensors and tensors["fc.weight"].shape[1] != len(found) * target.parts.hidden_size:
+    depths = listed(config, IDS) or [i + 1 if type(i) is int else i for i in nested or ()] or [2, count // 2, count - 3]
+    if not all(type(i) is int and 0 <= i <= count for i in depths):
+        raise ValueError(f"the checkpoint fuses the layers {depths}, and the target has depths 0 to {count}")
+    if "fc.weight" in tensors and tensors["fc.weight"].shape[1] != len(depths) * target.parts.hidden_size:
         width = tensors["fc.weight"].shape[1]
         raise ValueError(
-            f"fc.weight reads {width} numbers, and {len(found)} layers have {target.parts.hidden_size} each"
+            f"fc.weight reads {width} numbers, and {len(depths)} layers have {target.parts.hidden_size} each"
         )
-    return found
+    return depths
 
 
 def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> dict[str, Tensor]:
@@ -169,12 +169,12 @@ class Eagle3Speculators(Eagle3Plain):
 
     layer = "layers.0"
 
-    def recognises(self, found: Found) -> bool:
+    def recognises(self, source: Found) -> bool:
         """By its own key.  Raises ``ValueError`` where it is a drafter of another kind."""
-        kind = found.config.get(KEY)
+        kind = source.config.get(KEY)
         if kind not in (None, *READ):
             known = ", ".join(READ)
-            raise ValueError(f"{found.path} is a speculators checkpoint of the type {kind!r}: {known} can be imported")
+            raise ValueError(f"{source.path} is a speculators checkpoint of the type {kind!r}: {known} can be imported")
         return kind == "eagle3"
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:
@@ -195,11 +195,11 @@ class Eagle3Speculators(Eagle3Plain):
             "torch_dtype": "bfloat16",
         }
 
-    def read(self, found: Checkpoint, target: Target) -> Trained:
+    def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         """The plain layout, once the layer's own configuration is laid beside the rest."""
-        inner = found.config.get("transformer_layer_config")
+        inner = checkpoint.config.get("transformer_layer_config")
         if not isinstance(inner, Mapping):
             raise ValueError("config.json lacks transformer_layer_config")
-        if "norm_before_residual" not in found.config:
+        if "norm_before_residual" not in checkpoint.config:
             raise ValueError("config.json lacks norm_before_residual, whose default differs from reader to reader")
-        return super().read(Checkpoint({**inner, **found.config}, found.tensors), target)
+        return super().read(Checkpoint({**inner, **checkpoint.config}, checkpoint.tensors), target)

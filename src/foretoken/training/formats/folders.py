@@ -97,31 +97,31 @@ class Found:
         if not file.exists():
             return {}
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
             raise ValueError(f"{file} is damaged or half-written: copy it again") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise ValueError(f"{file} must hold a JSON object")
-        return found
+        return content
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """``config.json``; a wrapped configuration (``{"model": {...}}``) is laid flat."""
-        found = self.json("config.json") if self.path.is_dir() else {}
-        inner = found.get("model")
-        return {**inner, **{k: v for k, v in found.items() if k != "model"}} if isinstance(inner, dict) else found
+        config = self.json("config.json") if self.path.is_dir() else {}
+        inner = config.get("model")
+        return {**inner, **{k: v for k, v in config.items() if k != "model"}} if isinstance(inner, dict) else config
 
     @cached_property
     def names(self) -> frozenset[str]:
         """Names of all tensors.  Raises ``ValueError`` for a damaged file, or pickled weights only."""
-        found: set[str] = set()
+        names: set[str] = set()
         for file in self._files:
             try:
                 with safe_open(file, "pt") as opened:
-                    found.update(opened.keys())
+                    names.update(opened.keys())
             except (SafetensorError, OSError):
                 raise ValueError(f"{file} is damaged or half-written: copy it again") from None
-        return frozenset(found)
+        return frozenset(names)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, with no prefix that training code has left in their names.
@@ -129,15 +129,15 @@ class Found:
         Raises:
             ValueError: a damaged file, or numbers that are not finite.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file in self._files:
             try:
                 held = load_file(file)
             except (SafetensorError, OSError):
                 raise ValueError(f"{file} is damaged or half-written: copy it again") from None
             check_finite(held.items(), file)
-            found.update(held)
-        return found
+            tensors.update(held)
+        return tensors
 
     def check_whole(self) -> None:
         """Refuse, by a ``ValueError``, a folder without configuration or weights, or with pickled or damaged ones."""

@@ -77,30 +77,30 @@ def layer_shape(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _theta(config: Mapping[str, Any]) -> float:
     """The one base of all rotary embeddings that are told."""
-    found = {}
+    thetas = {}
     for name, rope in {"config.json": {"rope_theta": config.get("rope_theta")}, **_ropes(config)}.items():
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise ValueError(f"the checkpoint's rotary embedding is of the type {kind!r}, and our layer has 'default'")
         refuse_others(rope, {"partial_rotary_factor": 1.0})
         if rope.get("rope_theta") is not None:
-            found[name] = positive(rope, "rope_theta", default=0.0)
-    if len(set(found.values())) > 1:
-        told = ", ".join(f"{theta:g} in {name}" for name, theta in found.items())
+            thetas[name] = positive(rope, "rope_theta", default=0.0)
+    if len(set(thetas.values())) > 1:
+        told = ", ".join(f"{theta:g} in {name}" for name, theta in thetas.items())
         raise ValueError(f"the checkpoint has several values of rope_theta ({told}), and our layer has one")
-    return next(iter(found.values()), 10000.0)
+    return next(iter(thetas.values()), 10000.0)
 
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """What a configuration says of rotary embeddings, by the keys that lead to it; perhaps a part per kind of layer."""
-    found: dict[str, Mapping[str, Any]] = {}
+    ropes: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_scaling", "rope_parameters"):
         told = config.get(key) or {}
         rope: Mapping[str, Any] = told if isinstance(told, Mapping) else {"rope_type": told}
         parts = {name: part for name, part in rope.items() if isinstance(part, Mapping)}
         shared = {name: value for name, value in rope.items() if name not in parts}
-        found.update({f"{key}.{name}": {**shared, **part} for name, part in parts.items()} if parts else {key: rope})
-    return found
+        ropes.update({f"{key}.{name}": {**shared, **part} for name, part in parts.items()} if parts else {key: rope})
+    return ropes
 
 
 def refuse_others(config: Mapping[str, Any], followed: Mapping[str, Any]) -> None:

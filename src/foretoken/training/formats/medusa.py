@@ -31,8 +31,8 @@ class MedusaVllm(NetFormat):
     net_config = MedusaConfig
     net_class = MedusaHeads
 
-    def recognises(self, found: Found) -> bool:
-        return any(BLOCK.fullmatch(name) for name in found.names)
+    def recognises(self, source: Found) -> bool:
+        return any(BLOCK.fullmatch(name) for name in source.names)
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
         shape = MedusaConfig(**trained.config)
@@ -53,17 +53,17 @@ class MedusaVllm(NetFormat):
         }
         return Checkpoint(config, tensors)
 
-    def read(self, found: Checkpoint, target: Target) -> Trained:
-        check_sizes(found.config, target)
-        tensors = {name.removeprefix("medusa_heads."): value for name, value in found.tensors.items()}
+    def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
+        check_sizes(checkpoint.config, target)
+        tensors = {name.removeprefix("medusa_heads."): value for name, value in checkpoint.tensors.items()}
         vocab = target.parts.vocab_size
-        kept = number(found.config, "truncated_vocab_size", default=vocab)
-        if "token_map" in tensors or kept < number(found.config, "vocab_size", default=vocab):
+        kept = number(checkpoint.config, "truncated_vocab_size", default=vocab)
+        if "token_map" in tensors or kept < number(checkpoint.config, "vocab_size", default=vocab):
             raise ValueError("the heads guess from a truncated vocabulary (token_map), which ours do not")
         places = [(int(match[1]), int(match[2])) for name in tensors if (match := BLOCK.fullmatch(name))]
         heads, blocks = (1 + max(numbers) for numbers in zip(*places, strict=True))
         one = tensors.pop(SHARED, None)
-        if one is None and found.config.get("original_lm_head"):
+        if one is None and checkpoint.config.get("original_lm_head"):
             one = tensors.get("lm_heads.0.weight")
         if one is not None:
             tensors.update({f"lm_heads.{i}.weight": one for i in range(heads)})
@@ -98,11 +98,11 @@ def joined(
     for theirs in names.values():
         if theirs.endswith(".bias"):
             tensors.setdefault(theirs, torch.zeros(size))
-    found = renamed(tensors, layout.shapes(config), names)
+    ours = renamed(tensors, layout.shapes(config), names)
     if all(target.is_head(tensors[theirs]) for theirs in projections):
         config["own_projection"] = False
-        found = {name: value for name, value in found.items() if not name.startswith("projections.")}
-    return Trained(config, found)
+        ours = {name: value for name, value in ours.items() if not name.startswith("projections.")}
+    return Trained(config, ours)
 
 
 class MedusaOriginal(NetFormat):
@@ -116,8 +116,8 @@ class MedusaOriginal(NetFormat):
     net_class = MedusaHeads
     weights = "medusa_lm_head.safetensors"
 
-    def recognises(self, found: Found) -> bool:
-        return any(LINEAR.fullmatch(name) for name in found.names)
+    def recognises(self, source: Found) -> bool:
+        return any(LINEAR.fullmatch(name) for name in source.names)
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
         shape = MedusaConfig(**trained.config)
@@ -133,9 +133,9 @@ class MedusaOriginal(NetFormat):
         }
         return Checkpoint(config, tensors)
 
-    def read(self, found: Checkpoint, target: Target) -> Trained:
-        check_sizes(found.config, target)
-        tensors = {name.removeprefix("medusa_head."): value for name, value in found.tensors.items()}
+    def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
+        check_sizes(checkpoint.config, target)
+        tensors = {name.removeprefix("medusa_head."): value for name, value in checkpoint.tensors.items()}
         places = [(int(match[1]), int(match[2])) for name in tensors if (match := LINEAR.fullmatch(name))]
         heads, blocks = (1 + max(numbers) for numbers in zip(*places, strict=True))
         return joined(tensors, (heads, blocks), lambda name: original_name(name, blocks), target, self)

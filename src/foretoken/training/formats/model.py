@@ -41,10 +41,10 @@ class ModelFolder(Format):
 
     method = "model"
 
-    def recognises(self, found: Found) -> bool:
-        causal = class_of(found.config).endswith(("ForCausalLM", "LMHeadModel"))
+    def recognises(self, source: Found) -> bool:
+        causal = class_of(source.config).endswith(("ForCausalLM", "LMHeadModel"))
         return causal and any(
-            name.endswith("lm_head.weight") or "embed" in name or "wte" in name for name in found.names
+            name.endswith("lm_head.weight") or "embed" in name or "wte" in name for name in source.names
         )
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
@@ -60,9 +60,9 @@ class ModelFolder(Format):
         (source,) = self.inputs(spec, target.source)
         self._copy(source, target, folder)
 
-    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        check_folder(found.path)
-        self._copy(found.path, target, folder)
+    def read_folder(self, source: Found, target: Target, folder: Path) -> str:
+        check_folder(source.path)
+        self._copy(source.path, target, folder)
         return "model:{}"
 
     def _copy(self, source: Path, target: Target, folder: Path) -> None:
@@ -88,8 +88,8 @@ class PardFolder(ModelFolder):
 
     method = "pard"
 
-    def recognises(self, found: Found) -> bool:
-        return MASK in found.config and super().recognises(found)
+    def recognises(self, source: Found) -> bool:
+        return MASK in source.config and super().recognises(source)
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         """Check the model and its mask token, and copy it.  Raises ``ValueError`` where it names no mask token."""
@@ -98,19 +98,19 @@ class PardFolder(ModelFolder):
             raise ValueError(f"{source} is a draft model without a {MASK}: export it as model:{source}")
         super().write_folder(spec, target, folder)
 
-    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+    def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         """The same the other way.  Where only the pickle holds the projection of the target's states, the model is used
         without them.
 
         Raises:
             ValueError: the mask token is none of its tokens, or its projection is damaged.
         """
-        mask, size = found.config[MASK], found.config.get("vocab_size")
+        mask, size = source.config[MASK], source.config.get("vocab_size")
         if type(mask) is not int or not 0 <= mask < (size if type(size) is int else mask + 1):
             raise ValueError(f"{MASK} must be one of the model's {size} tokens, not {mask!r}")
-        super().read_folder(found, target, folder)
-        if found.config.get("pard2") or (found.path / TAPS).exists():
-            apart = next((file for file in (found.path / FILE, found.path / APART) if file.is_file()), None)
+        super().read_folder(source, target, folder)
+        if source.config.get("pard2") or (source.path / TAPS).exists():
+            apart = next((file for file in (source.path / FILE, source.path / APART) if file.is_file()), None)
             if apart is None:
                 self.warnings.append(
                     f"PARD-2's projection of the target's states ({TAPS}) is pickled, and is left out: the model was "

@@ -49,8 +49,8 @@ class MtpSpeculators(Format):
 
     method = "mtp"
 
-    def recognises(self, found: Found) -> bool:
-        return found.config.get(KEY) == "mtp"
+    def recognises(self, source: Found) -> bool:
+        return source.config.get(KEY) == "mtp"
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
         """The drafter's folder; none for the head in the target's own checkpoint."""
@@ -66,8 +66,8 @@ class MtpSpeculators(Format):
         parts, fingerprint = target.parts, target.parts.fingerprint()
         sources = self.inputs(spec, target.source)
         if sources:
-            found = read_description(sources[0], self.method, fingerprint)
-            config = MtpConfig(**found["config"])
+            description = read_description(sources[0], self.method, fingerprint)
+            config = MtpConfig(**description["config"])
             if config.modules > 1:
                 raise ValueError(f"{sources[0]} has {config.modules} modules, and this layout holds one")
             if (config.layer, config.feed) != ("target", "post_norm"):
@@ -90,17 +90,17 @@ class MtpSpeculators(Format):
         write_json(folder / "config.json", described(target))
         write_json(folder / NOTE, {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)})
 
-    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
+    def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         """One module, for a target of the same sizes.
 
         Raises:
             ValueError: several modules, another size, or a missing, superfluous or misshapen tensor.
         """
-        inner = found.config.get("transformer_layer_config")
+        inner = source.config.get("transformer_layer_config")
         if not isinstance(inner, dict):
             raise ValueError("config.json lacks transformer_layer_config")
         check_sizes(inner, target)
-        tensors = ours_of(found.tensors())
+        tensors = ours_of(source.tensors())
         module = native_module(target.parts.network, tensors)
         if any(tensor.is_floating_point() and tensor.dtype != DTYPE for tensor in tensors.values()):
             self.warnings.append("the weights were rounded to bfloat16")
@@ -117,7 +117,7 @@ def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ValueError: a tensor of no module, or several modules.
     """
-    found: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = TENSOR.fullmatch(name)
         if match is None:
@@ -126,8 +126,8 @@ def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             raise ValueError(f"the checkpoint holds a tensor {name} that our network has no place for")
         if match[1] != "0":
             raise ValueError("the checkpoint has several prediction modules, and one can be imported")
-        found[NAMES.get(match[2], f"layer.{match[2]}")] = tensor
-    return found
+        kept[NAMES.get(match[2], f"layer.{match[2]}")] = tensor
+    return kept
 
 
 def described(target: Target) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class MtpNative(Format):
 
     method = "mtp"
 
-    def recognises(self, found: Found) -> bool:
+    def recognises(self, source: Found) -> bool:
         """Never: such a folder is a target."""
         return False
 
@@ -181,8 +181,8 @@ class MtpNative(Format):
             if (place / name).exists():
                 shutil.copyfile(place / name, folder / name)
 
-    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        raise ValueError(f"{found.path} is a target: use its head with --target {found.path} --drafter mtp")
+    def read_folder(self, source: Found, target: Target, folder: Path) -> str:
+        raise ValueError(f"{source.path} is a target: use its head with --target {source.path} --drafter mtp")
 
 
 def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,11 +25,11 @@ class EarlyExit(Format):
 
     method = "early_exit"
 
-    def recognises(self, found: Found) -> bool:
+    def recognises(self, source: Found) -> bool:
         """Our file, or a generation config with an exit layer and no weights."""
-        if found.path.is_dir():
-            return (found.path / FILE).exists() or (bool(found.json(GENERATION).get(KEY)) and not found.names)
-        content = found.json("")
+        if source.path.is_dir():
+            return (source.path / FILE).exists() or (bool(source.json(GENERATION).get(KEY)) and not source.names)
+        content = source.json("")
         return content.get("format") == EXIT_FORMAT or KEY in content
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
@@ -45,22 +45,22 @@ class EarlyExit(Format):
         setattr(generation, KEY, layer)
         generation.save_pretrained(folder)
 
-    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        name = FILE if (found.path / FILE).exists() else GENERATION
-        content = found.json(name)
+    def read_folder(self, source: Found, target: Target, folder: Path) -> str:
+        name = FILE if (source.path / FILE).exists() else GENERATION
+        content = source.json(name)
         layer = content.get(KEY, content.get("layer"))
         if content.get("format") == EXIT_FORMAT:
-            self._check(content, found, target)
+            self._check(content, source, target)
         if type(layer) is not int:
-            raise ValueError(f"{found.path} names no exit layer ({KEY} or layer)")
+            raise ValueError(f"{source.path} names no exit layer ({KEY} or layer)")
         self._write(EarlyExitDrafter(target.model, layer).layer, target, folder)
         return f"early_exit,layer={layer}"
 
-    def _check(self, content: dict[str, Any], found: Found, target: Target) -> None:
+    def _check(self, content: dict[str, Any], source: Found, target: Target) -> None:
         if content.get("version") != VERSION:
-            raise ValueError(f"{found.path} has version {content.get('version')}, and version {VERSION} is known")
+            raise ValueError(f"{source.path} has version {content.get('version')}, and version {VERSION} is known")
         if content.get("target") != fingerprint(target.model):
-            raise ValueError(f"{found.path} was made for another target")
+            raise ValueError(f"{source.path} was made for another target")
 
     def _write(self, layer: int, target: Target, folder: Path) -> None:
         content = {"format": EXIT_FORMAT, "version": VERSION, "target": fingerprint(target.model), "layer": layer}
@@ -72,10 +72,10 @@ class LayerSkip(Format):
 
     method = "layer_skip"
 
-    def recognises(self, found: Found) -> bool:
-        if found.path.is_dir():
-            return (found.path / SKIPS).exists()
-        return found.json("").get("format") == FORMAT
+    def recognises(self, source: Found) -> bool:
+        if source.path.is_dir():
+            return (source.path / SKIPS).exists()
+        return source.json("").get("format") == FORMAT
 
     def inputs(self, spec: Spec, target: str) -> list[Path]:
         return [] if spec.path is None else [Path(spec.path).expanduser().parent]
@@ -85,8 +85,8 @@ class LayerSkip(Format):
         drafter = LayerSkipDrafter.build(spec.path, LoadingContext(target.model, target.source), **options)
         save_skips(folder / SKIPS, drafter.skips, target.model)
 
-    def read_folder(self, found: Found, target: Target, folder: Path) -> str:
-        file = found.path / SKIPS if found.path.is_dir() else found.path
+    def read_folder(self, source: Found, target: Target, folder: Path) -> str:
+        file = source.path / SKIPS if source.path.is_dir() else source.path
         skips = load_skips(file, target.model)
         skips.check(target.model)
         save_skips(folder / SKIPS, skips, target.model)

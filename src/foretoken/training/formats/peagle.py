@@ -39,23 +39,23 @@ class ParallelParts(Eagle3Plain):
         rest = {theirs: trained.tensors[ours] for ours, theirs in more.items()}
         return {**super().tensors(shape, trained, target), **rest}
 
-    def read(self, found: Checkpoint, target: Target) -> Trained:
+    def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
         """EAGLE-3's part, and the rest beside it.
 
         Raises:
             ValueError: no learned state or mask token, or other layers than are said.
         """
-        tensors = dict(found.tensors)
+        tensors = dict(checkpoint.tensors)
         hidden = tensors.pop(MASK_HIDDEN, None)
         if hidden is None:
             raise ValueError(f"the checkpoint lacks the tensor {MASK_HIDDEN}: without it this is an eagle3")
         embedding = tensors.pop(EMBEDDING, None)
-        inner = found.config.get("transformer_layer_config")
-        told = {**inner, **found.config} if isinstance(inner, Mapping) else found.config
+        inner = checkpoint.config.get("transformer_layer_config")
+        told = {**inner, **checkpoint.config} if isinstance(inner, Mapping) else checkpoint.config
         count = _layers(told, tensors)
         further = {name: tensors.pop(name) for name in list(tensors) if _number(name) > 0}
         own = embedding if embedding is not None and not target.is_embedding(embedding) else None
-        given = {**found.config, "num_hidden_layers": 1}
+        given = {**checkpoint.config, "num_hidden_layers": 1}
         if isinstance(inner, Mapping):
             given["transformer_layer_config"] = {**inner, "num_hidden_layers": 1}
         base = super().read(Checkpoint(given, tensors), target)
@@ -83,8 +83,8 @@ class ParallelParts(Eagle3Plain):
 class PeaglePlain(ParallelParts):
     """Bare names."""
 
-    def recognises(self, found: Found) -> bool:
-        return MASK_HIDDEN in found.names and KEY not in found.config and super().recognises(found)
+    def recognises(self, source: Found) -> bool:
+        return MASK_HIDDEN in source.names and KEY not in source.config and super().recognises(source)
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
         """``config.json``; readers look for the mask token under different keys."""
@@ -96,8 +96,8 @@ class PeaglePlain(ParallelParts):
 class PeagleSpeculators(ParallelParts, Eagle3Speculators):
     """vllm-project/speculators: the same in its one ``config.json``."""
 
-    def recognises(self, found: Found) -> bool:
-        return found.config.get(KEY) == "peagle"
+    def recognises(self, source: Found) -> bool:
+        return source.config.get(KEY) == "peagle"
 
     def described(self, shape: Any, target: Target) -> dict[str, Any]:
         told = super().described(shape, target)
@@ -110,12 +110,12 @@ class PeagleSpeculators(ParallelParts, Eagle3Speculators):
 
 def further_names(count: int) -> dict[str, str]:
     """Our names to theirs of the layers behind the wide one."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for index in range(1, count):
         ours, theirs = f"layers.{index - 1}", f"layers.{index}"
         norm = {f"{ours}.input_layernorm.weight": f"{theirs}.input_layernorm.weight"}
-        found |= {**layer_names(ours, theirs), **norm}
-    return found
+        names |= {**layer_names(ours, theirs), **norm}
+    return names
 
 
 def _number(name: str) -> int:

@@ -108,40 +108,40 @@ def import_drafter(
             check refuses it.
         OSError: ``out`` cannot be written.
     """
-    found = Found(Path(source))
-    layout, reader = _recognise(found, method)
+    source_files = Found(Path(source))
+    layout, reader = _recognise(source_files, method)
     place = Path(out).expanduser()
     if set(",()") & set(str(place.absolute())):
         raise ValueError(f"{place} has a comma or a parenthesis in its path, which a drafter's spec cannot hold")
-    with new_folder(place, force, [found.path, *_folder(target)]) as folder:
+    with new_folder(place, force, [source_files.path, *_folder(target)]) as folder:
         opened = Target.open(str(target))
-        spec = reader.read_folder(found, opened, folder)
+        spec = reader.read_folder(source_files, opened, folder)
         parts: dict[str, Any] = {"target_source": str(target), "tokenizer": opened.tokenizer}
         build_drafter(spec.format(folder), opened.model, **parts)  # it loads
         told: Mapping[str, Any] = {}
         if check is not None:
             told = check(
-                Imported(found.path, folder, spec, opened.model, target=str(target), tokenizer=opened.tokenizer)
+                Imported(source_files.path, folder, spec, opened.model, target=str(target), tokenizer=opened.tokenizer)
             )
         report = _report(layout, place, folder)
     warnings = [*reader.warnings, *told.get("warnings", ())]
     return {**report, **told, "drafter": spec.format(place), "warnings": warnings}
 
 
-def _recognise(found: Found, method: str) -> tuple[Layout, Format]:
+def _recognise(source: Found, method: str) -> tuple[Layout, Format]:
     for layout in LAYOUTS if method == "auto" else layouts_of(method):
         reader = layout.load()
-        if reader.recognises(found):
+        if reader.recognises(source):
             return layout, reader
-    inside = sorted(found.path.iterdir()) if found.path.is_dir() else []
+    inside = sorted(source.path.iterdir()) if source.path.is_dir() else []
     inner = next((path for path in inside if path.is_dir() and drafter_kind(path)), None)
     if inner is not None:
-        raise ValueError(f"{found.path} is no drafter, and its subfolder {inner.name} holds a drafter: import {inner}")
-    if (found.path / "config.json").exists():
-        found.check_whole()
-    kind = found.config.get("speculators_model_type") or class_of(found.config) or "no config.json"
+        raise ValueError(f"{source.path} is no drafter, and its subfolder {inner.name} holds a drafter: import {inner}")
+    if (source.path / "config.json").exists():
+        source.check_whole()
+    kind = source.config.get("speculators_model_type") or class_of(source.config) or "no config.json"
     wanted = ", ".join(methods()) if method == "auto" else method
-    raise ValueError(f"{found.path} ({kind}) is in no layout that can be imported as {wanted}: see docs/formats.md")
+    raise ValueError(f"{source.path} ({kind}) is in no layout that can be imported as {wanted}: see docs/formats.md")
 
 
 def _folder(source: str | Path) -> list[Path]:

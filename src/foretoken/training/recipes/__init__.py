@@ -33,5 +33,4 @@ def find_recipe(method: str) -> type[Recipe]:
     if method not in RECIPES:
         raise unknown(f"nothing is trained for {method!r}", method, list(RECIPES))
     module, _, name = RECIPES[method].partition(":")
-    found: type[Recipe] = getattr(importlib.import_module(f"foretoken.training.recipes.{module}"), name)
-    return found
+    return getattr(importlib.import_module(f"foretoken.training.recipes.{module}"), name)

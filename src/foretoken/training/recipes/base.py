@@ -160,16 +160,16 @@ class Recipe(ABC):
 
     def beside(self, target: LanguageModel) -> Self:
         """The same recipe and network for another copy of the target."""
-        found = copy.copy(self)
-        found.target, found.parts = target, TargetParts(target)
-        return found
+        recipe = copy.copy(self)
+        recipe.target, recipe.parts = target, TargetParts(target)
+        return recipe
 
     def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
         """Look at the training text, all token ids that are to be guessed, before the first step (the same ones on
         resume)."""
         if self.reduces and self.parts.vocab_size >= LARGE_VOCABULARY:
-            found = frequent_tokens(tokens, self.parts.vocab_size)
-            self.frequent = torch.from_numpy(found).to(self.parts.device)
+            frequent = frequent_tokens(tokens, self.parts.vocab_size)
+            self.frequent = torch.from_numpy(frequent).to(self.parts.device)
 
     def configure(self, settings: Mapping[str, str]) -> Any:
         """The network's shape from the target and from ``key=value`` settings.
@@ -183,10 +183,10 @@ class Recipe(ABC):
             if key not in known:
                 raise unknown(f"unknown setting {key!r} of {self.method!r}", key, list(known), lead="valid ones:")
             values[key] = _convert(key, text, type(known[key].default))
-        found = self.config_class(**values)
+        config = self.config_class(**values)
         for key in settings:
             _check_number(key, values[key], known[key].default)
-        return found
+        return config
 
     def from_target(self) -> dict[str, Any]:
         """The fields that the target decides."""
@@ -214,8 +214,8 @@ class Recipe(ABC):
 
     def stored_config(self) -> dict[str, Any]:
         """The network's shape as it is written to disk: no more than the network needs."""
-        found = asdict(self.config)
-        return found if self.net_config is None else {f.name: found[f.name] for f in fields(self.net_config)}
+        config = asdict(self.config)
+        return config if self.net_config is None else {f.name: config[f.name] for f in fields(self.net_config)}
 
 
 class TargetRecipe(Recipe):
@@ -324,5 +324,4 @@ def frequent_tokens(tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> 
     counts = token_counts(tokens, vocab_size)
     order = np.argsort(-counts, kind="stable")
     needed = int(np.searchsorted(np.cumsum(counts[order]), COVERED * counts.sum())) + 1
-    found: np.ndarray[Any, np.dtype[np.int64]] = order[: max(FREQUENT, min(needed, vocab_size // 4))]
-    return found
+    return order[: max(FREQUENT, min(needed, vocab_size // 4))]

@@ -82,9 +82,9 @@ class BlockRecipe(Recipe):
         return {**shape, "vocab_size": self.parts.vocab_size, "taps": default_taps(self.parts.num_layers)}
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        found = super().configure(settings)
-        check_depths("taps", found.taps, self.parts.num_layers)
-        return found
+        config = super().configure(settings)
+        check_depths("taps", config.taps, self.parts.num_layers)
+        return config
 
     def build(self) -> nn.Module:
         """A new network; its last norm starts as the target's, whose projection reads it."""

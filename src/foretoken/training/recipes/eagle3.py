@@ -62,9 +62,9 @@ class Eagle3Recipe(FeatureRecipe):
         }
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        found: Eagle3Settings = super().configure(settings)
-        check_depths("layers", found.layers, self.parts.num_layers)
-        return found
+        config: Eagle3Settings = super().configure(settings)
+        check_depths("layers", config.layers, self.parts.num_layers)
+        return config
 
     def build(self) -> nn.Module:
         """A new network over the first tokens, which starts as the target's own head on its deepest fused state."""

@@ -72,5 +72,4 @@ class HydraRecipe(HeadsRecipe):
         if self.net.prefix is None:
             return hidden
         positions = torch.arange(batch.length, device=hidden.device).expand(len(hidden), -1)
-        found: Tensor = self.net.prefix(None, hidden, positions)
-        return found
+        return self.net.prefix(None, hidden, positions)

@@ -116,15 +116,15 @@ class JumpRecipe(Recipe):
         tokens at ``columns`` [b, R] and behind them."""
         config, ends, read = self.config, f"layer:{self.config.stop}", f"layer:{self.config.state}"
         state, true = at_rows(batch.taps[read].float(), columns - 1), batch.taps[f"layer:{config.start}"]
-        plan, found = LayerPlan(start=config.start, stop=config.stop), []
+        plan, states = LayerPlan(start=config.start, stop=config.stop), []
         with windows(self.model, batch.tokens[:, :-1], true, columns, plan) as run:
             for step in range(config.steps):
                 embedded = self.parts.embedding(batch.tokens.gather(1, columns + step))
                 predicted = self.net(embedded, state)
                 rows = run.step(predicted, tuple({ends} if config.state == config.start else {ends, read}))
                 state = predicted if config.state == config.start else rows[read].float()
-                found.append((predicted, rows[ends]))
-        return found
+                states.append((predicted, rows[ends]))
+        return states
 
     def draft_logits(self, states: Tensor) -> Tensor:
         """[m, V_d] of states [m, D] behind layer ``stop``."""

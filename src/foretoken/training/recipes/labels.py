@@ -61,6 +61,6 @@ class Labels:
 
 def places_of(batch: Batch, texts: Tensor, columns: Tensor) -> Tensor:
     """Bool [b, n]: the places (texts, columns), both [m]."""
-    found = torch.zeros(len(batch.tokens), batch.length, dtype=torch.bool, device=batch.tokens.device)
-    found[texts, columns] = True
-    return found
+    places = torch.zeros(len(batch.tokens), batch.length, dtype=torch.bool, device=batch.tokens.device)
+    places[texts, columns] = True
+    return places

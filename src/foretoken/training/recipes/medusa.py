@@ -69,5 +69,4 @@ class MedusaRecipe(HeadsRecipe):
     def states(
         self, batch: Batch, rows: Tensor, columns: Tensor, generator: torch.Generator | None = None
     ) -> Sequence[Tensor]:
-        found: Tensor = self.net(batch.taps["last"][rows, columns].float())
-        return found.unbind()
+        return self.net(batch.taps["last"][rows, columns].float()).unbind()

@@ -88,13 +88,13 @@ class SpecdecPpRecipe(Recipe):
 
     def chances(self, own: Tensor, theirs: Tensor, tokens: Tensor, rows: Tensor, before: Tensor) -> Tensor:
         """``min(1, p/q)`` [m] of the tokens behind the places (rows, before), float32."""
-        found = []
+        chances = []
         for r, c in zip(rows.split(CHUNK), before.split(CHUNK), strict=True):
             token = tokens[r, c + 1][:, None]
             p = torch.log_softmax(self._logits(self.judge_parts, theirs[r, c]), -1).gather(1, token)
             q = torch.log_softmax(self._logits(self.parts, own[r, c]), -1).gather(1, token)
-            found.append((p - q)[:, 0].clamp(max=0).exp())
-        return torch.cat(found)
+            chances.append((p - q)[:, 0].clamp(max=0).exp())
+        return torch.cat(chances)
 
     def _logits(self, parts: TargetParts, states: Tensor) -> Tensor:
         """Logits [m, V] of the tokens that both models have, float32."""
@@ -112,7 +112,7 @@ class SpecdecPpRecipe(Recipe):
         pairs = [self.guesses(batch, generator, HELD_MIX) for _ in range(HELD_ROUNDS) for batch in batches]
         if not sum(len(states) for states, _ in pairs):
             return {}
-        chances = torch.cat([found for _, found in pairs])
+        chances = torch.cat([values for _, values in pairs])
         log_odds = torch.cat([self.net(states).float() for states, _ in pairs])
         weight = self.config.mismatch
         constant = best_constant(chances, weight).expand_as(chances)

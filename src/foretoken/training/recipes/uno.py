@@ -71,11 +71,11 @@ class UnoRecipe(Recipe):
         return {"vocab_size": self.parts.vocab_size, "num_layers": self.parts.num_layers, "shapes": shapes}
 
     def stored_config(self) -> dict[str, Any]:
-        found = super().stored_config()
+        config = super().stored_config()
         if self.config.parts != "all":
-            is_mlp, shapes = self.config.parts == "mlp", found["shapes"].items()
-            found["shapes"] = {name: shape for name, shape in shapes if ("att" in name) != is_mlp}
-        return found
+            is_mlp, shapes = self.config.parts == "mlp", config["shapes"].items()
+            config["shapes"] = {name: shape for name, shape in shapes if ("att" in name) != is_mlp}
+        return config
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over rows of noise of the distance to the target's distribution."""
