@@ -3,9 +3,9 @@
     python benchmarks/off_the_grid.py FOLDER OUT
 
 Folders that were converted from a GGUF file in 4 bits hold 16 values in every 32 weights of a row: quantised once
-more in 4 bits they are what they were, and the drafter ``quantized,bits=4`` is the target itself.  Checkpoints trained in
-bfloat16 are not like that.  This adds what rounding took, noise spread evenly over one step, to every projection of the
-decoder layers; text stays sensible (twice the error of the file), and acceptance becomes what it is off the grid.
+more in 4 bits they are what they were, and the drafter ``quantized,bits=4`` is the target itself.  Checkpoints trained
+in bfloat16 are not like that.  This adds what rounding took, noise spread evenly over one step, to every projection of
+the decoder layers.  Text stays sensible (twice the error of the file), and acceptance becomes what it is off the grid.
 """
 
 from __future__ import annotations
