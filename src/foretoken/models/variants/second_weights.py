@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError, LanguageModel
-from foretoken.models.checks.fast_paths import Checks
-from foretoken.models.checks.judging import probe_logits
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network, SecondWeights
 from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
@@ -254,9 +252,7 @@ def second_weights(owner: Network, scheme: Scheme) -> QuantisedWeights:
 def overlap(owner: Network, weights: QuantisedWeights) -> float:
     """How often a token that the quantised network draws is accepted, on ordinary text: the mean over places of
     ``sum min(p, q)`` (https://arxiv.org/abs/2211.17192, Theorem 3.5); 0 where a network cannot be run."""
-    ids = Checks(owner, owner.probe).ids
-    runs = (owner.run_public if owner.fast is None else owner.fast.run, partial(weights.run, owner))
-    full, quantised = (probe_logits(owner, run, owner.dtype, ids) for run in runs)
+    full, quantised = owner.probed(), owner.probed(partial(weights.run, owner))
     if full is None or quantised is None:
         return 0.0
     return float(torch.minimum(full.softmax(-1), quantised.softmax(-1)).sum(-1).mean())
