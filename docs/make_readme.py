@@ -38,14 +38,18 @@ WORDS = {
     "head": "tokens/s", "greedy": "greedy", "heat": "T={:g}", "plain": "plain decoding", "best": "its best",
     "with": "{1} ({0})", "over": "best over theirs", "comma": ", ", "prompts": "{} conversations of {} tokens",
     "said": "Two threads; {}; all ways in turns in one run, prompt included, medians. Transformers and llama.cpp: "
-            "plain decoding or prompt lookup, whichever is faster; llama.cpp reads the same file. Code of {}.",
+            "plain decoding or prompt lookup, whichever is faster; llama.cpp reads the same file. Rounding is undone in "
+            "the bfloat16 weights, which come from the 4-bit file: a copy in 4 bits would be the model itself "
+            "([`quantized`](docs/methods/quantized.md)). Code of {}.",
 }  # fmt: skip
 """Of the table of real models."""
 CHINESE_WORDS = {
     "head": "每秒 token 数", "greedy": "贪心", "heat": "T={:g}", "plain": "普通解码", "best": "最快的方法",
     "with": "{1}（{0}）", "over": "与对方最快之比", "comma": "，", "prompts": "{} 段对话、每段 {} 个 token",
     "said": "2 个线程；{}；各方在同一次运行中轮流进行，含提示，取中位数。"
-            "Transformers 和 llama.cpp 取普通解码与 prompt lookup 中较快者；llama.cpp 读同一个文件。代码版本：{}。",
+            "Transformers 和 llama.cpp 取普通解码与 prompt lookup 中较快者；llama.cpp 读同一个文件。"
+            "bfloat16 权重来自 4 位文件，并加回了舍入噪声，否则 4 位副本就是模型自身"
+            "（[`quantized`](../methods/quantized.md)）。代码版本：{}。",
 }  # fmt: skip
 COLUMNS = 104
 """Width of the recorded terminal, in letters."""
