@@ -78,11 +78,7 @@ class MeasuredAcceptance:
 class AcceptanceCheck:
     """Drafts with a new drafter on ordinary text, greedily and in chains: call it with one.
 
-    Args:
-        expect: tokens a round that are expected; by default what the card beside the drafter states.
-
-    Raises:
-        ValueError: ``expect`` is no number above 1.
+    ``expect`` is the number of tokens a round, above 1; by default what the card beside the drafter states.
     """
 
     def __init__(self, expect: float | None = None) -> None:
@@ -94,9 +90,9 @@ class AcceptanceCheck:
         """``acceptance`` (as :class:`MeasuredAcceptance`, with what was ``expected``, and tokens a round ``by_length``
         of the text) and ``warnings``.
 
-        Raises:
-            ValueError: the target has no tokenizer, less than .8 of what was expected is accepted, or drafts fail in
-                long texts where a figure was expected; says which layers accept more, or what else may be wrong.
+        Raises ``ValueError`` where the target has no tokenizer, less than .8 of what was expected is accepted, or
+        drafts fail in long texts where a figure was expected; the message says which layers accept more, or what else
+        may be wrong.
         """
         if new.tokenizer is None:
             raise ValueError(f"{new.target} has no tokenizer, and acceptance is measured on text: leave the check out")

@@ -36,30 +36,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """One prompt.
-
-    Attributes:
-        category: the group that it is counted in.
-        text: what is completed when the tokenizer has no chat template.
-        messages: the conversation, for formats that are conversations.
-    """
+    """One prompt, counted in its ``category``: a conversation (``messages``), or else a ``text``, which is also what is
+    completed where the tokenizer has no chat template."""
 
     category: str
     text: str
     messages: tuple[dict[str, Any], ...] = ()
 
     def encode(self, tokenizer: Any, chat: bool = True) -> list[int]:
-        """Token ids: by the chat template where ``chat``, the tokenizer has one, and this is a conversation.
-
-        Raises:
-            ValueError: no tokenizer, an empty text, or messages that the template refuses.
-        """
+        """Token ids: by the chat template where ``chat``, the tokenizer has one, and this is a conversation."""
         if chat and self.messages and has_template(tokenizer):
             return render(self.messages, tokenizer)
         return encode(self.text, tokenizer)
-
-
-# -- one row of every format -----------------------------------------------------------------------------------------
 
 
 def _text_of(row: Row, key: str, default: str | None = None) -> str:
@@ -156,20 +144,14 @@ def _format_of(row: Row) -> str:
     raise ValueError(f"no known prompt in the keys {', '.join(map(repr, row)) or '(none)'}: give {KEYS}")
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
 def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]:
-    """Prompts of a file, of all files of a folder, or the built-in ones.
+    """Prompts of a file, of all files of a folder, or the built-in ones.  Raises ``ValueError`` for an unknown format,
+    no prompts, and a row of the wrong shape (with file and line).
 
     Args:
         source: ``.jsonl``, ``.json``, ``.txt`` or ``.md`` (one prompt a line), each perhaps with ``.gz``; a folder of
             them; ``None`` for the built-in prompts.
         format: one of :data:`FORMATS`; ``auto`` looks at every row.
-
-    Raises:
-        ValueError: an unknown format, no prompts, or a row of the wrong shape (with file and line).
-        OSError: no such file.
     """
     if format not in FORMATS:
         raise unknown(f"unknown prompt format {format!r}", format, FORMATS)
@@ -186,12 +168,7 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
 
 
 def read_prompts(file: Path | None) -> list[BenchPrompt]:
-    """Prompts of a file (:func:`load_prompts`); else :data:`FEW` of our own, which no template is for.
-
-    Raises:
-        OSError: no such file.
-        ValueError: no prompt in it, or a broken row, with file and line.
-    """
+    """Prompts of a file (:func:`load_prompts`); else :data:`FEW` of our own, which no template is for."""
     return [BenchPrompt("parity", text) for text in FEW] if file is None else load_prompts(file)
 
 
@@ -262,15 +239,8 @@ def _parsed(text: str, file: Path, line: int) -> Any:
 def select(
     prompts: Sequence[BenchPrompt], categories: Sequence[str] = (), most: int | None = None
 ) -> dict[str, list[BenchPrompt]]:
-    """Prompts by category, in the order in which the categories appear.
-
-    Args:
-        categories: those wanted; all if none.
-        most: most prompts of a category, spread evenly over it.
-
-    Raises:
-        ValueError: an unknown category (lists those that there are).
-    """
+    """Prompts by category, in the order in which the categories appear: those of ``categories`` (all if none), and
+    ``most`` of each at most, spread evenly over it.  Raises ``ValueError`` for a category that is not there."""
     counts = Counter(prompt.category for prompt in prompts)
     for name in categories:
         if name not in counts:

@@ -24,11 +24,9 @@ class Stopwatch:
 
 
 def interleave(arms: Sequence[T], turns: int, first: int = 0) -> Iterator[tuple[int, T]]:
-    """Yield (turn, arm): every arm once a turn, another one first in each.
+    """Yield (turn, arm): every arm once a turn, another one first in each, beginning with number ``first``.
 
-    Args:
-        arms: what takes turns.  One that leaves the sequence is out from the next turn on; without arms it is over.
-        first: place of the arm that begins.
+    An arm that leaves the sequence is out from the next turn on; without arms it is over.
     """
     for turn in range(turns):
         if not arms:

@@ -53,11 +53,7 @@ class Subject:
     allow_lossy: bool = False
 
     def drafter(self, spec: str | None) -> Drafter | None:
-        """The drafter of a spec; ``None`` for plain decoding.
-
-        Raises:
-            ValueError: it does not fit the target.
-        """
+        """The drafter of a spec, which must fit the target; ``None`` for plain decoding."""
         return build_drafter(spec, self.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device)
 
     def llm(self, drafter: Drafter | None) -> Llm:
@@ -90,12 +86,7 @@ def compared_speeds(arms: Mapping[str, Callable[[], Speed]]) -> dict[str, Speed]
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that every arm decodes.
-
-    Attributes:
-        new_tokens: most tokens of an answer.
-        temperature: 0 is greedy.
-    """
+    """Prompts that every arm decodes, by at most ``new_tokens`` each."""
 
     subject: Subject
     prompts: Sequence[Sequence[int]]
@@ -116,11 +107,8 @@ class Workload:
 
 
 def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens: int, most: int) -> list[list[int]]:
-    """Token ids of at most ``most`` prompts, spread over the list, that leave room for ``new_tokens``.
-
-    Raises:
-        ValueError: no tokenizer, or no prompt that fits.
-    """
+    """Token ids of at most ``most`` prompts, spread over the list, that leave room for ``new_tokens``.  Raises
+    ``ValueError`` without a tokenizer, and where no prompt fits."""
     if subject.tokenizer is None:
         raise ValueError("the target has no tokenizer beside it: tuning needs one to read the prompts")
     context = subject.target.context_length

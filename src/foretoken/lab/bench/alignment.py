@@ -25,11 +25,7 @@ K = 4
 
 
 class Alignment:
-    """Measures draft models of one target on the same text: ``alignment(network)``.
-
-    Args:
-        prompts: held-out prompts, int64 [n, m].
-    """
+    """Measures draft models of one target on the same held-out prompts, int64 [n, m]: ``alignment(network)``."""
 
     def __init__(self, target: LanguageModel, prompts: Tensor, seed: int = 0) -> None:
         self.target, self.prompts, self.seed = target, prompts, seed

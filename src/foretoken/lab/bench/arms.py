@@ -109,11 +109,8 @@ class Generation:
 
 
 class ForeignArm(Arm):
-    """Another engine on the same weights; it serves one request at a time.
-
-    Raises:
-        ValueError: a benchmark with filters, which are not compared.
-    """
+    """Another engine on the same weights; it serves one request at a time.  Filters are refused by a ``ValueError``:
+    they are not compared."""
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
         if any(shared.filters.get(key, neutral) != neutral for key, neutral in NO_FILTERS.items()):

@@ -19,12 +19,8 @@ from foretoken.options import Prompt
 
 @dataclass(frozen=True)
 class Runs:
-    """Repeated runs of one way to decode.
-
-    Attributes:
-        output: of the run with the median speed (of an even number of runs, the slower of the middle two).
-        rates: tokens/s of every run, in order.
-    """
+    """Repeated runs of one way to decode: the ``rates`` of all of them in tokens/s, and the ``output`` of the run with
+    the median speed (of an even number of runs, the slower of the middle two)."""
 
     output: Output
     rates: list[float]
@@ -47,11 +43,8 @@ class Runs:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both arms, and whether they said the same.
-
-    Attributes:
-        comparable: whether they were meant to: greedy outputs, and those that a seed fixes.
-    """
+    """Both arms, and whether they said the same; they are ``comparable`` where they were meant to: greedy outputs, and
+    those that a seed fixes."""
 
     plain: Runs
     speculative: Runs
@@ -88,10 +81,7 @@ def compare(
 
     The arms take turns at going first, so that a change in the machine's load hits both.  Sampled runs need
     ``options["seed"]``, or no two of them say the same; unless a verifier with draws of its own was asked for, both
-    arms then say the same.
-
-    Raises:
-        ValueError: ``repeat`` below 1, or bad options.
+    arms then say the same.  Raises ``ValueError`` for a ``repeat`` below 1.
     """
     if repeat < 1:
         raise ValueError(f"repeat must be at least 1, not {repeat}")

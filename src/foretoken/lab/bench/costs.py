@@ -29,13 +29,10 @@ class DraftRound:
 
 
 def drafter_cost(survival: Sequence[float], rounds: Sequence[DraftRound], batch: int = 1) -> DrafterCost:
-    """What a drafter costs.
+    """What a drafter costs, by ``survival``: how often a draft stands at least one, two, ... tokens far.
 
-    Args:
-        survival: how often a draft stands at least one, two, ... tokens far.
-        rounds: what each round drafted; in one at least something was.  Where drafts differ in length this tells the
-            cost of a call from that of a step.
-        batch: requests that were served together.
+    Something was drafted in at least one of the rounds.  Where drafts differ in length this tells the cost of a call
+    from that of a step.  ``batch`` requests were served together.
     """
     drafting = [r for r in rounds if r.depth > 0]
     call_s, step_s = _line(rounds)
@@ -78,10 +75,8 @@ def predicted_speedup(
     Every round costs v(its nodes), drafting its depth, and the rest; a plain round gives every request one token.
 
     Args:
-        target: measured cost of target calls.
         rest_s: measured rest of a plain round.
         draft_s: measured seconds by depth of the draft.
-        rounds: the rounds that were needed.
         tokens: tokens that they gave, summed over the batch.
     """
     spent = sum(target.of(r.nodes) + draft_s[r.depth] + rest_s for r in rounds)

@@ -62,14 +62,10 @@ class Fit:
 def fits(
     subject: Subject, folders: Sequence[Path] = (), on_progress: OnProgress = lambda done, total, text: None
 ) -> list[Fit]:
-    """Every drafter for a target: those of the registry, then what is in folders (or their subfolders) and files.
+    """Every drafter for a target: those of the registry, then those in folders (or their subfolders) and files; a path
+    that does not exist is refused by a ``ValueError``.
 
-    Args:
-        folders: where to look for draft models, trained drafters, datastores and GGUF files.
-        on_progress: told (done, all, what comes next).
-
-    Raises:
-        ValueError: a folder or file that does not exist.
+    ``on_progress`` is told (done, all, what comes next).
     """
     candidates = [place for folder in folders for place in places(folder) if not _is_from(subject, place)]
     catalogue = rows("drafter")
@@ -89,9 +85,6 @@ def ordered(fitting: Sequence[Fit]) -> list[Fit]:
     return sorted(fitting, key=lambda fit: (not fit.works, bool(fit.only_for)))
 
 
-# -- what comes with the target --------------------------------------------------------------------------------------
-
-
 def of_target(row: Row, subject: Subject) -> Fit:
     """A row of the registry without a path: its example, or the name alone with what the target has by default."""
     spec, reason = row.name, None
@@ -109,15 +102,9 @@ def _fit(row: Row, spec: str, reason: str | None) -> Fit:
     return Fit(row.name, spec, reason is None, why, only_for)
 
 
-# -- what is in folders ----------------------------------------------------------------------------------------------
-
-
 def places(path: Path) -> list[Path]:
-    """A folder and those of its subfolders and files that hold something to draft with; a file is one itself.
-
-    Raises:
-        ValueError: no such folder or file.
-    """
+    """A folder and those of its subfolders and files that hold something to draft with; a file is one itself.  Raises
+    ``ValueError`` where there is neither."""
     path = path.expanduser()
     if not path.exists():
         raise ValueError(f"no such folder or file: {path}")
@@ -168,11 +155,7 @@ def offered(path: Path) -> str | None:
 
 
 def _method_of(folder: Path) -> str:
-    """What a folder that ``foretoken train`` or ``import`` wrote says that it is.
-
-    Raises:
-        ValueError: it says nothing.
-    """
+    """What a folder that ``foretoken train`` or ``import`` wrote says that it is."""
     try:
         return str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["method"])
     except (OSError, ValueError, KeyError, TypeError):

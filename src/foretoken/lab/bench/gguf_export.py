@@ -34,13 +34,11 @@ KINDS = {"BF16": 32, "F16": 1, "Q8_0": 7, "Q4_K_M": 15, "Q4_0": 2, "Q5_K_M": 17,
 def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
     """Write the weights, one tensor in memory at a time.
 
+    Raises ``ValueError`` for another architecture or another kind of tokenizer.
+
     Args:
         model: a ``PreTrainedModel`` of the Llama family (packed layers too).
         tokenizer: a byte-level BPE tokenizer that splits words as GPT-2 does (the built-in one), to go into the file.
-
-    Raises:
-        ValueError: another architecture, or another kind of tokenizer.
-        OSError: the file cannot be written.
     """
     import gguf
     import numpy as np
@@ -166,15 +164,9 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def quantize_gguf(source: Path, file: Path, kind: str, threads: int = 1) -> None:
-    """Another file of the same model with smaller weights, by llama.cpp.
-
-    Args:
-        source: a GGUF file in bfloat16, float16 or float32.
-        kind: one of :data:`KINDS`.
-
-    Raises:
-        ValueError: an unknown kind, a source that cannot be read, or llama-cpp-python is missing.
-    """
+    """Write a model's GGUF file (bfloat16, float16 or float32) again with smaller weights, by llama.cpp; ``kind`` is
+    one of :data:`KINDS`.  Raises ``ValueError`` for another kind, a file that cannot be read, or without
+    llama-cpp-python."""
     from foretoken.models.other.llama_cpp import library
 
     if kind not in KINDS:

@@ -40,15 +40,11 @@ def gguf_file(shared: ArmSetup) -> Path | None:
 
 
 class LlamaCppArm(ForeignArm):
-    """Plain decoding.
+    """Plain decoding, on ``threads`` CPU threads (by default as many as PyTorch has).
 
-    Args:
-        shared: the target.  A GGUF file is opened as it is; weights of a Transformers model are written as GGUF into
-            a temporary file, which is given back when it is loaded.
-        threads: CPU threads; PyTorch's number by default.
-
-    Raises:
-        ValueError: the package is missing, or an architecture that cannot be written.
+    A GGUF file is opened as it is; weights of a Transformers model are written as GGUF into a temporary file, which is
+    removed when it is loaded.  Raises ``ValueError`` without the package, and for an architecture that cannot be
+    written.
     """
 
     def __init__(self, name: str, shared: ArmSetup, threads: int = 0) -> None:
@@ -100,13 +96,7 @@ class LlamaCppArm(ForeignArm):
 
 
 class LlamaCppPromptLookupArm(LlamaCppArm):
-    """The binding's own prompt lookup.
-
-    Args:
-        k: draft tokens per round.
-        n: longest match.
-        threads: CPU threads; PyTorch's number by default.
-    """
+    """The binding's own prompt lookup: ``k`` draft tokens per round behind a match of at most ``n``."""
 
     def __init__(self, name: str, shared: ArmSetup, k: int = 10, n: int = 2, threads: int = 0) -> None:
         self.k, self.n = k, n
@@ -123,9 +113,6 @@ class DraftArm(LlamaCppArm):
 
     Args:
         draft: GGUF file, folder or hub id of the draft model; the built-in one for the built-in target.
-        k: draft tokens per round.
-        dtype: of the draft model.
-        threads: CPU threads; PyTorch's number by default.
     """
 
     def __init__(

@@ -21,11 +21,8 @@ def _holds(file: Path) -> bool:
 
 
 def check_run_out(out: Path, resume: bool) -> bool:
-    """Whether an unfinished run is there; refuses what cannot be written before seconds are spent on loading.
-
-    Raises:
-        ValueError: a folder, or none to write in; an unfinished run that is not to be resumed; nothing to resume.
-    """
+    """Whether an unfinished run is there.  Raises ``ValueError``, before seconds are spent on loading, for a place that
+    cannot be written, an unfinished run that is not to be resumed, and with nothing to resume."""
     if out.is_dir():
         raise ValueError(f"{out} is a folder: --out needs a file name")
     if not out.absolute().parent.is_dir():
@@ -41,17 +38,12 @@ def check_run_out(out: Path, resume: bool) -> bool:
 
 
 class Partial:
-    """Finished results of a run, appended as they come.
+    """Finished results of a run, appended as they come.  Raises ``ValueError`` for an unfinished run where ``resume``
+    is not asked for, and for one of another configuration or a damaged one.
 
     Args:
         out: where the whole run will be written; this file is ``OUT.partial``.
         config: everything that decides what is run; only the same run is resumed.
-        resume: go on with what the file holds.
-
-    Raises:
-        ValueError: an unfinished run is there and ``resume`` is not asked for, or it is one of another configuration
-            or damaged.
-        OSError: the file cannot be written.
     """
 
     def __init__(self, out: Path, config: Mapping[str, Any], resume: bool) -> None:

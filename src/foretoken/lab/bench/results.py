@@ -90,9 +90,6 @@ def dumps(value: Any) -> str:
     return json.dumps(finite(value), allow_nan=False)
 
 
-# -- numbers of a cell -----------------------------------------------------------------------------------------------
-
-
 def rate(results: Iterable[UnitResult]) -> float:
     """Tokens per second of several results together."""
     units = list(results)
@@ -208,9 +205,6 @@ def drafted(results: Sequence[UnitResult]) -> dict[str, Any]:
     }
 
 
-# -- the cost model --------------------------------------------------------------------------------------------------
-
-
 def rest_s(plain: Sequence[UnitResult]) -> float:
     """Seconds of a plain round that are not the target call."""
     rounds = sum(len(r.rounds) for r in plain)
@@ -240,8 +234,6 @@ def prediction(
     Args:
         cell_results: the cell's own results: how long its drafts were and how many of them were accepted.
         all_results: the arm's results of every category at this setting: what drafting costs.
-        target: measured cost of target calls at this batch size.
-        rest: measured rest of a plain round.
     """
     if cell_results[0].arm == PLAIN:
         return 1.0

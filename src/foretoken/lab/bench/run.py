@@ -73,14 +73,9 @@ class BenchSettings:
 
 @dataclass
 class Bench:
-    """A benchmark of one target.
-
-    Attributes:
-        on_progress: told (finished, all, what comes next) between runs, never while the clock runs.
-
-    Raises:
-        ValueError: no prompts, no room for the output, or an arm that does not fit.
-    """
+    """A benchmark of one target; ``on_progress`` is told (finished, all, what comes next) between runs, never while the
+    clock runs.  Raises ``ValueError`` without prompts, without room for the output, and for an arm that does not
+    fit."""
 
     shared: ArmSetup
     prompts: Mapping[str, Sequence[BenchPrompt | Sequence[int]]]
@@ -96,8 +91,6 @@ class Bench:
         self.ids = {name: [self._encode(p) for p in group] for name, group in self.prompts.items() if group}
         self.arms = self._build()
         self._total = sum(a.can(s) for s in self.settings.settings for _ in self.units(s[1]) for a in self.arms)
-
-    # -- what is run -------------------------------------------------------------------------------------------------
 
     def _encode(self, prompt: BenchPrompt | Sequence[int]) -> list[int]:
         """Ids, the last ones where there are too many for the context."""
@@ -162,14 +155,8 @@ class Bench:
             "chat": settings.chat,
         }
 
-    # -- running -----------------------------------------------------------------------------------------------------
-
     def run(self, partial: Partial | None = None) -> BenchResult:
-        """Run what is not there yet, then make cells and summary of everything.
-
-        Raises:
-            ValueError: an arm refuses a prompt or setting.
-        """
+        """Run what is not there yet, then make cells and summary of everything."""
         where = machine(self.shared)
         if partial is not None:
             self.results |= partial.done
@@ -254,12 +241,8 @@ def run_bench(
     on_progress: OnProgress = lambda done, total, text: None,
 ) -> BenchResult:
     """Run a benchmark; with ``out`` every finished result is kept in ``OUT.partial`` until all of them are there.
-
-    Raises:
-        ValueError: an arm, a setting or a prompt that does not fit; an unfinished run that is not to be resumed, or
-            one of another configuration.
-        OSError: ``out`` cannot be written.
-    """
+    Raises ``ValueError`` for an arm, a setting or a prompt that does not fit, and for an unfinished run that is not to
+    be resumed or is one of another configuration."""
     bench = Bench(shared, prompts, settings, on_progress)
     if out is None:
         return bench.run()

@@ -29,11 +29,8 @@ Bare = tuple[Sequence[int], Sequence[int], Sequence[bool]]
 
 @dataclass
 class RoundRecorder:
-    """An engine's ``on_round``: notes as little as possible while the clock runs, the rest is worked out later.
-
-    Attributes:
-        tracing: keep the trees of the first request too.
-    """
+    """An engine's ``on_round``: notes as little as possible while the clock runs, the rest is worked out later.  With
+    ``tracing`` the trees of the first request are kept too."""
 
     tracing: bool = False
     _rounds: list[tuple[list[Sequence[int]], RoundTimes]] = field(default_factory=list)
@@ -105,11 +102,7 @@ def _traced(bare: Bare, verdict: Verdict, times: RoundTimes, tokenizer: Any | No
 
 
 class OwnArm(Arm):
-    """foretoken with one drafter and one controller.
-
-    Raises:
-        ValueError: an unknown drafter, controller or option, or parts that do not fit each other.
-    """
+    """foretoken with one drafter and one controller."""
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
         self.name, self.shared = name, shared
@@ -223,15 +216,12 @@ class OwnArm(Arm):
 
 
 def make_arm(spec: str, shared: ArmSetup) -> Arm:
-    """An arm from its spec.
+    """An arm from its spec: ``transformers:plain``, ``transformers:assisted[,k=K]``,
+    ``transformers:prompt_lookup[,k=K]``, ``llama.cpp``, ``llama.cpp:prompt_lookup[,k=K]``, ``llama.cpp:draft[,k=K]``,
+    or ``DRAFTER[@CONTROLLER]`` (``plain`` and ``none`` are plain decoding).
 
-    Args:
-        spec: ``transformers:plain``, ``transformers:assisted[,k=K]``, ``transformers:prompt_lookup[,k=K]``,
-            ``llama.cpp``, ``llama.cpp:prompt_lookup[,k=K]``, ``llama.cpp:draft[,k=K]``, or ``DRAFTER[@CONTROLLER]``
-            (``plain`` and ``none`` are plain decoding).
-
-    Raises:
-        ValueError: an unknown arm, drafter or option, a target that the arm cannot run, or a missing package.
+    Raises ``ValueError`` for an unknown arm, drafter or option, a target that the arm cannot run, and a missing
+    package.
     """
     if not is_foreign(spec):
         return OwnArm(spec, shared)

@@ -11,11 +11,8 @@ OTHER_ENGINES = "transformers:plain, transformers:assisted, transformers:prompt_
 
 
 def split_arm(spec: str) -> tuple[str, str | None]:
-    """Drafter and controller of ``DRAFTER[@CONTROLLER]``; an ``@`` that no controller follows is part of the drafter.
-
-    Raises:
-        ValueError: the spec cannot be parsed.
-    """
+    """Drafter and controller of ``DRAFTER[@CONTROLLER]``; an ``@`` that no controller follows is part of the
+    drafter."""
     head, at, tail = spec.rpartition("@")
     if at and head:
         try:
@@ -33,11 +30,7 @@ def is_foreign(spec: str) -> bool:
 
 
 def check_arm(spec: str) -> None:
-    """Whether there is anything of that name.
-
-    Raises:
-        ValueError: there is not; lists what there is.
-    """
+    """Refuse a name that stands for nothing, by a ``ValueError`` that lists what there is."""
     name = parse_spec(split_arm(spec)[0]).name
     if is_foreign(spec) or name in ("auto", "none", PLAIN):
         return

@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class BenchResult:
-    """A finished benchmark.
-
-    Attributes:
-        cells: one object per arm, category, temperature and batch size.
-    """
+    """A finished benchmark; ``cells`` has one object per arm, category, temperature and batch size."""
 
     cells: list[dict[str, Any]]
     summary: dict[str, Any]

@@ -40,11 +40,7 @@ class RoundClock:
 
 
 class TransformersArm(ForeignArm):
-    """Plain greedy or sampled decoding.
-
-    Raises:
-        ValueError: the target is no Transformers model.
-    """
+    """Plain greedy or sampled decoding, of Transformers models only."""
 
     def __init__(self, name: str, shared: ArmSetup) -> None:
         super().__init__(name, shared)
@@ -103,10 +99,6 @@ class AssistedArm(TransformersArm):
         k: draft tokens per round; Transformers' default (20, stopping below a confidence) when it is left out.
         schedule: ``constant``, ``heuristic`` or ``heuristic_transient``.
         threshold: stop a draft below this confidence; 0 with a given ``k``, else Transformers' default.
-        dtype: of the draft model.
-
-    Raises:
-        ValueError: an unknown schedule, or no draft model for this target.
     """
 
     def __init__(
@@ -136,11 +128,7 @@ class AssistedArm(TransformersArm):
 
 
 def load_draft(path: str, shared: ArmSetup, dtype: str = "float32") -> Any:
-    """A draft model with plain layers.
-
-    Raises:
-        ValueError: no path for a target that is not built in, or a bad checkpoint.
-    """
+    """A draft model with plain layers; only the built-in target has one without a path."""
     if not path and str(shared.source) != BUILTIN:
         raise ValueError("this arm needs a draft model for this target: add ,draft=PATH to its spec")
     source: str | Path = path or BUILTIN

@@ -86,14 +86,8 @@ def model_here(source: str, options: Mapping[str, Any], target: LanguageModel, c
 def certify(
     report: Report, settings: Settings, target: LanguageModel, options: Mapping[str, Any], checksums: Checksums
 ) -> Certificate:
-    """The certificate of a run that came to its end.
-
-    Args:
-        options: how it was loaded: ``dtype``, ``device``, ``inflate``, ``quantize``.
-
-    Raises:
-        ValueError: the run was broken off.
-    """
+    """The certificate of a run, which must have come to its end, of a target loaded with ``options``: ``dtype``,
+    ``device``, ``inflate``, ``quantize``."""
     if not report.complete:
         raise ValueError("there is no certificate of a run that was broken off: let it come to its end")
     source = str(settings.target_source)
@@ -123,11 +117,7 @@ def digest_of(body: Mapping[str, Any]) -> str:
 
 
 def read_certificate(file: Path) -> Certificate:
-    """A certificate that is whole.
-
-    Raises:
-        ValueError: no such file, no JSON, no certificate, one of another version, or one that was changed.
-    """
+    """A certificate that is whole; what is none, of another version or changed since is refused by a ``ValueError``."""
     try:
         body = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -154,11 +144,8 @@ def read_certificate(file: Path) -> Certificate:
 
 
 def check_weights(certificate: Certificate, file: Path, source: str, drafters: Sequence[str]) -> Checksums:
-    """The checksums of the model at ``source``, if it and its drafters are those of the certificate.
-
-    Raises:
-        ValueError: they are others, or not on this machine.
-    """
+    """The checksums of the model at ``source``.  Raises ``ValueError`` where they or those of its drafters are not the
+    certificate's, or there is no such model on this machine."""
     here = model_checksums(source)
     _same(certificate.model["checksums"], here, f"{file} is about another model than {source}")
     if len(drafters) != len(certificate.drafters):

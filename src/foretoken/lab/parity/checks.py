@@ -23,11 +23,8 @@ from foretoken.models.base import LanguageModel
 
 @dataclass(frozen=True)
 class StopCase:
-    """An output that must end early: by a stop string, or by an end-of-text token that a bias brings about.
-
-    Attributes:
-        plain: what plain decoding gives.
-    """
+    """An output that must end early: by a stop string, or by an end-of-text token that a bias brings about.  ``plain``
+    is what plain decoding gives."""
 
     prompt: int
     options: dict[str, Any]

@@ -54,14 +54,8 @@ def first_difference(
 
     After every prefix one token is right: the one of largest :meth:`~foretoken.core.sampling.Sampler.ranking`, which is
     the processed logits of a greedy request, and log p + noise of a seeded one.  The target scores the common prefix
-    once more, one row at the end, as plain decoding does.
-
-    Args:
-        one, other: new token ids.
-        sampler: of the request; by default a greedy one without penalties.
-
-    Raises:
-        ValueError: the sampler leaves the next token to chance.
+    once more, one row at the end, as plain decoding does.  The sampler is the request's, by default a greedy one
+    without penalties; one that leaves the next token to chance is refused by a ``ValueError``.
     """
     sampler = sampler or Sampler(SamplingParams(), len(prompt))
     if target.answer_start:  # the text goes on behind these, and what is before them is an encoder's input

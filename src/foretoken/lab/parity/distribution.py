@@ -77,11 +77,8 @@ class Evidence:
 
 
 def check_sampled(subject: Tested, limit: float) -> Check | None:
-    """Three tests of sampled outputs of all prompts; ``None`` for a rule that is right at temperature 0 only.
-
-    Args:
-        limit: p-value below which the check fails.
-    """
+    """Three tests of sampled outputs of all prompts, which fail by a p-value below ``limit``; ``None`` for a rule that
+    is right at temperature 0 only."""
     verifier = subject.steady.engine.verifier
     samples = subject.reference.settings.samples
     if not samples or (verifier is not None and verifier.greedy_only):
@@ -173,9 +170,6 @@ def _scored(
     return [row.logits for row in rows]
 
 
-# -- statistics --------------------------------------------------------------------------------------------------------
-
-
 def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     """Statistic and degrees of freedom of ``counts`` [K] against ``expected`` [K] (same sum).
 
@@ -240,9 +234,6 @@ def uniformity(places: Sequence[float]) -> tuple[float, int]:
     cells = torch.tensor(places, dtype=torch.float64).mul(BINS).long().clamp_(0, BINS - 1)
     counts = torch.bincount(cells, minlength=BINS)
     return chi_square(counts, torch.full((BINS,), len(places) / BINS, dtype=torch.float64))
-
-
-# -- power -----------------------------------------------------------------------------------------------------------
 
 
 def smallest_seen(draws: int, freedom: int, level: float) -> float:

@@ -36,9 +36,6 @@ class Settings:
         false_alarm: chance that the report fails although every distribution is right.
         seed: of the first seeded output, the others count up; it fixes what is drawn without a seed too.
         modes: which of :data:`MODES` are checked.
-
-    Raises:
-        ValueError: a value outside its range, or an unknown mode.
     """
 
     target_source: Any = "builtin"
@@ -142,7 +139,6 @@ class Report:
         skipped: the drafters that could not be checked, and why.
         complete: whether the run came to its end.
         exactness, exactness_why: what the target promises, as ``llm.describe()`` says it.
-        done, planned: checks that were run or left out as not fitting, and how many there are in all.
         plain: greedy outputs of plain decoding.
         seeded: sampled outputs of plain decoding, of every prompt twice.
     """
@@ -206,9 +202,6 @@ class Report:
             **totals,
             "checks": [check.public() for check in self.checks],
         }
-
-
-# -- in words ----------------------------------------------------------------------------------------------------------
 
 
 def verdict(report: Report) -> list[Remark]:

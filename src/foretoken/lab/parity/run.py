@@ -57,15 +57,13 @@ def run_parity(
     on_progress: OnProgress = lambda done, total, text: None,
     report: Report | None = None,
 ) -> Report:
-    """Compare every drafter with plain decoding on ``target``.
+    """Compare every drafter with plain decoding on ``target``.  Raises ``ValueError`` for a drafter that was asked for
+    and does not fit, and for prompts and settings that do not.
 
     Args:
         drafters: specs or drafters; ``None`` tries all, and leaves out those that do not fit.
         prompts: of a file, or what :func:`foretoken.core.prompts.encode` takes.
         report: filled as checks are finished, for a caller who wants what there is when the run is broken off.
-
-    Raises:
-        ValueError: a drafter that was asked for does not fit, a prompt that does not, or a bad setting.
     """
     report = Report() if report is None else report
     report.exactness, report.exactness_why = target.exactness, target.exactness_why
@@ -135,9 +133,6 @@ def _checked(subject: Tested, mode: str, limit: float) -> Check | None:
         where = "" if isinstance(error, OutsideError) else f" ({Path(place.filename).name}, line {place.lineno})"
         check.notes.append(f"broke off: {' '.join(f'{type(error).__name__}: {error}'.split())}{where}")
         return check
-
-
-# -- drafters --------------------------------------------------------------------------------------------------------
 
 
 def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple[list[str | Drafter], list[str]]:

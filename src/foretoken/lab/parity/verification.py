@@ -20,11 +20,7 @@ COUNTS = ("prompts", "identical", "ties", "differences")
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was compared.
-
-    Attributes:
-        text: what it is there and here, in words.
-    """
+    """One thing that was compared; ``text`` says in words what it is there and here."""
 
     name: str
     text: str
@@ -33,11 +29,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a second run says of a certificate.
-
-    Attributes:
-        verified: whether every promise of the certificate holds here.
-    """
+    """What a second run says of a certificate: ``verified`` where every promise of it holds here."""
 
     lines: list[Line]
     verified: bool

@@ -19,11 +19,8 @@ Checksums = dict[str, str]
 
 
 def model_checksums(source: str) -> Checksums:
-    """Checksums of a target; an update of a model has its base model's as well, under ``base/``.
-
-    Raises:
-        ValueError: its files are not on this machine.
-    """
+    """Checksums of a target, whose files must be on this machine; an update of a model has its base model's as well,
+    under ``base/``."""
     place = Path(resolve(source)).expanduser()
     if not place.exists():
         place = _fetched(source)
@@ -36,10 +33,8 @@ def model_checksums(source: str) -> Checksums:
 def drafter_checksums(spec: str, target: str) -> Checksums:
     """Checksums of all that a spec names, parts of a composed one included; nothing for a drafter without files.
 
-    A name without a path means the built-in weights of that name, where the target is built in.
-
-    Raises:
-        ValueError: the files are not on this machine.
+    A name without a path means the built-in weights of that name, where the target is built in.  Raises ``ValueError``
+    for files that are not on this machine.
     """
     checksums: Checksums = {}
     for name, path in _named(spec):

@@ -27,7 +27,6 @@ class AheadRow:
     """Drafts of k tokens, one request, all times in plain rounds.
 
     Attributes:
-        k: draft tokens.
         rows: outcomes that are drafted for, the rows of a draft call.
         hits: chance that the outcome of a round is one of them.
         work: what drafting them costs alone.
@@ -61,13 +60,8 @@ def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanou
     the chances of ``positions``; one that accepts all k drafts has any.
 
     Args:
-        acceptance: alpha, or a survival vector.
-        k: draft tokens per round.
         positions: chance that the target's token is the drafter's first, second, ... candidate.
         fanout: tokens that are guessed for every a.
-
-    Raises:
-        ValueError: chances outside [0, 1] or of more than 1 in all, fewer than ``fanout`` + 1, or bad arguments.
     """
     _check_fanout(fanout)
     for chance in positions:
@@ -96,14 +90,10 @@ def ahead_row(
 
     Args:
         given: acceptance and costs; a draft call of n rows costs c v(n) / v(1), as a target's does.
-        k: draft tokens per round.
         fanout: tokens that are guessed for every number of accepted drafts.
         contention: s.
         positions: chances of candidates; by default those of fresh trials at the rate of the first place, an upper
             estimate.
-
-    Raises:
-        ValueError: a value outside its range.
     """
     _check_fanout(fanout)
     if k < 1:

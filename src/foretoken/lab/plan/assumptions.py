@@ -28,12 +28,8 @@ class Flat:
 
 @dataclass(frozen=True)
 class Measured:
-    """Between measured points by straight lines, beyond them along the last one.
-
-    Attributes:
-        target: cost of a call by all its nodes.
-        rest_s: what every round costs besides, in the same unit.
-    """
+    """Between measured points by straight lines, beyond them along the last one: the ``target`` call's cost by all its
+    nodes, and in the same unit ``rest_s``, what every round costs besides."""
 
     target: TargetCost
     rest_s: float = 0.0
@@ -83,11 +79,8 @@ class Assumptions:
 
     @classmethod
     def measured(cls, costs: RoundCosts, spec: str) -> Assumptions:
-        """Acceptance and costs of one drafter of a profile; predicts what :meth:`RoundCosts.speedup` does.
-
-        Raises:
-            ValueError: a drafter that was not measured.
-        """
+        """Acceptance and costs of one drafter of a profile, which must have measured it; predicts what
+        :meth:`RoundCosts.speedup` does."""
         if spec not in costs.drafters:
             known = ", ".join(costs.drafters) or "none"
             raise ValueError(f"drafter {spec!r} was not measured for this profile; it has: {known}")

@@ -141,7 +141,8 @@ def plan(
     trees: Sequence[Sequence[int]] = (),
     positions: Sequence[float] | None = None,
 ) -> Plan:
-    """Work everything out.
+    """Work everything out.  Raises ``ValueError`` with nothing to consider, and for a negative k, a batch below 1 or a
+    bad tree.
 
     Args:
         ks: draft lengths to consider; 0 (plain decoding) always is.
@@ -149,9 +150,6 @@ def plan(
         trees: shapes, child counts per level.
         positions: chance that the first, second, ... sibling is accepted; by default the rate of the first position,
             tried afresh for every sibling (an upper estimate).
-
-    Raises:
-        ValueError: nothing to consider, a negative k, a batch below 1, or a bad tree.
     """
     ks = sorted({0, *ks})
     if ks[0] < 0 or not batches or min(batches) < 1:

@@ -20,12 +20,7 @@ SPEEDUP = "speed-up over plain decoding"
 
 
 def plot(plan: Plan, file: Path) -> None:
-    """Draw three charts into a PNG file, whole or not at all.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Draw three charts into a PNG file, whole or not at all."""
     write_charts([_against_k(plan), _against_c(plan), _against_batch(plan)], file, most_columns=3)
 
 

@@ -15,9 +15,6 @@ def experts_touched(experts: int, active: int, tokens: float) -> float:
     """Distinct experts of a layer that some of ``tokens`` tokens use: E (1 - (1 - a/E)^n).
 
     Every token chooses ``active`` of ``experts`` experts, alike and independently (MoESD, 2505.19645, section 3).
-
-    Raises:
-        ValueError: not 1 <= active <= experts, or a negative number of tokens.
     """
     if not 1 <= active <= experts or tokens < 0:
         raise ValueError(f"experts touched need 1 <= active <= experts, tokens >= 0; not {active}, {experts}, {tokens}")
@@ -65,11 +62,7 @@ class Roofline:
                 raise ValueError(f"expert_parameters is a share in [0, 1], not {self.expert_parameters}")
 
     def seconds(self, nodes: int, batch: int = 1) -> float:
-        """One call that scores ``nodes`` tokens of each of ``batch`` requests.
-
-        Raises:
-            ValueError: fewer than one node or request.
-        """
+        """One call that scores ``nodes`` tokens of each of ``batch`` requests."""
         if nodes < 1 or batch < 1:
             raise ValueError(f"a call needs nodes and requests >= 1, not {nodes} and {batch}")
         tokens = nodes * batch

@@ -33,11 +33,8 @@ def survival(alpha: float, k: int) -> list[float]:
 
 
 def extended(measured: Sequence[float], k: int) -> list[float]:
-    """The first k entries of a survival vector; beyond what was measured every step is as good as the last one.
-
-    Raises:
-        ValueError: entries outside [0, 1], or a draft that is accepted further more often.
-    """
+    """The first k entries of a survival vector; beyond what was measured every step is as good as the last one.  Raises
+    ``ValueError`` for entries outside [0, 1], and for a draft that is accepted further more often."""
     _check_survival(measured)
     _check_k(k)
     known = [float(s) for s in measured[:k]]
@@ -59,16 +56,10 @@ def reached(acceptance: Acceptance, k: int) -> list[float]:
 
 
 def expected_tokens(acceptance: Acceptance, k: int) -> float:
-    """Tokens per round: (1 - alpha^(k+1)) / (1 - alpha) (Leviathan et al., equation 1), or 1 + s_1 + ... + s_k.
+    """Tokens per round of k draft tokens: (1 - alpha^(k+1)) / (1 - alpha) (Leviathan et al., equation 1), or 1 + s_1 +
+    ... + s_k of a survival vector, continued by :func:`extended`.
 
     Its limits are 1 for alpha -> 0 and k + 1 for alpha -> 1.
-
-    Args:
-        acceptance: alpha, or a survival vector (continued by :func:`extended`).
-        k: draft tokens per round.
-
-    Raises:
-        ValueError: alpha or an entry outside [0, 1], or a negative k.
     """
     if not isinstance(acceptance, float | int):
         return 1.0 + math.fsum(extended(acceptance, k))
@@ -86,14 +77,6 @@ def tokens_of_guesses(acceptance: Acceptance, k: int, guesses: int) -> float:
     A round gets i drafts far unless all G chains fail before.  One guess gives :func:`expected_tokens`.  Lookahead
     decoding, Fu et al. 2024 (https://arxiv.org/abs/2402.02057), equation 4.  Guesses that resemble each other give
     less: this is an upper estimate.
-
-    Args:
-        acceptance: alpha, or a survival vector, of every chain.
-        k: draft tokens per chain.
-        guesses: G, chains that are verified in a round.
-
-    Raises:
-        ValueError: alpha or an entry outside [0, 1], a negative k, or fewer than one guess.
     """
     if guesses != int(guesses) or guesses < 1:
         raise ValueError(f"the number of guesses must be a whole number >= 1, not {guesses}")
@@ -180,13 +163,12 @@ def branching_parents(widths: Sequence[int]) -> list[int]:
 def positional_success(parents: Sequence[int], positional: Sequence[float] | Sequence[Sequence[float]]) -> list[float]:
     """Per node the chance that it is the child that is accepted, given that its parent did: by its rank among siblings.
 
+    ``parents`` has siblings in the order in which they are tried.  Raises ``ValueError`` for a rank or a depth without
+    an entry, and for parents that are no tree.
+
     Args:
-        parents: parent index per node, -1 for the root, siblings in the order in which they are tried.
         positional: chance of the first, second, ... sibling (Sequoia's positional acceptance), the same at all depths;
             or one such row per depth (Medusa's accuracies per head).
-
-    Raises:
-        ValueError: a rank or a depth without an entry, or parents that are no tree.
     """
     depths = _depths(parents)
     rows = list(positional)
@@ -218,15 +200,9 @@ def trial_acceptance(alpha: float, width: int) -> list[float]:
 def tree_expected_tokens(parents: Sequence[int], success: Sequence[float]) -> float:
     """Tokens per round of a tree: 1 + the sum over nodes of the product of ``success`` on the path to the node.
 
-    Sequoia's F(T) (2402.12374), Medusa's expected length (2401.10774, section 2.3.3).  A chain with
-    success alpha gives equation 1 again.
-
-    Args:
-        parents: parent index per node, -1 for the root.
-        success: per node the chance that it is accepted, given its parent (the root's entry is not read).
-
-    Raises:
-        ValueError: no tree, or siblings whose chances sum to more than 1 (only one of them can be accepted).
+    Sequoia's F(T) (2402.12374), Medusa's expected length (2401.10774, section 2.3.3).  A chain with success alpha gives
+    equation 1 again.  The root's entry is not read.  Raises ``ValueError`` where siblings have chances of more than 1
+    together: only one of them can be accepted.
     """
     _depths(parents)
     if len(success) != len(parents):

@@ -107,9 +107,6 @@ def _equality(run: Run) -> list[Remark]:
     return [Remark(f"All {compared} {texts} equal those of {run.arms[0]}.", "good")]
 
 
-# -- charts ----------------------------------------------------------------------------------------------------------
-
-
 def throughput(run: Run) -> Markup | None:
     """Tokens and requests per second."""
     charts = [chart for shape in figures.AXES for chart in figures.throughputs(run, shape)]

@@ -36,15 +36,10 @@ LOAD_SECTIONS = (
 
 
 def write_report(run_file: Path, out_file: Path) -> None:
-    """Write the report of a benchmark.
+    """Write the report of a benchmark, whole or not at all, as an HTML file.
 
-    Args:
-        run_file: ``run.jsonl`` of ``foretoken bench`` or ``foretoken bench serve``; an interrupted one will do.
-        out_file: the HTML file, whole or not at all.
-
-    Raises:
-        ValueError: the run cannot be read (see :func:`~foretoken.lab.report.read.read_run`), or the report cannot
-            be written.
+    The run is a ``run.jsonl`` of ``foretoken bench`` or ``foretoken bench serve``; an interrupted one will do.  Raises
+    ``ValueError`` for one that cannot be read (:func:`~foretoken.lab.report.read.read_run`).
     """
     text = render(read_run(Path(run_file)))
     out_file = Path(out_file)

@@ -30,15 +30,9 @@ COLUMN = 3.4
 
 
 def write_plots(run_file: Path, folder: Path) -> list[Path]:
-    """Write every chart that the run has data for; returns the files.
-
-    Args:
-        run_file: ``run.jsonl`` of ``foretoken bench``.
-        folder: where ``speedup.png``, ``positions.png``, ``rounds.png`` and so on go.
-
-    Raises:
-        ValueError: the run cannot be read, the folder cannot be written, or matplotlib is missing.
-    """
+    """Write every chart that a run of ``foretoken bench`` has data for (``speedup.png``, ``positions.png``,
+    ``rounds.png`` and so on) into the folder; returns the files.  Raises ``ValueError`` for a run that cannot be
+    read."""
     run = read_run(Path(run_file))
     folder = Path(folder)
     try:
@@ -69,12 +63,8 @@ def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
 
 
 def write_charts(charts: Sequence[Chart], file: Path, most_columns: int = 2) -> Path:
-    """Draw charts beside and below each other into a PNG or PDF file, whole or not at all.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Draw charts beside and below each other into a PNG or PDF file, whole or not at all.  Raises ``ValueError``
+    without matplotlib."""
     try:
         from matplotlib import rc_context
     except ImportError:

@@ -116,11 +116,8 @@ def number(value: Any) -> float | None:
 
 
 def read_run(file: Path) -> Run:
-    """Read a run, or what ``foretoken bench`` left of an unfinished one in ``FILE.partial``.
-
-    Raises:
-        ValueError: not there, no text, a line that is no JSON object or no cell (it is named), or no cell at all.
-    """
+    """Read a run, or what ``foretoken bench`` left of an unfinished one in ``FILE.partial``.  Raises ``ValueError``
+    where there is none, naming the first line that is wrong."""
     beside = file.with_name(file.name + ".partial")
     if not file.exists() and beside.is_file():
         file = beside
@@ -209,14 +206,8 @@ def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> 
 
 
 def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """Cells of a benchmark that did not finish, and as much of a summary as can be made without the target.
-
-    Args:
-        objects: the file's lines: a header with ``config``, then ``result`` and ``note`` objects.
-
-    Raises:
-        ValueError: a result that is none.
-    """
+    """Cells of a benchmark that did not finish, and as much of a summary as can be made without the target, of the
+    file's lines: a header with ``config``, then ``result`` and ``note`` objects."""
     from foretoken.lab.bench.results import UnitResult, cell, drafted, positions_at, time_split
 
     try:

@@ -25,11 +25,8 @@ TREE_SIZES = (8, 16, 32, 64)
 
 
 def parse_names(text: str) -> list[str]:
-    """The specs of a list ``model,k=8,ngram``: an item ``key=value`` belongs to the spec before it.
-
-    Raises:
-        ValueError: an empty item, an option before any drafter, or an unknown name or option.
-    """
+    """The specs of a list ``model,k=8,ngram``: an item ``key=value`` belongs to the spec before it.  Raises
+    ``ValueError`` for an empty item, an option before any drafter, and unknown names and options."""
     specs: list[str] = []
     for item in split_outside(text, ","):
         if re.match(r"\s*\w+\s*=", item) and specs:

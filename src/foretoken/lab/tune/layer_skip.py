@@ -44,15 +44,11 @@ def settings_of(work: Workload, k: int) -> dict[str, Any]:
     }
 
 
-# -- the search ------------------------------------------------------------------------------------------------------
-
-
 class LayerSkipStudy:
-    """A search, kept beside its result so that it can go on.
+    """A search, kept beside its result so that it can go on; trials of another search, or of one that is not to be
+    resumed, are refused by a ``ValueError``.
 
     Args:
-        work: what is decoded to measure a set.
-        k: longest draft.
         file: where the best set is written after every improvement.
         resume: go on with the trials of ``journal``.
 
@@ -60,10 +56,6 @@ class LayerSkipStudy:
         journal: the file of all trials.
         done: how many trials had been made before.
         best, best_speed: the best set, and its tokens per second when it was tried.
-
-    Raises:
-        ValueError: there are trials and ``resume`` was not asked for, they are of another search, or optuna is not
-            installed.
     """
 
     def __init__(self, work: Workload, k: int, file: Path, resume: bool) -> None:
@@ -166,17 +158,10 @@ def _errors_only(optuna: Any) -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
-# -- the result ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TunedSkips:
     """The last comparison: plain decoding, both sublayers of every second layer (``default``) and the best set,
-    interleaved in one run.
-
-    Attributes:
-        chosen: ``best``, or ``default`` when the best trial was luck.
-    """
+    interleaved in one run.  ``default`` is ``chosen`` when the best trial was luck."""
 
     trials: int
     plain: Speed
@@ -211,19 +196,13 @@ def tune(
     on_trial: Callable[[int, float, LayerSkipStudy], None] = lambda number, speed, search: None,
 ) -> TunedSkips:
     """Search for the fastest set, compare it with the default one and plain decoding, write the faster one to ``file``.
+    Raises ``CapabilityError`` where the target's layers cannot be run in parts, and ``ValueError`` for what
+    :class:`LayerSkipStudy` refuses.
 
     Args:
-        work: what is decoded to measure a set.
-        k: longest draft.
         file: for ``layer_skip:FILE``; written after every improvement, so that an interrupt loses nothing.
         trials: sets to try in all, those of a resumed search included.
-        resume: go on with the trials beside ``file``.
         on_trial: called with the number of trials made, the last one's tokens per second and the search.
-
-    Raises:
-        ValueError: fewer than one trial, trials of another search, or no optuna.
-        CapabilityError: the target's layers cannot be run in parts.
-        OSError: the files cannot be written.
     """
     if trials < 1:
         raise ValueError(f"tuning needs at least 1 trial, not {trials}")

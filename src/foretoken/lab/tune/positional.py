@@ -85,11 +85,8 @@ def acceptance_chances(tree: TokenTree, scores: Scores, node: int) -> list[float
 
 
 def measured_acceptance(work: Workload, drafter: ModelDrafter, width: int = WIDTH) -> tuple[float, ...]:
-    """[width] chance that the child tried k-th is the accepted one, over text that the target writes.
-
-    Raises:
-        ValueError: nothing was ever accepted.
-    """
+    """[width] chance that the child tried k-th is the accepted one, over text that the target writes; at least one must
+    have been accepted."""
     counter = PositionalCount(min(width, work.target.vocab_size))
     wide = drafter.reshaped([(rank,) for rank in range(len(counter.chances))])
     llm = assemble(work.target, wide, counter, "constant", None)
@@ -109,16 +106,9 @@ def tune(
     depth: int = 8,
     tell: Callable[[str], None] = lambda _: None,
 ) -> TunedTree:
-    """Measure acceptance and costs, take the shape of most tokens per time, and compare it.
-
-    Args:
-        sizes: node counts to choose from.
-        shape: ``"medusa"`` or ``"sequoia"``.
-        depth: most levels.
-
-    Raises:
-        ValueError: nothing was ever accepted, or only what trees of these sizes do not hold.
-    """
+    """Measure acceptance and costs, take the shape (``"medusa"`` or ``"sequoia"``) of most tokens per time, of one of
+    these sizes and at most ``depth`` levels, and compare it.  Raises ``ValueError`` where nothing was accepted, or only
+    what trees of these sizes do not hold."""
     tell("measuring acceptance by trial")
     acceptance = measured_acceptance(work, drafter)
     rows = [list(acceptance)] * depth
@@ -179,9 +169,6 @@ def draft_costs(work: Workload, drafter: ModelDrafter, text: Sequence[int]) -> D
     return DraftCost(max(0.0, few / len(CHAIN) - node), node)
 
 
-# -- within a search of a drafter --------------------------------------------------------------------------------------
-
-
 def can_fill(spec: str) -> bool:
     """Whether a drafter draws siblings from its own distributions, and was not given a tree."""
     parsed = parse_spec(spec)
@@ -190,11 +177,8 @@ def can_fill(spec: str) -> bool:
 
 
 def measured_shape(work: Workload, drafter: Drafter) -> dict[str, Any]:
-    """What the choice of a tree needs: ``acceptance`` by trial, ``level_s`` and ``node_s`` of drafting.
-
-    Raises:
-        ValueError: the drafter cannot draw siblings, or nothing was accepted.
-    """
+    """What the choice of a tree needs: ``acceptance`` by trial, ``level_s`` and ``node_s`` of drafting.  Raises
+    ``ValueError`` for a drafter that cannot draw siblings, and where nothing was accepted."""
     if not isinstance(drafter, ModelDrafter):
         raise ValueError(f"{drafter.name} draws no siblings")
     acceptance = measured_acceptance(work, drafter)

@@ -54,15 +54,9 @@ class RaceRound(NamedTuple):
 
 
 class EngineRacer:
-    """A target with a drafter and a controller, run round by round.
+    """A target with a drafter and a controller, run round by round; without a drafter it decodes plainly.
 
-    Args:
-        work: the target, and how answers are drawn; an answer ends at the model's end of text.
-        drafter: what guesses; ``None`` decodes plainly.
-        costs: what the controller starts from.
-
-    Raises:
-        ValueError: parts that do not fit each other.
+    An answer ends at the model's end of text.  ``costs`` are what the controller starts from.
     """
 
     def __init__(

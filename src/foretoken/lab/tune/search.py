@@ -52,15 +52,10 @@ Tell = Callable[[str, float], None]
 def tune(
     job: TuneJob, tell: Tell = lambda text, share: None, on_row: Callable[[TunedRow], None] = lambda row: None
 ) -> Outcome:
-    """Find what pays; an interrupt ends the search early, with the answer so far.
+    """Find what pays; an interrupt ends the search early, with the answer so far, if there is one.
 
-    Args:
-        tell: told before every measurement.
-        on_row: told of every drafter that was tried.
-
-    Raises:
-        ValueError: a drafter that was asked for does not fit, or there was no time to measure anything.
-        KeyboardInterrupt: it came before anything was measured.
+    ``tell`` is told before every measurement, ``on_row`` of every drafter that was tried.  Raises ``ValueError`` for a
+    drafter that was asked for and does not fit, and where there was no time to measure anything.
     """
     if not (job.minutes > 0 and math.isfinite(job.minutes)):
         raise ValueError(f"--minutes must be above 0, not {job.minutes:g}")

@@ -56,7 +56,6 @@ class TunedTree:
     Attributes:
         accuracies: [K][R] chance per level and rank (for a draft model the same row for every level: how often the
             child tried first, second, ... is the accepted one).
-        sizes: per node count.
         speeds: measured, by arm: ``"plain"``, ``"default"`` and ``"tuned"``.
         shape: how the tree was built.
         temperature: of the text that was measured on.
@@ -118,11 +117,7 @@ def _written(work: Workload) -> list[list[int]]:
 
 
 def measured_accuracies(work: Workload, drafter: HeadsDrafter, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """[K][R] how often the head's candidate of each rank is what the target says, over whole texts.
-
-    Raises:
-        ValueError: every text is shorter than the heads look ahead.
-    """
+    """[K][R] how often the head's candidate of each rank is what the target says, over whole texts."""
     parts = TargetParts(work.target)
     kind: Any = find_recipe(drafter.name)
     settings = {key: str(value) for key, value in asdict(drafter.heads.config).items() if key not in kind.fixed}

@@ -36,11 +36,7 @@ class TuneJob:
     began_s: float | None = None
 
     def build(self, spec: str) -> Drafter:
-        """The drafter of a spec.
-
-        Raises:
-            ValueError: it does not fit the target.
-        """
+        """The drafter of a spec, which must fit the target."""
         built = self.work.subject.drafter(spec)
         if built is None:
             raise ValueError(f"{spec!r} is no drafter")

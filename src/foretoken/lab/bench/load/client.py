@@ -204,11 +204,8 @@ def headers_of(server: Server) -> dict[str, str]:
 
 
 async def find_server(http: httpx.AsyncClient, server: Server) -> Server:
-    """The server with what it says of itself.
-
-    Raises:
-        ValueError: nothing answers there, or it does not say what it serves and no model was named.
-    """
+    """The server with what it says of itself.  Raises ``ValueError`` where nothing answers, or the server does not say
+    what it serves and no model was named."""
     url, model = server.url, server.model
     try:
         answer = await http.get(f"{url}/v1/models", headers=headers_of(server), timeout=10.0)

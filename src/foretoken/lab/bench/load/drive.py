@@ -48,11 +48,7 @@ class Pass:
 
 
 class Driver:
-    """Sends the requests of a load test.
-
-    Args:
-        prompts: by category.
-    """
+    """Sends the requests of a load test; its prompts are by category."""
 
     def __init__(
         self, http: httpx.AsyncClient, settings: LoadSettings, prompts: Mapping[str, Sequence[BenchPrompt]], tell: Tell
@@ -63,11 +59,8 @@ class Driver:
         self._all = 0
 
     async def run(self, arms: Sequence[ServerArm]) -> list[Pass]:
-        """Every level and pass; what there is by then, when it is stopped.
-
-        Raises:
-            ValueError: a server refuses even the first requests.
-        """
+        """Every level and pass; what there is by then, when it is stopped.  A server that refuses even the first
+        requests is a ``ValueError``."""
         settings, passes = self.settings, []
         self._all = len(arms) * len(settings.levels) * settings.passes * settings.requests
         for arm in arms:

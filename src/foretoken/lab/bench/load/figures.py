@@ -46,11 +46,8 @@ def drafts_of(passes: Sequence[Pass]) -> Drafts | None:
 
 
 def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSettings) -> dict[str, Any]:
-    """One line of the run: an arm at a level, all passes together.
-
-    Args:
-        baseline: of the first arm at the same level; the arm's own for the first arm itself.
-    """
+    """One line of the run: an arm at a level, all passes together, beside those of the first arm at the same level (for
+    the first arm itself, its own)."""
     level, arm = passes[0].level, passes[0].arm
     samples = [sample for one in passes for sample in one.samples]
     good = [sample for sample in samples if sample.ok]

@@ -29,12 +29,7 @@ MOST_ASKED, TOP = 32, 20
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a load test found.
-
-    Attributes:
-        cells: one per level and arm.
-        stopped_by: the number of the signal that ended it early.
-    """
+    """What a load test found: ``cells``, one per level and arm, and ``stopped_by``, the signal that ended it early."""
 
     cells: Sequence[dict[str, Any]]
     summary: dict[str, Any]
@@ -50,11 +45,8 @@ class LoadResult:
 
 
 def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], models: Sequence[str]) -> list[Server]:
-    """Servers of ``URL`` or ``NAME=URL``.
-
-    Raises:
-        ValueError: no address, two of one name, or as many keys or models as fit nothing.
-    """
+    """Servers of ``URL`` or ``NAME=URL``.  Raises ``ValueError`` for what is no address, two of one name, and numbers
+    of keys or models that do not fit."""
     if compare and len(given) > 1:
         raise ValueError("--compare compares one server with itself: give one URL")
     servers = []
@@ -89,13 +81,8 @@ def run_load(
 ) -> LoadResult:
     """Measure; Ctrl-C and SIGTERM end it early with what there is.
 
-    Args:
-        servers: the first is what others are compared with.
-        prompts: by category.
-        compare: plain decoding against speculation on the one server.
-
-    Raises:
-        ValueError: a server is not there, or refuses what it is asked.
+    The first server is what others are compared with; ``compare`` compares plain decoding with speculation on the one
+    server.  Prompts are by category.  Raises ``ValueError`` where a server is not there, or refuses what it is asked.
     """
     arms, passes, stopped_by = asyncio.run(_measured(servers, prompts, settings, compare, tell))
     about = summary(arms, passes, settings, prompts, stopped_by is not None)
@@ -235,9 +222,6 @@ def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, 
 def _row(number: int, prompts: Mapping[str, Sequence[Any]]) -> int:
     groups = list(prompts.values())
     return number // len(groups) % len(groups[number % len(groups)])
-
-
-# -- does rounding explain why two greedy answers differ? ------------------------------------------------------------
 
 
 async def find_gaps(

@@ -95,11 +95,8 @@ def to_json(card: Card) -> str:
 
 
 def read_card(file: Path) -> Card:
-    """A card that is whole and as it was written.
-
-    Raises:
-        ValueError: the file cannot be read, is no card, one of another version, was edited, or lacks something.
-    """
+    """A card that is whole and as it was written; what is none, of another version, edited or incomplete is refused by
+    a ``ValueError``."""
     try:
         body = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as error:
@@ -121,11 +118,8 @@ def read_card(file: Path) -> Card:
 
 
 def read_cards(folder: Path) -> tuple[list[tuple[str, Card]], list[str]]:
-    """The cards of a folder by their file's name, and a line for every ``*.json`` that is none.
-
-    Raises:
-        ValueError: there is no such folder, or no file ``*.json`` in it.
-    """
+    """The cards of a folder by their file's name, and a line for every ``*.json`` that is none.  Raises ``ValueError``
+    without any such file."""
     if not folder.is_dir():
         raise ValueError(f"no such folder of cards: {folder}")
     files = sorted(folder.glob("*.json"))

@@ -36,14 +36,8 @@ class CardRow:
 
 
 def write_page(folder: Path, out: Path) -> tuple[int, int, list[str]]:
-    """Write the page of a folder of cards.
-
-    Returns:
-        How many cards and rows it shows, and a line for each file that was left out.
-
-    Raises:
-        ValueError: no folder, no cards, none that is whole, or the page cannot be written.
-    """
+    """Write the page of a folder of cards; returns how many cards and rows it shows, and a line for each file that was
+    left out.  Raises ``ValueError`` where no card is whole."""
     cards, faults = read_cards(folder)
     if not cards:
         raise ValueError("; ".join(faults))

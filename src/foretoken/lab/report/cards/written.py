@@ -38,14 +38,11 @@ class Origin:
 
 
 def origin(source: str, options: Mapping[str, str | None], arms: Sequence[str]) -> Origin:
-    """Reads the files once, before minutes are spent on the run.
+    """Reads the files once, before minutes are spent on the run; raises ``ValueError`` where they are not on this
+    machine, or nothing but plain decoding is to be measured.
 
-    Args:
-        options: how it is loaded: ``quantize``, ``inflate`` and ``backend``.
-        arms: specs beside plain decoding.
-
-    Raises:
-        ValueError: the model's files are not on this machine, or nothing but plain decoding is to be measured.
+    ``options`` say how it is loaded: ``quantize``, ``inflate`` and ``backend``; ``arms`` are specs beside plain
+    decoding.
     """
     if all(arm in ("none", PLAIN) for arm in arms):
         raise ValueError("a card compares a drafter with plain decoding: give --drafter")

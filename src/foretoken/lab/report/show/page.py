@@ -24,11 +24,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render(run: Shown, totals: Sequence[Total] = ()) -> str:
-    """The page.
-
-    Args:
-        totals: rows of a table, of a trace with several requests or of an engine that tells totals alone.
-    """
+    """The page, with the rows of a table for a trace with several requests or of an engine that tells totals alone."""
     drawn = run.rounds[:MOST_ROUNDS]
     left = len(run.rounds) - len(drawn)
     body = join(

@@ -65,11 +65,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Shown:
-    """A generation.
-
-    Attributes:
-        facts: what made it, name by name.
-    """
+    """A generation; ``facts`` say what made it, name by name."""
 
     prompt: str
     facts: Sequence[tuple[str, str]]

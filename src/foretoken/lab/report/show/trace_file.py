@@ -38,11 +38,8 @@ class Trace:
         return [*(total_of(name, run) for name, run in self.requests.items()), *self.given]
 
     def choose(self, name: str | None) -> Shown:
-        """The request of that name; the first one of ``None``; one without rounds where there are totals alone.
-
-        Raises:
-            ValueError: there is no such request.
-        """
+        """The request of that name, which must be there; the first one of ``None``; one without rounds where there are
+        totals alone."""
         if name is None:
             name = next(iter(self.requests), None)
         if name is None:
@@ -54,9 +51,6 @@ class Trace:
         count = len(self.requests)
         more = [("request", f"{name}, one of {count}")] if count > 1 else []
         return replace(run, facts=[*self.facts, *more])
-
-
-# -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def to_lines(run: Shown, engine: str) -> list[str]:
@@ -94,16 +88,9 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_trace(file: Path) -> Trace:
-    """A trace.
-
-    Raises:
-        ValueError: the file cannot be read, is no trace, one of another version, or has a broken line: the message
-            names the file and the line.
-    """
+    """Read a trace; what is none, of another version or broken is refused by a ``ValueError`` that names the file and
+    the line."""
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
@@ -139,11 +126,7 @@ def _no_constant(name: str) -> float:
 
 
 class _Reader:
-    """Takes rows one after another.
-
-    Attributes:
-        facts, prompts, rounds, totals: what was read so far; ``facts`` is empty before the first row.
-    """
+    """Takes rows one after another, and holds what was read so far; ``facts`` is empty before the first row."""
 
     def __init__(self) -> None:
         self.facts: list[tuple[str, str]] = []

@@ -38,12 +38,8 @@ class Drawn:
 
 
 def draw_tree(nodes: Sequence[TraceNode], next_token: TraceNode) -> Drawn:
-    """A round: its nodes, and behind the last accepted one the target's own token.
-
-    Args:
-        nodes: of the tree, the root first.
-        next_token: the target's own; its status is not looked at, its ``why`` says where it came from.
-    """
+    """A round: its nodes, the root first, and behind the last accepted one the target's own token.  That token's status
+    is not looked at; its ``why`` says where it came from."""
     last = max((n.index for n in nodes if n.status == "accepted"), default=0)
     own = TraceNode(OWN, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
     everyone = [*nodes, own]

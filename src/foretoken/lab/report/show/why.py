@@ -23,12 +23,8 @@ TRYING = frozenset({"rejection", "multi_round", "without_replacement", "kseq", "
 
 @dataclass(frozen=True)
 class TraceNode:
-    """One node of a round.
-
-    Attributes:
-        parent: index of the node above, -1 for the root.
-        p: the target's probability, q: the draft's, where they are known.
-    """
+    """One node of a round: ``parent`` is the index of the node above (-1 for the root), p the target's probability and
+    q the draft's, where they are known."""
 
     index: int
     parent: int
