@@ -127,17 +127,10 @@ def _run(common: Common, left: Sequence[BatchLine], total: int, file: Any, max_r
     return counts
 
 
-# -- lines of the files ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class BatchLine:
-    """One line of the input.
-
-    Attributes:
-        id: of the answer; the line's number if the line has none.
-        prompt: text, token ids or messages.
-    """
+    """One line of the input, whose prompt is a text, token ids or messages; ``id`` is the line's number if it has
+    none."""
 
     id: str
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -145,16 +138,13 @@ class BatchLine:
 
 
 def read_jobs(file: Path, options: Mapping[str, Any]) -> list[BatchLine]:
-    """All lines of the input, checked before any work.
+    """All lines of the input, checked before any work.  Raises ``ValueError``, naming the line, for one that is not
+    such an object, and for an id that comes twice.
 
     Args:
         file: JSON lines: ``prompt``, ``messages`` or ShareGPT's ``conversations`` (up to the last message that is to
             be answered), perhaps ``id``, perhaps options of its own.
         options: of lines that have none of their own.  A ``seed`` becomes seed + line number, from 0.
-
-    Raises:
-        ValueError: a line that is not such an object, or an id that comes twice; the message names the line.
-        OSError: no such file.
     """
     jobs: list[BatchLine] = []
     seen: set[str] = set()
@@ -188,11 +178,7 @@ def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
 
 
 def _check_sampling(own: Mapping[str, Any]) -> None:
-    """Whether a line can be sampled as it asks.
-
-    Raises:
-        ValueError: a value of another kind, or outside its range.
-    """
+    """Refuse, by a ``ValueError``, what a line cannot be sampled with."""
     sampling = {name: value for name, value in own.items() if REQUEST_FIELDS[name].sampling}
     if sampling:
         from foretoken.core.sampling import SamplingParams
@@ -223,10 +209,7 @@ def finished_ids(file: Path) -> set[str]:
     """Ids of the answers in an output file.
 
     What follows the last newline was left by a kill: the beginning of an answer is cut off, a whole answer gets its
-    newline.  A file that holds anything else is not touched.
-
-    Raises:
-        ValueError: the file is something else.
+    newline.  A file that holds anything else is not touched.  That is refused by a ``ValueError``.
     """
     if not file.exists():
         return set()
@@ -278,12 +261,7 @@ def _is_torn(tail: bytes) -> bool:
 
 @contextmanager
 def output_file(file: Path) -> Iterator[IO[bytes]]:
-    """The output, open for appending by this process alone.
-
-    Raises:
-        ValueError: another run writes to it.
-        OSError: it cannot be written.
-    """
+    """The output, open for appending by this process alone; a ``ValueError`` while another run writes to it."""
     with file.open("ab") as out:
         lock(out.fileno(), file)
         yield out
@@ -299,12 +277,8 @@ def append(out: IO[bytes], answer: Mapping[str, Any]) -> None:
 def run_jobs(
     llm: Llm, jobs: Sequence[BatchLine], write: Callable[[Mapping[str, Any]], None], max_running: int = 16
 ) -> None:
-    """Answer all jobs, several at once.
-
-    Args:
-        write: told of every answer when it is finished; a job that fails has ``error`` in place of a text.
-        max_running: most jobs that run together.
-    """
+    """Answer all jobs, ``max_running`` at once; ``write`` is told of every answer when it is finished.  A job that
+    fails has ``error`` in place of a text."""
     waiting, running = deque(jobs), dict[int, BatchLine]()
     try:
         while waiting or running:

@@ -231,11 +231,7 @@ _DETAILS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def _cards(given: Sequence[Path]) -> dict[str, Path]:
-    """Files of cards by their suffix.
-
-    Raises:
-        ValueError: another suffix, two files of one kind, or a file that cannot be written.
-    """
+    """Files of cards by their suffix, of which there is one each."""
     files: dict[str, Path] = {}
     for file in given:
         kind = file.suffix.lower()

@@ -100,11 +100,7 @@ def serve_command(
 
 
 def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst: int) -> list[Level]:
-    """Levels of concurrency, then of rates.
-
-    Raises:
-        ValueError: something that is no number above 0, or bursts without a rate.
-    """
+    """Levels of concurrency, then of rates, which alone have bursts."""
     if burst > 1 and not rate:
         raise ValueError("--burst says how many requests of a --rate arrive together: give --rate too")
     if not concurrency and not rate:
@@ -168,9 +164,6 @@ def _measured(
     if out is not None and result.cells:
         result.write(out)
     return result
-
-
-# -- for people ------------------------------------------------------------------------------------------------------
 
 
 def show(console: Console, result: LoadResult, out: Path | None) -> None:

@@ -66,13 +66,8 @@ def _read(interactive: bool) -> str | None:
 
 @dataclass
 class Session:
-    """One conversation.
-
-    Attributes:
-        messages: ``{"role", "content"}``, user and assistant in turn.
-        system: the message in front of all others; never forgotten.
-        shows_stats: whether figures follow every answer.
-    """
+    """One conversation: ``messages`` of user and assistant in turn, behind a ``system`` message that is never
+    forgotten."""
 
     llm: Llm
     options: dict[str, Any]
@@ -156,8 +151,6 @@ class Session:
         else:
             self.stats.merge(stats)
 
-    # -- prompts -----------------------------------------------------------------------------------------------------
-
     @property
     def _has_template(self) -> bool:
         return is_chat_model(self.llm)
@@ -166,9 +159,7 @@ class Session:
         """Token ids and the room for an answer; the oldest turns go when the context is full.
 
         Turns make room for an answer of at most half the context: a larger ``--max-new-tokens`` would leave none.
-
-        Raises:
-            ValueError: the last message alone fills the context, or the template refuses it.
+        Raises ``ValueError`` where the last message alone fills the context, or the template refuses it.
         """
         context, wanted = self.llm.target.context_length, int(self.options["max_new_tokens"])
         prompt = self._prompt()

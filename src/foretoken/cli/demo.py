@@ -35,12 +35,8 @@ OTHER = "Why is the sky blue?"
 
 @dataclass(frozen=True)
 class Show:
-    """What is shown.
-
-    Attributes:
-        kind: what kind of text that is, for whoever reads the ratio.
-        other: a prompt that is measured as well, and not shown; empty for none.
-    """
+    """What is shown: ``kind`` of text, for whoever reads the ratio, and ``other``, a prompt that is measured as well
+    and not shown (empty for none)."""
 
     target: str
     title: str

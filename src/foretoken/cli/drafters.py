@@ -77,9 +77,6 @@ def _listing(common: Common, folders: Sequence[Path]) -> tuple[list[Fit], str | 
         return ordered(fits(subject, folders, on_progress)), default
 
 
-# -- for people ------------------------------------------------------------------------------------------------------
-
-
 def _print(fits: Sequence[Fit], default: str | None) -> None:
     """What works, then what does not: the reason takes what the terminal has room for."""
     console = screen()

@@ -17,11 +17,8 @@ TERMINATED = 128 + signal.SIGTERM
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, with one line and an exit code of its own; only the main thread hears it.
-
-    Raises:
-        typer.Exit: with :data:`TERMINATED`, once what is inside has ended as an interrupted command does.
-    """
+    """SIGTERM ends a command as Ctrl-C does, with one line and an exit code of its own (:data:`TERMINATED`); only the
+    main thread hears it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

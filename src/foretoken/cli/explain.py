@@ -80,15 +80,11 @@ def print_explained(console: Console, output: Output, tokenizer: Any) -> None:
 def stream_explained(
     console: Console, llm: Llm, prompt: str | Sequence[int], options: Mapping[str, Any], echo: str = ""
 ) -> Output:
-    """Generate, and print the legend and the coloured text while it is written, then the trees; give the output.
+    """Generate on a console that shows colours, by an ``llm`` with a tokenizer: print the legend and the coloured text
+    while it is written, then the trees; give the output.
 
-    Args:
-        console: one that shows colours.
-        llm: what generates; it needs a tokenizer.
-        echo: printed before the output on a terminal.
-
-    Raises:
-        ValueError: what :meth:`Llm.stream` refuses; nothing is printed then.
+    ``echo`` is printed before the output on a terminal.  What :meth:`Llm.stream` refuses is a ``ValueError`` before
+    anything is printed.
     """
 
     def begin() -> None:
@@ -108,14 +104,11 @@ def stream_coloured(
     options: Mapping[str, Any],
     begin: Callable[[], None] = lambda: None,
 ) -> Output:
-    """Generate, and print the text while it is written, coloured where the console shows colours; give the output.
+    """Generate by an ``llm`` with a tokenizer, and print the text while it is written, coloured where the console shows
+    colours; give the output.
 
-    Args:
-        llm: what generates; it needs a tokenizer.
-        begin: called before the text, once the request has been accepted.
-
-    Raises:
-        ValueError: what :meth:`Llm.stream` refuses; nothing is printed then.
+    ``begin`` is called before the text, once the request has been accepted: what :meth:`Llm.stream` refuses is a
+    ``ValueError`` before anything is printed.
     """
     pieces = llm.stream(prompt, **options)
     first = next(pieces)
@@ -184,12 +177,8 @@ def _print_trees(console: Console, output: Output, tokenizer: Any, colour: bool)
 
 
 def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: str, first: int = 0) -> None:
-    """The token trees of a few rounds.
-
-    Args:
-        more: how to see the others.
-        first: the first round that is printed, from 0.
-    """
+    """The token trees of a few rounds, beginning with number ``first`` (from 0); ``more`` says how to see the
+    others."""
     from rich.text import Text
 
     for number, one in enumerate(rounds[first : first + TREES], first + 1):
@@ -202,9 +191,6 @@ def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: 
     left_over = len(rounds) - first - TREES
     if left_over > 0:
         console.print(Text(f"{left_over} more rounds: {more}", "dim"))
-
-
-# -- a tree as lines -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -110,13 +110,8 @@ def generate_command(
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be answered.
-
-    Attributes:
-        text: what the user wrote.
-        prompt: what the model reads: the text, or the token ids of a chat template around it.
-        raw: whether a chat template was left out on purpose.
-    """
+    """What is to be answered: the ``text`` of the user, and the ``prompt`` that the model reads: that text, or the
+    token ids of a chat template around it, unless that was left out on purpose (``raw``)."""
 
     llm: Llm
     text: str
@@ -188,12 +183,7 @@ def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | None) -> tuple[Common, str]:
-    """The options with their MODEL, checked, and the prompt.
-
-    Raises:
-        ValueError: two models or none, a wrong option, two prompts, more than two words, or an unreadable file.
-        OSError: no such file.
-    """
+    """The options with their MODEL, checked, and the prompt; a ``ValueError`` where they contradict each other."""
     model, prompt = model_and_prompt(words or (), "target" in common.given)
     common = common.of(model)
     common.check()
@@ -201,12 +191,8 @@ def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | 
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the argument, a file, stdin, or the built-in one.
-
-    Raises:
-        ValueError: two prompts, an empty one, or an unreadable file.
-        OSError: no such file.
-    """
+    """The prompt from the argument, a file, stdin, or the built-in one; a ``ValueError`` for two prompts or an empty
+    one."""
     if prompt is not None and file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
     if file is not None:
@@ -221,12 +207,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file; a byte order mark in front is no part of the text.
-
-    Raises:
-        ValueError: not UTF-8.
-        OSError: no such file.
-    """
+    """A UTF-8 text file, or a ``ValueError``; a byte order mark in front is no part of the text."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -295,15 +276,9 @@ def stats_line(stats: SpecStats) -> str:
     return line
 
 
-# -- comparison ------------------------------------------------------------------------------------------------------
-
-
 def compared(llm: Llm, prompt: str | list[int], options: dict[str, Any], repeat: int) -> Comparison:
-    """Plain and speculative decoding of a prompt in turns, with a line on the terminal that says how far it is.
-
-    Raises:
-        ValueError: there is no drafter, or an option is wrong.
-    """
+    """Plain and speculative decoding of a prompt in turns, for an ``llm`` with a drafter; a line on the terminal says
+    how far it is."""
     from foretoken.lab.bench.compare import compare
 
     if llm.drafter is None:

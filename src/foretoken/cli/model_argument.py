@@ -24,11 +24,8 @@ CONFIGS = ("config.json", "adapter_config.json")
 
 
 def one_model(model: str | None, target: str | None) -> str:
-    """The model of a command that was given MODEL, ``--target``, both or neither (``builtin``).
-
-    Raises:
-        ValueError: two different ones, or an empty name: often a shell variable that is not set.
-    """
+    """The model of a command that was given MODEL, ``--target``, both or neither (``builtin``).  Raises ``ValueError``
+    for two different ones, and for an empty name: often a shell variable that is not set."""
     if "" in (model, target):
         raise ValueError("MODEL is empty: name a model, or leave it out for the built-in one")
     if model is not None and target is not None and model != target:
@@ -37,11 +34,7 @@ def one_model(model: str | None, target: str | None) -> str:
 
 
 def existing_model(model: str | None, target: str | None) -> str:
-    """:func:`one_model`, where there is such a model: a wrong path is told before seconds are spent on imports.
-
-    Raises:
-        ValueError: two different ones, or none at that place.
-    """
+    """:func:`one_model`, where there is such a model: a wrong path is told before seconds are spent on imports."""
     from foretoken.core.io.checkpoints import check_source
 
     chosen = one_model(model, target)
@@ -76,11 +69,8 @@ def _is_file(text: str) -> bool:
 
 
 def model_and_prompt(words: Sequence[str], has_target: bool) -> tuple[str | None, str | None]:
-    """What ``[MODEL] [PROMPT]`` was given; with ``--target``, one word is the PROMPT.
-
-    Raises:
-        ValueError: more than two words, or the name of a file that is no model: its text was meant, not its name.
-    """
+    """What ``[MODEL] [PROMPT]`` was given; with ``--target``, one word is the PROMPT.  Raises ``ValueError`` for more
+    than two words, and for the name of a file that is no model: its text was meant, not its name."""
     if len(words) > 2:
         raise ValueError(f"{len(words)} arguments where MODEL and PROMPT are two: put the prompt between quotes")
     if len(words) == 2:
@@ -93,11 +83,8 @@ def model_and_prompt(words: Sequence[str], has_target: bool) -> tuple[str | None
 
 
 def model_before(words: Sequence[str], places: str) -> tuple[str | None, Sequence[str]]:
-    """What ``[MODEL] PLACES`` was given: MODEL is there when there is one word more than places.
-
-    Raises:
-        ValueError: fewer or more words.
-    """
+    """What ``[MODEL] PLACES`` was given: MODEL is there when there is one word more than places.  Raises ``ValueError``
+    for other numbers of words."""
     count = len(places.split())
     if len(words) == count + 1:
         return words[0], words[1:]

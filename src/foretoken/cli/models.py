@@ -52,12 +52,8 @@ def models_command(
 
 
 def fetched(name: str, given: Path | None = None) -> Path:
-    """The file of a named model, fetched if it is not here; what happens is told on stderr.
-
-    Raises:
-        ValueError: an unknown name, or as :func:`foretoken.core.io.fetching.fetch`.
-        OSError: the cache folder cannot be written.
-    """
+    """The file of a named model, fetched if it is not here; what happens is told on stderr.  Raises ``ValueError`` for
+    an unknown name, and as :func:`foretoken.core.io.fetching.fetch` does."""
     from foretoken.core.io.fetching import fetch
 
     model = named_models.model_by_name(name)

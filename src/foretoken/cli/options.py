@@ -85,14 +85,8 @@ class Common:
         return {name: self.sampling[name] for name in FILTERS}
 
     def of(self, model: str | None, is_run: bool = True) -> Common:
-        """These options for a MODEL that was given as an argument, or was not.
-
-        Args:
-            is_run: whether the model is about to be run, so that it must be there.
-
-        Raises:
-            ValueError: ``--target`` names another one, or there is no such model.
-        """
+        """These options for a MODEL that was given as an argument, or was not, and that must be there where it is about
+        to be run (``is_run``).  Raises ``ValueError`` where ``--target`` names another one."""
         choose = existing_model if is_run else one_model
         return dataclasses.replace(self, target=choose(model, self.target if "target" in self.given else None))
 
@@ -102,11 +96,7 @@ class Common:
         return {key: value for key, value in self.sampling.items() if key not in OWN_SAMPLING or key in self.given}
 
     def check(self) -> None:
-        """Find wrong names and values before seconds are spent on loading.
-
-        Raises:
-            ValueError: an unknown method, a drafter's path that is not there, or an option outside its range.
-        """
+        """Refuse wrong names and values, by a ``ValueError``, before seconds are spent on loading."""
         if self.drafter not in ("auto", "none"):
             check_drafter(self.drafter)
         if self.max_new_tokens < 1:
@@ -133,10 +123,8 @@ class Common:
         """Load the target and everything around it.
 
         ``own_sampling``: to answer, with the model's own sampling options as ``llm.defaults``, and with one thread
-        where that is faster on a busy machine.
-
-        Raises:
-            ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.
+        where that is faster on a busy machine.  Raises ``ValueError`` for parts that do not fit each other, and as
+        :meth:`check` does.
         """
         self.check()
         with doing(f"loading {self.target} ..."):
@@ -165,11 +153,7 @@ class Common:
         return llm
 
     def load_target(self, is_told: bool = True) -> LanguageModel:
-        """Load the target alone; an inflated one is told of first, if ``is_told``.
-
-        Raises:
-            ValueError: a bad checkpoint, dtype, device or size.
-        """
+        """Load the target alone; an inflated one is told of first, if ``is_told``."""
         from foretoken.loading import load_model
 
         target = load_model(self.target, **self._loading)
@@ -184,11 +168,7 @@ class Common:
         return {**named, "dtype": None if self.dtype == "auto" else self.dtype}
 
     def subject(self, is_told: bool = True) -> Subject:
-        """Load the target (as :meth:`load_target`), and name what drafters for it are made with.
-
-        Raises:
-            ValueError: a bad checkpoint, dtype, device or size.
-        """
+        """Load the target (as :meth:`load_target`), and name what drafters for it are made with."""
         from foretoken.lab.workload import Subject
         from foretoken.loading import load_tokenizer
 
@@ -265,11 +245,7 @@ def _option(field: Field) -> Any:
 
 
 def check_drafter(spec: str) -> None:
-    """Find a drafter's unknown name, or a path that is not there, before anything is imported.
-
-    Raises:
-        ValueError: either.
-    """
+    """Refuse a drafter's unknown name, or a path that is not there, by a ``ValueError`` before anything is imported."""
     parsed = parse_spec(spec)
     find("drafter", parsed.name)
     path = parsed.path

@@ -85,14 +85,8 @@ def print_table(console: Console, shown: Table) -> None:
 
 
 def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> None:
-    """Find that a file cannot be written before minutes are spent on what goes into it; nothing is left behind.
-
-    Args:
-        new_folders: whether folders that are not there yet will be made for it.
-
-    Raises:
-        ValueError: its folder is not there or not writable, or it is a folder itself.
-    """
+    """Refuse, by a ``ValueError``, a file that cannot be written, before minutes are spent on what goes into it;
+    nothing is left behind.  With ``new_folders`` the folders that are not there yet will be made for it."""
     from tempfile import TemporaryFile
 
     if out.is_dir():
@@ -108,11 +102,7 @@ def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> No
 
 
 def check_inputs(paths: Iterable[Path]) -> None:
-    """Find that a file is missing before a model is loaded for it.
-
-    Raises:
-        ValueError: one of the paths leads nowhere.
-    """
+    """Refuse, by a ``ValueError``, a path that leads nowhere, before a model is loaded for it."""
     for path in paths:
         if not path.exists():
             raise ValueError(f"no such file or folder: {path}")

@@ -119,9 +119,6 @@ def _settings(common: Common, asked: ParityOptions) -> Settings:
     )
 
 
-# -- the report ------------------------------------------------------------------------------------------------------
-
-
 def run_on(
     target: LanguageModel,
     source: str,
@@ -197,15 +194,9 @@ def _cells(check: Check, samples: int) -> list[str]:
     return [check.drafter, check.verifier, check.mode, *numbers]
 
 
-# -- certificates ----------------------------------------------------------------------------------------------------
-
-
 def before_certifying(file: Path, common: Common) -> dict[str, str]:
-    """Checksums of the target's files; what would keep the certificate from being written is found first.
-
-    Raises:
-        ValueError: there is no folder for the file, a profile, or the model's files are not on this machine.
-    """
+    """Checksums of the target's files.  What would keep the certificate from being written is a ``ValueError`` before
+    the run: no folder for the file, a profile, or files that are not on this machine."""
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise ValueError(
             f"--certificate cannot be written to {file}: give the name of a file in a folder that is there"
@@ -236,15 +227,13 @@ def write_certificate(
 def verify_certificate(
     file: Path, common: Common, model: str | None, drafters: list[str] | None, as_json: bool
 ) -> None:
-    """Run a certificate's checks again and say what is equal; exit code 1 where a promise does not hold.
+    """Run a certificate's checks again and say what is equal; exit code 1 where a promise does not hold.  A
+    ``ValueError`` for no whole certificate, and for one about another model or drafter.
 
     Args:
         common: its target is used where another one than the default was named.
         model: the target here; by default where the certificate found it.
         drafters: where they are here, in the certificate's order; by default as the certificate says.
-
-    Raises:
-        ValueError: no whole certificate, or it is about another model or drafter.
     """
     from foretoken.lab.parity.certificate import check_weights, read_certificate
     from foretoken.lab.parity.verification import compare

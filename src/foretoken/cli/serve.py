@@ -73,11 +73,7 @@ def _run(settings: ServerSettings, replicas: int, ray_address: str) -> int:
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...] | None:
-    """Keys of options and file; ``None`` where neither was given.
-
-    Raises:
-        ValueError: a file that cannot be read, or an empty key.
-    """
+    """Keys of options and file; ``None`` where neither was given.  Empty keys are refused."""
     keys = [" ".join(one.split()) for one in given or ()]
     if file is not None:
         try:

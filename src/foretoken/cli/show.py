@@ -109,11 +109,8 @@ def _prompt_in_words(llm: Llm, text: str, prompt: str | list[int], row: BenchPro
 
 
 def _row_of(file: Path | None) -> BenchPrompt | None:
-    """The one row of a file of prompts, which may be a conversation; ``None`` for another file, or none.
-
-    Raises:
-        ValueError: several rows, or a broken one.
-    """
+    """The one row of a file of prompts, which may be a conversation; ``None`` for another file, or none.  Several rows
+    are a ``ValueError``."""
     if file is None or ".jsonl" not in file.suffixes:
         return None
     from foretoken.lab.prompts import load_prompts
@@ -169,14 +166,8 @@ def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tup
 
 
 def trace_file(words: Sequence[str] | None, given: Collection[str]) -> Path | None:
-    """The trace that is the only argument, or ``None`` where a prompt is meant.
-
-    Args:
-        given: names of what stands on the command line.
-
-    Raises:
-        ValueError: there is no such file, or options of a run stand beside it.
-    """
+    """The trace that is the only argument, or ``None`` where a prompt is meant.  ``given`` has the names of what stands
+    on the command line: options of a run beside a trace are a ``ValueError``, and so is a file that is not there."""
     if words is None or len(words) != 1 or not words[0].endswith(".jsonl") or len(words[0].split()) != 1:
         return None
     file = Path(words[0]).expanduser()
@@ -194,15 +185,8 @@ def _check_round(out: Path, number: int | None) -> None:
 
 
 def show_trace(file: Path, out: Path | None, request: str | None, number: int | None, as_json: bool) -> None:
-    """Show a trace: in the terminal, or in the file ``out``.
-
-    Args:
-        request: which request; ``None``: the first.
-        number: which round, from 1; ``None``: the first ones, or of a picture the most telling.
-
-    Raises:
-        ValueError: a broken trace, no such request or round, or a page that cannot be written.
-    """
+    """Show a trace in the terminal, or in the file ``out``: of one request (``None``: the first) one round, from 1
+    (``None``: the first ones, or of a picture the most telling)."""
     from foretoken.lab.report.show.trace_file import read_trace
 
     if out is not None:

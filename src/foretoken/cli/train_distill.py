@@ -118,11 +118,7 @@ def open_shop(
     device: str | None,
     bar: TrainingBar,
 ) -> Workshop:
-    """Load the target, check that the draft model fits, prepare the text.
-
-    Raises:
-        ValueError: anything of that is wrong.
-    """
+    """Load the target, check that the draft model fits, prepare the text."""
     from foretoken.training.corpus import check_text
     from foretoken.training.workshop import Workshop, load_student
 

@@ -147,11 +147,7 @@ def _answers(
     bar: TrainingBar,
     stop: Stop,
 ) -> Path:
-    """The file of conversations that the target answered, written or gone on with.
-
-    Raises:
-        ValueError: an unknown way, or as :class:`foretoken.training.answers.AnswerFile`.
-    """
+    """The file of conversations that the target answered, written or gone on with; ``target`` is the only ``kind``."""
     from foretoken.llm import load
     from foretoken.training.answers import AnswerFile, read_questions
 

@@ -27,11 +27,7 @@ LINE_S = 10.0
 
 
 class ProgressLines:
-    """Stands for rich's progress bars where nobody sees a bar move: a line at once, then one every few seconds.
-
-    Args:
-        clock: seconds.
-    """
+    """Stands for rich's progress bars where nobody sees a bar move: a line at once, then one every few seconds."""
 
     def __init__(self, console: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.clock = console, clock
@@ -77,10 +73,7 @@ def duration(seconds: float) -> str:
 class TrainingBar:
     """The progress of one run: reading, the target's writing, steps.
 
-    Args:
-        bar: rich's bars or :class:`ProgressLines`.
-        describe: one line about what was just measured.
-        short: the same in a few words, shown beside every step.
+    ``describe`` puts what was just measured in one line, ``short`` in a few words that are shown beside every step.
     """
 
     def __init__(

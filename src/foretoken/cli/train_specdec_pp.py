@@ -67,11 +67,7 @@ def specdec_pp_command(
 
 
 def load_pair(target: str, draft: str, device: str | None = None) -> tuple[LanguageModel, LanguageModel, Any]:
-    """The target, its draft model in float32, and their tokenizer.
-
-    Raises:
-        ValueError: no tokenizer, or a draft model of another one.
-    """
+    """The target, its draft model in float32, and the tokenizer that they must share."""
     from foretoken.loading import check_same_tokenizer, check_vocabularies, load_model, load_tokenizer, resolve
 
     judge, tokenizer = load_target(target, device)

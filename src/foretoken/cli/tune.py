@@ -70,11 +70,7 @@ def layer_skip_command(
 
 
 def workload_of(common: Common, prompts: Path | None, new_tokens: int, most: int) -> Workload:
-    """What trials decode: prompts of a file, or our own.
-
-    Raises:
-        ValueError: no prompt that fits, a target without a tokenizer, or a bad option.
-    """
+    """What trials decode: prompts of a file, or our own."""
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.prompts import read_prompts
     from foretoken.lab.workload import Workload, fitting_prompts
@@ -179,11 +175,8 @@ def _tuned_tree(common: Common, asked: TreeOptions) -> TunedTree:
 def _checked_filler(
     spec: str, drafter: Drafter | None, shape: str, temperature: float
 ) -> tuple[HeadsDrafter | ModelDrafter, str]:
-    """What fills a tree, and the shape to build for it.
-
-    Raises:
-        ValueError: a drafter that fills no fixed tree, or a shape or temperature that it cannot be measured for.
-    """
+    """What fills a tree, and the shape to build for it.  Raises ``ValueError`` for a drafter that fills no fixed tree,
+    and for a shape or temperature that it cannot be measured for."""
     from foretoken.methods.drafters.heads import HeadsDrafter
     from foretoken.methods.drafters.model import ModelDrafter
     from foretoken.registry import rows

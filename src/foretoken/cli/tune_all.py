@@ -109,11 +109,7 @@ def _job(common: Common, asked: TuneOptions, began_s: float) -> TuneJob:
 
 
 def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
-    """Specs of what the user's folders hold, what lies in the model's own, and what a profile names.
-
-    Raises:
-        ValueError: no such folder or file, or a damaged profile.
-    """
+    """Specs of what the user's folders hold, what lies in the model's own, and what a profile names."""
     from foretoken.lab.bench.fitting import offered, places
     from foretoken.loading import read_profile
 

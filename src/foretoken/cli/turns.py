@@ -17,11 +17,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Complete the text as it is, wi
 
 
 def check_turn(system: str | None, raw: bool) -> None:
-    """Find options that contradict each other before a model is loaded.
-
-    Raises:
-        ValueError: ``--system`` beside ``--raw``.
-    """
+    """Refuse ``--system`` beside ``--raw``, by a ``ValueError`` before a model is loaded."""
     if system is not None and raw:
         raise ValueError("--system is a message in the chat template, and --raw leaves the template out: give one")
 
@@ -32,11 +28,7 @@ def is_chat_model(llm: Llm) -> bool:
 
 
 def check_system(llm: Llm, system: str | None, target: str) -> None:
-    """Whether the model takes a system message.
-
-    Raises:
-        ValueError: it has no template, or one that refuses such a message.
-    """
+    """Refuse a system message, by a ``ValueError``, for a model without a template or one whose template refuses it."""
     if system is None:
         return
     if not is_chat_model(llm):
@@ -45,11 +37,8 @@ def check_system(llm: Llm, system: str | None, target: str) -> None:
 
 
 def prompt_for(llm: Llm, text: str, system: str | None, raw: bool, target: str) -> str | list[int]:
-    """The text itself, or of a chat model the token ids of a conversation that begins with it.
-
-    Raises:
-        ValueError: an empty text, a system message for a model without a template, or a template that refuses them.
-    """
+    """The text itself, or of a chat model the token ids of a conversation that begins with it.  Raises ``ValueError``
+    for an empty text, and as :func:`check_system` does."""
     check_system(llm, system, target)
     if raw or not is_chat_model(llm):
         return text
