@@ -100,14 +100,9 @@ class Answer(ABC):
     def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """What a streamed answer says."""
 
-    # -- the engine's side -------------------------------------------------------------------------------------------
-
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Queue what it asks for.
-
-        Raises:
-            QueueFull, Draining, EngineDead: it is not taken.
-        """
+        """Queue what it asks for; raises :class:`QueueFull`, :class:`Draining` or :class:`EngineDead` where that is not
+        taken."""
         with self._refusals():
             tickets = submit_all(self.serving.engine, requests)
         prompts = requests[:: self.body.n or 1]
@@ -118,10 +113,8 @@ class Answer(ABC):
     def check_room(self, count: int) -> None:
         """Take so many places, or refuse: an overloaded server has no time to tokenise what it will not take.
 
-        Raises:
-            QueueFull, Draining, EngineDead: they would not be taken.
-            ApiError: 400, more than there can ever be, or a priority that this key may not ask for; 429, its quota is
-                used up.
+        Raises as :meth:`submit` does, and :class:`ApiError`: 400 for more than there can ever be, and for a priority
+        that this key may not ask for; 429 where its quota is used up.
         """
         with self._refusals():
             if (getattr(self.body, "priority", None) or 0) < 0 and not self.place.caller.priority:

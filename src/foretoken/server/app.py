@@ -23,12 +23,8 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 
 
 def create_app(settings: ServerSettings, serving: Serving | None = None) -> FastAPI:
-    """An application that begins to load its model when it is started; until then ``/ready`` says 503.
-
-    Args:
-        settings: how it is set up.
-        serving: its state, where somebody else watches it.
-    """
+    """An application that begins to load its model when it is started; until then ``/ready`` says 503.  Its state is
+    ``serving``, where somebody else watches it."""
     state = serving or Serving(settings)
 
     @asynccontextmanager

@@ -66,14 +66,11 @@ def format_of(template: str) -> CallFormat:
 
 
 def forced(form: CallFormat, tools: Sequence[Tool], most: int | None, special: Mapping[str, int]) -> str:
-    """A grammar (Lark's syntax, as llguidance reads it) of one to ``most`` calls of these tools and nothing else.
+    """A grammar (Lark's syntax, as llguidance reads it) of one to ``most`` calls of these tools and nothing else
+    (:data:`MOST_CALLS` where that is not said).
 
-    Args:
-        most: calls, :data:`MOST_CALLS` where that is not said.
-        special: ids of the tokenizer's added tokens: a grammar names these by their ids.
-
-    Raises:
-        ApiError: 400 for parameters that are no object.
+    ``special`` has the ids of the tokenizer's added tokens: a grammar names these by their ids.  Parameters that are no
+    object are answered with 400.
     """
 
     def literal(text: str) -> str:
@@ -153,11 +150,8 @@ class ToolChoice:
 
 
 def choice_of(body: ChatRequest) -> ToolChoice:
-    """The choice of a request.
-
-    Raises:
-        ApiError: 400 for a choice that names no tool of the request, or that others contradict.
-    """
+    """The choice of a request; one that names no tool of the request, or that others contradict, is answered with
+    400."""
     tools, chosen = list(body.tools or ()), body.tool_choice
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):

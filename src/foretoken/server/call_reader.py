@@ -32,12 +32,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a tool.
-
-    Attributes:
-        arguments: a JSON object, as text.
-        id: names it for its result.
-    """
+    """One call of a tool; ``arguments`` are a JSON object, as text, and ``id`` names the call for its result."""
 
     name: str
     arguments: str
@@ -55,9 +50,6 @@ class CallReader:
     Args:
         offered: names of the functions that may be called; none leaves everything text.
         most: calls that are reported; what comes behind the last of them is left out.
-
-    Attributes:
-        count: calls that were reported.
     """
 
     def __init__(self, offered: Collection[str], most: int | None = None) -> None:
@@ -70,11 +62,8 @@ class CallReader:
         self.count = 0
 
     def push(self, new: str, final: bool) -> list[str | Call]:
-        """What has become certain, in order; texts are never empty, and never follow one another.
-
-        Args:
-            final: whether there are no more.
-        """
+        """What has become certain, in order; texts are never empty, and never follow one another.  ``final`` says that
+        no more comes."""
         if not self._offered:
             return [new] if new else []
         self._text += new
@@ -152,12 +141,8 @@ class CallReader:
         return self._tell(size) if size else None
 
     def _block(self, at: int, mark: str, final: bool) -> tuple[int, list[Call]]:
-        """End of a call, or of a list of them, and what it says.
-
-        Raises:
-            _Incomplete: more must come first.
-            _NoCall: it is something else.
-        """
+        """End of a call, or of a list of them, and what it says.  Raises :class:`_Incomplete` where more must come
+        first, and :class:`_NoCall` where it is something else."""
         value = self._value = self._value or self._opened(at)
         end = value.end(self._text)
         written = self._text[value.start : end]
@@ -178,12 +163,8 @@ class CallReader:
         return _Value(at, name, not name and text[at] == "[" and not _opens_json(text[at + 1 :]))
 
     def _check_key(self, at: int) -> None:
-        """Whether a call may begin so: asked until it is decided, since nobody asks once its end is looked for.
-
-        Raises:
-            _Incomplete: that cannot be told yet.
-            _NoCall: it may not.
-        """
+        """Whether a call may begin so, asked until it is decided, since nobody asks once its end is looked for: raises
+        :class:`_Incomplete` until then, and :class:`_NoCall` where it may not."""
         first: re.Match[str] = _FIRST_KEY.match(self._text, at)  # type: ignore[assignment]  # it always matches
         key, behind = first[1], first[2]
         if key is not None and not (key in KEYS if behind == '"' else any(one.startswith(key) for one in KEYS)):
@@ -210,12 +191,8 @@ class _NoCall(Exception):
 
 
 class _Value:
-    """Finds the end of a value in brackets, as its text grows.
-
-    Args:
-        name: the function's, where it stands before the value.
-        python: whether it is Python's, where strings have other quotes as well.
-    """
+    """Finds the end of a value in brackets, as its text grows; ``name`` is the function's, where it stands before the
+    value.  In Python strings have other quotes as well."""
 
     def __init__(self, start: int, name: str, python: bool) -> None:
         self.start, self.name, self.python = start, name, python
@@ -256,11 +233,8 @@ def _opens_json(rest: str) -> bool:
 
 
 def _behind(text: str, end: int, final: bool) -> int:
-    """The place behind Hermes's closing tag, which some models leave out.
-
-    Raises:
-        _Incomplete: it may still come.
-    """
+    """The place behind Hermes's closing tag, which some models leave out; :class:`_Incomplete` while it may still
+    come."""
     rest = text[end:].lstrip()
     if rest.startswith(HERMES_END):
         return len(text) - len(rest) + len(HERMES_END)
@@ -272,11 +246,8 @@ def _behind(text: str, end: int, final: bool) -> int:
 
 
 def _json_calls(text: str, name: str) -> list[Call]:
-    """Calls in a JSON object or a list of them; ``name`` is the function's where the object is its arguments.
-
-    Raises:
-        _NoCall: it is no such thing.
-    """
+    """Calls in a JSON object or a list of them, or :class:`_NoCall`; ``name`` is the function's where the object is its
+    arguments."""
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError):

@@ -66,11 +66,8 @@ class _Completions(Choices):
             raise bad("logprobs of a prompt are not streamed: leave stream out, or what asks for them", "stream")
 
     def _encoded(self) -> list[list[int]]:
-        """Token ids of all prompts.
-
-        Raises:
-            ApiError: an empty one, an id outside the vocabulary, or text for a model without a tokenizer.
-        """
+        """Token ids of all prompts.  An empty one, an id outside the vocabulary, and text for a model without a
+        tokenizer are refused."""
         given = self.body.prompt
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
@@ -151,8 +148,6 @@ class _Completions(Choices):
     def _prompt_text(self, ids: Sequence[int]) -> str:
         tokenizer = self.serving.llm.tokenizer
         return str(tokenizer.decode(list(ids), skip_special_tokens=True)) if tokenizer is not None else ""
-
-    # -- streams -----------------------------------------------------------------------------------------------------
 
     def beginnings(self, count: int) -> Iterator[dict[str, Any]]:
         for index in range(count):

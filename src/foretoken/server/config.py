@@ -194,11 +194,8 @@ def parse_bytes(text: str) -> int | None:
 def settings_from(
     flags: Mapping[str, Any], file: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> ServerSettings:
-    """Settings of flags that were given (those that are ``None`` were not), the environment, and a file.
-
-    Raises:
-        ValueError: a file that cannot be read, an unknown name in it, or a value of the wrong kind.
-    """
+    """Settings of flags that were given (those that are ``None`` were not), the environment, and a file.  Raises
+    ``ValueError`` for a file that cannot be read, an unknown name in it, and a value of the wrong kind."""
     known = {one.name: one for one in fields(ServerSettings)}
     values: dict[str, Any] = {}
     for name, value in _read(file).items():

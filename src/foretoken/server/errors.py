@@ -100,14 +100,8 @@ ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {status: {"model": Anthro
 
 
 class ApiError(Exception):
-    """An answer that is no success.
-
-    Args:
-        message: one sentence that says what to do.
-        param: the field that is wrong.
-        code: for programs.
-        counted: whether the metrics have it already.
-    """
+    """An answer that is no success: ``message`` says in one sentence what to do, ``param`` names the field that is
+    wrong, and ``code`` is for programs.  It is ``counted`` where the metrics have it already."""
 
     def __init__(
         self,

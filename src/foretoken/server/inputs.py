@@ -61,11 +61,7 @@ def chat_of(request: Mapping[str, Any]) -> ChatRequest:
 
 def member_of(method: str | None, serving: Serving) -> str | None:
     """The member of a group of drafters that a request names, by its spec or the beginning of it; ``None`` for no
-    choice.
-
-    Raises:
-        ApiError: 400 for a method that does not draft here.
-    """
+    choice.  A method that does not draft here is answered with 400."""
     drafter = serving.llm.drafter
     spec = "none" if drafter is None else drafter.limits.name
     if method is None or method in ("none", "auto") or _begins(spec, method):
@@ -129,16 +125,13 @@ def engine_requests(
     caller: Caller,
     **more: Any,
 ) -> list[Request]:
-    """One request per prompt and choice, in order of their indices; takes a while for many of them.
+    """One request per prompt and choice, in order of their indices; takes a while for many of them.  What is wrong with
+    them is answered with 400.
 
     Args:
         constraints: one for each prompt and choice.
         field: where the prompts came from.
-        caller: whose texts and drafts may be reused, and how many of whose requests may run together.
         more: options of :func:`foretoken.options.make_request`.
-
-    Raises:
-        ApiError: 400.
     """
     predicted = more.get("prediction")
     if predicted is not None:
@@ -255,15 +248,12 @@ def _biases(given: Mapping[str, float] | None, serving: Serving) -> dict[int, fl
 async def constraints_of(
     body: CompletionBody, count: int, serving: Serving, calls: str = "", schemas: Mapping[str, Any] | None = None
 ) -> list[OutputRule | None]:
-    """What the answers must look like, one for each choice.
+    """What the answers must look like, one for each choice.  A grammar that cannot be compiled, or not in time, is
+    answered with 400, and with 503 where others stand in its way.
 
     Args:
-        count: choices.
         calls: a grammar of calls of tools, where these are forced.
         schemas: those in it, by where they stand in the request: each is tried by itself, for an error that names it.
-
-    Raises:
-        ApiError: 400 for a grammar that cannot be compiled, or not in time; 503 where others stand in its way.
     """
     wanted = ("grammar", calls, "tools") if calls else _wanted(body.response_format, body.structured_outputs)
     if wanted is None:

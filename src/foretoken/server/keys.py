@@ -40,15 +40,9 @@ class Caller:
 
 
 class Keys:
-    """All keys of a server.
-
-    Args:
-        given: one entry for each key: the key alone, or with options behind it (:func:`parsed`).
-        standard: what a key may take whose entry says nothing else.
-
-    Raises:
-        ValueError: an option that is none, or a key that is given twice.
-    """
+    """All keys of a server: one entry for each, the key alone or with options behind it (:func:`parsed`); ``standard``
+    is what a key may take whose entry says nothing else.  Raises ``ValueError`` as :func:`parsed` does, and for a key
+    that is given twice."""
 
     def __init__(self, given: Sequence[str], standard: Caller) -> None:
         self._callers: list[tuple[bytes, Caller]] = []
@@ -77,14 +71,11 @@ class Keys:
 
 
 def parsed(entry: str, number: int, standard: Caller) -> tuple[str, Caller]:
-    """A key, and what it may take: ``KEY name=team-a running=4 queued=16 tokens_per_minute=60000 priority``.
+    """A key, and what it may take: ``KEY name=team-a running=4 queued=16 tokens_per_minute=60000 priority``.  What is
+    not said is taken from ``standard``.
 
-    Args:
-        number: which one it is, from 1; errors and its name say that, never the key.
-        standard: what is not said.
-
-    Raises:
-        ValueError: an unknown option, a value of the wrong kind, or options where there is no key.
+    Errors, and its name, say which one it is (``number``, from 1), never the key.  Raises ``ValueError`` for an unknown
+    option, a value of the wrong kind, and options where there is no key.
     """
     key, *options = entry.split()
     if key.partition("=")[0] in OPTIONS and "=" in key:

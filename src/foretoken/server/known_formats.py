@@ -16,10 +16,7 @@ _DATA = ("const", "enum", "default", "example", "examples")
 
 def without_unknown_formats(schema: Any) -> Any:
     """A copy of a JSON schema without the formats that nobody here can enforce: to JSON Schema they are annotations.
-
-    Args:
-        schema: nested no deeper than Python's recursion goes.
-    """
+    The schema is nested no deeper than Python's recursion goes."""
     if isinstance(schema, list):
         return [without_unknown_formats(one) for one in schema]
     if not isinstance(schema, dict):

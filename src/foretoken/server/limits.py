@@ -56,8 +56,6 @@ class Gate:
     the number of bytes ``sent``.
 
     Args:
-        app: what comes behind.
-        settings: sizes, times, keys and names.
         failed: told of every error answer that comes from here.
         admit: raises an :class:`ApiError` while nothing can be taken of who asks: a full server refuses before it reads
             what was asked, or those whom it serves would wait for that.
@@ -143,11 +141,8 @@ class Gate:
         return named
 
     def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        """Who asks; a replica is told by its gateway, and no client can say it.
-
-        Raises:
-            ApiError: 421, another server's name; 401, no valid key.
-        """
+        """Who asks; a replica is told by its gateway, and no client can say it.  Another server's name is answered with
+        421, and no valid key with 401."""
         told = scope["state"].get("caller")
         if isinstance(told, Caller):
             return told
@@ -163,11 +158,8 @@ class Gate:
         return caller
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """Read the whole body, and hand it on in one piece.
-
-        Raises:
-            ApiError: 413, 408, or 400 for a document that is nested too deeply.
-        """
+        """Read the whole body, and hand it on in one piece.  Raises :class:`ApiError` 413, 408, or as :func:`checked`
+        does."""
         scope["state"]["size"] = 0
         declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self.max_body:
@@ -241,11 +233,8 @@ def _id_of(headers: Headers) -> str:
 
 
 def checked(body: bytes) -> bytes:
-    """The document as UTF-8, whatever Unicode encoding it came in.
-
-    Raises:
-        ApiError: 400, it is nested too deeply, or its bytes are no text.
-    """
+    """The document as UTF-8, whatever Unicode encoding it came in; 400 where it is nested too deeply or its bytes are
+    no text."""
     encoding = json.detect_encoding(body)
     if encoding != "utf-8":
         try:
@@ -317,11 +306,7 @@ class Hosts:
         self._any = ANY in allowed or (keyed and not allowed)
 
     def check(self, header: str) -> None:
-        """Refuse a name that is not this server's; a client that names none is no browser.
-
-        Raises:
-            ApiError: 421.
-        """
+        """Refuse, with 421, a name that is not this server's; a client that names none is no browser."""
         name = _name_of(header)
         if self._any or not header or name in self._names or self._is_own_address(name):
             return

@@ -14,10 +14,8 @@ class TokenTexts:
     """Texts of single tokens.
 
     A token that is no whole character, such as the first byte of one, is written as OpenAI writes it: ``bytes:`` and
-    its bytes.  Decoded, all such tokens would be one replacement sign.
-
-    Args:
-        as_ids: write ``token_id:N`` instead.
+    its bytes.  Decoded, all such tokens would be one replacement sign.  With ``as_ids`` every token is written as
+    ``token_id:N`` instead.
     """
 
     def __init__(self, tokenizer: Any | None, as_ids: bool = False) -> None:
@@ -55,11 +53,7 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where tokens begin in a text, as it grows.
-
-    Args:
-        start: where the first one begins.
-    """
+    """Where tokens begin in a text, as it grows; the first one begins at ``start``."""
 
     def __init__(self, tokenizer: Any | None, start: int = 0) -> None:
         self._text, self._start = Detokenizer(tokenizer), start

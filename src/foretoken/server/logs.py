@@ -39,10 +39,8 @@ class LineWriter(logging.Handler):
     """Writes lines in a thread of its own, so that no request waits for who reads them.
 
     A pipe that nobody empties is full after 64 KiB, and a write to it never returns: in the event loop it would stop
-    the whole server.
-
-    Args:
-        most: lines that may wait; later ones are lost, and their number is written as soon as there is room.
+    the whole server.  At most ``most`` lines wait: later ones are lost, and their number is written as soon as there is
+    room.
     """
 
     def __init__(self, descriptor: int, most: int = MOST_LINES) -> None:

@@ -37,12 +37,8 @@ def share_arenas(most: int = 2) -> bool:
 
 
 class FreedMemory:
-    """Gives memory back a while after something large has ended.
-
-    Args:
-        after_s: seconds to wait for more that ends.
-        give_back: what does it, in a thread of its own.
-    """
+    """Gives memory back, in a thread of its own, a while after something large has ended: ``after_s`` seconds wait for
+    more that ends."""
 
     def __init__(self, after_s: float = AFTER_S, give_back: Callable[[], None] = trim) -> None:
         self._after_s, self._give_back = after_s, give_back

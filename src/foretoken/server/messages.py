@@ -103,8 +103,6 @@ class _Message(ChatTurn):
             stop_reason = "tool_use"
         return {"stop_reason": stop_reason, "stop_sequence": None}
 
-    # -- streams -----------------------------------------------------------------------------------------------------
-
     async def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         begun = {"input_tokens": len(self.prompt), "output_tokens": 0}
         cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}

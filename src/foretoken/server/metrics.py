@@ -23,13 +23,10 @@ DONE = ("stop", "length")
 
 
 class Metrics:
-    """All counters of a server, once per prefix.
+    """All counters of a server, once per prefix of their names, labelled with the model.
 
-    Args:
-        prefixes: what the names begin with.
-        model: the label of all of them.
-        status: asked for what the engine does just now, whenever somebody reads.
-        places: asked for the choices that are admitted.
+    ``status`` is asked for what the engine does just now whenever somebody reads, and ``places`` for the choices that
+    are admitted.
     """
 
     def __init__(
@@ -107,12 +104,8 @@ class Metrics:
         return metrics
 
     def ended(self, request: Request, arrived_s: float, stats: SpecStats, reason: FinishReason | None) -> None:
-        """Count a choice that has left the engine, however it ended; in the engine's thread.
-
-        Args:
-            arrived_s: when it came, by the monotonic clock.
-            reason: why it ended; ``None`` for one that was cancelled.
-        """
+        """Count a choice that has left the engine, however it ended, in the engine's thread; it came at ``arrived_s``
+        by the monotonic clock, and was cancelled where there is no reason."""
         whole_s, told = time.monotonic() - arrived_s, REASONS.get(reason or "", "abort")
         for one in self._sets:
             self._count(one, stats, told)

@@ -21,16 +21,8 @@ MINUTE_S = 60.0
 
 
 class Places:
-    """All of a server.
-
-    Args:
-        most: choices that may be admitted at once; ``None`` where somebody else counts them.
-        kept: how many of them are for keys that have none yet, so that one key cannot hold all.
-        clock: seconds.
-
-    Attributes:
-        open: choices that are admitted.
-    """
+    """All of a server: at most ``most`` choices may be admitted at once (``None`` where somebody else counts them), of
+    which ``kept`` are for keys that have none yet, so that one key cannot hold all."""
 
     def __init__(self, most: int | None, kept: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.kept, self.open = most, kept, 0
@@ -101,23 +93,15 @@ class Places:
 
 
 class Place:
-    """What one request holds.
-
-    Attributes:
-        spent: tokens of its prompts and answers so far.
-    """
+    """What one request holds; it has ``spent`` so many tokens of prompts and answers so far."""
 
     def __init__(self, places: Places, caller: Caller) -> None:
         self._places, self.caller = places, caller
         self._held = self.spent = 0
 
     def take(self, count: int) -> None:
-        """Admit so many choices.
-
-        Raises:
-            QueueFull: the server has no room for them now.
-            ApiError: 400 for more than there can ever be; 429, what the key may take is used up.
-        """
+        """Admit so many choices.  Raises :class:`QueueFull` where the server has no room for them now, and
+        :class:`ApiError`: 400 for more than there can ever be, 429 where what the key may take is used up."""
         self._places._take(self.caller, count)
         self._held += count
 

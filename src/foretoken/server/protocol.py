@@ -30,12 +30,8 @@ PROBE_S, MOST_PROBE_S = 0.01, 10.0
 
 
 class StalledConnections:
-    """Connections whose clients have stopped reading, the oldest first.
-
-    Args:
-        timeout_s: seconds after which such a connection is cut.
-        most: of more connections the oldest is cut at once.
-    """
+    """Connections whose clients have stopped reading, the oldest first.  Each is cut after ``timeout_s`` seconds; of
+    more than ``most`` the oldest is cut at once."""
 
     def __init__(self, timeout_s: float = 30.0, most: int = 32) -> None:
         self.timeout_s, self.most = timeout_s, most

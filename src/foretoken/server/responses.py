@@ -144,8 +144,6 @@ class _Response(ChatTurn):
             "user": body.user,
         }
 
-    # -- streams -----------------------------------------------------------------------------------------------------
-
     async def stream(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
         """Events with their numbers; an error is one of them, and the last."""
         number, events = 0, super().stream(tickets)

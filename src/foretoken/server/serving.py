@@ -124,7 +124,6 @@ class Serving:
     """A server's state.
 
     Attributes:
-        settings: how it is set up.
         places: what is admitted, until its last byte was taken.
         lengths: how many tokens a text has at least.
         started_s: when the model was ready, in seconds since 1970.
@@ -233,12 +232,8 @@ class Serving:
 
     @property
     def engine(self) -> AsyncLlm:
-        """The engine.
-
-        Raises:
-            ApiError: 503, as long as the model is loaded, or when the server is about to stop.
-            EngineDead: there is none any more.
-        """
+        """The engine.  Raises :class:`ApiError` 503 while the model is loaded and when the server is about to stop, and
+        :class:`EngineDead` where there is none any more."""
         if self.failed is not None:
             raise EngineDead(str(self.failed))
         if self._engine is None:

@@ -68,11 +68,8 @@ async def framed(events: AsyncIterator[Any], pad: int, dialect: Dialect = OPENAI
 class EventStream(StreamingResponse):
     """Sends events as they come, and a comment when none has come for a while.
 
-    Comments come from a task of their own: waiting for every event with a limit would cost a task for each.
-
-    Args:
-        ping_s: seconds of silence before a comment.
-        pad: see :func:`event`.
+    Comments come from a task of their own: waiting for every event with a limit would cost a task for each.  One is
+    sent after ``ping_s`` seconds of silence; for ``pad`` see :func:`event`.
     """
 
     def __init__(

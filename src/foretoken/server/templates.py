@@ -49,11 +49,8 @@ class Conversation:
 
 
 async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
-    """The prompt of a conversation.
-
-    Raises:
-        ApiError: 400, where the template refuses it, takes too long, or shows the model nothing of its tools.
-    """
+    """The prompt of a conversation; 400 where the template refuses it, takes too long, or shows the model nothing of
+    its tools."""
     if tokenizer is None:
         raise bad("this model has no tokenizer: use /v1/completions with token ids", "messages")
     _check(conversation)

@@ -39,7 +39,6 @@ class ChatTurn(Answer):
         clamps: whether the limit of tokens may be more than the context has left, which then ends the answer.
         body: what it asks, in the words of chat completions.
         prompt: token ids, once it was started.
-        tool_choice: what it says about tools.
         most: tokens of the answer, once it was started.
     """
 

@@ -89,14 +89,9 @@ GRAMMARS = ThreadPoolExecutor(32, "foretoken-grammars")
 async def in_thread(
     pool: ThreadPoolExecutor | FairQueue, work: Callable[[], T], timeout_s: float | None = None, cost: int = 1
 ) -> T:
-    """The result of some work in a thread.
+    """The result of some work in a thread; its ``cost`` is for a :class:`FairQueue`.
 
-    Args:
-        timeout_s: seconds that it may take.
-        cost: how much it is, for a :class:`FairQueue`.
-
-    Raises:
-        TimeoutError: it takes longer than it may; a thread cannot be stopped and goes on, but nobody waits.
+    Raises ``TimeoutError`` after ``timeout_s``; a thread cannot be stopped and goes on, but nobody waits.
     """
     future = pool.submit(work, cost) if isinstance(pool, FairQueue) else pool.submit(work)
     return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)

@@ -28,12 +28,7 @@ class FleetMetrics:
         self.failures[reason] += 1
 
     def text(self, replicas: Mapping[str, str], ready: int, open_: int) -> str:
-        """What Prometheus reads.
-
-        Args:
-            replicas: the texts of replicas, by name.
-            ready: replicas that can serve.
-        """
+        """What Prometheus reads, made of the texts of replicas by name, of which ``ready`` can serve."""
         own = (
             ("replicas_ready", "gauge", "Replicas that can serve.", ready),
             ("gateway_requests_open", "gauge", "Requests that have not ended.", open_),

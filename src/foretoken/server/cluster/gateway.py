@@ -76,7 +76,6 @@ class Fleet:
     """A gateway's state, in the words of :class:`foretoken.server.serving.Serving`, so that one loop watches both.
 
     Attributes:
-        settings: how the server is set up.
         failed: why they could not be started.
         draining: whether new requests are refused.
         is_chat: whether the model comes with a chat template.
@@ -199,8 +198,6 @@ class Gateway:
         text = self.fleet.metrics.text(counters, replicas.num_ready, self.fleet.num_open)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    # -- one request -------------------------------------------------------------------------------------------------
-
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _body(receive)
         place, asked = place_of(scope), asked_of(body)
@@ -215,11 +212,8 @@ class Gateway:
             await while_connected(receive, self._answer(given, body, session, place, send))
 
     async def _answer(self, scope: dict[str, Any], body: bytes, session: str, place: Place, send: Send) -> None:
-        """Send what a replica answers; another one's answer where it is lost before anything was sent.
-
-        Raises:
-            ApiError: 503, every replica that was tried is gone; 504, the time is up.
-        """
+        """Send what a replica answers; another one's answer where it is lost before anything was sent.  Where every
+        replica that was tried is gone, that is 503, and when the time is up 504."""
         sent = _Sent(send, is_anthropic(scope["path"]))
         # The replica ends a request in time itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + GRACE_S
@@ -277,11 +271,8 @@ class _Sent:
         self.ended = not message.get("more_body", False)
 
     async def break_off(self) -> None:
-        """End a stream with an error event; an answer of another kind by breaking the connection.
-
-        Raises:
-            ConnectionError: there is no other way to say that something is missing.
-        """
+        """End a stream with an error event; an answer of another kind by breaking the connection
+        (:class:`ConnectionError`), as nothing else can say that something is missing."""
         names = dict(self._start["headers"]) if self._start is not None else {}
         if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise ConnectionError("an answer broke off")

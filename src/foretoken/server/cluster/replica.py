@@ -20,12 +20,10 @@ ANYBODY = Caller()
 
 
 class Replica:
-    """One model, one engine, one application.
+    """One model, one engine, one application; ``name`` is told to clients in the header ``X-Replica``.
 
-    Args:
-        settings: of the server.  Keys and origins are the gateway's business: they do not travel, only who asks does.
-        name: told to clients in the header ``X-Replica``.
-        make: makes the state; loads the model by default.
+    Keys and origins are the gateway's business: they do not travel with the server's settings, only who asks does.
+    ``make`` makes the state; by default it loads the model.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ def choices_of(asked: Mapping[str, Any]) -> int:
 def session_of(headers: Mapping[str, str], asked: Mapping[str, Any], tenant: str = "") -> str:
     """The session of a request, a digest; empty where any replica will do.
 
-    Args:
-        tenant: who asks: texts of one are never found again by another, so they need no replica in common.
+    It depends on who asks (``tenant``): texts of one are never found again by another, so they need no replica in
+    common.
     """
     named = headers.get("x-session-id", "")[:LONGEST_ID]
     if named:
@@ -89,10 +89,6 @@ def order(session: str, loads: Mapping[str, int]) -> list[str]:
     A session's own replica comes first as long as it has less than its share of all requests, widened by ``MORE``;
     then the next ones in the session's order; at last the full ones, the least busy first.  A request without a session
     goes to the least busy replica.
-
-    Args:
-        session: digest of the session, or empty.
-        loads: requests that each replica has now.
     """
     if not session:
         names = list(loads)

@@ -35,12 +35,8 @@ REASON = re.compile(r"(?:ray::|\s*)(?:[\w.]*\.)?(?:\w*Error|\w*Exception): (.+)"
 
 
 def serve_replicas(settings: ServerSettings, replicas: int, address: str, sock: socket.socket) -> int:
-    """Serve with several replicas until a signal comes; returns the exit code.
-
-    Args:
-        settings: of every replica; host, port and keys are the gateway's.
-        address: ``local`` starts Ray here, ``auto`` finds the cluster that this machine is part of, or its address.
-    """
+    """Serve with several replicas until a signal comes; returns the exit code.  Host, port and keys of the settings are
+    the gateway's; for ``address`` see :class:`RayReplicas`."""
     fleet = Fleet(settings, RayReplicas(settings, replicas, address))
     return run_app(create_gateway(fleet), fleet, sock)
 
@@ -56,8 +52,8 @@ def check_ray() -> None:
 class RayReplicas:
     """Replicas as a deployment of Ray Serve; see :class:`foretoken.server.cluster.gateway.Replicas`.
 
-    Args:
-        address: of the cluster, ``auto``, or ``local``.
+    ``address`` is the cluster's; ``local`` starts Ray here, and ``auto`` finds the cluster that this machine is part
+    of.
     """
 
     def __init__(self, settings: ServerSettings, count: int, address: str) -> None:
@@ -68,11 +64,8 @@ class RayReplicas:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Join the cluster and deploy; returns when all replicas can serve.
-
-        Raises:
-            ValueError: there is no such cluster, or a replica cannot be started.
-        """
+        """Join the cluster and deploy; returns when all replicas can serve, and raises ``ValueError`` where there is no
+        such cluster or a replica cannot be started."""
         # Not in the main thread, where Ray would set a handler of SIGTERM that raises, wherever the signal comes.
         await asyncio.to_thread(self.join)
         for number in STOPPING:  # Ray's C++ part has put one before each, which writes a trace
@@ -233,11 +226,8 @@ def _kill(processes: list[Any]) -> None:
 
 
 def deployment(settings: ServerSettings, replicas: int, threads: int) -> Any:
-    """The application as a deployment.
-
-    Args:
-        threads: of each on the CPU; 0 leaves it to Ray, which gives as many as it reserves.
-    """
+    """The application as a deployment, with ``threads`` for each replica on the CPU; 0 leaves it to Ray, which gives as
+    many as it reserves."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -302,11 +292,7 @@ def _cores() -> int:
 
 
 def _reach(address: str) -> None:
-    """Find out soon that nobody is at an address: Ray itself tries for minutes.
-
-    Raises:
-        ValueError: nobody is there.
-    """
+    """Find out soon that nobody is at an address, by a ``ValueError``: Ray itself tries for minutes."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or _noted()
         if not address:

@@ -39,7 +39,8 @@ _lock = threading.Lock()
 def compile_constraint(
     kind: str, spec: Any, tokenizer: Any, vocab_size: int, patience_s: float | None = None
 ) -> GrammarConstraint:
-    """A constraint for one request.
+    """A constraint for one request.  Raises :class:`TrialBusy` when the patience has ended, and ``ValueError`` for
+    another kind, for what cannot be compiled or is too large, and for a tokenizer of another sort.
 
     Args:
         kind: ``json_object``, ``json_schema``, ``regex``, ``grammar`` (Lark's syntax, as llguidance reads it) or
@@ -49,10 +50,6 @@ def compile_constraint(
         tokenizer: the target's, a fast one of Transformers.
         vocab_size: width of the logits, which may be more than the tokenizer has.
         patience_s: seconds to wait while other grammars are on trial; ``None`` waits for as long as it takes.
-
-    Raises:
-        TrialBusy: the patience has ended.
-        ValueError: another kind, something that cannot be compiled or is too large, or a tokenizer of another sort.
     """
     grammar = checked_grammar(kind, spec, patience_s)
     known = tokenizer_view(tokenizer, vocab_size)
@@ -62,12 +59,8 @@ def compile_constraint(
 
 
 def checked_grammar(kind: str, spec: Any, patience_s: float | None) -> str:
-    """llguidance's own text of what was given, which it can compile within the limits.
-
-    Raises:
-        TrialBusy: the patience has ended.
-        ValueError: it cannot.
-    """
+    """llguidance's own text of what was given, which it can compile within the limits.  Raises as
+    :func:`compile_constraint` does."""
     grammar = _grammar(kind, spec)
     if kind != "json_object":  # that one is ours
         _check(kind, TRIAL.error(TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial's vocabulary is small
@@ -167,12 +160,8 @@ def _viewed(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 
 
 class _Spelled:
-    """What llguidance asks of a tokenizer that is not Transformers' own.
-
-    Args:
-        tokenizer: has ``spelling`` (bytes of a token) and ``encode``.
-        vocab_size: width of the logits.
-    """
+    """What llguidance asks of a tokenizer that is not Transformers' own, but has ``spelling`` (bytes of a token) and
+    ``encode``."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer

@@ -18,13 +18,7 @@ from foretoken.core.constraints import CannotGoOn
 
 
 class GrammarConstraint:
-    """See :class:`foretoken.core.constraints.Constraint`.
-
-    Args:
-        matcher: a compiled grammar, at its beginning.
-        vocab_size: width of the logits.
-        ends: ids that end a text; an attribute, too.
-    """
+    """See :class:`foretoken.core.constraints.Constraint`; the matcher is a compiled grammar, at its beginning."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self.ends = matcher, vocab_size, ends
@@ -40,11 +34,9 @@ class GrammarConstraint:
         """Scores [1, V] in which tokens that may not follow the output [1, n] are impossible.
 
         An output that breaks the grammar (a node below a draft that was refused) gets the end of the text: its
-        distribution is never drawn from, but it must be one.  One that keeps to the grammar may be left with
-        nothing, where others have ruled out what the grammar asks for.
-
-        Raises:
-            CannotGoOn: following the grammar costs more than is allowed; the text so far says nothing about it.
+        distribution is never drawn from, but it must be one.  One that keeps to the grammar may be left with nothing,
+        where others have ruled out what the grammar asks for.  Raises :class:`CannotGoOn` where following the grammar
+        costs more than is allowed, which says nothing about the text so far.
         """
         with self._lock:
             fits, allowed = self._allowed(input_ids[0].tolist())
@@ -76,8 +68,6 @@ class GrammarConstraint:
         """Whether the grammar is complete with these output tokens."""
         with self._lock:
             return self._go_to(list(output)) and bool(self._matcher.is_stopped() or self._matcher.is_accepting())
-
-    # -- the matcher's place -----------------------------------------------------------------------------------------
 
     def _allowed(self, output: list[int]) -> tuple[bool, np.ndarray]:
         """Whether the output keeps to the grammar, and [vocab_size] whether each token may follow."""

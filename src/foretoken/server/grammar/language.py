@@ -31,18 +31,9 @@ def compile_language(
     A text has many spellings in tokens, and the model was trained on the tokenizer's: the language holds that one of
     every string, spelled by itself and not together with the end of the prompt.
 
-    Args:
-        kind: ``json_object``, ``json_schema``, ``regex``, ``grammar`` or ``choice``, as for
-            :func:`foretoken.server.grammar.compile_constraint`.
-        spec: the schema, the expression, the grammar or the list of texts.
-        tokenizer: the target's, a fast one of Transformers.
-        vocab_size: width of the logits.
-        patience_s: seconds to wait while other grammars are on trial; ``None`` waits for as long as it takes.
-
-    Raises:
-        TrialBusy: the patience has ended.
-        ValueError: what cannot be compiled, no string that fits, too many of them or too long ones (so, without an
-            end), or one that the tokenizer cannot spell.
+    The arguments are those of :func:`foretoken.server.grammar.compile_constraint`, which says what is raised, too; a
+    ``ValueError`` also means that no string fits, that there are too many or too long ones (so, without an end), or
+    that the tokenizer cannot spell one.
     """
     grammar = checked_grammar(kind, spec, patience_s)
     if TOKEN.search(grammar):

@@ -36,11 +36,8 @@ class Trial:
         atexit.register(self.close)
 
     def error(self, grammar: str, limits: dict[str, int], patience_s: float | None = None) -> str:
-        """Why the grammar cannot be compiled, or an empty text.
-
-        Raises:
-            TrialBusy: others are on trial for longer than ``patience_s``; ``None`` waits.
-        """
+        """Why the grammar cannot be compiled, or an empty text.  Raises :class:`TrialBusy` where others are on trial
+        for longer than ``patience_s``; ``None`` waits."""
         key = (grammar, json.dumps(limits))
         known = self._known(key)
         if known is None:
