@@ -81,10 +81,7 @@ def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
 
     Rows carry ``messages`` or ``conversations``, ``turns`` (a list of the user's texts), or one question: that of
     :func:`foretoken.core.io.documents.asked_of`, or a ``text``.  An assistant's message that calls a tool stays as it
-    is.
-
-    Raises:
-        ValueError: no such rows, or one of another shape; names file and line.
+    is.  Raises ``ValueError``, with file and line, for rows of another shape.
     """
     dialogues: list[Dialogue] = []
     for root in map(Path, paths):
@@ -145,12 +142,8 @@ def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 class AnswerFile:
     """Conversations with the target's answers: ``answers.jsonl``, and until all are there ``answers.part.jsonl``.
 
-    Args:
-        folder: where it is kept; made when it is missing.
-        target: what tells the target from others, as JSON can hold it.
-
-    Raises:
-        ValueError: the folder holds answers of another target or to other questions, or otherwise written ones.
+    ``target`` is what tells the target from others, as JSON can hold it.  Raises ``ValueError`` where the folder, which
+    is made when it is missing, holds answers of another target or to other questions, or otherwise written ones.
     """
 
     def __init__(
@@ -173,11 +166,8 @@ class AnswerFile:
         write_json(card, identity)
 
     def kept(self) -> dict[int, dict[str, Any]]:
-        """The rows that are there, by number; a last line without its end, left by a kill, is cut off.
-
-        Raises:
-            ValueError: a damaged file.
-        """
+        """The rows that are there, by number; a last line without its end, left by a kill, is cut off.  Raises
+        ``ValueError`` for a damaged file."""
         file = self.file if self.file.exists() else self.part
         if not file.exists():
             return {}
@@ -198,12 +188,8 @@ class AnswerFile:
         on_progress: Callable[[AnswerProgress], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Path | None:
-        """Answer what is not answered yet; the file, or ``None`` when ``stop`` was true before all were there.
-
-        Raises:
-            ValueError: no chat template, or a conversation that the target's context does not hold.
-            OSError: the disk is full or not writable.
-        """
+        """Answer what is not answered yet; the file, or ``None`` when ``stop`` was true before all were there.  Raises
+        ``ValueError`` without a chat template, and for a conversation that the target's context does not hold."""
         rows = self.kept()
         left = [dialogue for dialogue in self.dialogues if dialogue.number not in rows]
         if left:
@@ -229,11 +215,7 @@ def answered(
     llm: Llm, dialogues: Sequence[Dialogue], config: AnswerConfig, stop: Callable[[], bool]
 ) -> Iterator[tuple[dict[str, Any] | None, float]]:
     """Rows as they are finished, and tokens per second so far; after every round of the engine at least one item,
-    with no row where none was finished.
-
-    Raises:
-        ValueError: as :meth:`AnswerFile.write`.
-    """
+    with no row where none was finished."""
     if not has_template(llm.tokenizer):
         raise ValueError("--answers target needs a target with a chat template")
     for asked in dialogues:  # what could not be learned is not answered first

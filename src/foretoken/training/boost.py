@@ -55,12 +55,7 @@ def best_tokens(network: Any, rows: Tensor) -> Tensor:
 
 def matched(wanted: Tensor, drafted: Tensor, length: int) -> Tensor:
     """Bool [n, m]: from here on both have the same most likely token ``length`` times in a row (or to the row's end).
-
-    Args:
-        wanted: the target's most likely tokens, int64 [n, m].
-        drafted: the draft model's.
-        length: tokens, at least 1.
-    """
+    The target's and the draft model's tokens are int64 [n, m]; ``length`` is at least 1."""
     same = wanted == drafted
     run = same.clone()
     for shift in range(1, min(length, same.shape[1])):
@@ -77,9 +72,6 @@ class Boost:
         out: folder; the models are ``out/1``, ``out/2``, ...
         length: matched tokens in a row from which on a place counts as covered.
         held: what the target wrote behind held-out prompts, int64 [n, m + 1], and where the written part begins.
-
-    Raises:
-        ValueError: another text than the target's, or a length below 1.
     """
 
     def __init__(
@@ -115,14 +107,12 @@ class Boost:
 
         Fewer are trained when nothing is left that the earlier ones miss.
 
+        Raises ``ValueError`` for a checkpoint of other settings, and ``FloatingPointError`` as
+        :meth:`foretoken.training.distill.Distiller.run` does, which takes the other options.
+
         Args:
             together: measures a list of networks as one ensemble.
             on_step: told (number, progress) after every step.
-            options: others of :meth:`foretoken.training.distill.Distiller.run`.
-
-        Raises:
-            ValueError: a checkpoint of other settings.
-            FloatingPointError: as in :meth:`foretoken.training.distill.Distiller.run`.
         """
         stages: list[Stage] = []
         for number in range(1, count + 1):

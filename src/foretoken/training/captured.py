@@ -36,15 +36,12 @@ NAMED = {
 
 
 class FeatureStore:
-    """Features [b, n, D] of the blocks of a sampler, step by step.
+    """Features [b, n, D] of the blocks of a sampler, step by step.  Raises ``ValueError`` where the folder holds
+    features of another target, dtype, text or order; the message names which.
 
     Args:
-        folder: where the shards are; made when it is missing.
         text: tells the text that the sampler reads from other text, as JSON can hold it.
         written: what else its blocks depend on, where the target wrote them.
-
-    Raises:
-        ValueError: the folder holds features of another target, dtype, text or order; the message names which.
     """
 
     def __init__(
@@ -72,12 +69,8 @@ class FeatureStore:
         write_json(card, identity)
 
     def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
-        """Hidden states [b, n, D] by tap of the blocks of ``step``; makes the whole shard when it is missing.
-
-        Raises:
-            ValueError: a damaged shard.
-            OSError: the folder cannot be written, or the disk is full.
-        """
+        """Hidden states [b, n, D] by tap of the blocks of ``step``; makes the whole shard when it is missing.  A
+        damaged one is a ``ValueError``."""
         if not isinstance(self.sampler, ChatBlocks):
             return self._entry(step, taps)
         rows = [self._entry(row, taps) for row in self.sampler.chosen(step)]

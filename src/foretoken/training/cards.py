@@ -94,11 +94,8 @@ def write_card(
 ) -> Path:
     """Write ``out/README.md`` from a training report (see :func:`foretoken.training.lm.train_lm`).
 
-    Args:
-        report: parameters, steps, tokens, corpus, losses, hours, config.
-        data: training paths; only their last parts are named.
-        told: the command that trains this model, as one line.
-        info: what the run cannot know.
+    Of the training paths ``data`` only the last parts are named; ``told`` is the command that trains this model, as one
+    line.
     """
     info = info or CardInfo()
     licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."

@@ -25,11 +25,8 @@ Piece = tuple[list[int], list[bool]]
 
 
 def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row with ``messages`` or ShareGPT's ``conversations``.
-
-    Raises:
-        ValueError: both or another shape, an unknown role, or a weight that is neither 0 nor 1.
-    """
+    """The messages of a row with ``messages`` or ShareGPT's ``conversations``.  Raises ``ValueError`` for both or
+    another shape, an unknown role, and a weight that is neither 0 nor 1."""
     if "messages" in row and "conversations" in row:
         raise ValueError("a row has messages or conversations, not both")
     messages = checked(row["messages"] if "messages" in row else from_sharegpt(row["conversations"]))
@@ -44,16 +41,13 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
     """The tokens of a conversation, and which of them the assistant writes, its end of turn included.
 
-    A template that writes earlier turns in another way than the last one (without their reasoning, say) gives one
-    piece per answer, in which only that answer is learned.  An answer of ``weight`` 0 is not learned.
+    A template that writes earlier turns in another way than the last one (without their reasoning, say) gives one piece
+    per answer, in which only that answer is learned.  An answer of ``weight`` 0 is not learned.  Raises ``ValueError``
+    as :func:`messages_of` and :func:`check_calls` do, and without an answer to learn from.
 
     Args:
         row: with ``messages`` or ``conversations``, perhaps ``tools`` for the template, perhaps ``unfinished``: the
             places of answers that were cut before their end.
-
-    Raises:
-        ValueError: as :func:`messages_of` and :func:`check_calls`, no answer to learn from, or a template that refuses
-            the messages.
     """
     messages = messages_of(row)
     more = {"tools": row["tools"]} if row.get("tools") else {}
@@ -83,11 +77,8 @@ def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
 
 
 def check_calls(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any = None) -> None:
-    """Find a call that is to be learned and that the chat template does not write: what is left is an empty answer.
-
-    Raises:
-        ValueError: there is one; names its message.
-    """
+    """Refuse, by a ``ValueError`` that names the message, a call that is to be learned and that the chat template does
+    not write: an empty answer would be left."""
     more = {"tools": tools} if tools else {}
     for i, message in enumerate(messages):
         if not i or message["role"] != "assistant" or message.get("weight") == 0:
@@ -122,11 +113,7 @@ def _written(asked: Sequence[int], text: Sequence[int], ends: frozenset[int]) ->
 
 
 class RowBlocks:
-    """Blocks [batch, n + 1] out of given rows, in an order that is a function of (seed, step).
-
-    Args:
-        rows: int64 [rows, n + 1].
-        batch: rows per step.
+    """Blocks [batch, n + 1] out of given rows, int64 [rows, n + 1], in an order that is a function of (seed, step).
 
     Attributes:
         learned: bool of the rows' shape: tokens that are to be guessed; ``None``: all.
@@ -160,18 +147,13 @@ class ChatBlocks(RowBlocks):
     """Blocks of conversations, each from its beginning.
 
     Conversations are packed into rows once, several into one while they fit; longer ones are cut.  What is left of a
-    row is filled up and not learned.
+    row is filled up and not learned.  Raises ``ValueError`` for fewer rows than a batch.
 
     Args:
         tokens: int [tokens] of all conversations.
         learned: bool [tokens].
         starts: where each begins, ascending.
-        block: n.
-        batch: rows per step.
         filler: token of the rest of a row.
-
-    Raises:
-        ValueError: fewer rows than a batch.
     """
 
     learned: NDArray[np.bool_]

@@ -27,9 +27,6 @@ def save_checkpoint(
     """Write ``folder/step-N`` through a temporary name, then drop all older checkpoints but one.
 
     A kill or a full disk at any moment leaves the previous checkpoint as it was.
-
-    Raises:
-        OSError: the disk is full or not writable.
     """
     final = folder / f"step-{step:07d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,11 +63,9 @@ def read_meta(path: Path) -> dict[str, Any]:
 def check_same(path: Path, identity: Mapping[str, Any]) -> None:
     """Compare what a checkpoint was made with.
 
-    A checkpoint of an earlier version may not say all of it: a warning then names what could not be compared.
-
-    Raises:
-        ValueError: other settings (names them with both values), another target or other text, or the checkpoint is
-            damaged.
+    A checkpoint of an earlier version may not say all of it: a warning then names what could not be compared.  Raises
+    ``ValueError`` for other settings (names them with both values), another target or other text, and for a damaged
+    checkpoint.
     """
     present, stored = json.loads(json.dumps(identity)), read_meta(path).get("identity", {})
     unknown = [key for key in present if key not in stored]

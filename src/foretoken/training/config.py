@@ -118,9 +118,6 @@ class DistillConfig(RunConfig):
         taps: hidden states of the target that it reads beside its tokens (PARD-2), as Transformers counts them, joined
             by ``+``; ``usual`` for those of the published models; empty for none.
         mask_token: id of the mask; -1: the one of its configuration, else a new one behind its vocabulary.
-
-    Raises:
-        ValueError: a value outside its range.
     """
 
     batch_size: int = setting(4, "Rows per step.", 1)
@@ -172,11 +169,8 @@ class DistillConfig(RunConfig):
 
 @dataclass(frozen=True)
 class AnswerConfig:
-    """How the target answers the questions of a data set.
-
-    Attributes:
-        seed: the draws of an answer depend on it and on the conversation's number.
-    """
+    """How the target answers the questions of a data set; the draws of an answer depend on ``seed`` and on the
+    conversation's number."""
 
     tokens: int = setting(256, "Most tokens of such an answer.", 1)
     temperature: float = setting(0.7, "Temperature of such answers; 0 is greedy.", 0.0)

@@ -146,11 +146,8 @@ def build_corpus(
 
     Returns the description that is stored in ``out/corpus.json``: tokens, bytes and documents of each split, and of
     conversations their number and how many of the tokens are learned.  ``on_read`` is told how many documents were
-    read, every now and then.
-
-    Raises:
-        ValueError: a path that does not exist, a row that is no text and no conversation (names file and line), or a
-            tokenizer without an end-of-text token.
+    read, every now and then.  Raises ``ValueError`` for a path that does not exist, a row that is no text and no
+    conversation (names file and line), and a tokenizer without an end-of-text token.
     """
     check_end_of_text(tokenizer)
     description = stored_corpus(paths, tokenizer, out)

@@ -44,10 +44,9 @@ Evaluate = Callable[[Any], Mapping[str, Any]]
 
 
 class Distiller:
-    """Aligns one student.
+    """Aligns one student, a causal LM in float32, in place.
 
     Args:
-        student: a causal LM in float32, trained in place.
         source: text to learn from; what the run's ``text`` names by default.
         name: where the student comes from, for the report and to tell runs apart.
         extra: more that tells this run from others.
@@ -82,9 +81,8 @@ class Distiller:
     ) -> dict[str, Any]:
         """Train to the end, resuming from ``out/checkpoints``; write the model; return the report.
 
-        Raises:
-            ValueError: a checkpoint of other settings, models, text or of more steps in ``out``.
-            FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
+        Raises ``ValueError`` for a checkpoint of other settings, models or text, or of more steps, and
+        ``FloatingPointError`` when the loss or its gradient is NaN or infinite; the last checkpoint is then intact.
         """
         loop = Loop(self.out, self.config, self.student, self.optimizers, AlignmentCurve, self._identity)
         if loop.kept:
@@ -216,10 +214,8 @@ def teach_mask(student: Any, config: DistillConfig, known: int) -> int:
     """The id of the mask that a student fills, written into its configuration.
 
     It is the one of the run; that of its configuration; the last row of an embedding that is wider than the tokenizer;
-    or a new row, drawn around the mean of the others with the seed of the run.
-
-    Raises:
-        ValueError: an id that it does not have.
+    or a new row, drawn around the mean of the others with the seed of the run.  Raises ``ValueError`` for an id that it
+    does not have.
     """
     text = student.config.get_text_config()
     mask = config.mask_token if config.mask_token >= 0 else getattr(student.config, MASK, None)

@@ -29,11 +29,8 @@ DECAYS = (0.02, 1.0)
 
 
 def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
-    """A freshly initialised ``Qwen3_5ForCausalLM`` (float32, tied embeddings), text only.
-
-    Raises:
-        ValueError: an odd number of layers.
-    """
+    """A freshly initialised ``Qwen3_5ForCausalLM`` (float32, tied embeddings) of an even number of layers, text
+    only."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     if config.layers % 2:
@@ -76,10 +73,8 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
     """Copy the Llama in the folder ``source`` into the hybrid ``model``, which has twice its layers.
 
     A gate of sigmoid(0) is undone by doubling the output projection.  The norms of queries and keys, which a Llama does
-    not have, get the mean size that its queries and keys have on the beginning of ``tokens`` [n].
-
-    Raises:
-        ValueError: no Llama, or one of other widths.
+    not have, get the mean size that its queries and keys have on the beginning of ``tokens`` [n].  Raises
+    ``ValueError`` for what is no Llama, and for one of other widths.
     """
     llama = from_pretrained(str(source), torch.float32, None).eval()
     hybrid, other = model.config, llama.config

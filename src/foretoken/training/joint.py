@@ -65,11 +65,7 @@ def start_update(network: Any, rank: int, seed: int) -> None:
 
 def save_target(network: Any, dtype: torch.dtype, tokenizer: Any, out: Path, rank: int) -> None:
     """Write ``out/target`` in Hugging Face's layout, whole or not at all; a low-rank update (``rank`` above 0) also
-    into ``out``, which then loads as the updated target.
-
-    Raises:
-        OSError: the folder cannot be written, or the disk is full.
-    """
+    into ``out``, which then loads as the updated target."""
     with replacing(out / FOLDER) as draft:
         save_model(_stored(network, dtype), tokenizer, draft)
     if rank:

@@ -141,10 +141,9 @@ def train_lm(
     from another model's weights (and tokenizer) with fresh optimizers.  With a ``teacher`` the loss is mostly the
     divergence from that model's distribution, which is what a draft model needs.
 
-    Raises:
-        ValueError: empty or too short data, a checkpoint of other settings, text, start or teacher or of more steps in
-            ``out``, weights of another architecture in ``init_from``, no model in a folder, or no such device.
-        FloatingPointError: the loss became NaN or infinite; the last checkpoint is intact.
+    Raises ``ValueError`` for empty or too short data, a checkpoint of other settings, text, start or teacher or of more
+    steps in ``out``, weights of another architecture in ``init_from``, a folder without a model, and a device that is
+    not there; and ``FloatingPointError`` when the loss became NaN or infinite: the last checkpoint is then intact.
     """
     place = parse_device(device) or torch.device("cpu")
     if teacher is not None:
@@ -236,11 +235,7 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
 
 
 def _load_weights(model: Any, source: Path) -> None:
-    """Copy the weights of the model folder ``source`` into ``model``.
-
-    Raises:
-        ValueError: no safetensors file there, or tensors of another architecture.
-    """
+    """Copy the weights of the model folder ``source``, which must be of the same architecture, into ``model``."""
     from safetensors.torch import load_file
 
     file = source / "model.safetensors"

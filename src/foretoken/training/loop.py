@@ -38,24 +38,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Saving:
-    """When checkpoints are written beside every so many steps.
-
-    Attributes:
-        minutes: since the last one, at most.
-        stop: asked after every step; true ends the run with a checkpoint.
-    """
+    """When checkpoints are written beside every so many steps: at most ``minutes`` after the last one.  ``stop`` is
+    asked after every step; true ends the run with a checkpoint."""
 
     minutes: float = math.inf
     stop: Callable[[], bool] = lambda: False
 
 
 class Stopped(Exception):
-    """A run ended before its last step, as it was asked to.
-
-    Attributes:
-        step: steps done, all of them in the checkpoint.
-        steps: of the whole run.
-    """
+    """A run ended before its last step, as it was asked to; ``step`` of its ``steps`` are done, all of them in the
+    checkpoint."""
 
     def __init__(self, step: int, steps: int) -> None:
         super().__init__(f"stopped after step {step} of {steps}")
@@ -63,19 +55,15 @@ class Stopped(Exception):
 
 
 class Loop:
-    """One run, resumed from ``out/checkpoints`` if there is something to resume.
+    """One run, resumed from ``out/checkpoints`` if there is something to resume.  Raises ``ValueError`` where ``out``
+    holds a checkpoint of other settings or of more steps, or a damaged one.
 
     Args:
         out: folder for checkpoints, ``losses.csv``, ``losses.png`` and ``training.json``; made if it is missing.
-        trained: holds the parameters that change.
-        curve: what is written down by step.
         identity: what else tells this run from others, as JSON can hold it.
 
     Attributes:
         kept: the meta data of the checkpoint that it goes on from; empty for a new run.
-
-    Raises:
-        ValueError: ``out`` holds a checkpoint of other settings or of more steps, or a damaged one.
     """
 
     def __init__(
@@ -122,15 +110,13 @@ class Loop:
     ) -> None:
         """All steps that are left; what is measured behind the last one is the front end's.
 
+        Raises ``FloatingPointError`` when the loss or its gradient is NaN or infinite (the last checkpoint is then
+        intact), and :class:`Stopped` when ``saving.stop`` was true (everything up to then is in a checkpoint).
+
         Args:
             save_every: steps between two checkpoints; there is one at the end, too.
-            eval_every: steps between two measurements.
             measure: what the curve shows beside the loss.
             keep: what a checkpoint before a step must hold beside weights, as JSON can.
-
-        Raises:
-            FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
-            Stopped: ``saving.stop`` was true; everything up to then is in a checkpoint.
         """
         config, saving = self.config, saving or Saving()
         saved = time.perf_counter()

@@ -23,13 +23,8 @@ def kept_counts(seeds: int, depths: int, keep: float = KEEP, least: float = LEAS
 def mask_rows(
     seeds: Tensor, depths: int, generator: torch.Generator, keep: float = KEEP, least: float = LEAST
 ) -> tuple[Tensor, Tensor]:
-    """Anchors and depths [m] of mask rows, depth by depth, in the order of their positions.
-
-    Args:
-        seeds: bool [n]: columns whose next token is to be guessed.
-        depths: the deepest masks.
-        generator: draws which are kept.
-    """
+    """Anchors and depths [m] of mask rows, depth by depth, in the order of their positions, at most ``depths`` deep;
+    ``seeds``, bool [n], are the columns whose next token is to be guessed."""
     anchors, levels = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
     here = seeds.nonzero()[:, 0]
     for depth, count in enumerate(kept_counts(len(here), depths, keep, least), 1):

@@ -33,7 +33,6 @@ def build_optimizers(
     Args:
         parts: the modules, and their learning rates in parts of the run's.
         vocabulary: matrices that are trained as the rest is: a step reads few of their rows.
-        lr: the run's learning rate.
         kind: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
     """
     outer = {id(weight) for weight in vocabulary}

@@ -19,10 +19,8 @@ def run_folder(out: Path) -> Iterator[None]:
     """Inside the block this process alone trains into ``out``, which is made where it is missing.
 
     What a killed run left half written is removed, and so is a folder that was made and that nothing was written to.
-
-    Raises:
-        ValueError: it is a file, another run writes to it, or it holds what no run with a checkpoint there has written.
-        OSError: it cannot be made.
+    Raises ``ValueError`` for a file, for a folder that another run writes to, and for one that holds what no run with a
+    checkpoint there has written.
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out names a folder")

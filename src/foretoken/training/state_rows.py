@@ -24,11 +24,8 @@ OWN_SHARE = 0.1
 
 
 def layers_of(told: str) -> tuple[int, ...]:
-    """The hidden states of an option ``taps``: numbers joined by ``+``, or ``usual``; empty for none.
-
-    Raises:
-        ValueError: something else.
-    """
+    """The hidden states of an option ``taps``: numbers joined by ``+``, or ``usual``; empty for none.  Others are a
+    ``ValueError``."""
     if not told:
         return ()
     if told == "usual":
@@ -40,15 +37,8 @@ def layers_of(told: str) -> tuple[int, ...]:
 
 
 class StateRows:
-    """The projection of one student, which is a module of it while it learns.
-
-    Args:
-        student: a causal LM.
-        layers: the states that it reads, as Transformers counts them.
-
-    Raises:
-        ValueError: a state that the target does not have.
-    """
+    """The projection of one student, a causal LM, which is a module of it while it learns; ``layers`` are the target's
+    states that it reads, as Transformers counts them."""
 
     def __init__(self, student: Any, parts: TargetParts, layers: Sequence[int]) -> None:
         self.student, self.parts = student, parts

@@ -71,16 +71,8 @@ class FixedText(TextSource):
 
 
 class TeacherText(TextSource):
-    """Rows that the target wrote once, in a new order every pass.
-
-    Args:
-        rows: int64 [n, context + 1].
-        weights: float32 [n, context]; rows without any weight are left out.
-        batch: rows per step.
-
-    Raises:
-        ValueError: no row has any weight.
-    """
+    """Rows that the target wrote once, int64 [n, context + 1], in a new order every pass.  Those without any of
+    ``weights``, float32 [n, context], are left out; one at least must have some."""
 
     def __init__(self, rows: Tensor, weights: Tensor, batch: int, seed: int) -> None:
         kept = weights.sum(1) > 0
@@ -101,8 +93,6 @@ class PolicyText(TextSource):
     Only what is written counts in such a row.
 
     Args:
-        blocks: the corpus.
-        write: the student.
         prompt: tokens of a block that it continues.
         refresh: steps that share one writing.
         mix: probability that a row is the student's; the others are corpus blocks.
@@ -169,11 +159,8 @@ def write_blocks(
     temperature: float,
     on_rows: Callable[[int, int], None] | None = None,
 ) -> RowBlocks:
-    """``count`` blocks: the beginnings of corpus blocks, which ``target`` continues; kept below ``folder``.
-
-    Raises:
-        ValueError: blocks that the target's context does not hold, fewer than a batch, or conversations.
-    """
+    """``count`` blocks: the beginnings of corpus blocks, which ``target`` continues; kept below ``folder``.  Raises
+    ``ValueError`` for blocks that the target's context does not hold, fewer than a batch, and conversations."""
     if isinstance(corpus, ChatBlocks):
         raise ValueError("--text target goes on with texts; for conversations use --answers target")
     if count < corpus.batch:

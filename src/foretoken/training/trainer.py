@@ -50,7 +50,8 @@ and the same under ``sampled``."""
 
 
 class Trainer:
-    """Trains a recipe's network.
+    """Trains a recipe's network.  Raises ``ValueError`` for empty or too short data, a context longer than the
+    target's, and features of other blocks.
 
     Args:
         corpus: where the encoded text is kept (``out/corpus`` by default; share it between runs).
@@ -62,9 +63,6 @@ class Trainer:
     Attributes:
         held_tokens: held-out blocks, int64 [1, n + 1] each.
         held_learned: which of their tokens are to be guessed, bool [1, n + 1] each; ``None``: all.
-
-    Raises:
-        ValueError: empty or too short data, a context longer than the target's, or features of other blocks.
     """
 
     def __init__(
@@ -167,16 +165,12 @@ class Trainer:
         saving: Saving | None = None,
         weight_bits: int = 16,
     ) -> dict[str, Any]:
-        """Train to the end, resuming from ``out/checkpoints``; write the drafter; return the report.
+        """Train to the end, resuming from ``out/checkpoints``; write the drafter; return the report.  It is stored in
+        ``weight_bits``, 16 or 8.
 
-        Args:
-            weight_bits: in which the finished drafter is stored, 16 or 8.
-
-        Raises:
-            ValueError: a checkpoint of other settings or text, of another target or of more steps in ``out``, or other
-                ``weight_bits``.
-            FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
-            Stopped: ``saving.stop`` asked for an end; a checkpoint of the last step is in ``out``.
+        Raises ``ValueError`` for a checkpoint of other settings or text, of another target or of more steps in ``out``;
+        ``FloatingPointError`` when the loss or its gradient is NaN or infinite (the last checkpoint is then intact);
+        and :class:`Stopped` when ``saving.stop`` asked for an end (a checkpoint of the last step is in ``out``).
         """
         check_bits(weight_bits)
         recipe = self.recipe
@@ -255,12 +249,8 @@ class Trainer:
 
 
 def held_blocks(folder: Path, corpus: Mapping[str, Any], tokenizer: Any, context: int) -> list[Held]:
-    """A few blocks, spread over what was held out; none where nothing was.
-
-    Args:
-        tokenizer: for the token that fills up conversations.
-        context: n.
-    """
+    """A few blocks of ``context`` tokens, spread over what was held out; none where nothing was.  The tokenizer tells
+    the token that fills up conversations."""
     if corpus.get("chat"):  # each row begins with a conversation
         parts = read_chat(folder, "held", corpus["dtype"])
         if not parts[1].any():

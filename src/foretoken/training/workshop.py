@@ -21,11 +21,7 @@ from foretoken.training.written import stored_continuations, write_continuations
 
 
 def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, device: str | None = None) -> Any:
-    """The network to align, in float32.
-
-    Raises:
-        ValueError: no model there, or one of another tokenizer or vocabulary.
-    """
+    """The network to align, in float32, which must have the target's tokenizer and vocabulary."""
     loaded = load_model(draft, role="draft", dtype="float32", device=device, exact="approximate")
     check_vocabularies(target, loaded, str(draft))
     check_same_tokenizer(tokenizer, load_tokenizer(resolve(draft, "draft")), str(draft))
@@ -36,15 +32,11 @@ def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, devic
 
 
 class Workshop:
-    """What all students of one target share: its text, cut into rows, and what it wrote itself.
+    """What all students of one target share: its text, cut into rows, and what it wrote itself, both kept in
+    ``folder``.  Raises ``ValueError`` for empty or too short data, and for a context longer than the target's.
 
-    Args:
-        folder: where the encoded text and the target's writing are kept.
-        on_rows: told (rows done, rows in all) while the target writes.
-        on_read: told how many documents were read while text is encoded.
-
-    Raises:
-        ValueError: empty or too short data, or a context longer than the target's.
+    ``on_rows`` is told (rows done, rows in all) while the target writes, and ``on_read`` how many documents were read
+    while text is encoded.
     """
 
     def __init__(

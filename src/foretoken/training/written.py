@@ -31,16 +31,13 @@ def write_continuations(
 ) -> Tensor:
     """Prompts and what ``model`` writes behind them, int64 [n, m + new_tokens]; end-of-text does not end them.
 
-    A continuation's draws depend on ``seed`` and its own number alone.
+    A continuation's draws depend on ``seed`` and its own number alone.  Raises ``ValueError`` with nothing to write
+    behind, and for a text longer than the model's context or a negative temperature.
 
     Args:
         prompts: int64 [n, m], m >= 1, all of one length.
         numbers: n numbers that name the continuations (0, 1, ... by default).
         vocab_size: write only the first so many tokens of the vocabulary (a padded one may have more).
-
-    Raises:
-        ValueError: nothing to write behind, a text longer than the model's context, a negative temperature.
-        NonFiniteLogitsError: the model's logits are NaN.
     """
     count, length = prompts.shape
     if length < 1 or new_tokens < 1:
@@ -112,10 +109,6 @@ def stored_continuations(
     Args:
         writer: what tells ``model`` from another one, as JSON can hold it.
         on_rows: told (rows done, rows in all) after every part.
-        model, prompts, new_tokens, temperature, seed, vocab_size: see :func:`write_continuations`.
-
-    Raises:
-        ValueError: as :func:`write_continuations`.
     """
     settings = {
         "writer": writer,

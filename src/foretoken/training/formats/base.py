@@ -28,11 +28,7 @@ DTYPE = torch.bfloat16
 
 @dataclass
 class Target:
-    """The model that a drafter belongs to.
-
-    Attributes:
-        source: ``builtin``, a folder or a hub id.
-    """
+    """The model that a drafter belongs to; ``source`` is ``builtin``, a folder or a hub id."""
 
     source: str
     model: LanguageModel
@@ -103,12 +99,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained drafter as it is kept by us.
-
-    Attributes:
-        config: arguments of the network's configuration.
-        tensors: by the network's own names.
-    """
+    """A trained drafter as it is kept by us: arguments of the network's configuration, and tensors by the network's own
+    names."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -123,11 +115,7 @@ class Checkpoint:
 
 
 class Format(ABC):
-    """One layout of one method.
-
-    Attributes:
-        warnings: what the user should know about the last export or import.
-    """
+    """One layout of one method; ``warnings`` are what the user should know about the last export or import."""
 
     method: ClassVar[str]
 
@@ -213,11 +201,8 @@ def stored(net: nn.Module) -> dict[str, Tensor]:
 
 
 def _measured(source: Found, method: str, fingerprint: Fingerprint) -> dict[str, Any]:
-    """What was measured, from the note beside an export of ours; nothing for others' checkpoints.
-
-    Raises:
-        ValueError: the note says that the drafter is for another target.
-    """
+    """What was measured, from the note beside an export of ours, which must be for this target; nothing for others'
+    checkpoints."""
     note = source.json(NOTE) if source.path.is_dir() else {}
     if not note or note.get("method") != method:
         return {}
@@ -237,15 +222,12 @@ def renamed(
     names: Mapping[str, str],
     ignored: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """Their tensors by our names, after a check that nothing is missing, left over or misshapen.
+    """Their tensors by our names; what is missing, left over or misshapen is refused by a ``ValueError`` that names the
+    first such tensor as they call it.
 
     Args:
         wanted: shapes by our names.
         names: their name of each of ours.
-        ignored: theirs that we do not need.
-
-    Raises:
-        ValueError: something is wrong; names the first such tensor as they call it.
     """
     for ours, theirs in names.items():
         if theirs not in tensors:

@@ -28,11 +28,8 @@ REFUSED: dict[str, Any] = {
 
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` laid flat: the layers' own configuration, the top level, and ``dflash_config`` over both.
-
-    Raises:
-        ValueError: one of them is no JSON object.
-    """
+    """``config.json`` laid flat: the layers' own configuration, the top level, and ``dflash_config`` over both, each of
+    them a JSON object."""
     flat = dict(config)
     for key in ("transformer_layer_config", "dflash_config"):
         inner = config.get(key)
@@ -46,11 +43,8 @@ def nested(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_our_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by our names, with queries, keys and values apart.
-
-    Raises:
-        ValueError: the checkpoint is quantised.
-    """
+    """Tensors by our names, with queries, keys and values apart; a quantised checkpoint is refused by a
+    ``ValueError``."""
     if any(name.rsplit(".", 1)[-1] in QUANTISED for name in tensors) or config.get("quantization_config"):
         told = config.get("quantization_config")
         how = told.get("quant_method", "") if isinstance(told, Mapping) else ""
@@ -93,13 +87,10 @@ def is_interleaved(config: Mapping[str, Any]) -> bool:
 
 
 def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> dict[str, Any]:
-    """Arguments of :class:`~foretoken.methods.drafters.nets.block.BlockConfig`, but for what tensors alone tell.
+    """Arguments of :class:`~foretoken.methods.drafters.nets.block.BlockConfig`, but for what tensors alone tell, of a
+    configuration that is laid flat (:func:`nested`).
 
-    Args:
-        config: laid flat (:func:`nested`).
-
-    Raises:
-        ValueError: a key is missing, is for another target, or asks for what our network does not do.
+    Raises ``ValueError`` where a key is missing, is for another target, or asks for what our network does not do.
     """
     check_sizes(config, target)
     refuse_others(config, REFUSED)
@@ -167,11 +158,8 @@ def _joined(values: Sequence[int]) -> str:
 
 
 def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> list[int]:
-    """Depths of the target that are fused: k is the output of its first k layers.
-
-    Raises:
-        ValueError: they are none of the target's, or not as many as ``fc`` reads.
-    """
+    """Depths of the target that are fused: k is the output of its first k layers.  Raises ``ValueError`` where the
+    target has none such, or ``fc`` reads another number of them."""
     count, told = target.parts.num_layers, config.get("num_target_layers")
     if told is not None and told != count:
         raise ValueError(f"the checkpoint is for a target of {told} layers, and this one has {count}")

@@ -97,11 +97,8 @@ def layouts_of(method: str) -> list[Layout]:
 
 
 def find_layout(method: str, name: str | None, engine: str | None) -> Layout:
-    """The layout to write: the named one, the engine's, or the method's usual one.
-
-    Raises:
-        ValueError: an unknown name or engine, or an engine that cannot load it; says what can.
-    """
+    """The layout to write: the named one, the engine's, or the method's usual one.  Raises ``ValueError`` for unknown
+    names, and for an engine that cannot load it; says what can."""
     known = layouts_of(method)
     if engine is not None and engine not in ENGINES:
         raise unknown(f"unknown engine {engine!r}", engine, ENGINES)

@@ -81,11 +81,8 @@ class EagleVllm(EaglePlain):
         return plain
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """The bias behind the attention is that of ``fc``.
-
-        Raises:
-            ValueError: the biases are no folded ones.
-        """
+        """The bias behind the attention is that of ``fc``; biases that are no folded ones are refused by a
+        ``ValueError``."""
         tensors = dict(checkpoint.tensors)
         if tensors.get(f"{LAYER}.o_proj.bias") is None:
             return super().read(checkpoint, target)
@@ -100,11 +97,7 @@ class EagleVllm(EaglePlain):
 
 
 def folded(bias: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the readers of the attention make of the bias [D].
-
-    Raises:
-        ValueError: the checkpoint lacks one of them.
-    """
+    """What the readers of the attention make of the bias [D]."""
     biases = {}
     for name in READERS:
         weight = tensors.get(f"{LAYER}.{name}.weight")

@@ -119,11 +119,8 @@ def check_variant(config: Mapping[str, Any], target: Target) -> None:
 
 
 def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> Sequence[int]:
-    """Depths that are fused: vLLM's numbers, else SGLang's plus one, else the paper's.
-
-    Raises:
-        ValueError: they are no depths of the target, or not as many as ``fc`` reads.
-    """
+    """Depths that are fused: vLLM's numbers, else SGLang's plus one, else the paper's.  Raises ``ValueError`` where the
+    target has none such, or ``fc`` reads another number of them."""
     count, inner = target.parts.num_layers, config.get("eagle_config")
     nested = listed(inner, IDS) if isinstance(inner, dict) else None
     depths = listed(config, IDS) or [i + 1 if type(i) is int else i for i in nested or ()] or [2, count // 2, count - 3]
@@ -138,11 +135,8 @@ def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
 
 
 def vocabulary(tensors: Mapping[str, Tensor], guessed: int, target: Target) -> dict[str, Tensor]:
-    """``d2t`` and ``t2d``, the latter made from the former.
-
-    Raises:
-        ValueError: tokens that the target does not have, or one twice.
-    """
+    """``d2t`` and ``t2d``, the latter made from the former; tokens that the target does not have, or one twice, are
+    refused by a ``ValueError``."""
     vocab, offsets = target.parts.vocab_size, tensors.get("d2t")
     if offsets is None and guessed not in (0, vocab):
         raise ValueError(f"the checkpoint lacks the tensor d2t, which says which {guessed} tokens are guessed")

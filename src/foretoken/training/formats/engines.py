@@ -19,13 +19,7 @@ DRAFTED = "num_speculative_tokens"
 
 
 def ready_line(engine: str, method: str, out: Path, written: Path) -> str:
-    """What to pass to an engine for a drafter that will be at ``out``.
-
-    Args:
-        engine: one of :data:`foretoken.training.formats.catalogue.ENGINES`.
-        out: where it will be.
-        written: where its files are now.
-    """
+    """What to pass to an engine for a drafter that will be at ``out``, and whose files are in ``written`` now."""
     return {"vllm": _vllm, "sglang": _sglang, "huggingface": _huggingface}[engine](method, out, written)
 
 

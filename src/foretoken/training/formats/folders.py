@@ -27,16 +27,8 @@ MARKS = (NOTE, OURS, "config.json", "early_exit.json", "layer_skip.json")
 @contextmanager
 def new_folder(out: Path, force: bool = False, inputs: Sequence[Path] = ()) -> Iterator[Path]:
     """A temporary folder beside ``out`` that takes its place when the block ends well, and is removed otherwise.
-
-    Args:
-        out: a new or an empty folder; with ``force`` also one that holds a drafter.
-        force: replace what is there.
-        inputs: folders that are read from and therefore never replaced.
-
-    Raises:
-        ValueError: ``out`` may not be written to.
-        OSError: it cannot be written to.
-    """
+    ``out`` may be a new or an empty folder, with ``force`` also one that holds a drafter; ``inputs`` are read from and
+    therefore never replaced.  Others are refused by a ``ValueError``."""
     out = out.expanduser().resolve()
     _check_free(out, force, [path.expanduser().resolve() for path in inputs])
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,11 +65,8 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 class Found:
-    """A folder, or a single JSON file, that is to be imported; read only as far as it is asked.
-
-    Raises:
-        ValueError: there is nothing, or a drafter that needs no import.
-    """
+    """A folder, or a single JSON file, that is to be imported; read only as far as it is asked.  Raises ``ValueError``
+    where there is nothing, or a drafter that needs no import."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser()
@@ -88,11 +77,8 @@ class Found:
             raise ValueError(f"{path} is a drafter already: use it with --drafter {method}:{path}")
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON object beside the weights, the object itself for a single file; empty when there is none.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """A JSON object beside the weights, the object itself for a single file; empty when there is none.  A damaged
+        one is a ``ValueError``."""
         file = self.path / name if self.path.is_dir() else self.path
         if not file.exists():
             return {}
@@ -124,11 +110,8 @@ class Found:
         return frozenset(names)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, with no prefix that training code has left in their names.
-
-        Raises:
-            ValueError: a damaged file, or numbers that are not finite.
-        """
+        """All tensors, with no prefix that training code has left in their names.  Raises ``ValueError`` for a damaged
+        file, and for numbers that are not finite."""
         tensors: dict[str, Tensor] = {}
         for file in self._files:
             try:

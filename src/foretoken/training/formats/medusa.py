@@ -83,10 +83,6 @@ def joined(
 
     Args:
         sizes: heads, and blocks per head.
-        rename: our names to the layout's.
-
-    Raises:
-        ValueError: something is missing, left over or misshapen.
     """
     vocab, size = target.parts.vocab_size, target.parts.hidden_size
     config = {"hidden_size": size, "vocab_size": vocab, "heads": sizes[0], "layers": sizes[1], "own_projection": True}

@@ -100,11 +100,8 @@ class PardFolder(ModelFolder):
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
         """The same the other way.  Where only the pickle holds the projection of the target's states, the model is used
-        without them.
-
-        Raises:
-            ValueError: the mask token is none of its tokens, or its projection is damaged.
-        """
+        without them.  Raises ``ValueError`` where the mask token is none of its tokens, or its projection is
+        damaged."""
         mask, size = source.config[MASK], source.config.get("vocab_size")
         if type(mask) is not int or not 0 <= mask < (size if type(size) is int else mask + 1):
             raise ValueError(f"{MASK} must be one of the model's {size} tokens, not {mask!r}")

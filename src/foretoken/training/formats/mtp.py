@@ -58,11 +58,8 @@ class MtpSpeculators(Format):
         return [] if native else super().inputs(spec, target)
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """A module that was trained with ``layer=target``, or the target's own.
-
-        Raises:
-            ValueError: a module with another layer or another feed, or several modules.
-        """
+        """A module that was trained with ``layer=target``, or the target's own; several, and others, are refused by a
+        ``ValueError``."""
         parts, fingerprint = target.parts, target.parts.fingerprint()
         sources = self.inputs(spec, target.source)
         if sources:
@@ -91,11 +88,7 @@ class MtpSpeculators(Format):
         write_json(folder / NOTE, {"format": NOTE_VERSION, "method": self.method, "target": asdict(fingerprint)})
 
     def read_folder(self, source: Found, target: Target, folder: Path) -> str:
-        """One module, for a target of the same sizes.
-
-        Raises:
-            ValueError: several modules, another size, or a missing, superfluous or misshapen tensor.
-        """
+        """One module, for a target of the same sizes."""
         inner = source.config.get("transformer_layer_config")
         if not isinstance(inner, dict):
             raise ValueError("config.json lacks transformer_layer_config")
@@ -112,11 +105,7 @@ class MtpSpeculators(Format):
 
 
 def ours_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors by our names; what repeats the target is left out.
-
-    Raises:
-        ValueError: a tensor of no module, or several modules.
-    """
+    """Their tensors by our names, which must be of one module; what repeats the target is left out."""
     kept: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = TENSOR.fullmatch(name)
@@ -155,11 +144,8 @@ class MtpNative(Format):
         return False
 
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
-        """The target's files with the module's tensors in them.
-
-        Raises:
-            ValueError: another family or layer than this layout is for, or a target in several files.
-        """
+        """The target's files with the module's tensors in them.  Raises ``ValueError`` for another family or layer than
+        this layout is for, and for a target in several files."""
         (source,) = self.inputs(spec, target.source)
         kind = target.parts.network.config.get_text_config().model_type
         if not kind.startswith(("qwen3_5", "qwen3_next")):

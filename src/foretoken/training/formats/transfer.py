@@ -50,23 +50,18 @@ def export_drafter(
     engine: str | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Write a drafter in a layout that other projects read; the folder appears whole or not at all.
+    """Write a drafter in a layout that other projects read; the folder appears whole or not at all.  Raises
+    ``ValueError`` for an unknown name, a drafter for another target, and one that the layout cannot hold.
 
     Args:
         drafter: spec ``METHOD[:FOLDER]``; for ``early_exit`` and ``layer_skip`` with their options.
-        out: a new or an empty folder.
         format: name of the layout; the engine's or the usual one by default.
         target: the model that the drafter belongs to (``builtin``, a folder or a hub id).
         engine: ``vllm``, ``sglang`` or ``huggingface``: refuse what it cannot load, and say how to start it.
-        force: replace an earlier drafter at ``out``.
 
     Returns:
         ``method``, ``format``, ``out``, ``files``, ``bytes``, ``engine``, ``ready`` (what to pass to the engine, or
         ``None``) and ``warnings``.
-
-    Raises:
-        ValueError: an unknown name, a drafter for another target, or one that the layout cannot hold.
-        OSError: ``out`` cannot be written.
     """
     spec = parse_spec(drafter)
     layout = find_layout(find("drafter", spec.name).name, format, engine)
@@ -88,25 +83,20 @@ def import_drafter(
     force: bool = False,
     check: Check | None = None,
 ) -> dict[str, Any]:
-    """Read a drafter in a public layout, check it against its target, and write it as ours.
+    """Read a drafter in a public layout, check it against its target, and write it as ours.  Raises ``ValueError`` for
+    an unknown layout, another target, missing, superfluous or misshapen tensors, pickled weights, and where the check
+    refuses it.
 
     Args:
         source: the folder (or, for lists of layers, the JSON file).
-        out: a new or an empty folder.
         target: the model that the drafter belongs to (``builtin``, a folder or a hub id).
         method: what it is; ``auto`` finds out.
-        force: replace an earlier drafter at ``out``.
         check: looks at it before it is put there, such as
             :class:`foretoken.lab.acceptance.AcceptanceCheck`, which drafts with it.
 
     Returns:
         ``method``, ``format``, ``out``, ``files``, ``bytes``, ``drafter`` (the spec that loads it), ``warnings``, and
         what the check found.
-
-    Raises:
-        ValueError: no known layout, another target, missing, superfluous or misshapen tensors, pickled weights, or the
-            check refuses it.
-        OSError: ``out`` cannot be written.
     """
     source_files = Found(Path(source))
     layout, reader = _recognise(source_files, method)

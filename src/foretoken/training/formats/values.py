@@ -11,11 +11,8 @@ MOST = 2**31
 
 
 def number(config: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
-    """The first of these keys that a configuration has.
-
-    Raises:
-        ValueError: none of them, or no finite number.
-    """
+    """The first of these keys that a configuration has, which must be a finite number; without a ``default`` it must
+    have one."""
     for key in keys:
         value = config.get(key)
         if value is not None:
@@ -48,11 +45,7 @@ def positive(config: Mapping[str, Any], *keys: str, default: float) -> float:
 
 
 def flag(config: Mapping[str, Any], *keys: str) -> bool | None:
-    """The first of these switches that a configuration has; ``None``: it has none.
-
-    Raises:
-        ValueError: something else than true and false.
-    """
+    """The first of these switches that a configuration has, which must be true or false; ``None``: it has none."""
     for key in keys:
         value = config.get(key)
         if value is not None:

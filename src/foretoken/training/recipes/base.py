@@ -172,11 +172,8 @@ class Recipe(ABC):
             self.frequent = torch.from_numpy(frequent).to(self.parts.device)
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        """The network's shape from the target and from ``key=value`` settings.
-
-        Raises:
-            ValueError: an unknown key (lists the valid ones), a value of the wrong type, or a number out of range.
-        """
+        """The network's shape from the target and from ``key=value`` settings.  Raises ``ValueError`` for an unknown
+        key (lists the valid ones), a value of the wrong type, and a number out of range."""
         known = {f.name: f for f in fields(self.config_class) if f.name not in self.fixed}
         values: dict[str, Any] = self.from_target()
         for key, text in settings.items():

@@ -102,8 +102,6 @@ class BlockRecipe(Recipe):
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         return self.drafter_class.of(self.net, self.parts, self.target, self.frequent)
 
-    # -- the loss ----------------------------------------------------------------------------------------------------
-
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over places of the cross-entropy with the target's distribution."""
         drafts = self.config.drafts
@@ -121,13 +119,9 @@ class BlockRecipe(Recipe):
     def place_loss(
         self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
     ) -> tuple[Tensor, Any]:
-        """The loss of one place of all blocks, a scalar, and what the next place is asked with.
-
-        Args:
-            states: [b, R, D] of the network.
-            columns: [b, R] the tokens before the guessed ones.
-            memory: what the place before returned; ``None`` at first.
-        """
+        """The loss of one place of all blocks, a scalar, and what the next place is asked with.  States are [b, R, D]
+        of the network, ``columns`` [b, R] the tokens before the guessed ones; ``memory`` is what the place before
+        returned (``None`` at first)."""
         return labels.distance(self.logits(states), texts_of(columns), columns.flatten()), None
 
     def logits(self, states: Tensor) -> Tensor:

@@ -77,11 +77,8 @@ class BpdRecipe(Recipe):
         return self.head_loss(batch, int(torch.randint(first, self.config.k + 1, (1,), generator=generator)))
 
     def head_loss(self, batch: Batch, head: int) -> Tensor:
-        """Mean cross-entropy of one head (1 to k) at all places that have a token ``head`` places behind them.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Mean cross-entropy of one head (1 to k) at all places that have a token ``head`` places behind them; there
+        must be one."""
         places = batch.length - head + 1
         if places < 1:
             raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")

@@ -126,7 +126,6 @@ def chain_accuracies(
 
     Args:
         batches: held-out texts, of each of which the first counts.
-        length: k.
         guess: the guesses [g, k] behind places [1, g], which stand for the tokens behind the places [g, k].
         conditional: count a guess only where all before it are right.
     """
@@ -151,10 +150,7 @@ def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int =
     """[b, R] at most ``count`` random places per text, in order, that have ``steps`` places behind them.
 
     Where only some tokens are to be guessed, places whose first guess is one of them go first, and there are no more
-    places than the text with the most of them has.
-
-    Raises:
-        ValueError: texts too short for that.
+    places than the text with the most of them has.  Raises ``ValueError`` for texts too short for that.
     """
     n = batch.length - steps
     if n < 1:

@@ -50,12 +50,10 @@ class HeadsRecipe(Recipe):
     def states(
         self, batch: Batch, rows: Tensor, columns: Tensor, generator: torch.Generator | None = None
     ) -> Sequence[Tensor]:
-        """What the K heads make of the places [m]: K times [m, D].
+        """What the K heads make of the places [m]: K times [m, D].  ``rows`` and ``columns`` [m] say which text, and
+        which token: the one before the root.
 
-        Args:
-            rows: [m] which text.
-            columns: [m] which token: the one before the root.
-            generator: randomness of a training step; none when accuracies are measured.
+        The generator is the randomness of a training step; there is none when accuracies are measured.
         """
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:

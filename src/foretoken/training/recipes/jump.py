@@ -72,11 +72,7 @@ class JumpRecipe(Recipe):
         return self.config.steps
 
     def configure(self, settings: Mapping[str, str]) -> Any:
-        """The layers and the predictor's shape; ``state`` follows ``stop`` and ``stop`` follows ``start``.
-
-        Raises:
-            ValueError: an unknown setting, or layers that the target does not have.
-        """
+        """The layers and the predictor's shape; ``state`` follows ``stop`` and ``stop`` follows ``start``."""
         given = dict(settings)
         if "start" in given and given["start"].isdecimal():
             given.setdefault("stop", str(int(given["start"]) + 1))

@@ -81,11 +81,8 @@ class PeagleRecipe(Eagle3Recipe):
         return labels.distance(self.draft_logits(output[:, chosen].flatten(0, 1)), texts, columns)
 
     def rows(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Anchors and depths [m] of the rows of a text, whose last place has a label, and of masks.
-
-        Raises:
-            ValueError: texts too short for that.
-        """
+        """Anchors and depths [m] of the rows of a text, whose last place has a label, and of masks.  Raises
+        ``ValueError`` for texts too short for that."""
         config, n = self.config, batch.length - 1
         if n < config.places:
             raise ValueError(

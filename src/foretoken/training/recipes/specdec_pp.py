@@ -31,13 +31,10 @@ BINS = 5
 
 
 class SpecdecPpRecipe(Recipe):
-    """The head over a frozen draft model; ``target`` in the sense of the trainer is the model that it reads.
+    """The head over a frozen draft model, whose hidden states it reads; ``target`` in the sense of the trainer is that
+    model.
 
-    Args:
-        judge: the target, whose acceptance is learnt.
-        draft: the draft model, whose hidden states are read.
-        settings: ``key=value`` of the head and its loss.
-        seed: of the first weights.
+    ``judge`` is the target, whose acceptance is learnt; ``settings`` are ``key=value`` of the head and its loss.
     """
 
     method = "specdec_pp"
