@@ -13,8 +13,9 @@ from rich.console import Console
 
 import foretoken as ft
 from foretoken.cli import generate
-from foretoken.cli.explain import explained, legend, stream_explained, token_texts
+from foretoken.cli.explain import explained, legend, stream_explained
 from foretoken.cli.generate import DEFAULT_PROMPT
+from foretoken.lab.report.show.texts import token_texts
 
 STATS = {
     "num_drafts",

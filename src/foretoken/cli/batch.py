@@ -110,7 +110,6 @@ class Counts:
 
 
 def _run(common: Common, left: Sequence[BatchLine], total: int, file: Any, max_running: int) -> Counts:
-
     llm: Llm = common.load(own_sampling=True)
     tell_defaults(llm)
     left = [replace(job, options={**llm.defaults.sampling, **job.options}) for job in left]
@@ -209,7 +208,7 @@ def finished_ids(file: Path) -> set[str]:
     """Ids of the answers in an output file.
 
     What follows the last newline was left by a kill: the beginning of an answer is cut off, a whole answer gets its
-    newline.  A file that holds anything else is not touched.  That is refused by a ``ValueError``.
+    newline.  Raises ``ValueError`` for a file that holds anything else, which is not touched.
     """
     if not file.exists():
         return set()
@@ -261,7 +260,7 @@ def _is_torn(tail: bytes) -> bool:
 
 @contextmanager
 def output_file(file: Path) -> Iterator[IO[bytes]]:
-    """The output, open for appending by this process alone; a ``ValueError`` while another run writes to it."""
+    """The output, open for appending by this process alone.  Raises ``ValueError`` while another run writes to it."""
     with file.open("ab") as out:
         lock(out.fileno(), file)
         yield out

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.output import has_colour, print_text
 from foretoken.engine.stopping import Detokenizer
-from foretoken.lab.report.show.texts import token_texts as token_texts
-from foretoken.lab.report.show.texts import visible
+from foretoken.lab.report.show.texts import token_texts, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,8 +82,8 @@ def stream_explained(
     """Generate on a console that shows colours, by an ``llm`` with a tokenizer: print the legend and the coloured text
     while it is written, then the trees; give the output.
 
-    ``echo`` is printed before the output on a terminal.  What :meth:`Llm.stream` refuses is a ``ValueError`` before
-    anything is printed.
+    ``echo`` is printed before the output on a terminal.  Raises what :meth:`Llm.stream` does, before anything is
+    printed.
     """
 
     def begin() -> None:
@@ -107,8 +106,8 @@ def stream_coloured(
     """Generate by an ``llm`` with a tokenizer, and print the text while it is written, coloured where the console shows
     colours; give the output.
 
-    ``begin`` is called before the text, once the request has been accepted: what :meth:`Llm.stream` refuses is a
-    ``ValueError`` before anything is printed.
+    ``begin`` is called before the text, once the request has been accepted.  Raises what :meth:`Llm.stream` does,
+    before anything is printed.
     """
     pieces = llm.stream(prompt, **options)
     first = next(pieces)

@@ -183,7 +183,8 @@ def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | None) -> tuple[Common, str]:
-    """The options with their MODEL, checked, and the prompt; a ``ValueError`` where they contradict each other."""
+    """The options with their MODEL, checked, and the prompt.  Raises ``ValueError`` where they contradict each
+    other."""
     model, prompt = model_and_prompt(words or (), "target" in common.given)
     common = common.of(model)
     common.check()
@@ -191,8 +192,8 @@ def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | 
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from the argument, a file, stdin, or the built-in one; a ``ValueError`` for two prompts or an empty
-    one."""
+    """The prompt from the argument, a file, stdin, or the built-in one.  Raises ``ValueError`` for two prompts, and for
+    an empty one."""
     if prompt is not None and file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
     if file is not None:
@@ -207,7 +208,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 text file, or a ``ValueError``; a byte order mark in front is no part of the text."""
+    """A UTF-8 text file; a byte order mark in front is no part of the text.  Raises ``ValueError`` for other bytes."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

@@ -67,7 +67,6 @@ def fetched(name: str, given: Path | None = None) -> Path:
 
 def catalogue() -> list[dict[str, Any]]:
     """A row per model, as the CLI's JSON prints it: ``bytes`` on disk, ``download_bytes``, ``cached``, ``path``."""
-
     ours = [
         # Of what comes with the package
         _row(name, TITLES[name], "Apache-2.0", sum(file.stat().st_size for file in folder.iterdir()), 0, folder, True)
@@ -96,7 +95,6 @@ def _row(
 
 def _print(models: list[dict[str, Any]]) -> None:
     """A line per model, and below it where it is or how to get it."""
-
     console = screen()
     width, titles = (max(len(row[key]) for row in models) for key in ("name", "title"))
     for row in models:

@@ -195,8 +195,8 @@ def _cells(check: Check, samples: int) -> list[str]:
 
 
 def before_certifying(file: Path, common: Common) -> dict[str, str]:
-    """Checksums of the target's files.  What would keep the certificate from being written is a ``ValueError`` before
-    the run: no folder for the file, a profile, or files that are not on this machine."""
+    """Checksums of the target's files.  Raises ``ValueError`` for what would keep the certificate from being written:
+    no folder for the file, a profile, or files that are not on this machine."""
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise ValueError(
             f"--certificate cannot be written to {file}: give the name of a file in a folder that is there"
@@ -227,8 +227,8 @@ def write_certificate(
 def verify_certificate(
     file: Path, common: Common, model: str | None, drafters: list[str] | None, as_json: bool
 ) -> None:
-    """Run a certificate's checks again and say what is equal; exit code 1 where a promise does not hold.  A
-    ``ValueError`` for no whole certificate, and for one about another model or drafter.
+    """Run a certificate's checks again and say what is equal; exit code 1 where a promise does not hold.  Raises
+    ``ValueError`` without a whole certificate, and for one about another model or drafter.
 
     Args:
         common: its target is used where another one than the default was named.

@@ -101,7 +101,6 @@ def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json 
 
 def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[Assumptions, str | None]:
     """What is assumed, and which drafter of a profile that is."""
-
     if asked.alpha is not None and asked.survival is not None:
         raise ValueError("give --alpha or --survival, not both")
     if asked.alpha is not None and not 0 <= asked.alpha <= 1:
@@ -129,7 +128,6 @@ def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[As
 
 def _measured(costs: RoundCosts, drafter: str | None, lengths: list[int], batch: int) -> tuple[Assumptions, str]:
     """The profile's drafter of that name, or the one that promises most."""
-
     if not costs.drafters:
         raise ValueError("the profile has no measured drafters: run `foretoken tune` again, or give --alpha and --c")
     names = [drafter] if drafter is not None else list(costs.drafters)
@@ -142,7 +140,6 @@ def _ahead_rows(
     asked: PlanOptions, given: Assumptions, lengths: list[int], batches: list[int], siblings: list[float] | None
 ) -> list[AheadRow]:
     """What drafting during verification gives; empty where nobody asks."""
-
     if asked.ahead is None:
         if asked.contention != 1.0:
             raise ValueError("--contention goes with --ahead")
@@ -156,7 +153,6 @@ def _ahead_rows(
 
 
 def _print(result: Plan, name: str | None, plot: Path | None) -> None:
-
     console = screen()
     shown = table(None, (), ["k", "tokens", *_heads(result), "ops", "reads", "from α", "up to c"])
     for row in result.rows:
@@ -202,7 +198,6 @@ def _print_changes(result: Plan) -> None:
 
 
 def _print_ahead(rows: list[AheadRow], contention: float) -> None:
-
     if not rows:
         return
     heads = ("k", "outcomes", "guessed", "work", "ahead", "between rounds", "contention up to")
@@ -230,7 +225,6 @@ def _or_never(value: float | None, k: int) -> str:
 
 def read_costs(file: Path) -> RoundCosts:
     """The measured costs in a profile."""
-
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -250,7 +244,6 @@ def read_costs(file: Path) -> RoundCosts:
 
 def parse_curve(text: str) -> CallCost:
     """v(n): ``flat``, ``1:1,8:1.1,...`` or ``roofline,key=value,...``."""
-
     if text.strip() == "flat":
         return Flat()
     if text.partition(",")[0].strip() == "roofline":
@@ -271,7 +264,6 @@ def parse_curve(text: str) -> CallCost:
 
 
 def _roofline(text: str) -> CallCost:
-
     kinds = {f.name: int if f.type == "int" else float for f in fields(Roofline)}
     needed, options = ("parameters", "bandwidth", "flops"), parse_spec(text).options
     if not set(needed) <= set(options) <= set(kinds):

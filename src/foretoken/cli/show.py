@@ -109,8 +109,8 @@ def _prompt_in_words(llm: Llm, text: str, prompt: str | list[int], row: BenchPro
 
 
 def _row_of(file: Path | None) -> BenchPrompt | None:
-    """The one row of a file of prompts, which may be a conversation; ``None`` for another file, or none.  Several rows
-    are a ``ValueError``."""
+    """The one row of a file of prompts, which may be a conversation; ``None`` for another file, or none.  Raises
+    ``ValueError`` for several rows."""
     if file is None or ".jsonl" not in file.suffixes:
         return None
     from foretoken.lab.prompts import load_prompts
@@ -167,7 +167,8 @@ def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tup
 
 def trace_file(words: Sequence[str] | None, given: Collection[str]) -> Path | None:
     """The trace that is the only argument, or ``None`` where a prompt is meant.  ``given`` has the names of what stands
-    on the command line: options of a run beside a trace are a ``ValueError``, and so is a file that is not there."""
+    on the command line.  Raises ``ValueError`` for options of a run beside a trace, and for a file that is not
+    there."""
     if words is None or len(words) != 1 or not words[0].endswith(".jsonl") or len(words[0].split()) != 1:
         return None
     file = Path(words[0]).expanduser()
