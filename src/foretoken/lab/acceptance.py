@@ -56,12 +56,8 @@ _STATED = re.compile(
 
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """What was measured.
-
-    Attributes:
-        tokens_a_round: the target's own token included.
-        by_position: share of the rounds whose draft was accepted up to each position.
-    """
+    """What was measured: tokens a round, the target's own included, and the share of the rounds whose draft was
+    accepted up to each position."""
 
     tokens_a_round: float
     by_position: tuple[float, ...]

@@ -32,13 +32,11 @@ KINDS = {"BF16": 32, "F16": 1, "Q8_0": 7, "Q4_K_M": 15, "Q4_0": 2, "Q5_K_M": 17,
 
 
 def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
-    """Write the weights, one tensor in memory at a time.
+    """Write the weights of a ``PreTrainedModel`` of the Llama family (packed layers too), one tensor in memory at a
+    time.
 
-    Raises ``ValueError`` for another architecture or another kind of tokenizer.
-
-    Args:
-        model: a ``PreTrainedModel`` of the Llama family (packed layers too).
-        tokenizer: a byte-level BPE tokenizer that splits words as GPT-2 does (the built-in one), to go into the file.
+    A tokenizer that goes into the file must be a byte-level BPE that splits words as GPT-2 does, as the built-in one.
+    Raises ``ValueError`` for another kind, and for another architecture.
     """
     import gguf
     import numpy as np

@@ -109,17 +109,13 @@ class LlamaCppPromptLookupArm(LlamaCppArm):
 
 
 class DraftArm(LlamaCppArm):
-    """A draft model in llama.cpp, greedy chains of ``k`` tokens.
-
-    Args:
-        draft: GGUF file, folder or hub id of the draft model; the built-in one for the built-in target.
-    """
+    """A draft model in llama.cpp, greedy chains of ``k`` tokens: a GGUF file, folder or hub id; the built-in one for
+    the built-in target."""
 
     def __init__(
         self, name: str, shared: ArmSetup, draft: str = "", k: int = 4, dtype: str = "bfloat16", threads: int = 0
     ) -> None:
         self.draft, self.k, self.dtype = draft, k, dtype
-        self.threads = threads
         super().__init__(name, shared, threads)
 
     def drafter(self, shared: ArmSetup) -> Any:

@@ -57,12 +57,8 @@ class TreeRow:
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of the plan when something is different.
-
-    Attributes:
-        speedup: of the plan's k (of the nearest one when no k pays).
-        best_k, best_speedup: of the k that would be right then.
-    """
+    """What becomes of the plan when something is different: the speed-up of its k (of the nearest one when no k pays),
+    and of the k that would be best then."""
 
     what: str
     speedup: float

@@ -24,12 +24,8 @@ _DONE = b"[DONE]"
 
 @dataclass
 class Drafts:
-    """What speculation did, as far as a server says.
-
-    Attributes:
-        rounds: verification rounds (calls of the target); ``None`` where it is not told.
-        drafted, accepted: draft tokens.
-    """
+    """What speculation did, as far as a server says: verification rounds (calls of the target; ``None`` where they are
+    not told), and draft tokens."""
 
     rounds: int | None = None
     drafted: int = 0

@@ -59,8 +59,8 @@ class Driver:
         self._all = 0
 
     async def run(self, arms: Sequence[ServerArm]) -> list[Pass]:
-        """Every level and pass; what there is by then, when it is stopped.  A server that refuses even the first
-        requests is a ``ValueError``."""
+        """Every level and pass; what there is by then, when it is stopped.  Raises ``ValueError`` where a server
+        refuses even the first requests."""
         settings, passes = self.settings, []
         self._all = len(arms) * len(settings.levels) * settings.passes * settings.requests
         for arm in arms:
