@@ -68,7 +68,7 @@ def test_a_long_text_that_has_ended_gives_its_memory_back(monkeypatch: pytest.Mo
 ARENAS = """
 import ctypes, sys, threading
 from foretoken.server.memory import share_arenas
-assert sys.argv[1] == "all" or share_arenas(2)
+assert sys.argv[1] == "all" or share_arenas()
 libc, together = ctypes.CDLL(None), threading.Barrier(8)
 def work():
     kept = [bytes(100_000) for _ in range(3)]

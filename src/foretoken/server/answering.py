@@ -101,8 +101,8 @@ class Answer(ABC):
         """What a streamed answer says."""
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Queue what it asks for; raises :class:`QueueFull`, :class:`Draining` or :class:`EngineDead` where that is not
-        taken."""
+        """Queue what it asks for.  Raises :class:`QueueFull`, :class:`Draining` or :class:`EngineDead` where that is
+        refused."""
         with self._refusals():
             tickets = submit_all(self.serving.engine, requests)
         prompts = requests[:: self.body.n or 1]

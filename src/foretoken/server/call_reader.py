@@ -163,8 +163,8 @@ class CallReader:
         return _Value(at, name, not name and text[at] == "[" and not _opens_json(text[at + 1 :]))
 
     def _check_key(self, at: int) -> None:
-        """Whether a call may begin so, asked until it is decided, since nobody asks once its end is looked for: raises
-        :class:`_Incomplete` until then, and :class:`_NoCall` where it may not."""
+        """Find out whether a call may begin so, until it is decided: nobody asks once its end is looked for.  Raises
+        :class:`_Incomplete` while that cannot be told, and :class:`_NoCall` where it may not."""
         first: re.Match[str] = _FIRST_KEY.match(self._text, at)  # type: ignore[assignment]  # it always matches
         key, behind = first[1], first[2]
         if key is not None and not (key in KEYS if behind == '"' else any(one.startswith(key) for one in KEYS)):
@@ -191,8 +191,8 @@ class _NoCall(Exception):
 
 
 class _Value:
-    """Finds the end of a value in brackets, as its text grows; ``name`` is the function's, where it stands before the
-    value.  In Python strings have other quotes as well."""
+    """Finds the end of a value in brackets, as its text grows.  ``name`` is the function's, where it stands before the
+    value; a value of Python's (``python``) has strings with other quotes as well."""
 
     def __init__(self, start: int, name: str, python: bool) -> None:
         self.start, self.name, self.python = start, name, python
@@ -233,8 +233,8 @@ def _opens_json(rest: str) -> bool:
 
 
 def _behind(text: str, end: int, final: bool) -> int:
-    """The place behind Hermes's closing tag, which some models leave out; :class:`_Incomplete` while it may still
-    come."""
+    """The place behind Hermes's closing tag, which some models leave out.  Raises :class:`_Incomplete` while it may
+    still come."""
     rest = text[end:].lstrip()
     if rest.startswith(HERMES_END):
         return len(text) - len(rest) + len(HERMES_END)
@@ -246,8 +246,8 @@ def _behind(text: str, end: int, final: bool) -> int:
 
 
 def _json_calls(text: str, name: str) -> list[Call]:
-    """Calls in a JSON object or a list of them, or :class:`_NoCall`; ``name`` is the function's where the object is its
-    arguments."""
+    """Calls in a JSON object or a list of them; ``name`` is the function's where the object is its arguments.  Raises
+    :class:`_NoCall` for anything else."""
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError):

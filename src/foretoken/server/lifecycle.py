@@ -21,7 +21,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def listener(settings: ServerSettings) -> socket.socket:
-    """The bound socket, before anything heavy is imported or loaded; a ``ValueError`` where it cannot be had."""
+    """The bound socket, before anything heavy is imported or loaded.  Raises ``ValueError`` where it cannot be had."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # With the protocol named, asyncio turns Nagle's algorithm off; else small chunks wait 40 ms for an ACK.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

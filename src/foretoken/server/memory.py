@@ -26,19 +26,19 @@ def trim() -> None:
         call(0)
 
 
-def share_arenas(most: int = 2) -> bool:
-    """Let all threads of this process share ``most`` arenas; false where the C library has no such setting.
+def share_arenas() -> bool:
+    """Let all threads of this process share two arenas; false where the C library has no such setting.
 
     By default every new thread gets one, up to eight for each core, and each keeps the most that its threads ever
     held at once: in a soak of twenty minutes a server grew by 39 MB in steps of 8 to 12, with two by 5.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    return mallopt is not None and mallopt(ARENA_MAX, most) == 1
+    return mallopt is not None and mallopt(ARENA_MAX, 2) == 1
 
 
 class FreedMemory:
-    """Gives memory back, in a thread of its own, a while after something large has ended: ``after_s`` seconds wait for
-    more that ends."""
+    """Gives memory back, in a thread of its own, ``after_s`` seconds after something large has ended, for all that has
+    ended by then."""
 
     def __init__(self, after_s: float = AFTER_S, give_back: Callable[[], None] = trim) -> None:
         self._after_s, self._give_back = after_s, give_back

@@ -104,8 +104,8 @@ class Metrics:
         return metrics
 
     def ended(self, request: Request, arrived_s: float, stats: SpecStats, reason: FinishReason | None) -> None:
-        """Count a choice that has left the engine, however it ended, in the engine's thread; it came at ``arrived_s``
-        by the monotonic clock, and was cancelled where there is no reason."""
+        """Count a choice that has left the engine, however it ended, in the engine's thread.  It came at ``arrived_s``,
+        by the monotonic clock; without a ``reason`` it was cancelled."""
         whole_s, told = time.monotonic() - arrived_s, REASONS.get(reason or "", "abort")
         for one in self._sets:
             self._count(one, stats, told)

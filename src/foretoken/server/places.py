@@ -93,7 +93,7 @@ class Places:
 
 
 class Place:
-    """What one request holds; it has ``spent`` so many tokens of prompts and answers so far."""
+    """What one request holds; its prompts and answers have ``spent`` so many tokens so far."""
 
     def __init__(self, places: Places, caller: Caller) -> None:
         self._places, self.caller = places, caller

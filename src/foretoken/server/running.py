@@ -59,7 +59,8 @@ async def _output(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Out
 
 
 async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> AsyncIterator[tuple[int, Piece]]:
-    """Pieces of all of them as they come, with their indices; :class:`DeadlineExceeded` once the time of one is up."""
+    """Pieces of all of them as they come, with their indices.  Raises ``DeadlineExceeded`` once the time of one is
+    up."""
     several = [_pieces(engine, index, ticket, saw) for index, ticket in enumerate(tickets)]
     merged = several[0] if len(several) == 1 else _merged(several)
     try:

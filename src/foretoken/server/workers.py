@@ -22,10 +22,7 @@ class FairQueue:
 
     A piece of work is due when as much has been done as was done when it came, and as much again as it costs itself
     (the finish numbers of fair queueing: Demers, Keshav and Shenker 1989, with a flow for each request).  One thread
-    takes no large work: what is small never waits for a large one to end.
-
-    Args:
-        large: cost from which work is large.
+    takes no large work (of a cost of ``large`` or more): what is small never waits for a large one to end.
     """
 
     def __init__(self, threads: int, name: str, large: int = LARGE) -> None:

@@ -212,8 +212,8 @@ class Gateway:
             await while_connected(receive, self._answer(given, body, session, place, send))
 
     async def _answer(self, scope: dict[str, Any], body: bytes, session: str, place: Place, send: Send) -> None:
-        """Send what a replica answers; another one's answer where it is lost before anything was sent.  Where every
-        replica that was tried is gone, that is 503, and when the time is up 504."""
+        """Send what a replica answers; another one's answer where it is lost before anything was sent.  Raises
+        :class:`ApiError`: 503 where every replica that was tried is gone, 504 when the time is up."""
         sent = _Sent(send, is_anthropic(scope["path"]))
         # The replica ends a request in time itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + GRACE_S
@@ -271,8 +271,8 @@ class _Sent:
         self.ended = not message.get("more_body", False)
 
     async def break_off(self) -> None:
-        """End a stream with an error event; an answer of another kind by breaking the connection
-        (:class:`ConnectionError`), as nothing else can say that something is missing."""
+        """End a stream with an error event.  An answer of another kind ends with a ``ConnectionError``, which breaks
+        the connection: nothing else can say that something is missing."""
         names = dict(self._start["headers"]) if self._start is not None else {}
         if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise ConnectionError("an answer broke off")

@@ -292,7 +292,7 @@ def _cores() -> int:
 
 
 def _reach(address: str) -> None:
-    """Find out soon that nobody is at an address, by a ``ValueError``: Ray itself tries for minutes."""
+    """Raise ``ValueError`` soon where nobody is at an address: Ray itself tries for minutes."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or _noted()
         if not address:
