@@ -336,7 +336,7 @@ def command(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *more: st
     return err[0]
 
 
-def test_no_text_and_too_little_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_text_and_too_little_text(tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty, short, broken = tmp_path / "empty", tmp_path / "short", tmp_path / "broken"
     for folder in (empty, short, broken):
         folder.mkdir()
@@ -344,6 +344,7 @@ def test_no_text_and_too_little_text(tmp_path: Path, capsys: pytest.CaptureFixtu
     (broken / "a.jsonl").write_text('{"text": "fine"}\n{"text": ')
     (broken / "b.txt.zst").write_bytes(b"no zstandard frame")
     assert "no text found" in command(capsys, empty, tmp_path / "out1")
+    assert "no text found" in command(capsys, empty, tmp_path / "out6", "--tokenizer-from", str(whole))
     assert "too short" in command(capsys, short, tmp_path / "out2")
     assert "a.jsonl, line 2" in command(capsys, broken, tmp_path / "out3")
     assert "b.txt.zst is damaged" in command(capsys, broken / "b.txt.zst", tmp_path / "out4")

@@ -30,12 +30,8 @@ log = logging.getLogger("foretoken.training")
 
 @dataclass(frozen=True)
 class AnswerProgress:
-    """What a caller is told now and then.
-
-    Attributes:
-        count: of how many.
-        tokens_per_s: tokens that were written per second of this run.
-    """
+    """What a caller is told now and then: how many of how many are done, and tokens that were written per second of
+    this run."""
 
     done: int
     count: int

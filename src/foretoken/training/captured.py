@@ -69,8 +69,8 @@ class FeatureStore:
         write_json(card, identity)
 
     def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
-        """Hidden states [b, n, D] by tap of the blocks of ``step``; makes the whole shard when it is missing.  A
-        damaged one is a ``ValueError``."""
+        """Hidden states [b, n, D] by tap of the blocks of ``step``; makes the whole shard when it is missing.  Raises
+        ``ValueError`` for a damaged one."""
         if not isinstance(self.sampler, ChatBlocks):
             return self._entry(step, taps)
         rows = [self._entry(row, taps) for row in self.sampler.chosen(step)]

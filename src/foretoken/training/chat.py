@@ -115,9 +115,7 @@ def _written(asked: Sequence[int], text: Sequence[int], ends: frozenset[int]) ->
 class RowBlocks:
     """Blocks [batch, n + 1] out of given rows, int64 [rows, n + 1], in an order that is a function of (seed, step).
 
-    Attributes:
-        learned: bool of the rows' shape: tokens that are to be guessed; ``None``: all.
-        block: n.
+    ``learned``, bool of the rows' shape, are the tokens that are to be guessed (``None``: all); ``block`` is n.
     """
 
     def __init__(

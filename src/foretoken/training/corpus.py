@@ -147,17 +147,19 @@ def build_corpus(
     Returns the description that is stored in ``out/corpus.json``: tokens, bytes and documents of each split, and of
     conversations their number and how many of the tokens are learned.  ``on_read`` is told how many documents were
     read, every now and then.  Raises ``ValueError`` for a path that does not exist, a row that is no text and no
-    conversation (names file and line), and a tokenizer without an end-of-text token.
+    conversation (names file and line), text of no tokens, and a tokenizer without an end-of-text token.
     """
     check_end_of_text(tokenizer)
     description = stored_corpus(paths, tokenizer, out)
-    if description is not None:
-        return description
-    limit, chat = held_below(iter_records(paths), HELD)
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "corpus.lock").open("a") as held:  # two runs with other data would mix their files
-        lock(held.fileno(), out, "folder", wait=True)
-        return stored_corpus(paths, tokenizer, out) or _encode(paths, tokenizer, out, limit, chat, on_read)
+    if description is None:
+        limit, chat = held_below(iter_records(paths), HELD)
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / "corpus.lock").open("a") as held:  # two runs with other data would mix their files
+            lock(held.fileno(), out, "folder", wait=True)
+            description = stored_corpus(paths, tokenizer, out) or _encode(paths, tokenizer, out, limit, chat, on_read)
+    if description["train"]["tokens"] == 0:
+        raise ValueError(no_text(paths))
+    return description
 
 
 def _encode(

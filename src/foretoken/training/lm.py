@@ -97,9 +97,7 @@ def make_optimizers(model: Any, config: LmConfig) -> list[torch.optim.Optimizer]
 
 
 @torch.no_grad()
-def evaluate(
-    model: Any, file: Path, dtype: str, context: int, max_blocks: int = 32, batch: int = 4, precision: str = "bfloat16"
-) -> float | None:
+def evaluate(model: Any, file: Path, dtype: str, context: int, precision: str, max_blocks: int = 32) -> float | None:
     """Held-out loss in nats per token over up to ``max_blocks`` evenly spaced blocks of ``file``.
 
     ``None`` when nothing was held out (a corpus of few documents).
@@ -110,7 +108,7 @@ def evaluate(
     context = min(context, len(tokens) - 1)
     rows = torch.from_numpy(np.stack(spread_blocks(tokens, max_blocks, context + 1)))
     losses = []
-    for part in rows.split(batch):
+    for part in rows.split(4):  # rows at once
         with autocast(model.device.type, precision):
             losses.append(next_token_loss(model, part.to(model.device)) * len(part))
     return float(torch.stack(losses).sum() / len(rows))

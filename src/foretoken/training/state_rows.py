@@ -24,8 +24,8 @@ OWN_SHARE = 0.1
 
 
 def layers_of(told: str) -> tuple[int, ...]:
-    """The hidden states of an option ``taps``: numbers joined by ``+``, or ``usual``; empty for none.  Others are a
-    ``ValueError``."""
+    """The hidden states of an option ``taps``: numbers joined by ``+``, or ``usual``; empty for none.  Raises
+    ``ValueError`` for anything else."""
     if not told:
         return ()
     if told == "usual":

@@ -23,7 +23,6 @@ from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
     corpus_blocks,
-    no_text,
     part_file,
     read_chat,
     read_tokens,
@@ -83,8 +82,6 @@ class Trainer:
         recipe.check_ahead(config.context, "--context")
         folder = corpus or out / "corpus"
         self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
-        if self.corpus["train"]["tokens"] == 0:
-            raise ValueError(no_text(data))
         self.sampler: BlockSampler | RowBlocks
         self.sampler = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
         if config.text == "target":

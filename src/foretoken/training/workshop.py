@@ -15,7 +15,7 @@ from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import TargetParts
 from foretoken.training.config import DistillConfig, check_context
-from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, no_text, read_tokens, text_identity
+from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, read_tokens, text_identity
 from foretoken.training.text_sources import FixedText, PolicyText, TeacherText, TextSource
 from foretoken.training.written import stored_continuations, write_continuations
 
@@ -54,8 +54,6 @@ class Workshop:
         self.parts = TargetParts(target)
         self.on_rows = on_rows
         self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
-        if self.corpus["train"]["tokens"] == 0:
-            raise ValueError(no_text(data))
         self.text = text_identity(folder, self.corpus)
         if self.corpus.get("chat") and config.text != "fixed":
             raise ValueError(

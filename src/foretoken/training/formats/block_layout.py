@@ -158,8 +158,8 @@ def _joined(values: Sequence[int]) -> str:
 
 
 def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> list[int]:
-    """Depths of the target that are fused: k is the output of its first k layers.  Raises ``ValueError`` where the
-    target has none such, or ``fc`` reads another number of them."""
+    """Depths of the target that are fused: k is the output of its first k layers.  Raises ``ValueError`` for depths
+    that the target does not have, and where ``fc`` reads another number of them."""
     count, told = target.parts.num_layers, config.get("num_target_layers")
     if told is not None and told != count:
         raise ValueError(f"the checkpoint is for a target of {told} layers, and this one has {count}")

@@ -203,7 +203,8 @@ class DsparkPlain(DflashPlain):
     architecture = "DSparkDraftModel"
 
     def extras(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Both heads; a ``ValueError`` where the Markov head is missing, or is another than ``config.json`` names."""
+        """Both heads.  Raises ``ValueError`` where the Markov head is missing, or is another than ``config.json``
+        names."""
         if W1 not in tensors:
             raise ValueError(f"the checkpoint lacks the tensor {W1}: it is incomplete")
         heads = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}

@@ -119,8 +119,8 @@ def check_variant(config: Mapping[str, Any], target: Target) -> None:
 
 
 def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> Sequence[int]:
-    """Depths that are fused: vLLM's numbers, else SGLang's plus one, else the paper's.  Raises ``ValueError`` where the
-    target has none such, or ``fc`` reads another number of them."""
+    """Depths that are fused: vLLM's numbers, else SGLang's plus one, else the paper's.  Raises ``ValueError`` for
+    depths that the target does not have, and where ``fc`` reads another number of them."""
     count, inner = target.parts.num_layers, config.get("eagle_config")
     nested = listed(inner, IDS) if isinstance(inner, dict) else None
     depths = listed(config, IDS) or [i + 1 if type(i) is int else i for i in nested or ()] or [2, count // 2, count - 3]

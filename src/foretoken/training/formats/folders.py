@@ -77,8 +77,8 @@ class Found:
             raise ValueError(f"{path} is a drafter already: use it with --drafter {method}:{path}")
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON object beside the weights, the object itself for a single file; empty when there is none.  A damaged
-        one is a ``ValueError``."""
+        """A JSON object beside the weights, the object itself for a single file; empty when there is none.  Raises
+        ``ValueError`` for a damaged one."""
         file = self.path / name if self.path.is_dir() else self.path
         if not file.exists():
             return {}

@@ -79,11 +79,8 @@ def their_name(ours: str) -> str:
 def joined(
     tensors: dict[str, Tensor], sizes: tuple[int, int], rename: Callable[[str], str], target: Target, layout: NetFormat
 ) -> Trained:
-    """Heads with one projection each; when all of these are the target's own, it is shared.
-
-    Args:
-        sizes: heads, and blocks per head.
-    """
+    """Heads with one projection each; when all of these are the target's own, it is shared.  ``sizes`` are the heads,
+    and the blocks of each."""
     vocab, size = target.parts.vocab_size, target.parts.hidden_size
     config = {"hidden_size": size, "vocab_size": vocab, "heads": sizes[0], "layers": sizes[1], "own_projection": True}
     names = {name: rename(name) for name in layout.shapes(config)}

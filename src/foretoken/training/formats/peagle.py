@@ -40,8 +40,8 @@ class ParallelParts(Eagle3Plain):
         return {**super().tensors(shape, trained, target), **rest}
 
     def read(self, checkpoint: Checkpoint, target: Target) -> Trained:
-        """EAGLE-3's part, and the rest beside it; a ``ValueError`` without a learned state or mask token, or with other
-        layers than are said."""
+        """EAGLE-3's part, and the rest beside it.  Raises ``ValueError`` without a learned state or mask token, and for
+        other layers than are said."""
         tensors = dict(checkpoint.tensors)
         hidden = tensors.pop(MASK_HIDDEN, None)
         if hidden is None:
