@@ -86,7 +86,7 @@ def compared_speeds(arms: Mapping[str, Callable[[], Speed]]) -> dict[str, Speed]
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that every arm decodes, by at most ``new_tokens`` each."""
+    """Prompts that every arm decodes, each answered with at most ``new_tokens`` tokens."""
 
     subject: Subject
     prompts: Sequence[Sequence[int]]

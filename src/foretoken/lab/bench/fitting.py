@@ -104,7 +104,7 @@ def _fit(row: Row, spec: str, reason: str | None) -> Fit:
 
 def places(path: Path) -> list[Path]:
     """A folder and those of its subfolders and files that hold something to draft with; a file is one itself.  Raises
-    ``ValueError`` where there is neither."""
+    ``ValueError`` for a path that does not exist."""
     path = path.expanduser()
     if not path.exists():
         raise ValueError(f"no such folder or file: {path}")

@@ -162,8 +162,8 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def quantize_gguf(source: Path, file: Path, kind: str, threads: int = 1) -> None:
-    """Write a model's GGUF file (bfloat16, float16 or float32) again with smaller weights, by llama.cpp; ``kind`` is
-    one of :data:`KINDS`.  Raises ``ValueError`` for another kind, a file that cannot be read, or without
+    """Write a GGUF file (bfloat16, float16 or float32) again with smaller weights, by llama.cpp; ``kind`` is one of
+    :data:`KINDS`.  Raises ``ValueError`` for another kind, for a file that cannot be read, and without
     llama-cpp-python."""
     from foretoken.models.other.llama_cpp import library
 

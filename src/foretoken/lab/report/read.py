@@ -117,7 +117,7 @@ def number(value: Any) -> float | None:
 
 def read_run(file: Path) -> Run:
     """Read a run, or what ``foretoken bench`` left of an unfinished one in ``FILE.partial``.  Raises ``ValueError``
-    where there is none, naming the first line that is wrong."""
+    where there is none, and for a line that is no JSON object or no cell, which it names."""
     beside = file.with_name(file.name + ".partial")
     if not file.exists() and beside.is_file():
         file = beside
