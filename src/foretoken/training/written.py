@@ -32,7 +32,7 @@ def write_continuations(
     """Prompts and what ``model`` writes behind them, int64 [n, m + new_tokens]; end-of-text does not end them.
 
     A continuation's draws depend on ``seed`` and its own number alone.  Raises ``ValueError`` with nothing to write
-    behind, and for a text longer than the model's context or a negative temperature.
+    behind, for a text longer than the model's context, a negative temperature, and logits that are NaN.
 
     Args:
         prompts: int64 [n, m], m >= 1, all of one length.
