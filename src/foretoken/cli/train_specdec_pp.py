@@ -68,13 +68,10 @@ def specdec_pp_command(
 
 def load_pair(target: str, draft: str, device: str | None = None) -> tuple[LanguageModel, LanguageModel, Any]:
     """The target, its draft model in float32, and the tokenizer that they must share."""
-    from foretoken.loading import check_same_tokenizer, check_vocabularies, load_model, load_tokenizer, resolve
+    from foretoken.training.workshop import load_draft_model
 
     judge, tokenizer = load_target(target, device)
-    model = load_model(draft, role="draft", dtype="float32", device=device, exact="approximate")
-    check_vocabularies(judge, model, draft)
-    check_same_tokenizer(tokenizer, load_tokenizer(resolve(draft, "draft")), draft)
-    return judge, model, tokenizer
+    return judge, load_draft_model(draft, judge, tokenizer, device), tokenizer
 
 
 def _trial(trainer: Trainer, recipe: SpecdecPpRecipe) -> Callable[[Drafter, LanguageModel], Mapping[str, Any]] | None:

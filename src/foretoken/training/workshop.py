@@ -20,12 +20,19 @@ from foretoken.training.text_sources import FixedText, PolicyText, TeacherText, 
 from foretoken.training.written import stored_continuations, write_continuations
 
 
-def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, device: str | None = None) -> Any:
-    """The network to align, in float32, which must have the target's tokenizer and vocabulary."""
+def load_draft_model(
+    draft: str | Path, target: LanguageModel, tokenizer: Any, device: str | None = None
+) -> LanguageModel:
+    """The draft model in float32, which must have the target's tokenizer and vocabulary."""
     loaded = load_model(draft, role="draft", dtype="float32", device=device, exact="approximate")
     check_vocabularies(target, loaded, str(draft))
     check_same_tokenizer(tokenizer, load_tokenizer(resolve(draft, "draft")), str(draft))
-    network: Any = getattr(loaded, "model", None)
+    return loaded
+
+
+def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, device: str | None = None) -> Any:
+    """The network of a draft model (:func:`load_draft_model`), to be aligned."""
+    network: Any = getattr(load_draft_model(draft, target, tokenizer, device), "model", None)
     for parameter in network.parameters():
         parameter.requires_grad_(True)
     return network

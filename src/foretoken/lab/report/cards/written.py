@@ -150,7 +150,7 @@ def _short(value: float) -> float:
 
 
 def markdown_card(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """The markdown_card of a run: machine, versions, threads, dtype, weights and load above one table per setting."""
+    """A run's card in Markdown: machine, versions, threads, dtype, weights and load above one table per setting."""
     return "\n".join([*_head(summary), *_tables(cells, summary), *_notes(summary)]) + "\n"
 
 
