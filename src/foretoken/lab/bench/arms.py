@@ -50,7 +50,6 @@ class Unit:
     Attributes:
         prompts: their numbers within the category.
         seeds: one per prompt, the same for every arm.
-        new_tokens: length of the outputs.
     """
 
     category: str

@@ -83,7 +83,6 @@ class Check:
     """One drafter in one mode.
 
     Attributes:
-        verifier: the rule's name.
         mode: one of :data:`MODES`.
         prompts: outputs compared; prompts of the test of the distribution.
         identical: of them, how many are the same token by token.

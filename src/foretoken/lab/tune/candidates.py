@@ -48,11 +48,9 @@ class Scouted:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration.
+    """One configuration: a drafter's spec, and the length of its drafts.
 
     Attributes:
-        drafter: spec.
-        depth: draft length.
         predicted: tokens per second over plain decoding's.
         cost: the drafter's cost that the prediction is made of.
     """

@@ -91,7 +91,6 @@ class Outcome:
         skipped: drafters that were not measured, and why.
         prompts: how many were decoded.
         spent_s: seconds from the beginning to the end, of which ``before_s`` were over when the search began.
-        interrupted: whether it was ended early.
     """
 
     job: TuneJob

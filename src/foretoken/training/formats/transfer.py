@@ -23,7 +23,6 @@ class Imported:
     """A drafter that was read and is not in its place yet.
 
     Attributes:
-        source: where it is from.
         folder: where it is for now.
         spec: what loads it, with ``{}`` in place of the folder.
         model: its target, and ``target`` what that was loaded from.
