@@ -228,12 +228,12 @@ class StatefulModel(OneByOneModel):
             for state in states:
                 state.reset()
             raise
-        found = []
+        rows_of: list[Rows] = []
         for row, (feed, text) in enumerate(zip(feeds, texts, strict=True)):
             feed.sequence.append(feed.tokens, feed.parents_behind(len(feed.sequence.scratch_tokens)))
             own = slice(len(text) - len(feed.tokens), len(text))
-            found.append(Rows(logits[row], {name: h[row, own] for name, h in hidden.items()}))
-        return found
+            rows_of.append(Rows(logits[row], {name: h[row, own] for name, h in hidden.items()}))
+        return rows_of
 
     def settle(self, sequence: SequenceState) -> None:
         """Read the committed tokens that the state still lacks, in forwards of their own."""

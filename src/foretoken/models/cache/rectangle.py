@@ -304,9 +304,9 @@ class TreeCache(Cache):
         return [buffer for store in (self._keys, self._values) for buffer in store if buffer is not None]
 
 
-def whole_chunks(slots: int, chunk: int = CHUNK) -> int:
+def whole_chunks(slots: int) -> int:
     """The least multiple of a chunk that has so many slots."""
-    return -(-slots // chunk) * chunk
+    return -(-slots // CHUNK) * CHUNK
 
 
 HOST = torch.device("cpu")

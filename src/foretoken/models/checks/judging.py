@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.models.cache.masks import LayerMask, RowPlan, additive_mask
+from foretoken.models.cache.masks import RowPlan, additive_masks
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.linear.product import QuantisedLinear
 from foretoken.models.network.call import NetworkCall, Outputs
@@ -165,20 +165,13 @@ def _text_logits(network: Network, run: Run, dtype: torch.dtype, ids: Sequence[i
     for parent in PARENTS:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     tokens = torch.tensor([list(ids)], device=network.device) % network.vocab_size
-    plan = RowPlan(0, PARENTS, depths, NODES)
-    masks: Mapping[str, Tensor | None] = {
-        name: additive_mask([plan], _narrowed(layer), NODES, NODES, dtype, network.device)
-        for name, layer in network.layer_masks.items()
-    }
+    # Windows of three tokens instead of thousands, so that layers of different types read different masks.
+    layers = {n: m if m.kind == "full" else replace(m, size=3) for n, m in network.layer_masks.items()}
+    masks = additive_masks([RowPlan(0, PARENTS, depths, NODES)], layers, NODES, NODES, dtype, network.device)
     cache = TreeCache(network.depth, NODES)  # of its own: another forward may keep keys and values in another dtype
     cache.plan(0, 1, [0], NODES, NODES)
     positions = torch.tensor([depths], device=network.device)
     return run(NetworkCall(cache, tokens, positions, masks, [(0, 0, NODES)], ()))[0][0].cpu().double()
-
-
-def _narrowed(mask: LayerMask) -> LayerMask:
-    """A window of three tokens instead of thousands, so that layers of different types read different masks."""
-    return mask if mask.kind == "full" else replace(mask, size=3)
 
 
 @dataclass(frozen=True)

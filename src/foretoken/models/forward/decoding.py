@@ -70,17 +70,12 @@ class DecoderForward:
 
     def renew(self) -> None:
         """The network was changed: look at it again."""
-        self.device, self.dtype = device_of(self.model), self.model.dtype
+        self.device = device_of(self.model)
+        self.dtype = self.run_dtype = self.model.dtype
         self.attention = attention_for(self.exact, self.device)
         self.configs = attention_configs(self.model.get_decoder())
         self._by_distance: Tensor | None = None
         self._last: Crossed | None = None
-
-    @property
-    def run_dtype(self) -> torch.dtype:
-        """Of hidden states, keys and values."""
-        dtype: torch.dtype = self.dtype
-        return dtype
 
     def check(self, plan: LayerPlan) -> None:
         """Refuse a part of the layers."""

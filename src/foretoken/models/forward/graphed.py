@@ -74,8 +74,7 @@ class Graphs:
     def score(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: Sequence[str]) -> list[Rows] | None:
         """What :meth:`HuggingFaceModel.forward` gives for nodes that are appended already; ``None``: no step fits."""
         bucket = self._bucket(feeds, places, tuple(taps))
-        step = self._step(bucket) if bucket is not None else None
-        if bucket is None or step is None:
+        if bucket is None or (step := self._step(bucket)) is None:
             return None
         owner, rows = self.owner, [feed.sequence.row for feed in feeds]
         began = now(owner.device)  # the device is done with the last numbers, too: they can be overwritten
@@ -126,16 +125,11 @@ class Graphs:
         """The smallest shape that holds these nodes, if there is one."""
         width = _at_least(max(place.new for place in places), ROWS)
         batch = _at_least(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
-        fits = (
-            not self.stopped
-            and width is not None
-            and batch is not None
-            and batch * width <= MOST_ROWS
-            and any(feed.wanted != 0 for feed in feeds)  # a prompt asks for no logits
-            and all(place.new > 0 and len(place.parents) <= TREE for place in places)
-            and self._cache.is_initialized
-        )
-        if not fits or width is None or batch is None:
+        if self.stopped or width is None or batch is None or batch * width > MOST_ROWS:
+            return None
+        is_draft = any(feed.wanted != 0 for feed in feeds)  # a prompt asks for no logits
+        fits = is_draft and all(place.new > 0 and len(place.parents) <= TREE for place in places)
+        if not fits or not self._cache.is_initialized:
             return None
         used = max(place.committed + len(place.parents) for place in places)
         self._cache.reserve(batch, used)

@@ -91,10 +91,13 @@ class LeanForward:
             )
             for i, layer in enumerate(decoder.layers)
         ]
-        self.final_norm: Norm = norm_of(part(decoder, family.final_norm), packing, family.norm_offset) or _same
+        final_norm = norm_of(part(decoder, family.final_norm), packing, family.norm_offset)
+        self.final_norm: Norm = final_norm or (lambda x: x)
         self.head, self.head_dtype = _head(owner.model.lm_head, owner)
         embedding = part(decoder, family.embedding)
-        self.look_up: Callable[[Tensor], Tensor] = getattr(embedding, "rows", None) or _table(embedding)
+        self.look_up: Callable[[Tensor], Tensor] = getattr(embedding, "rows", None) or partial(
+            F.embedding, weight=embedding.weight.detach()
+        )
         scale = getattr(embedding, "embed_scale", None)
         self.embedding_scale: Tensor | None = None if scale is None else scale.to(owner.dtype)
         self.input_scale = float(getattr(decoder, "embedding_multiplier", None) or 1.0)
@@ -221,15 +224,6 @@ class LeanForward:
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
-
-
-def _table(embedding: Any) -> Callable[[Tensor], Tensor]:
-    weight: Tensor = embedding.weight.detach()
-    return lambda ids: F.embedding(ids, weight)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _rotary(embedding: Any, kinds: Any, dtype: torch.dtype) -> dict[str, Rotary]:

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from transformers import activations
 
 from foretoken.models.checks.fast_paths import Checks
-from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_layers import CacheRows, ForwardPass, LeanLayer
 from foretoken.models.forward.lean_parts import GatedMlp
@@ -68,15 +67,11 @@ class NativeForward(LeanForward):
         self.like = torch.empty(self.size.kv_heads, 1, self.size.dim, dtype=self.dtype)
         self._parts = Description()
         self._kinds = tuple(dict.fromkeys(layer.mask for layer in self.layers))
+        self.num_kinds = len(self._kinds)
         self.ropes = tuple(dict.fromkeys(layer.rope for layer in self.layers))
         self.model = self._described()
         self._nothing = bytes(len(self.layers))
         self.spared = 1  # it runs no padding
-
-    @property
-    def num_kinds(self) -> int:
-        """Kinds of masks that its layers read."""
-        return len(self._kinds)
 
     @property
     def twin(self) -> LeanForward:
@@ -220,11 +215,7 @@ def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
     except NotCoveredError as error:
         owner.native_off = str(error)
         return lean
-
-    def built() -> tuple[Run, torch.dtype, bool]:
-        return fast.run, fast.dtype, fast.is_coarse
-
-    reason = checks.fault(f"{PATH} {owner.way}", built)
+    reason = checks.fault(f"{PATH} {owner.way}", lambda: (fast.run, fast.dtype, fast.is_coarse))
     if reason is None:
         owner.native_off = ""
         return fast

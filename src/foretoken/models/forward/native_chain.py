@@ -89,18 +89,18 @@ class NativeChains:
         turns = [[side[rows].contiguous() for side in sides] for sides in self.turns]
         cos, sin = (native.pointers(each) for each in zip(*turns, strict=True))
         want = native.numbers([] if states else range(len(active)))
-        found = x.new_empty(len(active), x.shape[-1] if states else self.forward.num_outputs)
+        output = x.new_empty(len(active), x.shape[-1] if states else self.forward.num_outputs)
         best = None if states else BestTokens(len(active), 1, 1.0)
         call = native.CallStruct(
             *(len(active), len(self.groups), ctypes.addressof(groups), x.data_ptr(), 0, len(self.nothing)),
             *(self.nothing, self.nothing, self.forward.num_kinds, turns[0][0].shape[-1]),
             *(ctypes.addressof(each) for each in (cos, sin, self.taps)),
-            *(found.data_ptr() if states else None, len(want), ctypes.addressof(want), None),
-            *(None if states else found.data_ptr(), None),
+            *(output.data_ptr() if states else None, len(want), ctypes.addressof(want), None),
+            *(None if states else output.data_ptr(), None),
             native.BestStruct() if best is None else best.asked,
         )
         native.run(self.forward.model, call, torch.get_num_threads())
-        return active, found, best
+        return active, output, best
 
 
 class _Group:

@@ -53,14 +53,10 @@ class Architecture:
 
     model_type: str
     names: Mapping[str, str] = field(repr=False)
-    options: Callable[[GgufFile], Options]
+    options: Callable[[GgufFile], Options] = lambda file: {}
     permuted: bool = False
     norm_offset: float = 0.0
     router: str = ""
-
-
-def _none(file: GgufFile) -> Options:
-    return {}
 
 
 def _llama(file: GgufFile) -> Options:
@@ -153,8 +149,8 @@ def _phi3(file: GgufFile) -> Options:
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", LLAMA, _llama, permuted=True),
     "qwen2": Architecture("qwen2", LLAMA, lambda file: {"use_sliding_window": False}),
-    "qwen3": Architecture("qwen3", {**LLAMA, **HEAD_NORMS}, _none),
-    "gemma": Architecture("gemma", LLAMA, _none, norm_offset=1.0),
+    "qwen3": Architecture("qwen3", {**LLAMA, **HEAD_NORMS}),
+    "gemma": Architecture("gemma", LLAMA, norm_offset=1.0),
     "gemma2": Architecture("gemma2", {**ATTENTION, **MLP, **SANDWICH}, _gemma2, norm_offset=1.0),
     "gemma3": Architecture("gemma3_text", {**ATTENTION, **HEAD_NORMS, **MLP, **SANDWICH}, _gemma3, norm_offset=1.0),
     "phi3": Architecture(
@@ -169,7 +165,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _phi3,
     ),
     "granite": Architecture("granite", LLAMA, _granite, permuted=True),
-    "olmo2": Architecture("olmo2", {**ATTENTION, **HEAD_NORMS, **MLP, **BEHIND}, _none),
+    "olmo2": Architecture("olmo2", {**ATTENTION, **HEAD_NORMS, **MLP, **BEHIND}),
     "mixtral": Architecture("mixtral", {**ATTENTION, **NORMS}, _experts, permuted=True, router="mlp.gate"),
     "qwen3moe": Architecture("qwen3_moe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _qwen3_moe, router="mlp.gate"),
     "olmoe": Architecture("olmoe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _olmoe, router="mlp.gate"),

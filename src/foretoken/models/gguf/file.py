@@ -7,6 +7,7 @@ seconds for a vocabulary of 150,000 tokens, and it does not notice where a file 
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -197,9 +198,7 @@ class _GgufReader:
         in_bytes = (*shape[:-1], width // block * size)
         if max(in_bytes) > len(self.bytes):  # also beside a side of 0
             raise self._cut_off(place + max(in_bytes))
-        count = 1
-        for side in in_bytes:
-            count *= side
+        count = math.prod(in_bytes)
         if place + count > len(self.bytes):
             raise self._cut_off(place + count)
         data = torch.empty(0, dtype=torch.uint8)

@@ -136,8 +136,8 @@ class _WeightFiller:
             elif isinstance(module, nn.Linear):
                 linear += [owner] if leaf == "weight" else []
             else:
-                numbers = torch.cat([numbers_of(tensor) for tensor in tensors], 1) if len(tensors) > 1 else None
-                numbers = numbers_of(tensors[0]) if numbers is None else numbers
+                parts = [numbers_of(tensor) for tensor in tensors]
+                numbers = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
                 self._check_finite(tensors[0].name, bool(numbers.isfinite().all()))
                 if owner.endswith("norm"):
                     numbers = numbers.float() - self.architecture.norm_offset

@@ -2,8 +2,8 @@
 
 Every quantised type is blocks of 32 or 256 numbers of a row; a number is ``(value - middle) * scale + zero`` with one
 scale, and in some types one zero, for a group of 16 or 32 of them: a float16 number, or one of the block times a whole
-number.  The integers, scales and zeros are the file's own,
-and the arithmetic is that of ``gguf.dequantize``, so that the numbers are the same to the last bit.
+number.  The integers, scales and zeros are the file's own, and the arithmetic is that of ``gguf.dequantize``, so that
+the numbers are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-SUPER = 256
-"""Numbers of a block of the K types."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,12 @@ class QuantisedType:
         bits: that a value needs, 4 or 8.
         group: numbers that share a scale.
         middle: what is subtracted from a value.
-        each: numbers that share a float16 scale; more than a group where groups have steps of it.
     """
 
     parts: Callable[[Tensor], Parts]
     bits: int
     group: int
     middle: int = 0
-    each: int = 32
 
 
 def _half(blocks: Tensor, start: int, stop: int) -> Tensor:
@@ -161,11 +156,11 @@ KINDS: dict[str, QuantisedType] = {
     "Q5_0": QuantisedType(_q5_0, 8, 32, 16),
     "Q5_1": QuantisedType(_q5_1, 8, 32),
     "Q8_0": QuantisedType(_q8_0, 8, 32),
-    "Q2_K": QuantisedType(_q2_k, 4, 16, each=SUPER),
-    "Q3_K": QuantisedType(_q3_k, 4, 16, 4, SUPER),
-    "Q4_K": QuantisedType(_q4_k, 4, 32, each=SUPER),
-    "Q5_K": QuantisedType(_q5_k, 8, 32, each=SUPER),
-    "Q6_K": QuantisedType(_q6_k, 8, 16, 32, SUPER),
+    "Q2_K": QuantisedType(_q2_k, 4, 16),
+    "Q3_K": QuantisedType(_q3_k, 4, 16, 4),
+    "Q4_K": QuantisedType(_q4_k, 4, 32),
+    "Q5_K": QuantisedType(_q5_k, 8, 32),
+    "Q6_K": QuantisedType(_q6_k, 8, 16, 32),
     "IQ4_NL": QuantisedType(_iq4_nl, 8, 32),
 }
 """The quantised types, by name."""

@@ -9,7 +9,6 @@ import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -226,7 +225,8 @@ class IntegerProduct(QuantisedProduct):
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
         scale = weight.scale.double()
-        with _quietly():
+        with warnings.catch_warnings():  # PyTorch's, that quantised tensors are deprecated
+            warnings.simplefilter("ignore")
             values = torch._make_per_channel_quantized_tensor(
                 weight.values, scale, torch.zeros_like(scale, dtype=torch.long), 0
             )
@@ -339,11 +339,3 @@ class NativeInt4ByteProduct(NativeInt4Product):
     def linear(self) -> Linear:
         form, middle = linear.PAIRS, integers.MIDDLE4
         return bytes_linear(self.shape, 4, self.group, self.packed, self.scales, form=form, zeros=True, middle=middle)
-
-
-@contextmanager
-def _quietly() -> Any:
-    """Without PyTorch's warnings that quantised tensors are deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

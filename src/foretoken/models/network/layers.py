@@ -114,7 +114,8 @@ def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> 
                 elif index == plan.start and hidden is not None:
                     restores.append(replace_forward(layer, _with_input(layer.forward, hidden)))
                 if inside and index in plan.skip_attention:
-                    restores.append(replace_forward(sublayer(layer, ATTENTION_NAMES, "attention"), _no_attention))
+                    attention = sublayer(layer, ATTENTION_NAMES, "attention")
+                    restores.append(replace_forward(attention, lambda *a, **b: (torch.zeros_like(_hidden(a, b)), None)))
                 if inside and index in plan.skip_mlp:
                     mlp = sublayer(layer, MLP_NAMES, "MLP")
                     restores.append(replace_forward(mlp, _nothing_like(mlp)))
@@ -179,7 +180,3 @@ def _nothing_like(mlp: nn.Module) -> Callable[..., Any]:
 
 _COUNTS: WeakKeyDictionary[type[nn.Module], int] = WeakKeyDictionary()
 """How many tensors MLPs of a class return, 0 for one that is not in a tuple: seen once, by a call of one token."""
-
-
-def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return torch.zeros_like(_hidden(args, kwargs)), None

@@ -36,9 +36,9 @@ def constants_by_module(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, l
     return _without_written((m, list(m._non_persistent_buffers_set)) for m in modules)
 
 
-def _without_written(found: Iterable[tuple[nn.Module, list[str]]]) -> list[tuple[nn.Module, list[str]]]:
+def _without_written(listed: Iterable[tuple[nn.Module, list[str]]]) -> list[tuple[nn.Module, list[str]]]:
     kept = []
-    for module, names in found:
+    for module, names in listed:
         if names and not follows_length(module):  # else its forward writes what it turns by
             kind: Any = type(module)  # (mypy takes a class of modules for no hashable thing)
             written = _written(kind, kind.forward, frozenset(names))
@@ -103,13 +103,10 @@ def mark_of(kind: type[nn.Module]) -> str | None:
     if set(inner.__code__.co_freevars) - {"__class__"}:  # what it closes over is not in its code
         return None
     # functools.wraps copies the name of the module: where a decorator comes from, its globals tell.
-    if any(_package(function) not in (package, *FAMILIAR) for function in around):
+    homes = (str(function.__globals__.get("__name__", "")) for function in around)
+    if any(home.partition(".")[0] not in (package, *FAMILIAR) for home in homes):
         return None
     return "\n".join(_text(function) for function in functions)
-
-
-def _package(function: FunctionType) -> str:
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
 
 
 def _text(function: FunctionType) -> str:

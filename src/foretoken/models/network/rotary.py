@@ -14,6 +14,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,25 +143,19 @@ class ChangingRotary:
         restores = []
         try:
             for index, one in enumerate(self.modules):
-                restores.append(replace_forward(one.module, self._forward(index, known)))
+                restores.append(replace_forward(one.module, partial(self.turns, index, known)))
             yield
         finally:
             for restore in reversed(restores):
                 restore()
 
-    def _forward(self, index: int, lengths: Tensor) -> Any:
-        def run(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-            return self.turns(index, x, position_ids, lengths, layer_type)
-
-        return run
-
-    def turns(self, index: int, x: Tensor, positions: Tensor, lengths: Tensor, layer_type: str | None = None) -> Any:
+    def turns(self, index: int, lengths: Tensor, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """What the module's forward gives, node by node for its own length.
 
         Args:
-            x: whose dtype and device the result has.
-            positions: [..., b, width].
             lengths: [b, width].
+            x: whose dtype and device the result has.
+            position_ids: [..., b, width].
             layer_type: for a module that has one set of frequencies by layer type.
 
         Returns:
@@ -174,7 +169,7 @@ class ChangingRotary:
             chosen = keys == key
             # The forward looks at the longest position: an additional column has it.
             longest = lengths[chosen].max() - 1
-            inside = positions.masked_fill(~chosen, 0)
+            inside = position_ids.masked_fill(~chosen, 0)
             column = torch.full_like(inside[..., :1], int(longest))
             given = {} if layer_type is None else {"layer_type": layer_type}
             twin: Any = self._twin(index, key).to(x.device)
@@ -207,7 +202,7 @@ class LeanTurns:
         like = torch.empty(0, dtype=self.dtype, device=positions.device)
         turns: dict[str, tuple[Tensor, Tensor]] = {}
         for kind in self.kinds:
-            cos, sin = self.rotary.turns(0, like, positions[None], lengths[None], kind or None)
+            cos, sin = self.rotary.turns(0, lengths[None], like, positions[None], kind or None)
             first, second = sin[0].chunk(2, -1)
             turns[kind] = cos[0][:, None], torch.cat([-first, second], -1)[:, None]
         return turns

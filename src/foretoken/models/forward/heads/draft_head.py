@@ -53,7 +53,7 @@ class DraftHead:
         self._parts, self._weight = parts, weight
         self._native: NativeProduct | None = None
         self._project: Callable[[Tensor], Tensor] | None = None
-        self.behind: Callable[[Tensor], Tensor] = parts.behind if weight is None else _same
+        self.behind: Callable[[Tensor], Tensor] = parts.behind if weight is None else (lambda x: x)
         self.scale: float | None = parts.scale if weight is None else 1.0
         """What logits are multiplied with behind the product; ``None`` where that is not all that is done to them."""
         if quantised is None:
@@ -128,7 +128,3 @@ class DraftHead:
     def narrowed(self, rows: Tensor) -> Tensor:
         """Of rows [n, V] over the target's ids what is about tokens that can be guessed, [n, V_d]."""
         return rows if self.ids is None else rows[:, self.ids]
-
-
-def _same(logits: Tensor) -> Tensor:
-    return logits

@@ -64,7 +64,6 @@ class HeadForward:
 
     @property
     def run_dtype(self) -> torch.dtype:
-        """Of its hidden states, keys and values."""
         return self.dtype
 
     def check(self, plan: LayerPlan) -> None:

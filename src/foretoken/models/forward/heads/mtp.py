@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,13 +87,15 @@ class NativeModule(nn.Module):
             mask = torch.full((n, n), -torch.inf, device=x.device).triu(1)
         if mask is not None:
             mask = mask.to(x.dtype).expand(*(1,) * (4 - mask.ndim), *mask.shape)
-        rotary = self._rotary[0]
+        rotary, cache = self._rotary[0], None
+        if keep is not None:  # the one method of Transformers' caches that an attention layer calls
+            cache = SimpleNamespace(update=lambda key, value, *_, **__: keep(key, value))
         result = self.layer(
             x,
             position_embeddings=None if rotary is None else rotary(x, positions),
             attention_mask=mask,
             position_ids=positions,
-            **{self._cache_argument: None if keep is None else _Kept(keep)},
+            **{self._cache_argument: cache},
         )
         output: Tensor = result[0] if isinstance(result, tuple) else result
         return self.norm(output) if self.feed == "post_norm" else output
@@ -114,17 +117,6 @@ class NativeModule(nn.Module):
         self.norm.load_state_dict(final_norm.state_dict())
         half = torch.eye(len(self.eh_proj.weight)) / 2
         self.eh_proj.weight.copy_(torch.cat([half, half], 1))
-
-
-class _Kept:
-    """The one method of Transformers' caches that an attention layer calls."""
-
-    def __init__(self, keep: Keep) -> None:
-        self._keep = keep
-
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values that may be looked at [b, H, m, d]."""
-        return self._keep(key, value)
 
 
 def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str = "post_norm") -> NativeModule:
