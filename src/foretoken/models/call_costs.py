@@ -92,9 +92,6 @@ def measure_target(
         typical: of several calls.
         longest: larger counts than one that takes so many times as long as the least are left out of the turn, and
             altogether if that happens in nearly all.
-
-    Raises:
-        ValueError: an empty text, no usable count, or ``repeats`` or ``batch`` below 1.
     """
     if not text_ids or repeats < 1 or batch < 1:
         raise ValueError("measuring a target needs a text, and repeats and batch of at least 1")

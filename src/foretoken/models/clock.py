@@ -9,11 +9,7 @@ import torch
 
 
 def now(device: Any) -> float:
-    """Seconds by ``perf_counter``, read when ``device`` has done everything that it was given.
-
-    Args:
-        device: a ``torch.device``; on the CPU, or with ``None``, there is nothing to wait for.
-    """
+    """Seconds by ``perf_counter``, read when ``device`` (``None``: the CPU) has done everything that it was given."""
     kind = getattr(device, "type", "cpu")
     if kind == "cuda":
         torch.cuda.synchronize(device)

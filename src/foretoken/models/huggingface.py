@@ -119,11 +119,7 @@ class HuggingFaceModel(TreeRunner):
         self._watch = Watch(self.model)
 
     def keep_on_host(self) -> None:
-        """Keep keys and values in host memory from now on; a forward has those of one layer at a time on its device.
-
-        Raises:
-            ValueError: the model is on the CPU, or sequences are open.
-        """
+        """Keep keys and values in host memory from now on; a forward has those of one layer at a time on its device."""
         if self.device.type == "cpu":
             raise ValueError("offload=true is for a target on a GPU: on the CPU keys and values are in host memory")
         if self._sequences:

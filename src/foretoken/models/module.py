@@ -28,7 +28,6 @@ class ModuleModel(LanguageModel):
 
     @property
     def threads(self) -> int:  # type: ignore[override]
-        """Threads of PyTorch."""
         return torch.get_num_threads()
 
     @property
@@ -56,11 +55,7 @@ class ModuleModel(LanguageModel):
 
 
 class OneByOneModel(ModuleModel):
-    """Runs every sequence alone, through the network's own forward and a Transformers cache of its own.
-
-    Args:
-        model: any causal LM with ``use_cache``.
-    """
+    """Runs every sequence alone, through the network's own forward and a Transformers cache of its own."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()

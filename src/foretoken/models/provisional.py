@@ -11,11 +11,7 @@ from foretoken.models.network.layers import LayerPlan
 
 
 def window_inputs(feeds: Sequence[Feed], plan: LayerPlan) -> list[Tensor]:
-    """Per feed the states [n, D] that a window of layers above the first one goes on from; none for other windows.
-
-    Raises:
-        ValueError: a feed without states, or with those of another number of nodes.
-    """
+    """Per feed the states [n, D] that a window of layers above the first one goes on from; none for other windows."""
     if not plan.start:
         return []
     states = [feed.states for feed in feeds if feed.states is not None and len(feed.states) == len(feed.tokens)]

@@ -56,17 +56,14 @@ class TreeRunner(ModuleModel):
 
     @property
     def model(self) -> Any:
-        """The network."""
         return self.forwards.model
 
     @property
     def forward_name(self) -> str:  # type: ignore[override]
-        """What computes its forwards."""
         return self.forwards.name
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
         return self.forwards.device
 
     @property
@@ -248,11 +245,6 @@ class TreeRunner(ModuleModel):
         """Append provisional nodes, run by a part of the network; remember where nodes can go on from.
 
         Above the first layer nodes go on from the ``states`` [n, D] of their feeds; nothing is kept of such nodes.
-
-        Raises:
-            ValueError: a plan that does not fit the model, the nodes that are there or the states that are handed in,
-                an unknown tap, or two feeds for one sequence.
-            CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
         if plan not in self._checked_plans:  # a draft runs the same plan at every step

@@ -8,11 +8,7 @@ from foretoken.models.base import LanguageModel
 
 
 def check_vocabulary(model: LanguageModel) -> None:
-    """Drafters, rules and checks of prompts were made for the vocabulary of the load.
-
-    Raises:
-        ValueError: the network has another one now.
-    """
+    """Refuse a vocabulary that was resized: drafters, rules and checks of prompts were made for that of the load."""
     config: Any = getattr(model, "config", None)
     wide = getattr(config, "vocab_size", model.vocab_size)
     if wide != model.vocab_size:

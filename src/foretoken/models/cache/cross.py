@@ -63,11 +63,7 @@ class Crossed:
 
 
 def crossed(inputs: Sequence[Encoded | None]) -> Crossed:
-    """Inputs side by side.
-
-    Args:
-        inputs: one per row, at least one of them there.
-    """
+    """Inputs side by side, one per row, at least one of them there."""
     there = [one for one in inputs if one is not None]
     length = max(len(one.states) for one in there)
     cache = DynamicCache()

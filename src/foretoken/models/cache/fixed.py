@@ -131,7 +131,6 @@ class FixedCache(TreeCache):
         return buffer
 
     def _parts(self) -> list[Tensor]:
-        """All buffers as few tensors [L, R, H, S, D]."""
         parts: list[Tensor] = []
         for stack, store in zip(self._stacks, (self._keys, self._values), strict=True):
             parts += [stack] if stack is not None else [buffer[None] for buffer in store if buffer is not None]

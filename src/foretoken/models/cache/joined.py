@@ -44,9 +44,6 @@ class JoinedCache(Cache):
 
     Attributes:
         lengths: tokens that the attention layers hold of each text; empty without such layers.
-
-    Raises:
-        CapabilityError: a layer of a kind that cannot be joined.
     """
 
     def __init__(self, caches: Sequence[Cache], pads: Sequence[int]) -> None:

@@ -270,11 +270,9 @@ class TreeCache(Cache):
         return self.starts[0]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Unused: masks are always passed whole."""
         return self.used, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Most slots."""
         return self.max_slots
 
     @property

@@ -41,11 +41,7 @@ class StateCache:
         self._windows: dict[int, tuple[Tensor | None, Tensor | None, int]] = {}
 
     def advance(self, cache: Any, count: int) -> None:
-        """A forward has read ``count`` more tokens and handed out ``cache``.
-
-        Raises:
-            CapabilityError: it is no cache of Transformers.
-        """
+        """A forward has read ``count`` more tokens and handed out ``cache``."""
         if not isinstance(cache, Cache):
             raise CapabilityError(f"a state of type {type(cache).__name__} cannot be saved")
         self.cache = cache
@@ -59,11 +55,7 @@ class StateCache:
 
     @torch.inference_mode()
     def save(self) -> None:
-        """Make a checkpoint of the present state, in the memory of the last one.
-
-        Raises:
-            CapabilityError: a layer of a kind that cannot be saved.
-        """
+        """Make a checkpoint of the present state, in the memory of the last one."""
         self.saved = NONE
         if self.cache is not None:
             for index, layer in enumerate(self.cache.layers):
@@ -99,11 +91,7 @@ class StateCache:
         return self._tape is not None
 
     def record(self, windows: list[RecurrenceInputs]) -> None:
-        """What the recurrent layers were fed in a forward.
-
-        Raises:
-            RuntimeError: not every recurrent layer has reported once.
-        """
+        """What the recurrent layers were fed in a forward."""
         if len(windows) != self.num_recurrent:
             raise RuntimeError(f"{len(windows)} reports of {self.num_recurrent} recurrent layers: use replay='lazy'")
         if self._tape is not None:

@@ -26,9 +26,6 @@ class Window:
     Attributes:
         size: places right before it; 0: all.
         sink: first slots of the text that are read as well.
-
-    Raises:
-        ValueError: a number below 0, or a sink without a window.
     """
 
     size: int = 0

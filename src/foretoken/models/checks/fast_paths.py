@@ -34,11 +34,8 @@ SAMPLED = 16
 
 
 class Checks:
-    """The checks of one model, which is about to be run.
-
-    Args:
-        network: the model, on its public forward.
-        probe: where its ordinary text comes from.
+    """The checks of one model, which is about to be run and is on its public forward; ``probe`` gives its ordinary
+    text.
     """
 
     def __init__(self, network: Network, probe: Probe | None) -> None:

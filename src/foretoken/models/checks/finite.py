@@ -35,11 +35,7 @@ def check_stored(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
 
 
 def why_not_finite(model: Any) -> str:
-    """Why a language model's logits are not finite, with the first of its weights that is not.
-
-    Args:
-        model: a :class:`~foretoken.models.base.LanguageModel`.
-    """
+    """Why a language model's logits are not finite, with the first of its weights that is not."""
     network = getattr(model, "model", None)
     name = first_not_finite(weights_of(network)) if isinstance(network, nn.Module) else None
     if name is None:

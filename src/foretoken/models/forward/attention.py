@@ -53,11 +53,7 @@ def few_plans(device: torch.device | None) -> Iterator[None]:
 
 
 def attention_for(exact: str, device: torch.device) -> str:
-    """The name of the attention function for a kind of exactness.
-
-    Raises:
-        ValueError: sums in float64 on a device that has none.
-    """
+    """The name of the attention function for a kind of exactness."""
     if exact != "bitwise":
         return FOLDED
     if device.type == "mps":

@@ -29,7 +29,6 @@ class Eager:
     """Runs the program itself: for tests, and to see what a graph would compute where there is no CUDA."""
 
     def host(self, size: int) -> Tensor:
-        """int32 memory [size]."""
         return torch.zeros(size, dtype=torch.int32)
 
     def record(self, program: Run) -> Run:
@@ -83,7 +82,6 @@ class HostFree(TorchDispatchMode):
     """Nested, an operation whose result the host must know, or that crosses devices, raises: no graph could hold it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the operation, then run it."""
         tensors = [x for x in tree_flatten((args, kwargs or {}))[0] if isinstance(x, Tensor)]
         name = str(func._schema.name).removeprefix("aten::")
         dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)

@@ -34,15 +34,8 @@ FIRST_DISTANCES = 256
 class DecoderForward:
     """Runs the calls of a :class:`~foretoken.models.encoder_decoder.EncoderDecoderModel`.
 
-    Args:
-        model: an encoder-decoder ``PreTrainedModel`` with a vocabulary projection.
-        exact: as for :class:`~foretoken.models.huggingface.HuggingFaceModel`.
-
     Attributes:
         answer_start: tokens that every answer begins with.
-
-    Raises:
-        CapabilityError: positions that are no bias by distance in the first layer, or no token to begin with.
     """
 
     name, context_why = "public", ""
@@ -78,7 +71,6 @@ class DecoderForward:
         self._last: Crossed | None = None
 
     def check(self, plan: LayerPlan) -> None:
-        """Refuse a part of the layers."""
         if not plan.is_whole:
             raise CapabilityError(f"this model cannot run a part of its layers: {WHOLE_LAYERS}")
 
@@ -95,7 +87,6 @@ class DecoderForward:
         return encoded(states[0], cache)
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
-        """Logits [n, V] per feed, and taps."""
         return [self._run(call) for call in calls]
 
     def _run(self, call: NetworkCall) -> Outputs:

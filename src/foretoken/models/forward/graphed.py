@@ -39,10 +39,7 @@ MOST_ROWS = 1024
 
 
 class Graphs:
-    """The graphs of one model.
-
-    Args:
-        owner: the model; its cache is a :class:`FixedCache` already.
+    """The graphs of one model, whose cache is a :class:`FixedCache` already.
 
     Attributes:
         recorder: shared by a target and its draft model, which run in turns.
@@ -204,10 +201,6 @@ def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | N
         choice: ``True``, ``False``, or ``"auto"``: on a CUDA device, for a model whose fixed steps can be captured and
             give what its ordinary forward gives.  ``model.graphs_off`` says why there are none.
         recorder: what captures; of the model's device by default.
-
-    Raises:
-        ValueError: another choice, or graphs were asked for and the model is not on a CUDA device.
-        CapabilityError: graphs were asked for and the model cannot have them.
     """
     if choice is not True and choice is not False and choice != "auto":
         raise ValueError(f"graphs must be True, False or 'auto', not {choice!r}")

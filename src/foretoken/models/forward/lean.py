@@ -59,9 +59,6 @@ class LeanForward:
 
     Attributes:
         dtype: of hidden states, keys, values and logits.
-
-    Raises:
-        ValueError: a model of a family that is not covered.
     """
 
     name = "lean"
@@ -116,8 +113,7 @@ class LeanForward:
     def with_products(self, change: Change) -> LeanForward:
         """The same forward, in tensor calls, with other products in its layers; nothing else is copied.
 
-        Args:
-            change: given a layer's index, a product and the names in the layer of the linear layers that it is of.
+        ``change`` is given a layer's index as well, see :meth:`LeanLayer.with_products`.
         """
         other = copy.copy(self.twin)
         other.layers = [layer.with_products(partial(change, i)) for i, layer in enumerate(self.layers)]

@@ -27,12 +27,7 @@ from foretoken.models.native import attention as native
 
 @dataclass(frozen=True)
 class Heads:
-    """Shape of an attention.
-
-    Attributes:
-        heads: of queries.
-        kv_heads: of keys and values.
-    """
+    """Shape of an attention: heads of queries, heads of keys and values, and numbers of a head."""
 
     heads: int
     kv_heads: int
@@ -131,11 +126,7 @@ class LeanLayer:
         return [self.qkv, self.out.projection, *getattr(mlp, "projections", ())]
 
     def with_products(self, change: Change) -> LeanLayer:
-        """The same layer with other products; its own where the MLP is the model's module.
-
-        Args:
-            change: given a product and the names in the layer of the linear layers that it is of.
-        """
+        """The same layer with other products (:data:`Change`); its own where the MLP is the model's module."""
         other, family = copy.copy(self), self.family
         inside = partial(named, family.attention)
         other.qkv = change(self.qkv, inside(*family.qkv))
@@ -208,11 +199,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Rotary:
-    """Cosines and sines of positions, made when they are asked for: a table would be as long as the context.
+    """Cosines and sines of positions, times ``scale``, by ``frequencies`` [r / 2] in radians per position.
 
-    Args:
-        frequencies: [r / 2] radians per position.
-        scale: of cosines and sines.
+    They are made when they are asked for: a table would be as long as the context.
     """
 
     def __init__(self, frequencies: Tensor, scale: float, dtype: torch.dtype) -> None:
@@ -260,11 +249,7 @@ class RowPlaces:
         return rows.view(self.b, self.width, *rows.shape[1:])
 
     def wanted(self, x: Tensor, columns: Sequence[tuple[int, int, int]]) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Those of the rows x [n, D] that are wanted, and where each feed's begin and end among them.
-
-        Args:
-            columns: of each feed, as in :attr:`Call.wanted`.
-        """
+        """Those of the rows x [n, D] that are wanted (:attr:`NetworkCall.wanted`), and where those of each feed are."""
         spans = [(self.starts[row] + start, self.starts[row] + end) for row, start, end in columns]
         counts = [end - start for start, end in spans]
         if sum(counts) == len(x):

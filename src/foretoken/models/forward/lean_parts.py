@@ -23,15 +23,10 @@ Norm = Callable[[Tensor], Tensor]
 
 
 class LeanRmsNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension.
 
     PyTorch's own takes eight tensor calls on a CPU, this one four to six: |x| as a vector, and sqrt(|x|^2 + d eps) as
     the hypotenuse of two lengths.  Where bits must not depend on how many rows there are, PyTorch's own stays.
-
-    Args:
-        module: a norm of Transformers or PyTorch.
-        packing: whether bits must not depend on how many rows there are, and the dtype of activations.
-        offset: what is added to its weight.
     """
 
     def __init__(self, module: Any, packing: Packing, offset: float = 0.0) -> None:
@@ -46,7 +41,6 @@ class LeanRmsNorm:
             self.floor = torch.tensor((size * self.eps) ** 0.5, dtype=self.wide)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
         if not self.own:
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
         wide = x.to(self.wide)

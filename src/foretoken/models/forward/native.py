@@ -40,10 +40,7 @@ GELUS_TANH = tuple(
 
 
 class NativeForward(LeanForward):
-    """Same inputs and outputs as its twin, in one call.
-
-    Args:
-        twin: the lean forward of the model, whose weights it shares.
+    """Same inputs and outputs as its twin, the lean forward of the model, whose weights it shares; in one call.
 
     Raises:
         NotCoveredError: a part that the library does not have.

@@ -22,10 +22,8 @@ from foretoken.models.network.watch import Watch, has_hooks
 
 
 def watched(network: nn.Module) -> Watch:
-    """What tells whether a drafter's network, whose weights the library is handed, is still what it is now.
-
-    Raises:
-        NotCoveredError: somebody looks at what its modules read or give.
+    """What tells whether a drafter's network, whose weights the library is handed, is still what it is now; one with
+    hooks is not covered.
     """
     if has_hooks(network):
         raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
@@ -44,11 +42,7 @@ class Description:
         return thing
 
     def norm(self, norm: Any) -> native.NormStruct:
-        """An RMS norm, of the lean forward or of a head's network, or none.
-
-        Raises:
-            NotCoveredError: another norm.
-        """
+        """An RMS norm, of the lean forward or of a head's network, or none; others are not covered."""
         if norm is None:
             return native.NormStruct(None, 0.0)
         if not isinstance(norm, LeanRmsNorm | nn.RMSNorm):
@@ -84,15 +78,7 @@ class Description:
 
 
 class BestTokens:
-    """The likeliest tokens of some rows, as the library fills them in.
-
-    Args:
-        count: tokens of each.
-        scale: of the logits.
-
-    Attributes:
-        asked: what the library is told.
-    """
+    """The likeliest ``count`` tokens of each row, as the library fills them in: ``asked`` is what it is told."""
 
     def __init__(self, rows: int, count: int, scale: float) -> None:
         self.count = count

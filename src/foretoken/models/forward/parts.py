@@ -121,11 +121,7 @@ def storage_of(network: Any) -> str:
 
 
 class TargetParts:
-    """The pieces of a target that a trained drafter uses.
-
-    Raises:
-        CapabilityError: it is no network that hands out hidden states.
-    """
+    """The pieces of a target that a trained drafter uses."""
 
     def __init__(self, model: LanguageModel) -> None:
         # A drafter of an inflated target was trained for the small model in it, and goes on borrowing from that.
@@ -223,11 +219,7 @@ class TargetParts:
 
     @property
     def final_norm(self) -> torch.nn.Module:
-        """The norm behind the last layer, which the vocabulary projection reads.
-
-        Raises:
-            CapabilityError: the network has none by any known name.
-        """
+        """The norm behind the last layer, which the vocabulary projection reads."""
         decoder = find_decoder(self.network)[0]
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"):
             if isinstance(getattr(decoder, name, None), torch.nn.Module):

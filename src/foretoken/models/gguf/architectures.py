@@ -189,12 +189,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def config_of(file: GgufFile, architecture: Architecture) -> Any:
-    """The Transformers configuration that a header stands for.
-
-    Raises:
-        GgufError: a value is missing or cannot be.
-        UncoveredError: a file that the architecture's model in Transformers does not run.
-    """
+    """The Transformers configuration that a header stands for."""
     with header_faults(file):
         return _config(file, architecture)
 

@@ -121,12 +121,10 @@ class PlainWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[out, in]."""
         return self.numbers.shape[0], self.numbers.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Memory of the numbers."""
         return self.numbers.nbytes
 
     @property
@@ -134,7 +132,6 @@ class PlainWeight:
         return bool(self.numbers.isfinite().all())
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
-        """Numbers [n, in] float32 of some rows."""
         return self.numbers[rows].float()
 
 

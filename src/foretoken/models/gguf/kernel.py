@@ -26,14 +26,7 @@ HALVES = 0x0F0F0F0F
 
 
 class GroupedProduct(NativeProduct):
-    """A quantised matrix in our own kernel.
-
-    Args:
-        bias: [out] or ``None``.
-
-    Raises:
-        RuntimeError: this machine has no such kernel, or it does not take the shape.
-    """
+    """A quantised matrix in our own kernel."""
 
     name, stored, activations = "GGUF weights, own kernel", True, 8
 

@@ -35,10 +35,6 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     Args:
         dtype: of activations, norms and whatever is not quantised; by default that of the file's matrices, and
             bfloat16 where those are quantised.
-
-    Raises:
-        GgufError: tensors are missing, have another shape than the header says, or have no place.
-        UncoveredError: an architecture or a type of tensors that is not read here.
     """
     from transformers import AutoModelForCausalLM
 

@@ -77,12 +77,7 @@ class Token(IntEnum):
 
 
 def build_tokenizer(file: GgufFile) -> Any | None:
-    """A ``PreTrainedTokenizerFast``; ``None`` where the file holds no vocabulary.
-
-    Raises:
-        GgufError: parts of the vocabulary are missing or of different lengths.
-        UncoveredError: a kind of vocabulary, or of splitting, that is not read here.
-    """
+    """A ``PreTrainedTokenizerFast``; ``None`` where the file holds no vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     model = file.metadata.get("tokenizer.ggml.model", "no_vocab")

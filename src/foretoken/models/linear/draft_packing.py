@@ -23,11 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def packed(*linears: Any) -> NativeProduct:
-    """Plain linear layers of one input as one product, their outputs side by side.
-
-    Raises:
-        NotCoveredError: layers of another kind, or a shape or dtype that the kernels do not take.
-    """
+    """Plain linear layers of one input as one product, their outputs side by side."""
     if not all(is_plain(linear) for linear in linears):
         raise NotCoveredError("its linear layers are of another kind")
     weights, biases = [each.weight.detach() for each in linears], [each.bias for each in linears]

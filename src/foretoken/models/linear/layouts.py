@@ -128,11 +128,7 @@ class OneDnnLayout(WeightLayout):
 
 
 class NativeLayout(WeightLayout):
-    """Blocks of 32 outputs for our own bfloat16 kernel, which sums every row in the same order.
-
-    Raises:
-        ValueError: an odd number of inputs.
-    """
+    """Blocks of 32 outputs for our own bfloat16 kernel, which sums every row in the same order."""
 
     name = "native"
     block = 0
@@ -172,11 +168,7 @@ class Halved:
 
 
 class HalfLayout(WeightLayout):
-    """Float16 weights and float32 activations (FBGEMM).
-
-    Raises:
-        ValueError: float16 does not hold the weight.
-    """
+    """Float16 weights and float32 activations (FBGEMM)."""
 
     name = "half"
     block = 6  # what FBGEMM's kernels take at once on AVX2: more only costs time

@@ -56,8 +56,6 @@ class Projection:
     """``x -> x W^T (+ bias)`` for 2-D ``x`` [n, in], in the layout that is fastest on this machine.
 
     Args:
-        weight: [out, in].
-        bias: [out] or ``None``.
         layout: ``"auto"`` (as measured) or a name of :mod:`foretoken.models.linear.layouts`; a weight that ``half``
             does not hold, or of which this machine knows no such layout, stays plain.
         blocks: always multiply the same number of rows at once, so that a row's bits do not depend on the others.
@@ -76,21 +74,17 @@ class Projection:
 
     @property
     def weight(self) -> Tensor:
-        """[out, in] as it was given; a copy, unless the layout is plain."""
         return self.layout.weight
 
     @property
     def alone(self) -> bool:
-        """Whether a row's bits do not depend on the other rows."""
         return self.block > 0 or self.layout.block == 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory of weight and bias."""
         return self.layout.num_bytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, out] in the dtype of x."""
         if x.requires_grad and self.layout.name != "plain":  # packed products have no derivative
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         out = self._apply(x.to(self.activations))
@@ -107,7 +101,6 @@ class Projection:
         return self.layout(x, self.bias)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual + x W^T (+ bias)`` [n, out], in one call where there is one."""
         if self.block or len(x) < self.least or x.dtype != self.activations or residual.dtype != self.activations:
             return residual + self(x)
         return self.layout.plus(x, self.bias, residual)

@@ -30,9 +30,6 @@ class Product(Protocol):
 class QuantisedLinear(nn.Module):
     """Drop-in for an ``nn.Linear`` on CPU whose weights are quantised for good, for models that the library loaded
     itself: everybody leaves them as they are.
-
-    Args:
-        dtype: of the model.
     """
 
     def __init__(self, product: QuantisedProduct, dtype: torch.dtype) -> None:
@@ -65,7 +62,6 @@ class QuantisedLinear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the weight."""
         return self.product.nbytes
 
     @staticmethod
@@ -102,7 +98,6 @@ class SideBySide:
 
     @property
     def alone(self) -> bool:
-        """Whether a row's bits do not depend on the other rows."""
         return all(getattr(product, "alone", False) for product in self.products)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -112,7 +107,6 @@ class SideBySide:
         return torch.cat([product(x) for product in self.products], -1)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual`` [n, out] and the product."""
         return residual + self(x)
 
 

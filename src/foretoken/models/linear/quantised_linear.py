@@ -41,10 +41,6 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         kind: one of :data:`KINDS`.
         wide: let calls of many rows dequantise a layer where that is faster; a row's bits then depend on how many there
             are.
-
-    Raises:
-        ValueError: another kind.
-        CapabilityError: the weights are not on the CPU, or there is nothing to quantise.
     """
     check_kind(kind)
     if model.device.type != "cpu":

@@ -25,16 +25,12 @@ WIDE = 64
 
 
 class QuantisedProduct(ABC):
-    """A :class:`~foretoken.models.linear.product.Product` with a quantised weight.
-
-    Args:
-        bias: [out] or ``None``; added in float32.
+    """A :class:`~foretoken.models.linear.product.Product` with a quantised weight, and a bias that is added in float32.
 
     Attributes:
         wide: from how many rows on a product of this shape may multiply by the dequantised weight instead (the same
             numbers, summed in another order), as a function that measures it; ``None``: never.
         has_wide: whether that can be faster at all.
-        alone: whether a row's bits do not depend on the other rows.
         activations: bits of the input that it multiplies.
         stored: whether the numbers are those of the model's own file, and not quantised by us.
     """
@@ -52,7 +48,6 @@ class QuantisedProduct(ABC):
         self.bias = None if bias is None else bias.detach().float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n, in] -> [n, out] in the dtype of ``x``."""
         out = self.by_dense(x) if self._has_many(x) else self.product(x)
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
@@ -62,7 +57,6 @@ class QuantisedProduct(ABC):
         return len(x) >= self.wide(type(self), *self.shape, getattr(self, "group", 32))
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual + x W^T (+ bias)`` [n, out]."""
         return residual + self(x)
 
     def copied(self) -> QuantisedProduct:
@@ -108,11 +102,7 @@ class QuantisedProduct(ABC):
 
 
 class Share(QuantisedProduct):
-    """Some of the outputs of a product that several layers share.
-
-    Args:
-        start, stop: which outputs.
-    """
+    """The outputs from ``start`` to ``stop`` of a product that several layers share."""
 
     def __init__(self, whole: QuantisedProduct, start: int, stop: int) -> None:
         super().__init__((stop - start, whole.shape[1]), None if whole.bias is None else whole.bias[start:stop])

@@ -69,11 +69,7 @@ class Int4Weight:
 
     @classmethod
     def of(cls, weight: Tensor, group: int) -> Int4Weight:
-        """Quantise [out, in] in groups of each row.
-
-        Raises:
-            ValueError: a shape that does not fit, see :func:`fits_int4`.
-        """
+        """Quantise [out, in] in groups of each row."""
         if not fits_int4(weight.shape, group):
             raise ValueError(f"int4 needs [{ROWS4} a, {group} b] weights, not {list(weight.shape)}")
         values = torch.empty(weight.shape, dtype=torch.int32)

@@ -19,11 +19,7 @@ copied, each row this many numbers further."""
 
 
 def laid_out(weight: Tensor) -> Tensor:
-    """A bfloat16 weight [out, in] as the kernel reads it, [ceil(out / 32), in / 2, 32, 2].
-
-    Raises:
-        ValueError: an odd number of inputs.
-    """
+    """A bfloat16 weight [out, in] as the kernel reads it, [ceil(out / 32), in / 2, 32, 2]."""
     out, inner = weight.shape
     if inner % 2:
         raise ValueError(f"weights of an even number of inputs are multiplied in pairs, not of {inner}")

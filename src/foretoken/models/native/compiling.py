@@ -95,11 +95,7 @@ def write_library(level: str, file: Path) -> None:
 
 
 def write_all(folder: Path) -> None:
-    """Compile the libraries of a wheel, one for each instruction set of this kind of machine, and their checksums.
-
-    Raises:
-        OSError, subprocess.SubprocessError: as :func:`write_library`.
-    """
+    """Compile the libraries of a wheel, one for each instruction set of this kind of machine, and their checksums."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {level: folder / file_name(level) for level in LEVELS}
     for level, file in files.items():
@@ -123,11 +119,7 @@ def checksum(file: Path) -> str:
 
 
 def run(*command: str) -> None:
-    """Run a compiler.
-
-    Raises:
-        OSError, subprocess.SubprocessError: it is not there, fails, or takes too long.
-    """
+    """Run a compiler."""
     try:  # a source takes two to ten seconds where nothing else runs
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     except subprocess.CalledProcessError as error:

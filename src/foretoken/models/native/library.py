@@ -55,21 +55,13 @@ class NotCoveredError(ValueError):
 
 
 def why_not() -> str | None:
-    """Why this machine has no kernels of our own, ``None`` where it has them.
-
-    Raises:
-        ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
-    """
+    """Why this machine has no kernels of our own, ``None`` where it has them."""
     library = _loaded()
     return library if isinstance(library, str) else None
 
 
 def described() -> str:
-    """Which kernels run and where they come from, or why there are none.
-
-    Raises:
-        ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
-    """
+    """Which kernels run and where they come from, or why there are none."""
     library = _loaded()
     return library if isinstance(library, str) else f"{level()}, {library.origin}"
 
@@ -112,9 +104,6 @@ def function(name: str, kinds: str) -> Callable[..., None]:
 
     Args:
         kinds: of its arguments, a letter each, see :data:`KINDS`.
-
-    Raises:
-        RuntimeError: this machine has no such library.
     """
     library = _loaded()
     if isinstance(library, str):

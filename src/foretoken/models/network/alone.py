@@ -124,9 +124,7 @@ def _answering_by_thread(kind: type) -> Iterator[None]:
 class _Answering(property):
     """The property of a class of configurations that names their attention, where a thread may have its own.
 
-    Args:
-        honest: what the class has otherwise, perhaps from a parent.
-        own: the same, if it is the class's own.
+    ``honest`` is what the class has otherwise, perhaps from a parent; ``own`` the same, if it is the class's own.
     """
 
     def __init__(self, honest: property, own: Any) -> None:

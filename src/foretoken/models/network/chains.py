@@ -54,12 +54,8 @@ def joint_states(
 
 
 def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
-    """Hidden states [b, g, k, D] behind the final norm of k extra tokens in a chain below g places of every text;
-    gradients flow to ``rows`` alone.
-
-    Args:
-        model, tokens, columns: as for :func:`chain_states`.
-        rows: [k, D] what the extra tokens are embedded as.
+    """Hidden states [b, g, k, D] behind the final norm of k extra tokens, embedded as ``rows`` [k, D], in a chain below
+    g places of every text; gradients flow to ``rows`` alone.  The rest is as for :func:`chain_states`.
     """
     ids = (model.vocab_size + torch.arange(len(rows), device=tokens.device)).expand(len(tokens), columns.shape[1], -1)
     return chain_states(

@@ -75,11 +75,7 @@ WHOLE = LayerPlan()
 
 
 def sublayer(layer: nn.Module, names: tuple[str, ...], what: str) -> nn.Module:
-    """The attention or MLP module of a decoder layer.
-
-    Raises:
-        CapabilityError: the layer has none by any known name; names the layer type.
-    """
+    """The attention or MLP module of a decoder layer."""
     for name in names:
         module = getattr(layer, name, None)
         if isinstance(module, nn.Module):

@@ -18,10 +18,7 @@ from foretoken.models.network.taps import decoder_layers
 class LowRank(nn.Module):
     """Reads a weight [out, in] as the sum of itself and B A.
 
-    Args:
-        weight: the layer's own.
-        rank: r.
-        generator: draws A; B is zero, so that the network starts as it was.
+    B begins as zero, so that the network starts as it was; ``generator`` draws A.
     """
 
     def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
@@ -33,7 +30,6 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(torch.zeros(rows, rank, device=weight.device, dtype=weight.dtype))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """[out, in]."""
         return weight + self.b @ self.a
 
 
@@ -54,11 +50,7 @@ def factor_shapes(network: nn.Module, rank: int) -> list[tuple[int, int]]:
 
 
 def add_low_rank(network: nn.Module, rank: int, seed: int = 0) -> None:
-    """Freeze a network and give each linear layer of its decoder an update that can be trained.
-
-    Raises:
-        ValueError: a rank below 1, or a decoder without linear layers.
-    """
+    """Freeze a network and give each linear layer of its decoder an update that can be trained."""
     if rank < 1:
         raise ValueError(f"a low-rank update needs rank >= 1, not {rank}")
     layers = linear_layers(network)

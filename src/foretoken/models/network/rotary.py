@@ -28,9 +28,6 @@ from foretoken.models.network.traits import source_of
 def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
     """How the frequencies of a rotary embedding follow the length of the text.
 
-    Args:
-        kind: its type, as Transformers calls it.
-
     Returns:
         ``"static"`` (they do not), ``"two"`` (one set up to the original length, another beyond it) or ``"each"``
         (every length beyond the original one has its own).
@@ -135,9 +132,7 @@ class ChangingRotary:
     def switched(self, positions: Tensor, lengths: Tensor | None) -> Iterator[None]:
         """Forwards inside the block turn every node by the frequencies for its own length.
 
-        Args:
-            positions: [b, width] of the nodes.
-            lengths: [b, width] of the nodes; ``None``: their positions and one.
+        ``positions`` and ``lengths`` are [b, width]; without lengths they are the positions and one.
         """
         known = positions + 1 if lengths is None else lengths
         restores = []

@@ -16,11 +16,7 @@ DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 
 
 def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that runs the decoder layers of a Transformers causal LM and ends with the final norm, and the layers.
-
-    Raises:
-        ValueError: no module list of the configured length.
-    """
+    """The module of a Transformers causal LM that runs its decoder layers and the final norm, and those layers."""
     config: Any = model.config
     wanted = config.get_text_config().num_hidden_layers
     if getattr(config, "is_encoder_decoder", False):  # whose layers come in two lists

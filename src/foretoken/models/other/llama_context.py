@@ -75,9 +75,6 @@ class LlamaContext:
 
         Returns:
             [w, V] float32 logits of the w wanted tokens.
-
-        Raises:
-            RuntimeError: llama.cpp refused them.
         """
         size = SCORED if any(wanted) else PIECE
         rows = []
@@ -105,11 +102,7 @@ class LlamaContext:
         self._c.llama_memory_seq_cp(self._memory, source, other, start, end)
 
     def leave(self, sequence: int, start: int) -> None:
-        """The cells from position ``start`` on leave an id; a cell that no id has is free.
-
-        Raises:
-            RuntimeError: the cache cannot give back a part of a sequence.
-        """
+        """The cells from position ``start`` on leave an id; a cell that no id has is free."""
         if not self._c.llama_memory_seq_rm(self._memory, sequence, start, -1):
             raise RuntimeError(f"llama.cpp cannot take back the end of a sequence in {self.weights.path}")
 

@@ -59,11 +59,7 @@ class LlamaLibrary:
 
 @cache
 def library() -> LlamaLibrary:
-    """The library, loaded on first use.
-
-    Raises:
-        MissingLlamaCppError: llama-cpp-python is not installed, or its library does not load.
-    """
+    """The library, loaded on first use."""
     try:
         from llama_cpp import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:

@@ -121,11 +121,7 @@ class LlamaCppTokenizer:
         return_dict: bool = False,
         **values: Any,
     ) -> Any:
-        """A conversation as the file's template writes it: text, ids, or ``{"input_ids": ids}``.
-
-        Raises:
-            ValueError: the file has no template, or the template refuses the conversation.
-        """
+        """A conversation as the file's template writes it: text, ids, or ``{"input_ids": ids}``."""
         if not self.chat_template:
             raise ValueError(f"{self._weights.path} has no chat template: give a prompt instead of messages")
         from jinja2.exceptions import TemplateError

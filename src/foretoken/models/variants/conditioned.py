@@ -20,11 +20,7 @@ from foretoken.models.network.call import NetworkCall, Outputs
 
 
 class ConditionedNetwork(Network):
-    """The forward of a network, in which the states of a call are added to its embedded tokens.
-
-    Args:
-        network: whose weights it shares.
-    """
+    """A network's forward, over the same weights, in which the states of a call are added to its embedded tokens."""
 
     def __init__(self, network: Network) -> None:
         vars(self).update(vars(network))
@@ -48,14 +44,7 @@ class ConditionedNetwork(Network):
 
 
 class ConditionedModel(HuggingFaceModel):
-    """Feeds may carry ``states`` [n, D], D being the width of the model's embedding.
-
-    Args:
-        model: whose weights it shares; texts are kept apart.
-
-    Raises:
-        CapabilityError: it is no network of Transformers that takes trees.
-    """
+    """A model with sequences of its own, whose feeds may carry ``states`` [n, D] as wide as the token embedding."""
 
     def __init__(self, model: LanguageModel) -> None:
         if not isinstance(model, HuggingFaceModel):

@@ -39,9 +39,6 @@ def fastest_kind(network: Any) -> str | None:
     """``"int4"`` where a draft step with such weights is faster than with those that the network has, or ``"int8"``
     where those are faster still, by a short measurement of its largest layer with one row; ``None`` where neither is,
     or the weights cannot be quantised.
-
-    Args:
-        network: a ``PreTrainedModel`` that is ours to change.
     """
     if network.device.type != "cpu" or is_ready_made(network) or not available():
         return None

@@ -34,9 +34,6 @@ Shape = Sequence[int]
 def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
     """[out, in] of the linear layers that all decoder layers have, by their names in the layer; experts and routers
     are not among them.
-
-    Raises:
-        CapabilityError: there are none.
     """
     layers = decoder_layers(network)
     each = [{name: _shape(m) for name, m in layer.named_modules() if _is_linear(name, m)} for layer in layers]
@@ -104,10 +101,8 @@ class LowRankUpdates(nn.Module):
 
 @contextmanager
 def updated(network: nn.Module, updates: LowRankUpdates, width: int = 0) -> Iterator[None]:
-    """Forwards inside the block go through the updates.
-
-    Args:
-        width: tokens of every text, the first of which goes without; 0: none does.
+    """Forwards inside the block go through the updates, but for the first token of every text of ``width`` tokens; for
+    all tokens where that is 0.
     """
     handles: list[Any] = []
     try:
@@ -156,7 +151,6 @@ class _GatedProduct:
 
     @property
     def alone(self) -> bool:
-        """As without the update."""
         return self.base.alone
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -191,11 +185,9 @@ class _GatedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the updates take."""
         return sum(weight.nbytes for weight in self.updates.parameters())
 
     def run(self, network: Network, call: NetworkCall) -> Outputs:
-        """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
         lean = self._lean_of(network)
         if lean is None:
             with alone(network.model), updated(network.model, self.updates, call.ids.shape[1]):
@@ -256,10 +248,6 @@ class GatedModel(OwnSequencesModel):
     """A target's network with updates of the rows that guess, over the target's own sequences.
 
     The first row of every feed is the target's own: its logits are those of a forward without any update.
-
-    Raises:
-        CapabilityError: the target is no network of layers.
-        ValueError: the updates are of another network.
     """
 
     what = "a draft with updates"
@@ -272,5 +260,4 @@ class GatedModel(OwnSequencesModel):
 
     @property
     def weight_bytes(self) -> int:
-        """The target's weights are read, and the updates."""
         return self.target.weight_bytes + self.weights.nbytes

@@ -68,12 +68,7 @@ class InflatedNetwork(Network):
 
 
 class InflatedModel(HuggingFaceModel):
-    """The runner over an inflated network.
-
-    Args:
-        model: what :func:`foretoken.models.variants.inflation.inflate` made.
-        exact, lean, in_place: as for :class:`HuggingFaceModel`.
-    """
+    """The runner over what :func:`foretoken.models.variants.inflation.inflate` made."""
 
     def __init__(self, model: Any, small: Any, shape: InflatedShape, **options: Any) -> None:
         super().__init__(model, network=partial(InflatedNetwork, small=small, shape=shape), **options)

@@ -77,11 +77,7 @@ def parse_size(size: str | int) -> int:
 
 
 def shape_for(config: Any, size: str | int) -> InflatedShape:
-    """The shape with about ``size`` parameters: heads as they are (only more), width and depth in usual proportion.
-
-    Raises:
-        ValueError: another architecture, no number, or one below the model's own.
-    """
+    """The shape with about ``size`` parameters: heads as they are (only more), width and depth in usual proportion."""
     if config.model_type not in FAMILIES:
         raise ValueError(f"cannot inflate a {config.model_type} model: choose one of {', '.join(FAMILIES)}")
     wanted, least = parse_size(size), config.num_hidden_layers

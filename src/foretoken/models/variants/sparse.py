@@ -209,11 +209,7 @@ class SparseModel(TreeRunner):
         own.chosen, own.chosen_from, own.kept = True, count, kept
 
     def queries(self, source: SequenceState, root: int) -> dict[int, Tensor]:
-        """Per layer the query [Hq, D] of a token behind the target's text: one forward of the target.
-
-        Raises:
-            CapabilityError: the target holds scratch nodes.
-        """
+        """Per layer the query [Hq, D] of a token behind the target's text: one forward of the target."""
         if source.scratch_tokens:
             raise CapabilityError("the target's scratch must be empty while a sparse subset is chosen")
         public = copy.copy(self.target)  # shares the cache; only the public forward calls the attention function

@@ -63,11 +63,7 @@ class NativeBlocks:
         self.describe()
 
     def describe(self) -> None:
-        """Take the weights as they are now.
-
-        Raises:
-            NotCoveredError: something that the library does not have.
-        """
+        """Take the weights as they are now."""
         pieces = self.pieces()
         self._watch, self._description = watched(self.net), Description()
         first = packed(*pieces.first)
@@ -88,12 +84,7 @@ class NativeBlocks:
         return self._watch.has_changed()
 
     def __call__(self, inputs: Tensor, top: int) -> Guessed:
-        """What they say of inputs [n, in].
-
-        Args:
-            inputs: [n, in].
-            top: how many of the best tokens are told; 0: none.
-        """
+        """What they say of inputs [n, in], with so many of the best tokens; ``top`` 0: none."""
         x = inputs.to(torch.bfloat16).contiguous()
         rows = self.heads * len(x)
         states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)

@@ -33,9 +33,6 @@ class DraftHead:
         weight_bytes: of the rows that it reads, about, as it keeps them.
         replaced_bytes: of the target's own projection.
         product: what multiplies its rows; ``None`` where that is the target's own.
-
-    Raises:
-        ValueError: ids outside the target's vocabulary, or none.
     """
 
     def __init__(
@@ -78,11 +75,7 @@ class DraftHead:
         return head.weight.detach()[rows], None if head.bias is None else head.bias.detach()[rows]
 
     def native(self) -> NativeProduct:
-        """The projection as our library multiplies by it, in 8 bits where the target has it in more.
-
-        Raises:
-            NotCoveredError: this machine, or this projection, has no such product.
-        """
+        """The projection as our library multiplies by it, in 8 bits where the target has it in more."""
         if self._native is None:
             head = self._parts.head
             known = self.product

@@ -67,7 +67,6 @@ class HeadForward:
         return self.dtype
 
     def check(self, plan: LayerPlan) -> None:
-        """No part of it can be run."""
         raise CapabilityError("this model cannot run a part of its layers: it is one layer over the target's states")
 
     def run_all(self, calls: Sequence[NetworkCall]) -> list[Outputs]:
@@ -113,9 +112,6 @@ class HeadForward:
 
 class FeatureModel(TreeRunner):
     """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the following place.
-
-    Args:
-        net, parts, target, project: as for :class:`HeadForward`.
 
     Attributes:
         top: how many of the best tokens of a row are told instead of its logits, by a network that runs in our library

@@ -30,11 +30,7 @@ ATTENTION = Family(attention="", mlp=None, norm_attention=None, norm_mlp=None)
 
 
 class LeanHead:
-    """The one attention or decoder layer of a head, fused; it follows the module's weights.
-
-    Args:
-        module: the attention or layer, with a ``LayerConfig``.
-    """
+    """The one attention or decoder layer of a head (a module with a ``LayerConfig``), fused; it follows the weights."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -86,11 +82,7 @@ class LeanHead:
 
 
 class HeadRun:
-    """One call of a head.
-
-    Args:
-        call: padded rows, with ``states``.
-    """
+    """One call of a head: padded rows, with ``states``."""
 
     def __init__(self, head: LeanHead, call: NetworkCall) -> None:
         (b, width), mask = call.ids.shape, call.masks[""]

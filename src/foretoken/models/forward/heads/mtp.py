@@ -39,10 +39,6 @@ class NativeModule(nn.Module):
 
     Attributes:
         mask: what its attention may see.
-
-    Raises:
-        ValueError: an unknown feed, or a network without a full-attention layer.
-        CapabilityError: a layer that takes no cache.
     """
 
     def __init__(self, network: nn.Module, experts: bool | None = None, feed: str = "post_norm") -> None:
@@ -126,9 +122,6 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
         tensors: ``eh_proj.weight`` [D, 2 D], ``enorm.weight``, ``hnorm.weight``, ``norm.weight`` [D] and ``layer.*``;
             experts may be stored one by one.
         feed: one of :data:`FEEDS`.
-
-    Raises:
-        ValueError: a missing, superfluous or misshapen tensor; names the first one.
     """
     experts = any(".experts." in name for name in tensors)
     with torch.device("meta"):
@@ -156,9 +149,6 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     ``P.experts.E.gate_proj.weight`` and ``up_proj`` [I, D] -> ``P.experts.gate_up_proj`` [E, 2 I, D];
     ``down_proj`` [D, I] -> ``P.experts.down_proj`` [E, D, I].
-
-    Raises:
-        ValueError: an expert lacks a projection, or numbers are left out.
     """
     stacked: dict[str, Tensor] = {}
     single: dict[str, dict[str, dict[int, Tensor]]] = {}

@@ -55,14 +55,7 @@ class HeadRows(Rows):
 
 
 class NativeHead(NativeRows):
-    """A head's network as the library runs it; it follows the network's weights.
-
-    Args:
-        net: with ``pieces``, its :class:`HeadParts`.
-
-    Raises:
-        NotCoveredError: something that the library does not have.
-    """
+    """A head's network, which tells its :class:`HeadParts` by ``pieces``, as the library runs it."""
 
     name = "native"
 

@@ -52,9 +52,6 @@ class NativeBlockNet(NativeRows):
     Args:
         net: with ``pieces``, its :class:`~foretoken.models.forward.heads.pieces.BlockNetParts`, and ``embedded``.
         embedding: [V, D] of the target.
-
-    Raises:
-        NotCoveredError: something that the library does not have.
     """
 
     name = "native"
@@ -125,11 +122,8 @@ class NativeBlockNet(NativeRows):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def read(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
-        """Keep keys and values of places, whose ``states`` are the network's inputs; nothing is said of them.
-
-        Args:
-            feeds: of sequences whose scratch has the places already, and whose room is there.
-            places: where they are.
+        """Keep keys and values of places, whose ``states`` are the network's inputs, and whose nodes and room are
+        there; nothing is said of them.
         """
         order, groups, held = self.grouped([feed.sequence for feed in feeds], places, lambda *_: ())
         x = torch.cat([feeds[i].states for i in order]).to(torch.bfloat16).contiguous()  # type: ignore[misc]
@@ -141,11 +135,10 @@ class NativeBlockNet(NativeRows):
     def blocks(
         self, feeds: Sequence[Feed], places: Sequence[RowPlan], window: Window, guessing: range, top: int
     ) -> list[BlockRows]:
-        """Run blocks of equally many rows, whose keys and values are kept behind the texts.
+        """Run blocks of equally many rows, which the scratch has already, and whose keys and values are kept behind the
+        texts.
 
         Args:
-            feeds: of sequences whose scratch has a block's rows, and whose room is there.
-            places: where they are.
             window: what layers without a reach of their own read of long texts.
             guessing: the rows of a block that guess.
             top: how many of the best tokens are told of every place; 0: none.

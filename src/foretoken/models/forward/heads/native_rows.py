@@ -34,7 +34,7 @@ class NativeRows(ABC):
         config: with ``heads``, ``kv_heads``, ``head_dim`` and ``rope_theta``.
 
     Raises:
-        NotCoveredError: heads of a size that the library does not have.
+        NotCoveredError: something that the library does not have, also when the network is described anew.
     """
 
     _watch: Watch
@@ -50,18 +50,10 @@ class NativeRows(ABC):
 
     @abstractmethod
     def describe(self) -> None:
-        """Take the weights as they are now.
-
-        Raises:
-            NotCoveredError: something that the library does not have.
-        """
+        """Take the weights as they are now."""
 
     def renew(self) -> None:
-        """Take the network as it is now, if it has changed.
-
-        Raises:
-            NotCoveredError: it is one that the library does not run.
-        """
+        """Take the network as it is now, if it has changed."""
         if self._watch.has_changed():
             self.describe()
 

@@ -24,11 +24,7 @@ from foretoken.models.network.call import NetworkCall, Outputs
 
 
 class StackedModules(nn.Module):
-    """M modules.
-
-    Args:
-        modules: in the order of their steps.
-    """
+    """M modules, in the order of their steps."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -44,11 +40,7 @@ class StackedModules(nn.Module):
 
 
 class _StackedForward(HeadForward):
-    """The modules in a row.
-
-    Attributes:
-        step: of the draft that a call makes.
-    """
+    """The modules in a row; ``step`` is the step of the draft that a call makes."""
 
     step = 0
 
@@ -123,7 +115,6 @@ class StackedModel(FeatureModel):
         return replace(kept, layers=[*kept.layers, (states, states[:, :, :0])])
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
-        """Commit the first ``length`` places of a snapshot to an empty sequence."""
         *layers, beside = snapshot.layers
         super().restore(sequence, replace(snapshot, layers=layers), length)
         if beside is not None:
