@@ -84,12 +84,10 @@ class EncoderDecoderModel(TreeRunner):
 
     @property
     def config(self) -> Any:
-        """Its configuration."""
         return self.forwards.config
 
     @property
     def exact(self) -> str:
-        """What its arithmetic must keep."""
         return self.forwards.exact
 
     # -- sequences ---------------------------------------------------------------------------------------------------

@@ -96,12 +96,10 @@ class HuggingFaceModel(TreeRunner):
 
     @property
     def config(self) -> Any:
-        """Its text configuration."""
         return self.forwards.config
 
     @property
     def exact(self) -> str:
-        """What its arithmetic must keep."""
         return self.forwards.exact
 
     @property
@@ -136,11 +134,8 @@ class HuggingFaceModel(TreeRunner):
     def chains(
         self, feeds: Sequence[Feed], counts: Sequence[int], pick: Pick | None = None, plan: LayerPlan = WHOLE
     ) -> list[list[int]] | None:
-        """Tokens behind feeds on the native forward, where every layer sees all of the texts.
-
-        Args:
-            feeds, counts, pick: as for every language model.
-            plan: what runs, as for :meth:`forward_part`.
+        """Tokens behind feeds on the native forward, where every layer sees all of the texts; ``plan`` is what runs, as
+        for :meth:`forward_part`.
         """
         native = self.forwards.native(plan)
         if native is None or self.rotary is not None or not all(map(self._is_seen_whole, feeds, counts)):
@@ -154,14 +149,14 @@ class HuggingFaceModel(TreeRunner):
         x = torch.cat([row.taps["last"][-1:] if states else row.logits for row in rows])
         every, sequences = range(len(feeds)), [feed.sequence for feed in feeds]
         last = list(x.argmax(-1).tolist() if pick is None else pick.choose(every, 0, x))
-        found, sizes = [[token] for token in last], [len(sequence.scratch_tokens) for sequence in sequences]
+        behind, sizes = [[token] for token in last], [len(sequence.scratch_tokens) for sequence in sequences]
         try:
-            self._extend(native, sequences, counts, found, pick)
+            self._extend(native, sequences, counts, behind, pick)
         except BaseException:
             for sequence, size in zip(sequences, sizes, strict=True):
                 sequence.drop_last(len(sequence.scratch_tokens) - size)
             raise
-        return found
+        return behind
 
     def _is_seen_whole(self, feed: Feed, count: int) -> bool:
         """Whether a feed and a chain behind it are one chain of which every layer sees every node, and the text."""
@@ -177,10 +172,10 @@ class HuggingFaceModel(TreeRunner):
         native: NativeForward,
         sequences: Sequence[SequenceState],
         counts: Sequence[int],
-        found: Sequence[list[int]],
+        behind: Sequence[list[int]],
         pick: Pick | None,
     ) -> None:
-        """Further tokens behind the first ones, which are in ``found``."""
+        """Further tokens behind the first ones, which are in ``behind``."""
         if max(counts) < 2:
             return
         ends = [
@@ -189,15 +184,15 @@ class HuggingFaceModel(TreeRunner):
         ]
         began, steps = now(self.device), NativeChains(native, ends)
         for number in range(max(counts) - 1):
-            active, x, best = steps.step(number, [tokens[-1] for tokens in found], pick is not None and pick.states)
+            active, x, best = steps.step(number, [tokens[-1] for tokens in behind], pick is not None and pick.states)
             for i in active:
-                sequences[i].append(found[i][-1:], [len(sequences[i].scratch_tokens) - 1])
+                sequences[i].append(behind[i][-1:], [len(sequences[i].scratch_tokens) - 1])
             if pick is None and best is not None:
                 chosen: Sequence[int] = [tokens[0] for tokens in best.tokens(None)]
             else:
                 chosen = pick.choose(active, number + 1, x if pick.states else native.behind(x))  # type: ignore[union-attr]
             for i, token in zip(active, chosen, strict=True):
-                found[i].append(token)
+                behind[i].append(token)
             self.run_rows += len(active)
         self.run_s += now(self.device) - began
 

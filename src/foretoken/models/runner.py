@@ -33,9 +33,6 @@ SCRATCH_ROOM = 512
 class TreeRunner(ModuleModel):
     """Runs a forward over committed prefixes plus scratch trees in a cache.
 
-    Args:
-        cache: the first rectangle of keys and values; long texts get others beside it.
-
     Attributes:
         graphs: what runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if anything does.
         graphs_off: why nothing does; empty where it does.

@@ -48,7 +48,6 @@ class Crossed:
     length: int
 
     def is_of(self, inputs: Sequence[Encoded | None]) -> bool:
-        """Whether it was made of these very inputs."""
         return len(inputs) == len(self.inputs) and all(a is b for a, b in zip(inputs, self.inputs, strict=True))
 
     @cached_property

@@ -140,8 +140,6 @@ class _JoinedStates(LinearAttentionLayer):
 
 
 class _JoinedBoth(_JoinedKeys, _JoinedStates):  # type: ignore[misc]  # as Transformers' own
-    """A layer with both."""
-
     def __init__(self, own: Sequence[Any], pads: Sequence[int]) -> None:
         DynamicLayer.__init__(self)
         _JoinedStates.__init__(self, own, pads)

@@ -148,7 +148,6 @@ def additive_masks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor | None]:
-    """:func:`additive_mask` of every layer type."""
     return {name: additive_mask(rows, layer, width, used, dtype, device) for name, layer in layers.items()}
 
 

@@ -43,7 +43,6 @@ class CachePool:
 
     @property
     def texts(self) -> list[SequenceState]:
-        """All open sequences."""
         return [text for cache in self.caches for text in cache.texts]
 
     def open(self, sequence: SequenceState) -> SequenceState:
@@ -93,7 +92,6 @@ class CachePool:
             self._sizes, self.peak_bytes = sizes, max(self.peak_bytes, self.num_bytes())
 
     def num_bytes(self) -> int:
-        """Memory that the caches take now."""
         return sum(cache.num_bytes() for cache in self.caches)
 
     def _another(self) -> TreeCache:

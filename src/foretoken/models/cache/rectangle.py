@@ -233,7 +233,6 @@ class TreeCache(Cache):
 
     @torch.inference_mode()
     def move_row(self, source: int, target: int, slots: int) -> None:
-        """Copy the first ``slots`` slots of one row to another."""
         self.flush()
         for buffer in self._buffers():
             buffer[target, :, :slots] = buffer[source, :, :slots]
@@ -277,7 +276,6 @@ class TreeCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether anything was stored."""
         return any(buffer is not None for buffer in self._keys)
 
     @property

@@ -76,7 +76,6 @@ class StateCache:
 
     @property
     def num_recurrent(self) -> int:
-        """Layers with a recurrent state."""
         return sum(any(name == "recurrent_states" for name, _, _ in states_of(layer)) for layer in self.cache.layers)
 
     def start_tape(self) -> None:

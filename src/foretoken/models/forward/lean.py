@@ -133,7 +133,6 @@ class LeanForward:
 
     @property
     def skips_masked(self) -> bool:
-        """Whether attention spends no time on slots that a mask hides."""
         return all(layer.native for layer in self.layers)
 
     def run(self, call: NetworkCall) -> Outputs:

@@ -35,7 +35,6 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any) -> Heads:
-        """From a model's text configuration."""
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         return cls(heads, kv_heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads))
@@ -212,7 +211,6 @@ class Rotary:
         self.scale, self.dtype = scale, dtype
 
     def to(self, dtype: torch.dtype) -> Rotary:
-        """The same in another dtype."""
         return Rotary(self.frequencies, self.scale, dtype)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:

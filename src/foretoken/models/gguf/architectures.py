@@ -211,7 +211,9 @@ def header_faults(file: GgufFile) -> Iterator[None]:
 def _config(file: GgufFile, architecture: Architecture) -> Any:
     from transformers import AutoConfig
 
-    _check_blocks(file)
+    count = int(file.need("block_count"))
+    if count < 1 or not any(name.startswith(f"blk.{count - 1}.") for name in file.tensors):
+        raise GgufError(f"{file.path} lacks tensors of layer {count} of {count}: it is incomplete, copy it again")
     width = head_dim(file)
     heads = int(_one(file, "attention.head_count"))
     shared = int(_one(file, "attention.head_count_kv", heads))
@@ -240,13 +242,6 @@ def _config(file: GgufFile, architecture: Architecture) -> Any:
     if rotated != width and "partial_rotary_factor" not in values["rope_parameters"]:
         raise UncoveredError(f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not read here")
     return AutoConfig.for_model(architecture.model_type, **values)
-
-
-def _check_blocks(file: GgufFile) -> None:
-    """Compare the number of layers with the tensors, before anything is built."""
-    count = int(file.need("block_count"))
-    if count < 1 or not any(name.startswith(f"blk.{count - 1}.") for name in file.tensors):
-        raise GgufError(f"{file.path} lacks tensors of layer {count} of {count}: it is incomplete, copy it again")
 
 
 def head_dim(file: GgufFile) -> int:
@@ -286,16 +281,14 @@ def _rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opt
 
 def _yarn_of(file: GgufFile) -> Options:
     """Its own numbers, where they are not the usual ones."""
-    names = ("beta_fast", "beta_slow")
-    found = {
-        name: _positive(file, f"rope.scaling.yarn_{name}") for name in names if file.get(f"rope.scaling.yarn_{name}")
-    }
+    keys = {name: f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
+    own = {name: _positive(file, key) for name, key in keys.items() if file.get(key)}
     usual = {"rope.scaling.yarn_attn_factor": 1, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_ext_factor": 1}
     usual["rope.scaling.yarn_log_multiplier"] = 0
     for key, value in usual.items():
         if float(file.get(key, value)) != value:
             raise UncoveredError(f"{file.path} has {file.architecture}.{key} {file.get(key)}, which is not read here")
-    return found
+    return own
 
 
 def _positive(file: GgufFile, key: str, usual: float | None = None) -> float:

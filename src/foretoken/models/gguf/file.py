@@ -74,7 +74,6 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """As the header names it."""
         return str(self.metadata.get("general.architecture", "unknown"))
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -23,7 +23,6 @@ def is_ready_made(model: Any) -> bool:
 
 
 def check_kind(kind: str) -> None:
-    """Refuse what weights cannot be quantised to."""
     if kind not in KINDS:
         raise ValueError(f"quantize must be one of {', '.join(KINDS)}, not {kind!r}")
 

@@ -61,7 +61,6 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def compiler() -> str | None:
-    """The C++ compiler of this machine."""
     names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
     return next((path for name in names if (path := shutil.which(name)) is not None), None)
 
@@ -119,7 +118,6 @@ def checksum(file: Path) -> str:
 
 
 def run(*command: str) -> None:
-    """Run a compiler."""
     try:  # a source takes two to ten seconds where nothing else runs
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     except subprocess.CalledProcessError as error:

@@ -100,11 +100,7 @@ def _cpu_level(allowed: tuple[str, ...]) -> str | None:
 
 @cache
 def function(name: str, kinds: str) -> Callable[..., None]:
-    """A function of the library.
-
-    Args:
-        kinds: of its arguments, a letter each, see :data:`KINDS`.
-    """
+    """A function of the library, whose arguments are of these :data:`KINDS`, a letter each."""
     library = _loaded()
     if isinstance(library, str):
         raise RuntimeError(f"no products of our own: {library}")

@@ -47,19 +47,16 @@ def _uses_alibi(config: Any) -> bool:
 
 def _slot_reader(model: Any, config: Any) -> str:
     """The class name of the first layer whose forward depends on cache slots, or an empty string."""
-    if config.model_type == "llama4_text" and not _reaches_tuned_temperature(config):
-        return ""
+    if config.model_type == "llama4_text" and not (
+        config.attn_temperature_tuning and config.floor_scale <= config.max_position_embeddings
+    ):
+        return ""  # only from a certain position on its attention's temperature changes with the slot
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         source = source_of(kind.forward)
         # What a layer calls that takes positions from the cache slot instead of the position ids.
         if any(word in source for word in ("get_seq_length(self.layer_idx", "get_query_offset(", "update_indexer(")):
             return kind.__name__
     return ""
-
-
-def _reaches_tuned_temperature(config: Any) -> bool:
-    """Llama 4's attention temperature changes with the slot, from a certain position on."""
-    return bool(config.attn_temperature_tuning) and config.floor_scale <= config.max_position_embeddings
 
 
 def _recurrent_layer(model: Any, config: Any) -> str:

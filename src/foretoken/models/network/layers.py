@@ -51,7 +51,6 @@ class LayerPlan:
         return num_layers if self.stop is None else self.stop
 
     def check(self, num_layers: int) -> None:
-        """Refuse a plan that does not fit a model of ``num_layers``."""
         if not 0 <= self.start < self.end(num_layers) <= num_layers:
             raise ValueError(f"layers {self.start} to {self.stop} are out of range: the model has {num_layers} layers")
         for what, skipped in (("attention", self.skip_attention), ("mlp", self.skip_mlp)):

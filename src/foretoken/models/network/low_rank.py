@@ -36,11 +36,8 @@ class LowRank(nn.Module):
 def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers of the decoder by their names in the network."""
     inside = {id(module) for module in decoder_layers(network).modules()}
-    return {
-        name: module
-        for name, module in network.named_modules()
-        if isinstance(module, nn.Linear) and id(module) in inside
-    }
+    modules = network.named_modules()
+    return {name: each for name, each in modules if isinstance(each, nn.Linear) and id(each) in inside}
 
 
 def factor_shapes(network: nn.Module, rank: int) -> list[tuple[int, int]]:

@@ -28,13 +28,12 @@ def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
                 return module, child
     family = config.get_text_config().model_type
     lists = (c for module in model.modules() for c in module.children() if isinstance(c, nn.ModuleList))
-    found = next((len(layers) for layers in lists if len(layers)), 0)
-    advice = f": it has {found}, so set config.num_hidden_layers to {found}" if found else ""
+    count = next((len(layers) for layers in lists if len(layers)), 0)
+    advice = f": it has {count}, so set config.num_hidden_layers to {count}" if count else ""
     raise CapabilityError(f"{family}: cannot find the {wanted} decoder layers of {type(model).__name__}{advice}")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers of a Transformers causal LM."""
     return find_decoder(model)[1]
 
 

@@ -68,9 +68,11 @@ def layer_masks(model: Any) -> dict[str, LayerMask]:
     """Which masks the model's forward wants: by layer type where it takes a dictionary, else one under ``""``."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    if not _takes_mask_dict(model):
+    if not _makes_masks_by(model, "causal_mask_mapping"):
         # Without layer types a model either slides everywhere (mistral, phi3) or nowhere.
-        return {"": LayerMask("sliding", window) if window and _slides(model) else LayerMask()}
+        if window and _makes_masks_by(model, "create_sliding_window_causal_mask"):
+            return {"": LayerMask("sliding", window)}
+        return {"": LayerMask()}
     kinds = {
         "full_attention": LayerMask(),
         "sliding_attention": LayerMask("sliding", window or 0),
@@ -83,18 +85,10 @@ def layer_masks(model: Any) -> dict[str, LayerMask]:
     return {name: kinds[name] for name in sorted(types)}
 
 
-def _takes_mask_dict(model: Any) -> bool:
-    """Whether the decoder's forward accepts one mask per layer type."""
-    return any("causal_mask_mapping" in source_of(type(module).forward) for module in _decoders(model))
-
-
-def _slides(model: Any) -> bool:
-    return any("create_sliding_window_causal_mask" in source_of(type(m).forward) for m in _decoders(model))
-
-
-def _decoders(model: Any) -> list[Any]:
-    """Modules that could build masks: the model's stack of wrappers down to the decoder."""
-    return [module for name, module in model.named_modules() if name.count(".") <= 2 and hasattr(module, "config")]
+def _makes_masks_by(model: Any, word: str) -> bool:
+    """Whether a forward of the model's stack of wrappers down to the decoder, which could build masks, has a word."""
+    makers = (m for name, m in model.named_modules() if name.count(".") <= 2 and hasattr(m, "config"))
+    return any(word in source_of(type(module).forward) for module in makers)
 
 
 def attention_configs(model: Any) -> list[Any]:

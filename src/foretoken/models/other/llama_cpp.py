@@ -115,7 +115,6 @@ class Weights:
 
     @property
     def architecture(self) -> str:
-        """As the header names it."""
         return self.metadata("general.architecture") or "unknown"
 
 

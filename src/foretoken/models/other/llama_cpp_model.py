@@ -81,8 +81,9 @@ class LlamaCppModel(LanguageModel):
         c, handle = self.weights.library.c, self.weights.handle
         trained = int(c.llama_model_n_ctx_train(handle)) or USUAL_CONTEXT
         self.context_length = context_length or min(trained, USUAL_CONTEXT)
-        self.vocab_size = int(c.llama_vocab_n_tokens(self.weights.vocab))
-        self.eos_token_ids = _eog_ids(self.weights)
+        vocab = self.weights.vocab
+        self.vocab_size = int(c.llama_vocab_n_tokens(vocab))
+        self.eos_token_ids = frozenset(token for token in range(self.vocab_size) if c.llama_vocab_is_eog(vocab, token))
         self.device = torch.device("cpu")
         self.dtype = c.llama_ftype_name(c.llama_model_ftype(handle)).decode()
         self.rounds_like = _rounding(self.dtype, cache_type)
@@ -301,9 +302,3 @@ def _rounding(weights: str, cache_type: str) -> torch.dtype:
     if weights == "all F32":
         return torch.float32 if cache_type == "f32" else torch.float16
     return torch.float16 if weights == "F16" else torch.bfloat16
-
-
-def _eog_ids(weights: Weights) -> frozenset[int]:
-    """All tokens that end a text or a turn, as llama.cpp reads them from the file."""
-    c, vocab = weights.library.c, weights.vocab
-    return frozenset(token for token in range(c.llama_vocab_n_tokens(vocab)) if c.llama_vocab_is_eog(vocab, token))

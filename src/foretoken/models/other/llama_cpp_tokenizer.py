@@ -76,7 +76,6 @@ class LlamaCppTokenizer:
         return self._piece(token, False)
 
     def _piece(self, token: int, skip_special: bool) -> bytes:
-        """The bytes that a token adds to a text."""
         piece = self._pieces.get((token, skip_special))
         if piece is None:
             buffer = ctypes.create_string_buffer(64)

@@ -65,9 +65,7 @@ class _PartSnapshot(Snapshot):
 class ParallelModel(LanguageModel):
     """The leader's side.  Offers trees, rollback and kept texts; no hidden states and no parts of the network.
 
-    Args:
-        inner: the leader's part.
-        on_end: called once the others have ended.
+    ``inner`` is the leader's part, and ``on_end`` is called once the others have ended.
     """
 
     prefill_chunk = PREFILL_CHUNK
@@ -106,7 +104,6 @@ class ParallelModel(LanguageModel):
         return self._lost or None
 
     def close(self) -> None:
-        """End the other processes."""
         self._lose("the model was closed")
 
     def _lose(self, why: str) -> PartLost:
@@ -151,7 +148,6 @@ class ParallelModel(LanguageModel):
 
     @property
     def threads(self) -> int:  # type: ignore[override]
-        """Threads of the leader."""
         return self.inner.threads
 
     @property
@@ -161,7 +157,6 @@ class ParallelModel(LanguageModel):
 
     @property
     def run_rows(self) -> int:  # type: ignore[override]
-        """Rows of hidden states that were computed in this time."""
         return self.inner.run_rows
 
     @property
@@ -245,10 +240,10 @@ class ParallelModel(LanguageModel):
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         """Append nodes in every process and score them together."""
         self._check(feeds, taps)
-        told = [
-            (self._number(feed.sequence), list(feed.tokens), _listed(feed.parents), feed.wanted, feed.after)
-            for feed in feeds
-        ]
+        told = []
+        for feed in feeds:
+            parents = None if feed.parents is None else list(feed.parents)
+            told.append((self._number(feed.sequence), list(feed.tokens), parents, feed.wanted, feed.after))
         self._tell("forward", feeds=told)
         rows: list[Rows] = self._together(lambda: self.inner.forward(feeds))
         return rows
@@ -268,10 +263,6 @@ class ParallelModel(LanguageModel):
         return super().prefill(sequence, tokens, taps)
 
 
-def _listed(parents: Sequence[int] | None) -> list[int] | None:
-    return None if parents is None else list(parents)
-
-
 def _end(followers: Sequence[Follower], on_end: Callable[[], None]) -> None:
     """End the other processes and leave the group."""
     for follower in followers:
@@ -284,10 +275,7 @@ def _end(followers: Sequence[Follower], on_end: Callable[[], None]) -> None:
 
 @torch.inference_mode()
 def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
-    """Make the leader's calls on another part of the model, until there are no more.
-
-    Args:
-        lines: the calls.
+    """Make the leader's calls, which are ``lines``, on another part of the model, until there are no more.
 
     Raises:
         Exception: a call fails; the caller must end, since the leader waits for it.

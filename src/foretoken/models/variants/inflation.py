@@ -106,7 +106,6 @@ def _candidate(config: Any, wanted: int, m: int, least: int) -> InflatedShape | 
 
 
 def head_dim(config: Any) -> int:
-    """Numbers per attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -119,7 +118,6 @@ def layer_ends(small: int, big: int) -> list[int]:
 
 
 def big_config(config: Any, shape: InflatedShape) -> Any:
-    """The configuration of the big model."""
     big = copy.deepcopy(config)
     big.head_dim = head_dim(config)
     big.hidden_size, big.intermediate_size, big.num_hidden_layers = shape.width, shape.units, shape.layers

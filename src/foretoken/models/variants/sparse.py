@@ -272,9 +272,5 @@ def windowed_layers(target: HuggingFaceModel) -> frozenset[int]:
     """Layers whose window or chunk ends before the context does: of a long text they see the end only."""
     masks = target.forwards.layer_masks
     kinds = list(getattr(target.config, "layer_types", None) or ())
-    windowed = set()
-    for layer in range(target.num_layers):
-        mask = masks[kinds[layer]] if "" not in masks else masks[""]
-        if mask.kind != "full" and mask.size < target.context_length:
-            windowed.add(layer)
-    return frozenset(windowed)
+    by_layer = [masks[kinds[layer] if "" not in masks else ""] for layer in range(target.num_layers)]
+    return frozenset(i for i, mask in enumerate(by_layer) if mask.kind != "full" and mask.size < target.context_length)

@@ -164,10 +164,12 @@ class NativeBlockNet(NativeRows):
         self._run(self._model, x, groups, [places[i] for i in order], len(self.kinds), states, (*said, best_asked))
         del held
         whole = self.project.behind(logits.float()).unflatten(0, (count, -1))
-        found = None if best is None else [each.unflatten(0, (count, -1)) for each in best.tensors()]
+        candidates = None if best is None else [each.unflatten(0, (count, -1)) for each in best.tensors()]
         states = states.unflatten(0, (count, -1))
         by_feed = {
-            i: BlockRows(whole[n], {"state": states[n]}, None if found is None else (found[0][n], found[1][n]))
+            i: BlockRows(
+                whole[n], {"state": states[n]}, None if candidates is None else (candidates[0][n], candidates[1][n])
+            )
             for n, i in enumerate(order)
         }
         return [by_feed[i] for i in range(count)]
