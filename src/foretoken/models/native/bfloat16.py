@@ -39,14 +39,9 @@ def in_rows(packed: Tensor, out: int) -> Tensor:
 
 
 def product(x: Tensor, packed: Tensor, out: int, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """``x W^T (+ bias) (+ residual)`` [n, out], summed in float32 and rounded once.
+    """``x W^T (+ bias) (+ residual)`` [n, out] of x [n, in], summed in float32 and rounded once; all are bfloat16.
 
-    Args:
-        x: [n, in], bfloat16 like all others.
-        packed: the weight as :func:`laid_out` gives it.
-        out: outputs of the weight.
-        bias: [out].
-        residual: [n, out].
+    ``packed`` is the weight as :func:`laid_out` gives it, with ``out`` outputs; bias [out], residual [n, out].
     """
     rows, inner = x.shape
     if rows > ALIASED_ROWS and 2 * inner % ALIASED_BYTES == 0:

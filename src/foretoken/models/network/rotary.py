@@ -185,8 +185,7 @@ class ChangingRotary:
 class LeanTurns:
     """Cosine and signed sine [n, 1, r] as the lean layers read them, from the model's own rotary module.
 
-    Args:
-        kinds: layer types that have frequencies of their own; ``("",)`` where all layers share them.
+    ``kinds`` are layer types that have frequencies of their own; ``("",)`` where all layers share them.
     """
 
     def __init__(self, rotary: ChangingRotary, kinds: Sequence[str], dtype: torch.dtype) -> None:

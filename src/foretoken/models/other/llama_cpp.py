@@ -72,11 +72,7 @@ def library() -> LlamaLibrary:
 
 
 class Weights:
-    """An opened GGUF file.
-
-    Args:
-        path: the file (of several parts: the first).
-        vocab_only: leave the weights out.
+    """An opened GGUF file (of several parts: the first); with ``vocab_only`` without its weights.
 
     Attributes:
         handle: ``llama_model *``.

@@ -15,10 +15,7 @@ UNUSED = 2
 
 
 class LlamaCppTokenizer:
-    """Text to ids and back, by llama.cpp.
-
-    Args:
-        source: a GGUF file, or one that is open.
+    """Text to ids and back, by llama.cpp, with the vocabulary of a GGUF file, or of one that is open.
 
     Attributes:
         chat_template: the file's Jinja template; ``None`` where it has none.

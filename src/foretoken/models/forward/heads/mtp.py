@@ -36,9 +36,6 @@ class NativeModule(nn.Module):
         experts: whether the layer has experts, where the family's configuration leaves that open; ``None``: as the
             target's own layer.
         feed: one of :data:`FEEDS`.
-
-    Attributes:
-        mask: what its attention may see.
     """
 
     def __init__(self, network: nn.Module, experts: bool | None = None, feed: str = "post_norm") -> None:
@@ -121,7 +118,6 @@ def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str =
     Args:
         tensors: ``eh_proj.weight`` [D, 2 D], ``enorm.weight``, ``hnorm.weight``, ``norm.weight`` [D] and ``layer.*``;
             experts may be stored one by one.
-        feed: one of :data:`FEEDS`.
     """
     experts = any(".experts." in name for name in tensors)
     with torch.device("meta"):

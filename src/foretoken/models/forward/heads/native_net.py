@@ -164,12 +164,10 @@ class NativeBlockNet(NativeRows):
         self._run(self._model, x, groups, [places[i] for i in order], len(self.kinds), states, (*said, best_asked))
         del held
         whole = self.project.behind(logits.float()).unflatten(0, (count, -1))
-        candidates = None if best is None else [each.unflatten(0, (count, -1)) for each in best.tensors()]
+        pair = None if best is None else [each.unflatten(0, (count, -1)) for each in best.tensors()]
         states = states.unflatten(0, (count, -1))
         by_feed = {
-            i: BlockRows(
-                whole[n], {"state": states[n]}, None if candidates is None else (candidates[0][n], candidates[1][n])
-            )
+            i: BlockRows(whole[n], {"state": states[n]}, None if pair is None else (pair[0][n], pair[1][n]))
             for n, i in enumerate(order)
         }
         return [by_feed[i] for i in range(count)]
