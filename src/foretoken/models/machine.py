@@ -137,9 +137,7 @@ class KeptResults:
 
     def read(self, name: str) -> Any:
         """A result of this process or of an earlier one; ``None`` where there is none."""
-        if name not in self.known:
-            return self.stored().get(name)
-        return self.known[name]
+        return self.known[name] if name in self.known else self.stored().get(name)
 
     def keep(self, name: str, result: Any, in_file: bool = True) -> None:
         """Remember a result; where the file cannot be written, only for this process."""

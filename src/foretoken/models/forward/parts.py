@@ -223,11 +223,9 @@ class TargetParts:
         decoder = find_decoder(self.network)[0]
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm"):
             if isinstance(getattr(decoder, name, None), torch.nn.Module):
-                norm: torch.nn.Module = getattr(decoder, name)
-                return norm
+                return getattr(decoder, name)
         raise CapabilityError(f"{type(decoder).__name__} has no final norm by a known name")
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm of states [..., D] that come out of a layer."""
-        normed: Tensor = self.final_norm(hidden)
-        return normed
+        return self.final_norm(hidden)

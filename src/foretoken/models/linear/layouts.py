@@ -109,17 +109,14 @@ class OneDnnLayout(WeightLayout):
         self._bytes = weight.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
-        return total
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
 
     @property
     def weight(self) -> Tensor:
-        dense: Tensor = self.packed.to_dense()
-        return dense
+        return self.packed.to_dense()
 
     @property
     def num_bytes(self) -> int:

@@ -195,8 +195,7 @@ class Packing:
         """One projection that gives the outputs of all of them side by side."""
         quantised = next((linear for linear in linears if isinstance(linear, QuantisedLinear)), None)
         if quantised is not None:  # what is quantised already stays as it is
-            joined: Product = quantised.joined(linears)
-            return joined
+            return quantised.joined(linears)
         alone = len(linears) == 1
         weight = linears[0].weight.detach() if alone else torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
@@ -284,8 +283,7 @@ def dtype_of(linear: Any) -> torch.dtype:
     """Of a linear layer's weight, packed, quantised or neither; nothing is unpacked."""
     if isinstance(linear, PackedLinear):
         return linear.projection.dtype
-    dtype: torch.dtype = linear.dtype if isinstance(linear, QuantisedLinear) else linear.weight.dtype
-    return dtype
+    return linear.dtype if isinstance(linear, QuantisedLinear) else linear.weight.dtype
 
 
 def joined_weight(linears: Sequence[Any]) -> Tensor:

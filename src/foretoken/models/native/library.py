@@ -143,9 +143,7 @@ def _lacking() -> str | None:
     if platform.system() != "Linux" or platform.machine() not in MACHINES:
         here = f"{platform.system()} on {platform.machine()}"
         return f"made for Linux on {' and '.join(MACHINES.values())}, not for {here}"
-    if level() is None:
-        return "the CPU has no AVX2"
-    return None
+    return "the CPU has no AVX2" if level() is None else None
 
 
 def _cpu_has(question: str) -> bool:

@@ -136,8 +136,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    return hidden
+    return args[0] if args else kwargs["hidden_states"]
 
 
 def _check_output(layer: nn.Module, args: Any, output: Any) -> None:

@@ -245,8 +245,7 @@ class ParallelModel(LanguageModel):
             parents = None if feed.parents is None else list(feed.parents)
             told.append((self._number(feed.sequence), list(feed.tokens), parents, feed.wanted, feed.after))
         self._tell("forward", feeds=told)
-        rows: list[Rows] = self._together(lambda: self.inner.forward(feeds))
-        return rows
+        return self._together(lambda: self.inner.forward(feeds))
 
     def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
         """What would fail in the middle is refused before anybody begins."""

@@ -194,8 +194,7 @@ class FeatureModel(TreeRunner):
         self._renew_native()
         self._is_renewed = True  # what is fused is read next
         if self.native is None or self.native.fuse is None:
-            fused: Tensor = self.model.fc(states.float())
-            return fused
+            return self.model.fc(states.float())
         return self.native.fuse(states.to(torch.bfloat16))
 
     def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
@@ -210,5 +209,4 @@ class FeatureModel(TreeRunner):
         return rows
 
     def _run_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> Sequence[Rows]:
-        rows: list[Rows] = self.native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
-        return rows
+        return self.native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)

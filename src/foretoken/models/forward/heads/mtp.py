@@ -95,8 +95,7 @@ class NativeModule(nn.Module):
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        state: Tensor = output if self.feed == "post_norm" else self.norm(output)
-        return state
+        return output if self.feed == "post_norm" else self.norm(output)
 
     @torch.no_grad()
     def start_from(self, network: nn.Module) -> None:

@@ -35,8 +35,7 @@ class StackedModules(nn.Module):
     def head_state(self, output: Tensor, step: int = 0) -> Tensor:
         """What the vocabulary projection reads of outputs [..., M D] at a step of the draft."""
         last = min(step, len(self.steps) - 1)
-        state: Tensor = self.steps[last].head_state(output.unflatten(-1, (len(self.steps), -1))[..., last, :])  # type: ignore[operator]
-        return state
+        return self.steps[last].head_state(output.unflatten(-1, (len(self.steps), -1))[..., last, :])  # type: ignore[operator]
 
 
 class _StackedForward(HeadForward):
