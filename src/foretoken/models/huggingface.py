@@ -135,8 +135,7 @@ class HuggingFaceModel(TreeRunner):
         self, feeds: Sequence[Feed], counts: Sequence[int], pick: Pick | None = None, plan: LayerPlan = WHOLE
     ) -> list[list[int]] | None:
         """Tokens behind feeds on the native forward, where every layer sees all of the texts; ``plan`` is what runs, as
-        for :meth:`forward_part`.
-        """
+        for :meth:`forward_part`."""
         native = self.forwards.native(plan)
         if native is None or self.rotary is not None or not all(map(self._is_seen_whole, feeds, counts)):
             return None

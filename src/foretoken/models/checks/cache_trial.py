@@ -74,8 +74,7 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
 
 def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, float]:
     """Float32 logits [6, V] of the model's own forward, and how much quantised layers change them with later tokens: 0
-    where that is rounding.
-    """
+    where that is rounding."""
     tokens = _text(vocab_size)
     other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
     try:

@@ -35,8 +35,7 @@ SAMPLED = 16
 
 class Checks:
     """The checks of one model, which is about to be run and is on its public forward; ``probe`` gives its ordinary
-    text.
-    """
+    text."""
 
     def __init__(self, network: Network, probe: Probe | None) -> None:
         self.network, self.probe = network, probe

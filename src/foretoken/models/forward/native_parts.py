@@ -23,8 +23,7 @@ from foretoken.models.network.watch import Watch, has_hooks
 
 def watched(network: nn.Module) -> Watch:
     """What tells whether a drafter's network, whose weights the library is handed, is still what it is now; one with
-    hooks is not covered.
-    """
+    hooks is not covered."""
     if has_hooks(network):
         raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
     return Watch(network)

@@ -1,6 +1,5 @@
 """Linear layers on CPU: weights laid out once for the machine (:mod:`foretoken.models.linear.layouts`), fused, or in
-place of a model's own layers.
-"""
+place of a model's own layers."""
 
 from __future__ import annotations
 

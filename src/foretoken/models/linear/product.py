@@ -29,8 +29,7 @@ class Product(Protocol):
 
 class QuantisedLinear(nn.Module):
     """Drop-in for an ``nn.Linear`` on CPU whose weights are quantised for good, for models that the library loaded
-    itself: everybody leaves them as they are.
-    """
+    itself: everybody leaves them as they are."""
 
     def __init__(self, product: QuantisedProduct, dtype: torch.dtype) -> None:
         super().__init__()

@@ -24,8 +24,7 @@ OWN_ROWS = 32
 
 def product(x: Tensor, linear: Linear) -> Tensor:
     """``x W^T`` (+ bias) [n, out] in bfloat16 of bfloat16 x [n, in] and a weight of the kind
-    :data:`~foretoken.models.native.linear.BYTES`.
-    """
+    :data:`~foretoken.models.native.linear.BYTES`."""
     rows, inner = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()

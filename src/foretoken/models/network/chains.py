@@ -55,8 +55,7 @@ def joint_states(
 
 def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
     """Hidden states [b, g, k, D] behind the final norm of k extra tokens, embedded as ``rows`` [k, D], in a chain below
-    g places of every text; gradients flow to ``rows`` alone.  The rest is as for :func:`chain_states`.
-    """
+    g places of every text; gradients flow to ``rows`` alone.  The rest is as for :func:`chain_states`."""
     ids = (model.vocab_size + torch.arange(len(rows), device=tokens.device)).expand(len(tokens), columns.shape[1], -1)
     return chain_states(
         model, tokens, columns, ids, lambda given: embedding_rows(model.model, given, rows, model.vocab_size)

@@ -243,8 +243,7 @@ class LlamaCppModel(LanguageModel):
 
     def _make_room(self, cells: int, ids: int, busy: set[int] | frozenset[int] = frozenset()) -> None:
         """Take spare ids back from sequences that are not ``busy``, then move to a larger context where that is not
-        enough.
-        """
+        enough."""
         for row, branches in self._branches.items():
             while len(self._free) < ids and branches.spare and row not in busy:
                 spare, _ = branches.spare.popitem()

@@ -38,8 +38,7 @@ MOST_COPIES = 40
 def fastest_kind(network: Any) -> str | None:
     """``"int4"`` where a draft step with such weights is faster than with those that the network has, or ``"int8"``
     where those are faster still, by a short measurement of its largest layer with one row; ``None`` where neither is,
-    or the weights cannot be quantised.
-    """
+    or the weights cannot be quantised."""
     if network.device.type != "cpu" or is_ready_made(network) or not available():
         return None
     head = network.get_output_embeddings()

@@ -33,8 +33,7 @@ Shape = Sequence[int]
 
 def linear_shapes(network: nn.Module) -> dict[str, list[int]]:
     """[out, in] of the linear layers that all decoder layers have, by their names in the layer; experts and routers
-    are not among them.
-    """
+    are not among them."""
     layers = decoder_layers(network)
     each = [{name: _shape(m) for name, m in layer.named_modules() if _is_linear(name, m)} for layer in layers]
     shapes = {name: shape for name, shape in each[0].items() if all(one.get(name) == shape for one in each)}
@@ -102,8 +101,7 @@ class LowRankUpdates(nn.Module):
 @contextmanager
 def updated(network: nn.Module, updates: LowRankUpdates, width: int = 0) -> Iterator[None]:
     """Forwards inside the block go through the updates, but for the first token of every text of ``width`` tokens; for
-    all tokens where that is 0.
-    """
+    all tokens where that is 0."""
     handles: list[Any] = []
     try:
         for i, layer in enumerate(decoder_layers(network)):

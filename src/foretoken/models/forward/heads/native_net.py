@@ -123,8 +123,7 @@ class NativeBlockNet(NativeRows):
 
     def read(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
         """Keep keys and values of places, whose ``states`` are the network's inputs, and whose nodes and room are
-        there; nothing is said of them.
-        """
+        there; nothing is said of them."""
         order, groups, held = self.grouped([feed.sequence for feed in feeds], places, lambda *_: ())
         x = torch.cat([feeds[i].states for i in order]).to(torch.bfloat16).contiguous()  # type: ignore[misc]
         self._run(self._reader_model, x, groups, [places[i] for i in order], kinds=0)

@@ -122,8 +122,7 @@ class StackedModel(FeatureModel):
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
         """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [n, M D]: all
-        feeds from nodes of one depth.
-        """
+        feeds from nodes of one depth."""
         reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
         # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
         self.forwards.step = 0 if reads else _step_of(feeds)
