@@ -38,8 +38,8 @@ WORDS = {
     "head": "tokens/s", "greedy": "greedy", "heat": "T={:g}", "plain": "plain decoding", "best": "its best",
     "with": "{1} ({0})", "over": "best over theirs", "comma": ", ", "prompts": "{} conversations of {} tokens",
     "said": "Two threads; {}; all ways in turns in one run, prompt included, medians. Transformers and llama.cpp: "
-            "plain decoding or prompt lookup, whichever is faster; llama.cpp reads the same file. Rounding is undone in "
-            "the bfloat16 weights, which come from the 4-bit file: a copy in 4 bits would be the model itself "
+            "plain decoding or prompt lookup, whichever is faster; llama.cpp reads the same file. Rounding is undone "
+            "in the bfloat16 weights, which come from the 4-bit file: a copy in 4 bits would be the model itself "
             "([`quantized`](docs/methods/quantized.md)). Code of {}.",
 }  # fmt: skip
 """Of the table of real models."""
