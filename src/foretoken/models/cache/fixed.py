@@ -64,13 +64,13 @@ class FixedCache(TreeCache):
         rows = 1 << (max(num_rows, self.num_rows) - 1).bit_length()
         slots = self.num_slots
         if num_slots + 1 > slots:
-            slots = whole_chunks(max(num_slots + 1, min(2 * slots, self.ceiling)))
+            slots = whole_chunks(max(num_slots + 1, min(2 * slots, self.ceiling)), CHUNK)
         self._rebuild(rows, slots)
 
     @staticmethod
     def rectangle(texts: Sequence[int]) -> tuple[int, int]:
         """Rows and slots that texts of so many slots take together: every row is as long as the longest of them."""
-        return (1 << (len(texts) - 1).bit_length(), whole_chunks(max(texts) + 1)) if texts else (0, 0)
+        return (1 << (len(texts) - 1).bit_length(), whole_chunks(max(texts) + 1, CHUNK)) if texts else (0, 0)
 
     def fit(self, texts: Sequence[int], most: int) -> bool:
         """Whether texts that come to need so many slots fit into ``most`` slots of all rows; then it stays below that.
@@ -83,7 +83,7 @@ class FixedCache(TreeCache):
         """
         open_texts = [text.num_slots for text in self.texts]
         rows, slots = self.rectangle([*texts, *[1] * (len(open_texts) + 1 - len(texts))])
-        slots = max(slots, whole_chunks(max(open_texts, default=0) + 1))
+        slots = max(slots, whole_chunks(max(open_texts, default=0) + 1, CHUNK))
         if rows * slots > most:
             return False
         if max(rows, self.num_rows) * max(slots, self.num_slots) > most:

@@ -300,9 +300,9 @@ class TreeCache(Cache):
         return [buffer for store in (self._keys, self._values) for buffer in store if buffer is not None]
 
 
-def whole_chunks(slots: int) -> int:
+def whole_chunks(slots: int, chunk: int = CHUNK) -> int:
     """The least multiple of a chunk that has so many slots."""
-    return -(-slots // CHUNK) * CHUNK
+    return -(-slots // chunk) * chunk
 
 
 HOST = torch.device("cpu")
