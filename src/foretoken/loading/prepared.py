@@ -57,10 +57,10 @@ class _ByExact(dict[str, Prepared]):
 def prepared_of(model: Any, exact: str) -> Prepared:
     """The model's wrapped target, made anew where the model has changed; one thread at a time may ask."""
     kept = vars(model).get(ATTRIBUTE)
-    found = None if kept is None else kept.get(exact)
-    if found is not None and found.is_still(model):
-        return found
-    if kept is None or found is not None:  # others are no better, and hold the memory that the new one needs
+    prepared = None if kept is None else kept.get(exact)
+    if prepared is not None and prepared.is_still(model):
+        return prepared
+    if kept is None or prepared is not None:  # others are no better, and hold the memory that the new one needs
         kept = vars(model)[ATTRIBUTE] = _ByExact()
     made = kept[exact] = Prepared(model, exact)
     return made

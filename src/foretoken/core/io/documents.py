@@ -235,8 +235,8 @@ def _read(file: Path) -> str:
         raise NotTextError(f"{file} is not UTF-8 text: line {line} has the byte 0x{raw[error.start]:02x}") from None
 
 
-def _count(found: Sequence[object], name: str) -> str:
-    return f"one {name} is" if len(found) == 1 else f"{len(found)} {name}s are"
+def _count(faults: Sequence[object], name: str) -> str:
+    return f"one {name} is" if len(faults) == 1 else f"{len(faults)} {name}s are"
 
 
 @cache

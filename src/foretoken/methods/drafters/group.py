@@ -54,7 +54,7 @@ class GroupDrafter(BatchDrafter):
         sorts = frozenset[tuple[Kind, bool]]().union(*(traits.proposals for traits in all_traits))
         demanding = (Kind.WITHOUT_REPLACEMENT, Kind.IID, Kind.POINT)
         self.traits = Traits(
-            next(kind for kind in demanding if any(kind is found for found, _ in sorts)),
+            next(kind for kind in demanding if any(kind is drawn for drawn, _ in sorts)),
             any(traits.draws_trees for traits in all_traits),
             sorts,
             shares_state=any(traits.shares_state for traits in all_traits),

@@ -74,12 +74,12 @@ class MtpDrafter(FeatureDrafter):
         parts = TargetParts(target)
         head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
         if path is None and not context.has_trained(cls.name):
-            modules = [native_module(parts.network, found, feed or "post_norm") for found in context.native_head()]
+            modules = [native_module(parts.network, weights, feed or "post_norm") for weights in context.native_head()]
             net: nn.Module = StackedModules(modules) if len(modules) > 1 else modules[0]
         else:
             folder = context.folder(cls.name, path)
-            found = read_description(folder, cls.name, parts.fingerprint())
-            net = module_for(MtpConfig(**{**found["config"], **({"feed": feed} if feed else {})}), parts.network)
+            description = read_description(folder, cls.name, parts.fingerprint())
+            net = module_for(MtpConfig(**{**description["config"], **({"feed": feed} if feed else {})}), parts.network)
             load_weights(folder, net)
         return cls(cls.model_of(net, parts, target, head), **options)
 

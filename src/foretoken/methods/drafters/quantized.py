@@ -140,5 +140,5 @@ def scheme_of(bits: str, group: int, activations: str = "auto") -> Scheme | None
     """
     if bits not in ("4", "8", "auto", FULL):
         raise ValueError(f"quantized needs bits=4, 8 or auto (or 16, which quantises nothing), not {bits}")
-    found = Scheme("8" if bits == FULL else bits, group, activations)
-    return None if bits == FULL else found
+    scheme = Scheme("8" if bits == FULL else bits, group, activations)
+    return None if bits == FULL else scheme
