@@ -39,7 +39,7 @@ WORDS = {
     "with": "{1} ({0})", "over": "best over theirs", "comma": ", ", "prompts": "{} conversations of {} tokens",
     "said": "Two threads; {}; all ways in turns in one run, prompt included, medians. Transformers and llama.cpp: "
             "plain decoding or prompt lookup, whichever is faster; llama.cpp reads the same file. Rounding is undone "
-            "in the bfloat16 weights, which come from the 4-bit file: a copy in 4 bits would be the model itself "
+            "in the bfloat16 weights, which come from the 4-bit file: a copy in 4 bits would be almost the model "
             "([`quantized`](docs/methods/quantized.md)). Code of {}.",
 }  # fmt: skip
 """Of the table of real models."""
@@ -48,7 +48,7 @@ CHINESE_WORDS = {
     "with": "{1}（{0}）", "over": "与对方最快之比", "comma": "，", "prompts": "{} 段对话、每段 {} 个 token",
     "said": "2 个线程；{}；各方在同一次运行中轮流进行，含提示，取中位数。"
             "Transformers 和 llama.cpp 取普通解码与 prompt lookup 中较快者；llama.cpp 读同一个文件。"
-            "bfloat16 权重来自 4 位文件，并加回了舍入噪声，否则 4 位副本就是模型自身"
+            "bfloat16 权重来自 4 位文件，并加回了舍入噪声，否则 4 位副本几乎就是模型自身"
             "（[`quantized`](../methods/quantized.md)）。代码版本：{}。",
 }  # fmt: skip
 COLUMNS = 104

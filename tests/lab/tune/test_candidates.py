@@ -187,7 +187,7 @@ def test_lengths_and_sizes() -> None:
 def test_likely_winners_come_first() -> None:
     offers = ("medusa:./head", "model:./draft")
     first = likely(Subject(HuggingFaceModel(llama()), "./target"), offers)
-    assert first == ["ngram", "suffix,share=false", "quantized", *offers]
+    assert first == ["ngram", "suffix,share=false", "quantized,bits=4", *offers]
     rest = further("./target", first)
     assert "recycling" in rest and not {"ngram", "suffix", "model,k=4"} & set(rest)
     assert likely(Subject(HuggingFaceModel(llama())))[3] == "model"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,19 +12,11 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear import quantised
 from foretoken.models.linear.packing import PackedLinear, Projection, dtype_of, joined_weight, unpack_linears
 from foretoken.models.linear.quantised import available, make_product
-from foretoken.models.linear.quantised_products import Int4Product, Int8Product, QuantisedProduct
+from foretoken.models.linear.quantised_products import Int8Product, QuantisedProduct
 from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
 from foretoken.models.variants import quantised_gain, second_weights
 from foretoken.models.variants.quantised_gain import expected_gain
-from foretoken.models.variants.second_weights import (
-    OVERLAP,
-    OwnWeightsModel,
-    QuantisedWeights,
-    Scheme,
-    check_quantisable,
-    linears,
-    overlap,
-)
+from foretoken.models.variants.second_weights import QuantisedWeights, Scheme, check_quantisable, linears
 from models.checkpoints import new_model
 
 
@@ -116,47 +107,3 @@ def test_copies_lie_apart() -> None:
         tensors = [pair for pair in pairs if isinstance(pair[0], torch.Tensor) and pair[0].numel()]
         assert all(one.data_ptr() != two.data_ptr() for one, two in tensors)
         assert made.nbytes == other.nbytes
-
-
-@pytest.mark.parametrize(("sharpness", "bits"), [(1.0, {4, 8}), (400.0, {8})])
-def test_auto_takes_four_bits_only_where_what_they_say_is_accepted(
-    lean: bool, sharpness: float, bits: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flat distributions hardly notice rounded weights; where one token is likely, they say another one."""
-    if "int4 weights, bf16 input" not in available():
-        pytest.skip("this build of PyTorch has no product of weights in 4 bits")
-    monkeypatch.setattr(second_weights, "fastest_draft_product", by_bits)
-    network = new_model("llama", hidden_size=64).float()
-    with torch.no_grad():
-        network.lm_head.weight *= sharpness
-    target = HuggingFaceModel(network, lean=lean)
-    assert target.is_lean is lean
-    view = OwnWeightsModel(target, Scheme())
-    assert {product.bits for product in view.weights.all_products} == bits  # type: ignore[union-attr]
-    assert OwnWeightsModel(target, Scheme()).weights is view.weights  # looked at once
-    fixed = OwnWeightsModel(target, Scheme("4")).weights
-    assert {product.bits for product in fixed.all_products} == {4, 8}  # type: ignore[union-attr]
-    assert (overlap(target.forwards, fixed) >= OVERLAP) == (4 in bits)  # type: ignore[arg-type]
-
-
-def test_full_weights_overlap_wholly_and_others_do_not(lean: bool) -> None:
-    target = HuggingFaceModel(new_model("llama", hidden_size=64).float(), lean=lean)
-    forwards = target.forwards
-    same = SimpleNamespace(run=lambda network, call: (network.fast.run if lean else network.run_public)(call))
-    assert overlap(forwards, same) == pytest.approx(1, abs=1e-6)  # type: ignore[arg-type]
-
-    def reversed_logits(network: Any, call: Any) -> Any:
-        logits, taps = same.run(network, call)
-        return [-50 * rows for rows in logits], taps
-
-    assert overlap(forwards, SimpleNamespace(run=reversed_logits)) < 0.1  # type: ignore[arg-type]
-
-
-def by_bits(out: int, width: int, group: int, bits: str, activations: str) -> type[QuantisedProduct]:
-    """4 bits wherever they are allowed, whatever is faster here."""
-    return Int8Product if bits == "8" else Int4Product
-
-
-@pytest.fixture(params=[True, False], ids=["lean", "public"])
-def lean(request: Any) -> bool:
-    return bool(request.param)

@@ -14,7 +14,7 @@ from foretoken.methods.drafters.group import GroupDrafter
 from foretoken.methods.drafters.sources import SourceDrafter
 from foretoken.registry import Row, convert_options, find, options_of, parse_spec, rows
 
-LIKELY = ("ngram", "suffix,share=false", "quantized")
+LIKELY = ("ngram", "suffix,share=false", "quantized,bits=4")
 """What pays most often without anything to be trained or downloaded."""
 FIRST = ("model", "ngram", "suffix", "recycling")
 """Drafters that are tried before all others, when there is time for others."""

@@ -40,8 +40,7 @@ class QuantizedDrafter(ModelDrafter):
     """Drafts with the target's own network, its linear layers quantised.
 
     Args:
-        bits: ``8``, ``4``, or ``auto``: 4 where they are faster here, layer by layer, and mostly accepted; 16 quantises
-            nothing.
+        bits: ``8``, ``4``, or ``auto`` for what is faster here, layer by layer; 16 quantises nothing.
         k: chain length, when no tree is asked for.
         group: weights of a row that share an int4 scale: 32, 64 or 128.
         activations: bits of the inputs, ``8``, ``15``, or ``auto``: 8 where that is faster here, layer by layer.
@@ -60,7 +59,7 @@ class QuantizedDrafter(ModelDrafter):
         self,
         target: LanguageModel,
         bits: str = "auto",
-        k: int = 16,
+        k: int = 8,
         group: int = 32,
         tree: str = "",
         draw: str = "",

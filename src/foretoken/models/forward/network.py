@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from foretoken.models.base import CapabilityError
 from foretoken.models.cache.masks import LayerMask
 from foretoken.models.checks.fast_paths import Checks, Probe
-from foretoken.models.checks.judging import Run, probe_logits
 from foretoken.models.forward.attention import attention_for
 from foretoken.models.forward.lean import LeanForward, build_lean
 from foretoken.models.forward.native import NativeForward, fastest_of
@@ -202,12 +201,6 @@ class Network:
         if name not in self.second:
             self.second = {**self.second, name: make(self)}
         return self.second[name]
-
-    def probed(self, run: Run | None = None) -> Tensor | None:
-        """Float64 logits [48, V] of an ordinary text by another forward of this shape, or by its own; ``None`` where it
-        cannot be run."""
-        own = self.run_public if self.fast is None else self.fast.run
-        return probe_logits(self, own if run is None else run, self.dtype, Checks(self, self.probe).ids)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,18 +37,13 @@ from foretoken.models.network.layers import replace_forward
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.own_sequences import OwnSequencesModel
 
-OVERLAP = 0.8
-"""How often drafts in 4 bits must be accepted on ordinary text.  SmolLM2-135M off the grid of its file has .72, and 8
-bits draft better; Qwen2.5-Coder-0.5B has .86, and of two greedy answers .99 are accepted."""
-
 
 @dataclass(frozen=True)
 class Scheme:
     """How a second set of weights is quantised.
 
     Attributes:
-        bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement, if what 4 bits say is
-            mostly accepted (:func:`second_weights`).
+        bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement.
         group: weights of a row that share an int4 scale.
         activations: bits of the inputs: ``"8"``, ``"15"`` or more, or ``"auto"``: 8 where that is faster.
         head: whether the vocabulary projection is quantised, too; not where another takes its place.
@@ -234,30 +228,6 @@ def check_room(needed: int) -> None:
         )
 
 
-def second_weights(owner: Network, scheme: Scheme) -> QuantisedWeights:
-    """The set that a scheme asks for; ``bits=auto`` goes back to 8 bits where 4 agree too seldom with the model.
-
-    Fewer bytes are read sooner, and are worth nothing if what they say is not accepted.  How much 4 bits lose is not
-    known from the model's size or type: it is nothing where a checkpoint was made from a file in 4 bits.
-    """
-    weights = QuantisedWeights(owner, scheme)
-    if scheme.bits != "auto" or all(product.bits == 8 for product in weights.all_products):
-        return weights
-    if overlap(owner, weights) >= OVERLAP:
-        return weights
-    del weights  # before others take as much memory
-    return QuantisedWeights(owner, replace(scheme, bits="8"))
-
-
-def overlap(owner: Network, weights: QuantisedWeights) -> float:
-    """How often a token that the quantised network draws is accepted, on ordinary text: the mean over places of
-    ``sum min(p, q)`` (https://arxiv.org/abs/2211.17192, Theorem 3.5); 0 where a network cannot be run."""
-    full, quantised = owner.probed(), owner.probed(partial(weights.run, owner))
-    if full is None or quantised is None:
-        return 0.0
-    return float(torch.minimum(full.softmax(-1), quantised.softmax(-1)).sum(-1).mean())
-
-
 class OwnWeightsModel(OwnSequencesModel):
     """A target's network with quantised weights, over the target's own sequences.
 
@@ -275,7 +245,7 @@ class OwnWeightsModel(OwnSequencesModel):
         super().__init__(target, "" if scheme is None else scheme.name)
         self.weights: SecondWeights | None = None
         if scheme is not None:
-            self.weights = self.target.forwards.add_weights(scheme.name, lambda owner: second_weights(owner, scheme))
+            self.weights = self.target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
 
     @property
     def weight_bytes(self) -> int:
