@@ -112,7 +112,31 @@ def test_survival_and_positions(run: Any) -> None:
     assert found["rows"][2]["operations"] == pytest.approx((3 + 2 * 0.01) / 2.3)
 
 
-def test_the_best_drafter_of_a_profile(run: Any, profile: Path) -> None:
+def test_the_drafter_that_a_profile_names(run: Any, profile: Path) -> None:
+    found = run("plan", "--profile", str(profile), "--k", "1-4", "--json").json
+    assert found["drafter"] == "ngram" and not any("promises most" in note for note in found["notes"])
+    assert found["rows"][2]["speedups"]["1"] == pytest.approx(COSTS.speedup("ngram", 2))
+    assert "measured drafter: ngram" in run("plan", "--profile", str(profile), "--k", "1-4").out
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        (None, "the profile chooses plain decoding"),
+        ("router,drafters=(model|ngram)", "the profile has no costs of its drafter router,drafters=(model|ngram)"),
+    ],
+)
+def test_another_drafter_than_the_profile_s_is_told(run: Any, profile: Path, named: str | None, reason: str) -> None:
+    profile.write_text(json.dumps({"format": 1, "drafter": named, "costs": COSTS.as_dict()}))
+    found = run("plan", "--profile", str(profile), "--k", "1-4", "--json").json
+    assert found["drafter"] == "model,k=4"
+    note = f"{reason}: this plan is for model,k=4, which promises most"
+    assert found["notes"][0] == note
+    assert f"note: {note}" in run("plan", "--profile", str(profile), "--k", "1-4").out
+
+
+def test_the_best_drafter_of_a_profile_that_names_none(run: Any, profile: Path) -> None:
+    profile.write_text(json.dumps({"format": 1, "costs": COSTS.as_dict()}))
     found = run("plan", "--profile", str(profile), "--batch", "1,2", "--k", "1-4", "--json").json
     assert found["drafter"] == "model,k=4" and found["survival"] == [0.8, 0.6, 0.4, 0.3]
     for row in found["rows"]:
@@ -211,6 +235,7 @@ def test_bad_options(run: Any, arguments: tuple[str, ...], words: tuple[str, ...
         ('{"costs": {"target_s": {}, "drafters": {}, "rest_s": 0}}', ("cannot be used",)),
         ('{"costs": {"target_s": {"1": 1}, "drafters": {}, "rest_s": 0}}', ("no measured drafters",)),
         ('{"costs": {"target_s": {"1": 1}, "drafters": {"x": {"y": 1}}, "rest_s": 0}}', ("cannot be used",)),
+        (DRAFTER.replace("?", "[0.5]").replace("{", '{"drafter": 3, ', 1), ("drafter in the profile", "not 3")),
         (DRAFTER.replace("?", '["a"]'), ("cannot be used",)),
         (DRAFTER.replace("?", "[2]"), ("cannot be used", "survival")),
         (DRAFTER.replace("?", "[0.5, 0.6]"), ("cannot be used", "survival")),

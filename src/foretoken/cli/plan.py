@@ -48,7 +48,7 @@ class PlanOptions:
         None, "Arithmetic of a draft token over that of a target token; as --c if not given."
     )
     profile: Path | None = setting(None, "Costs and acceptance from a file of `foretoken tune`; options replace them.")
-    drafter: str | None = setting(None, "Which drafter of the profile; the best if not given.")
+    drafter: str | None = setting(None, "Which drafter of the profile; the one that it names if not given.")
     batch: str = setting("1", "Batch sizes, e.g. 1,4,16; the first one decides the plan.")
     tree: list[str] | None = setting(None, "A tree to compare, children per level: 3x2x1.")
     positions: str | None = setting(None, "For trees: chance of the first, second, ... sibling, e.g. 0.6,0.15,0.05.")
@@ -73,10 +73,12 @@ def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json 
 
     if siblings is not None and not shapes and asked.ahead is None:
         raise ValueError("--positions are the chances of siblings in a tree: give --tree or --ahead, or leave it out")
-    given, name = _assumptions(asked, lengths, batches[0])
-    ahead_rows = _ahead_rows(asked, given, lengths, batches, siblings)
+    assumptions, name, note = _assumptions(asked, lengths, batches[0])
+    ahead_rows = _ahead_rows(asked, assumptions, lengths, batches, siblings)
     with json_only(as_json):
-        result = plan(given, lengths, batches, shapes, siblings)
+        result = plan(assumptions, lengths, batches, shapes, siblings)
+        if note:
+            result = replace(result, notes=(note, *result.notes))
         if plot is not None:
             from foretoken.lab.plan.plots import plot as draw
 
@@ -99,16 +101,22 @@ def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json 
 # -- reading options -------------------------------------------------------------------------------------------------
 
 
-def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[Assumptions, str | None]:
-    """What is assumed, and which drafter of a profile that is."""
+def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[Assumptions, str | None, str]:
+    """What is assumed, which drafter of a profile that is, and why it is not the one that the profile names, if so."""
     if asked.alpha is not None and asked.survival is not None:
         raise ValueError("give --alpha or --survival, not both")
     if asked.alpha is not None and not 0 <= asked.alpha <= 1:
         raise ValueError(f"--alpha must be in [0, 1], not {asked.alpha:g}")
     acceptance = asked.alpha if asked.survival is None else tuple(parse_chances(asked.survival, "--survival"))
-    given, name = Assumptions(0.0), None
+    assumptions, name, note = Assumptions(0.0), None, ""
     if asked.profile is not None:
-        given, name = _measured(read_costs(asked.profile), asked.drafter, lengths, batch)
+        profile = _read(asked.profile)
+        costs = _costs_of(profile, asked.profile)
+        if asked.drafter is None:
+            name, note = _drafter_of(profile, costs, lengths, batch)
+        else:
+            name = asked.drafter
+        assumptions = Assumptions.measured(costs, name)
     elif asked.drafter is not None:
         raise ValueError("--drafter chooses from a profile: give --profile too, or --alpha and --c")
     elif acceptance is None:
@@ -123,30 +131,38 @@ def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[As
         # A rate is that of every round: drafts are as long as asked
         "nodes_per_depth": None if acceptance is None else 1.0,
     }
-    return replace(given, **{key: value for key, value in changes.items() if value is not None}), name
+    assumptions = replace(assumptions, **{key: value for key, value in changes.items() if value is not None})
+    return assumptions, name, note
 
 
-def _measured(costs: RoundCosts, drafter: str | None, lengths: list[int], batch: int) -> tuple[Assumptions, str]:
-    """The profile's drafter of that name, or the one that promises most."""
-    if not costs.drafters:
-        raise ValueError("the profile has no measured drafters: run `foretoken tune` again, or give --alpha and --c")
-    names = [drafter] if drafter is not None else list(costs.drafters)
-    assumptions = {name: Assumptions.measured(costs, name) for name in names}
-    best = max(assumptions, key=lambda name: max(assumptions[name].speedup(k, batch) for k in lengths))
-    return assumptions[best], best
+def _drafter_of(profile: dict[str, Any], costs: RoundCosts, lengths: list[int], batch: int) -> tuple[str, str]:
+    """The drafter that a profile names, as for ``generate`` and ``serve``; where there are no costs of it, the one that
+    promises most, and why."""
+    named = profile.get("drafter", "auto")
+    if named in costs.drafters:
+        return named, ""
+    best = max(
+        costs.drafters, key=lambda spec: max(Assumptions.measured(costs, spec).speedup(k, batch) for k in lengths)
+    )
+    if named == "auto":
+        return best, ""
+    reason = (
+        "the profile chooses plain decoding" if named is None else f"the profile has no costs of its drafter {named}"
+    )
+    return best, f"{reason}: this plan is for {best}, which promises most"
 
 
 def _ahead_rows(
-    asked: PlanOptions, given: Assumptions, lengths: list[int], batches: list[int], siblings: list[float] | None
+    asked: PlanOptions, assumptions: Assumptions, lengths: list[int], batches: list[int], siblings: list[float] | None
 ) -> list[AheadRow]:
     """What drafting during verification gives; empty where nobody asks."""
     if asked.ahead is None:
         if asked.contention != 1.0:
             raise ValueError("--contention goes with --ahead")
         return []
-    if batches[0] != 1 or given.guesses != 1:
+    if batches[0] != 1 or assumptions.guesses != 1:
         raise ValueError("--ahead is worked out for one request with one chain: leave out --batch and --guesses")
-    return [ahead_row(given, k, asked.ahead, asked.contention, siblings) for k in lengths if k]
+    return [ahead_row(assumptions, k, asked.ahead, asked.contention, siblings) for k in lengths if k]
 
 
 # -- showing ---------------------------------------------------------------------------------------------------------
@@ -223,23 +239,34 @@ def _or_never(value: float | None, k: int) -> str:
 # -- what options say --------------------------------------------------------------------------------------------------
 
 
-def read_costs(file: Path) -> RoundCosts:
-    """The measured costs in a profile."""
+def _read(file: Path) -> dict[str, Any]:
+    """A profile that holds measured costs."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the profile {file}: {getattr(error, 'strerror', None) or 'no text'}") from None
     try:
-        stored = json.loads(text)["costs"]
+        profile: dict[str, Any] = json.loads(text)
+        profile["costs"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file} holds no measured costs: make it with `foretoken tune --out {file.name}`") from None
+    drafter = profile.get("drafter")
+    if not isinstance(drafter, str | None):
+        raise ValueError(f"drafter in the profile {file} must be a spec string, not {json.dumps(drafter)}")
+    return profile
+
+
+def _costs_of(profile: dict[str, Any], file: Path) -> RoundCosts:
+    """The costs in a profile, of one drafter at least."""
     try:
-        costs = RoundCosts.from_dict(stored)
+        costs = RoundCosts.from_dict(profile["costs"])
         for spec in costs.drafters:
             Assumptions.measured(costs, spec)
-        return costs
     except (ValueError, TypeError) as error:
         raise ValueError(f"the costs in {file} cannot be used: {error}") from None
+    if not costs.drafters:
+        raise ValueError("the profile has no measured drafters: run `foretoken tune` again, or give --alpha and --c")
+    return costs
 
 
 def parse_curve(text: str) -> CallCost:
