@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.costs import RoundCosts, TargetCost
-from foretoken.lab.tune.candidates import Scouted, best_candidate, cost_of, why_not
+from foretoken.lab.tune.candidates import Scouted, best_candidate, cost_of, survival_of, why_not
 from foretoken.lab.tune.choices import (
     default_specs,
     further,
@@ -69,6 +69,16 @@ def test_only_rounds_with_room_count() -> None:
     """A draft that the answer's end has cut says nothing of the depths that it has not."""
     whole, cut = RaceRound(5, 5, 4, 4, 0.0, 0.1, 40), RaceRound(2, 2, 1, 1, 0.0, 0.1, 2)
     assert cost_of([whole] * 3 + [cut] * 9, 4, True).survival == [1.0] * 4
+
+
+def test_rounds_of_several_lengths_count_up_to_their_own() -> None:
+    """Half of the long drafts stand, three quarters of the short ones: five of eight first levels, and beyond what the
+    short ones reach the half of the long ones' that goes on."""
+    long = [RaceRound(1, 5, 4, accepted, 0.0, 0.1) for accepted in (0, 0, 2, 4)]
+    short = [RaceRound(1, 2, 1, accepted, 0.0, 0.1) for accepted in (0, 1, 1, 1)]
+    assert survival_of([(long, 4)]) == pytest.approx([0.5, 0.5, 0.25, 0.25])
+    assert survival_of([(long, 4), (short, 1)]) == pytest.approx([0.625, 0.625, 0.3125, 0.3125])
+    assert survival_of([([], 2)]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("alpha", "step_s"), [(0.9, 0.0002), (0.7, 0.002), (0.3, 0.004), (0.95, 0.00001)])

@@ -36,6 +36,7 @@ class World:
     build_s: float = 0.0
     answer: int = 48
     short: tuple[tuple[int, ...], ...] = ()
+    fails_on: tuple[tuple[int, ...], ...] = ()
     seen: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
 
@@ -52,11 +53,13 @@ class FakeArm:
     controller: str
     depth: int = 0
     left: int = 0
+    fails: bool = False
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.world.seen.append((self.name, self.controller, tuple(prompt)))
         self.left = 1 if tuple(prompt) in self.world.short else self.world.answer
+        self.fails = tuple(prompt) in self.world.fails_on
 
     def advance(self) -> RaceRound | None:
         if self.left <= 0:
@@ -65,7 +68,7 @@ class FakeArm:
             raise KeyboardInterrupt
         alpha, draft_s = self.world.drafters.get(self.name, (0.0, 0.0))
         accepted = 0
-        while accepted < self.depth and self.rng.random() < alpha:
+        while not self.fails and accepted < self.depth and self.rng.random() < alpha:
             accepted += 1
         room, written = self.left, min(1 + accepted, self.left)
         self.left -= written
@@ -191,6 +194,15 @@ def test_the_best_is_found_and_likely_winners_come_first() -> None:
     slow = next(row for row in outcome.rows if row.way.drafter.startswith("quantized"))
     assert slow.speedup < 1.2
     assert set(outcome.profile()["costs"]["drafters"]) >= {"ngram,k=16", "suffix,share=false"}
+
+
+def test_a_profile_has_the_acceptance_of_the_race() -> None:
+    """The drafter is believed in the texts that it is tried on, and not in the others."""
+    world = World({"suffix": (1.0, 0.0001)}, fails_on=tuple(tuple(prompt) for prompt in PROMPTS[2:]))
+    outcome = tune(job(world, drafters=("suffix",)))
+    assert any(row.compared for row in outcome.rows)
+    (cost,) = outcome.profile()["costs"]["drafters"].values()
+    assert 0.0 < cost["survival"][0] < 0.2
 
 
 @pytest.mark.parametrize("minutes", [0.05, 0.1, 0.5, 2.0, 30.0])

@@ -73,7 +73,7 @@ def cost_of(rounds: Sequence[RaceRound], depth: int, copies: bool) -> DrafterCos
     """
     roomy = _roomy(rounds, depth)
     drafting = [one for one in roomy if one.depth > 0]
-    survival = [sum(one.accepted >= d for one in roomy) / max(len(roomy), 1) for d in range(1, depth + 1)]
+    survival = survival_of([(rounds, depth)])
     if not drafting:
         return DrafterCost(0.0, 0.0, survival, 0.0, 1.0)
     proposes = len(drafting) / len(roomy)  # costs are those of a round, with a guess or without
@@ -81,6 +81,23 @@ def cost_of(rounds: Sequence[RaceRound], depth: int, copies: bool) -> DrafterCos
     step_s = 0.0 if copies else proposes * median(one.draft_s / one.depth for one in drafting)
     per_depth = fmean(one.nodes - 1 for one in drafting) / depth
     return DrafterCost(call_s, step_s, survival, proposes, per_depth)
+
+
+def survival_of(trials: Sequence[tuple[Sequence[RaceRound], int]]) -> list[float]:
+    """Per depth (1 first) the chance that a draft is accepted at least so far, from trials (rounds and the length of
+    their drafts) of several lengths: a round counts up to its own length."""
+    survival, chance = [], 1.0
+    for depth in range(1, max(length for _, length in trials) + 1):
+        reached = [
+            round_.accepted >= depth
+            for rounds, length in trials
+            if length >= depth
+            for round_ in _roomy(rounds, length)
+            if round_.accepted >= depth - 1
+        ]
+        chance *= sum(reached) / max(len(reached), 1)
+        survival.append(chance)
+    return survival
 
 
 def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candidate:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import median
 
 from foretoken.core.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, why_not
+from foretoken.lab.tune.candidates import Candidate, Scouted, best_candidate, survival_of, why_not
 from foretoken.lab.tune.choices import further, generous, likely, router_spec, sizes
 from foretoken.lab.tune.positional import can_fill, measured_shape, sequoia_spec
 from foretoken.lab.tune.race import FEWEST, EngineRacer, RaceRound, Standing, heat, steady_s, tokens_per_s
@@ -274,8 +274,17 @@ class Search:
     @property
     def costs(self) -> RoundCosts:
         """What was measured, for a controller to start from."""
-        drafters: dict[str, DrafterCost] = {spec: one.cost for spec, one in self.scouted.items()}
+        drafters = {spec: self._cost(tried) for spec, tried in self.scouted.items()}
         return RoundCosts(self._curve, drafters, self._rest_s)
+
+    def _cost(self, tried: Scouted) -> DrafterCost:
+        """What a drafter costs by its try; what is accepted of its drafts by the race, too, which is longer."""
+        raced = [
+            (standing.own, way.depth)
+            for way, standing in self.finals.items()
+            if way.drafter == tried.spec and way.depth is not None
+        ]
+        return replace(tried.cost, survival=survival_of([(tried.standing.own, tried.depth), *raced]))
 
     # -- telling -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from foretoken.lab.tune.race import EngineRacer
 from foretoken.lab.workload import Workload
 from foretoken.loading.measured.profile import FORMAT, fingerprint_of, machine_of
 from foretoken.methods.drafters.base import Drafter
+from foretoken.registry import parse_spec
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class Way(NamedTuple):
 
     drafter: str
     controller: str
+
+    @property
+    def depth(self) -> int | None:
+        """The length of every draft; ``None`` where the controller decides."""
+        parsed = parse_spec(self.controller)
+        return int(parsed.options["k"]) if parsed.name == "constant" else None
 
 
 @dataclass(frozen=True)
