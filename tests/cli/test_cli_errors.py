@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer
 
 from foretoken.__main__ import main as run_command
 from foretoken.cli.options import Common
+from foretoken.cli.variables import known_variables
 from foretoken.training.corpus import train_tokenizer
 
 
@@ -317,3 +319,29 @@ def test_streams_that_were_closed_lead_nowhere(closed: str) -> None:
     command = [sys.executable, "-m", "foretoken", "methods", "--json"]
     done = subprocess.run(["sh", "-c", f"{shlex.join(command)} {closed}"], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_misspelt_variable_is_named_with_the_closest_name(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_CPUU", "avx2")
+    monkeypatch.setenv("FORETOKEN_MAX_RUNING", "4")
+    result = run("methods", "--json")
+    text = "warning: the environment variable {} is ignored: foretoken has none of that name; the closest is {}\n"
+    pairs = (("FORETOKEN_CPUU", "FORETOKEN_CPU"), ("FORETOKEN_MAX_RUNING", "FORETOKEN_MAX_RUNNING"))
+    assert (result.code, result.err) == (0, "".join(text.format(*pair) for pair in pairs))
+
+
+def test_known_variables_and_those_of_kubernetes_are_not_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_RUNNING", "API_KEYS", "SAMPLES", "SERVICE_HOST", "PORT_8000_TCP_ADDR", "WEB_SERVICE_PORT_HTTP"):
+        monkeypatch.setenv(f"FORETOKEN_{name}", "1")
+    monkeypatch.setenv("FORETOKEN_WEB_PORT", "tcp://10.0.0.1:80")
+    assert run("methods", "--json").err == ""
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    """In the package, the build and the tests; but for those that the tests of misspelt names make up."""
+    root = Path(__file__).resolve().parents[2]
+    files = [root / "setup.py", *(root / "src").rglob("*.py"), *(root / "tests").rglob("*.py")]
+    pattern = re.compile(r"\bFORETOKEN_[A-Z_]*[A-Z]\b")
+    read = {name for file in files if file != Path(__file__) for name in pattern.findall(file.read_text("utf-8"))}
+    assert {"FORETOKEN_CPU", "FORETOKEN_FAKE_CUDA", "FORETOKEN_WHEEL_KERNELS"} <= read
+    assert read <= known_variables()

@@ -34,6 +34,7 @@ from foretoken.cli import (
 )
 from foretoken.cli.ending import INTERRUPTED
 from foretoken.cli.model_argument import WordsCommand
+from foretoken.cli.variables import unknown_variables
 
 app = typer.Typer(name="foretoken", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -86,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     line and exit code 130.
     """
     _keep_standard_streams()
+    for line in unknown_variables(os.environ):
+        print(f"warning: {line}", file=sys.stderr)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
