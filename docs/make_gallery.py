@@ -186,7 +186,7 @@ def make_pictures(names: Sequence[str]) -> None:
 
 def _draw(row: Row, spec: str, verifier: str, temperature: float, prompt: str) -> None:
     import foretoken as ft
-    from foretoken.lab.report.show.run import shown
+    from foretoken.lab.report.show.run import shown_run
 
     try:
         llm = ft.load("builtin", spec, verifier, "constant", dtype="float32")
@@ -200,7 +200,7 @@ def _draw(row: Row, spec: str, verifier: str, temperature: float, prompt: str) -
     except (ValueError, OSError) as error:
         print(f"{row.name}: {error}", file=sys.stderr)
         return
-    run = shown(out, llm.tokenizer, "", ())
+    run = shown_run(out, llm.tokenizer, "", ())
     picture(row).write_text(tree_picture(run.rounds[run.best()], f"{row.name}: {spec}", MOST_NODES), encoding="utf-8")
     print(f"{row.name}: {out.stats.mean_acceptance_length:.2f} tokens a round", file=sys.stderr)
 

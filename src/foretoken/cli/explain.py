@@ -163,16 +163,16 @@ def _joined(pieces: Sequence[Piece]) -> Output:
         [origin for piece in pieces for origin in piece.origins],
         last.seed,
         last.stop_reason,
-        rounds=[one for piece in pieces for one in piece.rounds],
+        rounds=[round_ for piece in pieces for round_ in piece.rounds],
         why=last.why,
         note=last.note,
     )
 
 
 def _print_trees(console: Console, output: Output, tokenizer: Any, colour: bool) -> None:
-    from foretoken.lab.report.show.run import shown
+    from foretoken.lab.report.show.run import shown_run
 
-    print_rounds(console, shown(output, tokenizer, "", ()).rounds, colour, "foretoken show draws them all")
+    print_rounds(console, shown_run(output, tokenizer, "", ()).rounds, colour, "foretoken show draws them all")
 
 
 def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: str, first: int = 0) -> None:
@@ -180,9 +180,9 @@ def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: 
     others."""
     from rich.text import Text
 
-    for number, one in enumerate(rounds[first : first + TREES], first + 1):
-        console.print(Text(f"round {number}: {one.caption}", "dim"))
-        for line in lines_of(one):
+    for number, round_ in enumerate(rounds[first : first + TREES], first + 1):
+        console.print(Text(f"round {number}: {round_.caption}", "dim"))
+        for line in lines_of(round_):
             left, right = MARKS.get(line.kind, ("", ""))
             text = line.text if colour else f"{left}{line.text}{right}"
             shown_line = Text(f"  {line.branch}").append(text, STYLES.get(line.kind, "dim"))
@@ -208,21 +208,21 @@ class TreeLine:
     why: str
 
 
-def lines_of(one: Round) -> list[TreeLine]:
+def lines_of(round_: Round) -> list[TreeLine]:
     """The tree of a round, the root first, every child below its parent; what was accepted comes first.
 
     Probes are left out, and so is what was never tried below a node that was not accepted.
     """
-    last = max((n.index for n in one.nodes if n.status == "accepted"), default=0)
-    children: dict[int, list[TraceNode]] = {n.index: [] for n in one.nodes}
-    for node in one.nodes[1:]:
-        parent = one.nodes[node.parent]
+    last = max((n.index for n in round_.nodes if n.status == "accepted"), default=0)
+    children: dict[int, list[TraceNode]] = {n.index: [] for n in round_.nodes}
+    for node in round_.nodes[1:]:
+        parent = round_.nodes[node.parent]
         if node.status != "probe" and not (node.status == "untried" and parent.status in ("untried", "rejected")):
             children[node.parent].append(node)
-    children[last].insert(0, one.next_token)
+    children[last].insert(0, round_.next_token)
     for below in children.values():
         below.sort(key=lambda n: n.status != "accepted")
-    root = one.nodes[0]
+    root = round_.nodes[0]
     return [TreeLine("", visible(root.text), "root", ""), *_below(0, "", children)]
 
 
@@ -231,10 +231,10 @@ def _below(index: int, indent: str, children: dict[int, list[TraceNode]]) -> Seq
     below = children.get(index, [])
     for place, node in enumerate(below):
         is_last = place == len(below) - 1
-        own = node.index < 0
-        kind = node.why.split(":")[0] if own else node.status
-        why = node.why if node.status == "rejected" else ""
-        lines.append(TreeLine(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, why))
-        if not own:
+        is_next = node.index < 0
+        kind = node.why.split(":")[0] if is_next else node.status
+        reason = node.why if node.status == "rejected" else ""
+        lines.append(TreeLine(indent + ("└─ " if is_last else "├─ "), visible(node.text), kind, reason))
+        if not is_next:
             lines += _below(node.index, indent + ("   " if is_last else "│  "), children)
     return lines

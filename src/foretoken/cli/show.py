@@ -65,7 +65,7 @@ def show_command(
 
     With TRACE.jsonl nothing is run: the file is shown in the terminal, or with --out as a page.
     """
-    trace = trace_file(words, common.given)
+    trace = trace_file(words, common.explicit)
     kinds = KINDS if trace is None else KINDS[:-1]
     if out is not None and out.suffix.lower() not in kinds:
         raise ValueError(f"--out {out} must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
@@ -83,14 +83,14 @@ def show_command(
     with json_only(as_json):
         llm = common.load(own_sampling=True)
         tell_defaults(llm)
-        options = {**llm.defaults.sampling, **common.asked}
+        options = {**llm.defaults.sampling, **common.request_options}
         prompt = prompt_for(llm, text, system, raw, common.target) if row is None else row.encode(llm.tokenizer)
         output = llm.generate(prompt, **options, explain=True)
         tell_empty(llm, output.note, raw)
-        from foretoken.lab.report.show.run import shown
+        from foretoken.lab.report.show.run import shown_run
 
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
-        run = shown(output, llm.tokenizer, _prompt_in_words(llm, text, prompt, row), about)
+        run = shown_run(output, llm.tokenizer, _prompt_in_words(llm, text, prompt, row), about)
     write_whole(out, _drawn(run, out, number))
     _tell_plain_rounds(llm, output)
     if as_json:
@@ -165,8 +165,8 @@ def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tup
     ]
 
 
-def trace_file(words: Sequence[str] | None, given: Collection[str]) -> Path | None:
-    """The trace that is the only argument, or ``None`` where a prompt is meant.  ``given`` has the names of what stands
+def trace_file(words: Sequence[str] | None, names: Collection[str]) -> Path | None:
+    """The trace that is the only argument, or ``None`` where a prompt is meant.  ``names`` are those of what stands
     on the command line.  Raises ``ValueError`` for options of a run beside a trace, and for a file that is not
     there."""
     if words is None or len(words) != 1 or not words[0].endswith(".jsonl") or len(words[0].split()) != 1:
@@ -174,7 +174,7 @@ def trace_file(words: Sequence[str] | None, given: Collection[str]) -> Path | No
     file = Path(words[0]).expanduser()
     if not file.is_file():
         raise ValueError(f"no such trace: {file}")
-    if wrong := sorted(set(given) - OWN):
+    if wrong := sorted(set(names) - OWN):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ValueError(f"{file} is a trace, which was run already: leave out {options}")
     return file
@@ -201,7 +201,7 @@ def show_trace(file: Path, out: Path | None, request: str | None, number: int | 
         raise ValueError(f"there is no round {number}: the request has {len(run.rounds)}")
     if out is not None:
         # The totals, where they say more than the rounds below them
-        totals = trace.totals if trace.given or len(trace.requests) > 1 else []
+        totals = trace.totals if trace.other_totals or len(trace.requests) > 1 else []
         write_whole(out, _drawn(run, out, number, totals))
     if as_json:
         whole = [dict(vars(total.whole())) for total in trace.totals]
@@ -210,7 +210,7 @@ def show_trace(file: Path, out: Path | None, request: str | None, number: int | 
         _print_trace(screen(), trace, run, number)
     else:
         counts = {"request": len(trace.requests), "round": len(run.rounds)}
-        words = ", ".join(f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items())
+        words = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for noun, count in counts.items())
         print(f"{words} drawn -> {out}", file=sys.stderr)
 
 
@@ -233,21 +233,21 @@ def _print_trace(console: Console, trace: Trace, run: Shown, number: int | None)
     colour = has_colour(console)
     for name, value in run.facts:
         console.print(Text(f"{name}: ", "dim").append(value, ""))
-    shown = table()
+    grid = table()
     totals = trace.totals
     rows = [total.cells for total in totals[:MOST_ROWS]]
-    told = [i for i in range(len(HEADS)) if any(row[i] for row in rows)]
-    for i in told:
-        shown.add_column(HEADS[i], justify="left" if i in (0, len(HEADS) - 1) else "right", overflow="fold")
+    columns = [i for i in range(len(HEADS)) if any(row[i] for row in rows)]
+    for i in columns:
+        grid.add_column(HEADS[i], justify="left" if i in (0, len(HEADS) - 1) else "right", overflow="fold")
     for row in rows:
-        shown.add_row(*(row[i] for i in told))
-    print_table(console, shown)
+        grid.add_row(*(row[i] for i in columns))
+    print_table(console, grid)
     if len(totals) > MOST_ROWS:
         console.print(f"{len(totals) - MOST_ROWS} more rows: --out page.html shows them", style="dim")
     if not run.rounds:
         console.print("the engine told totals, not rounds: there is no tree to draw", style="dim")
         return
     console.print(legend(colour), end="")
-    words = [(word.origin, word.text) for one in run.rounds for word in one.words]
+    words = [(word.origin, word.text) for round_ in run.rounds for word in round_.words]
     print_text(console, Text(run.prompt, "dim").append_text(coloured(words, colour)))
     print_rounds(console, run.rounds, colour, "--round N, or --out page.html", (number or 1) - 1)

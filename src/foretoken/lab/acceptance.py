@@ -93,20 +93,20 @@ class AcceptanceCheck:
         if new.tokenizer is None:
             raise ValueError(f"{new.target} has no tokenizer, and acceptance is measured on text: leave the check out")
         most = max(1, new.model.context_length // 2)  # prompts are cut where the context is short
-        prompts = [one.encode(new.tokenizer)[-most:] for one in prompts_of_kind(new.tokenizer)[:PROMPTS]]
+        prompts = [prompt.encode(new.tokenizer)[-most:] for prompt in prompts_of_kind(new.tokenizer)[:PROMPTS]]
         expected = stated(new.source) if self.expect is None else self.expect
-        own = _measured(new, new.folder, prompts)
+        measured = _measured(new, new.folder, prompts)
         better = ""
-        if expected is None or own.tokens_a_round < ENOUGH * expected:
-            better = _better_layers(new, own, prompts)
+        if expected is None or measured.tokens_a_round < ENOUGH * expected:
+            better = _better_layers(new, measured, prompts)
             if expected is not None:
-                raise ValueError(_too_little(new, own, expected, better))
+                raise ValueError(_too_little(new, measured, expected, better))
         by_length = _by_length(new)
         fault = _fault_of_lengths(by_length)
         if fault and expected is not None:
             raise ValueError(f"{new.source} {fault}")
         warnings = [better] * bool(better) + [f"it {fault}"] * bool(fault)
-        return {"acceptance": {**asdict(own), "expected": expected, "by_length": by_length}, "warnings": warnings}
+        return {"acceptance": {**asdict(measured), "expected": expected, "by_length": by_length}, "warnings": warnings}
 
 
 def measure_acceptance(target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance:
@@ -136,7 +136,7 @@ def stated(folder: Path) -> float | None:
     if not folder.is_dir() or not card.is_file():
         return None
     text = re.sub(r"[|*`:]", " ", card.read_text(encoding="utf-8", errors="replace"))
-    figures = [float(one or other) for one, other in _STATED.findall(text)]
+    figures = [float(before or behind) for before, behind in _STATED.findall(text)]
     return min((figure for figure in figures if figure > 1), default=None)
 
 
@@ -183,41 +183,42 @@ def _fault_of_lengths(by_length: Mapping[int, float]) -> str:
     )
 
 
-def _better_layers(new: Imported, own: MeasuredAcceptance, prompts: Sequence[Sequence[int]]) -> str:
+def _better_layers(new: Imported, measured: MeasuredAcceptance, prompts: Sequence[Sequence[int]]) -> str:
     """Which layers beside the drafter's own give clearly more, in words; empty: none do, or it names none."""
     tried = {by: _shifted(new, by, prompts) for by in (-1, 1)}
-    measured = {by: other.tokens_a_round for by, other in tried.items() if other is not None}
-    best = max(measured, key=measured.__getitem__, default=0)
+    tokens = {by: shifted.tokens_a_round for by, shifted in tried.items() if shifted is not None}
+    best = max(tokens, key=tokens.__getitem__, default=0)
     # How many times the tokens a round other layers must give to be named
-    if not best or measured[best] < 1.1 * own.tokens_a_round:
+    if not best or tokens[best] < 1.1 * measured.tokens_a_round:
         return ""
     return (
         f"its layer ids are off by one: with ids one {'higher' if best > 0 else 'lower'} it gives "
-        f"{measured[best]:.2f} tokens a round; correct them in config.json and import it again"
+        f"{tokens[best]:.2f} tokens a round; correct them in config.json and import it again"
     )
 
 
 def _shifted(new: Imported, by: int, prompts: Sequence[Sequence[int]]) -> MeasuredAcceptance | None:
     """What the drafter would give if every layer that it reads were the one ``by`` behind; ``None``: there is none."""
     file = new.folder / CONFIG
-    told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    key = DEPTHS.get(told.get("method", ""))
-    depths = [] if key is None else [int(part) + by for part in told["config"][key].split(",")]
-    if not depths or min(depths) < 0 or max(depths) > told["target"]["num_layers"]:
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    key = DEPTHS.get(config.get("method", ""))
+    depths = [] if key is None else [int(part) + by for part in config["config"][key].split(",")]
+    if not depths or min(depths) < 0 or max(depths) > config["target"]["num_layers"]:
         return None
-    told["config"][key] = ",".join(map(str, depths))
+    config["config"][key] = ",".join(map(str, depths))
     with tempfile.TemporaryDirectory() as place:
-        (Path(place) / CONFIG).write_text(json.dumps(told), encoding="utf-8")
+        (Path(place) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         (Path(place) / WEIGHTS).symlink_to((new.folder / WEIGHTS).resolve())
         return _measured(new, Path(place), prompts)
 
 
-def _too_little(new: Imported, own: MeasuredAcceptance, expected: float, better: str) -> str:
+def _too_little(new: Imported, measured: MeasuredAcceptance, expected: float, better: str) -> str:
     method = new.spec.split(":")[0]
     masks = ["a wrong mask_token_id"] if DEPTHS.get(method) == "taps" or method == "peagle" else []
     layers = ["layer ids of another numbering"] if method in DEPTHS else []
     causes = ["another target than it was trained for", *layers, *masks, "a figure for trees or for text of one kind"]
     return (
-        f"{new.source} gives {own.tokens_a_round:.2f} tokens a round on ordinary text, as a chain, and {expected:g} "
-        f"are expected, of which {ENOUGH:.0%} would do: {better or 'likely causes are ' + ', '.join(causes)}"
+        f"{new.source} gives {measured.tokens_a_round:.2f} tokens a round on ordinary text, as a chain, and "
+        f"{expected:g} are expected, of which {ENOUGH:.0%} would do: "
+        f"{better or 'likely causes are ' + ', '.join(causes)}"
     )

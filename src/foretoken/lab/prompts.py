@@ -102,11 +102,11 @@ def _sharegpt(row: Row) -> BenchPrompt:
 
 def _transcript(row: Row, conversation: list[Any]) -> BenchPrompt:
     messages = to_answer(conversation)
-    text = "\n\n".join(f"{message['role']}: {_said(message)}" for message in messages)
+    text = "\n\n".join(f"{message['role']}: {_content_of(message)}" for message in messages)
     return BenchPrompt(_text_of(row, "category", "chat"), f"{text}\n\nassistant:", tuple(messages))
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _content_of(message: Mapping[str, Any]) -> str:
     """What a message says without a template: its text, or its calls of tools."""
     return str(message["content"]) or json.dumps(message.get("tool_calls", ""))
 
@@ -157,11 +157,11 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
         raise unknown(f"unknown prompt format {format!r}", format, FORMATS)
     file = BUILTIN_FILE if source is None else source
     if file.is_dir():
-        wanted = (".jsonl", ".json", *TEXT_SUFFIXES)
-        files = [f for f in sorted(file.iterdir()) if f.is_file() and _suffix(f) in wanted]
+        suffixes = (".jsonl", ".json", *TEXT_SUFFIXES)
+        files = [f for f in sorted(file.iterdir()) if f.is_file() and _suffix(f) in suffixes]
     else:
         files = [file]
-    prompts = [prompt for one in files for prompt in _read(one, format)]
+    prompts = [prompt for path in files for prompt in _read(path, format)]
     if not prompts:
         raise ValueError(f"{file} holds no prompts: give text, one prompt a line, or JSONL rows with {KEYS}")
     return prompts
@@ -199,8 +199,8 @@ def _read(file: Path, format: str) -> Iterator[BenchPrompt]:
                 raise ValueError(f"a row must be a JSON object, not {type(row).__name__}")
             yield READERS[_format_of(row) if format == "auto" else format](row)
         except ValueError as error:
-            asked = "" if format == "auto" else f" (--format {format})"
-            raise ValueError(f"{file}, line {number}: {error}{asked}") from None
+            option = "" if format == "auto" else f" (--format {format})"
+            raise ValueError(f"{file}, line {number}: {error}{option}") from None
 
 
 def _contents(file: Path) -> str:
@@ -244,8 +244,8 @@ def select(
     counts = Counter(prompt.category for prompt in prompts)
     for name in categories:
         if name not in counts:
-            known = ", ".join(f"{known} ({count})" for known, count in counts.items())
-            raise ValueError(f"no prompts of category {name!r}: choose from {known}")
+            choices = ", ".join(f"{category} ({count})" for category, count in counts.items())
+            raise ValueError(f"no prompts of category {name!r}: choose from {choices}")
     groups: dict[str, list[BenchPrompt]] = {name: [] for name in counts if not categories or name in categories}
     for prompt in prompts:
         if prompt.category in groups:

@@ -75,7 +75,7 @@ class Speed:
     def over(cls, stats: Sequence[SpecStats]) -> Speed:
         """Of one run per prompt: the median speed, the acceptance of all prompts together."""
         total = SpecStats.summed(stats)
-        return cls(median(one.tokens_per_s for one in stats), total.acceptance_rate, total.mean_acceptance_length)
+        return cls(median(answer.tokens_per_s for answer in stats), total.acceptance_rate, total.mean_acceptance_length)
 
 
 def compared_speeds(arms: Mapping[str, Callable[[], Speed]]) -> dict[str, Speed]:
@@ -121,8 +121,8 @@ def fitting_prompts(subject: Subject, prompts: Sequence[BenchPrompt], new_tokens
 
 def target_name(target: LanguageModel, source: Any) -> str:
     """How tables and JSON call a target: the source, and what it was inflated to."""
-    known = getattr(getattr(source, "config", None), "_name_or_path", "") or "target"
-    name = str(source) if isinstance(source, str | Path) else known
+    model_name = getattr(getattr(source, "config", None), "_name_or_path", "") or "target"
+    name = str(source) if isinstance(source, str | Path) else model_name
     return f"{name}, {target.note}" if isinstance(target, InflatedModel) else name
 
 

@@ -98,9 +98,9 @@ def test_the_best_depth_is_that_of_the_formula(alpha: float, step_s: float) -> N
 def test_a_drafter_that_ends_its_own_drafts_is_charged_for_the_levels_that_it_ran() -> None:
     """Nine of ten drafts end behind their first level, the others run eight, seven of them in vain."""
     short = RaceRound(1, 2, 1, 0, 0.005, V.of(2) + REST + 0.005)
-    accepted = short._replace(written=2, accepted=1)
+    accepted = short._replace(new_tokens=2, accepted=1)
     long = RaceRound(1, 9, 8, 0, 0.040, V.of(9) + REST + 0.040)
-    found = scouted([short, accepted] * 45 + [long] * 5 + [long._replace(written=2, accepted=1)] * 5)
+    found = scouted([short, accepted] * 45 + [long] * 5 + [long._replace(new_tokens=2, accepted=1)] * 5)
     best = best_candidate(found, V, REST)
     assert best.depth == 1
     assert best.cost.seconds(1) == pytest.approx(0.005)
@@ -120,7 +120,7 @@ def test_of_a_tree_only_the_measured_depth_is_known() -> None:
     best = best_candidate(found, V, REST)
     assert best.depth == 8 and best.predicted == found.standing.speedup
     costs = RoundCosts(V, {best.drafter: best.cost}, REST)
-    assert costs.round_s(best.drafter, 8) == pytest.approx(found.standing.own[0].total_s)
+    assert costs.round_s(best.drafter, 8) == pytest.approx(found.standing.rounds[0].total_s)
 
 
 # -- reasons ---------------------------------------------------------------------------------------------------------

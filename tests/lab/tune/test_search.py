@@ -128,7 +128,7 @@ def test_arms_of_a_heat_come_equally_far_in_turns() -> None:
     world = World(GOOD)
     arms = [FakeArm(world, "plain", ""), FakeArm(world, "suffix", "", 4)]
     plain, drafted = heat(arms, [1, 2], world.clock, 1e9)
-    assert sum(one.written for one in plain) == sum(one.written for one in drafted) == world.answer
+    assert sum(one.new_tokens for one in plain) == sum(one.new_tokens for one in drafted) == world.answer
     assert len(drafted) < len(plain) == world.answer
     turns = sum(one != other for one, other in zip(world.steps, world.steps[1:], strict=False))
     assert turns >= world.answer // BLOCK
@@ -139,7 +139,7 @@ def test_a_heat_ends_in_time_and_drops_its_answers() -> None:
     arms = [FakeArm(world, "plain", ""), FakeArm(world, "suffix", "", 4)]
     heat(arms, [1, 2], world.clock, 0.2)
     assert 0.2 <= world.now < 0.2 + 2 * PLAIN_S and all(arm.left == 0 for arm in arms)
-    written = [sum(one.written for one in lap) for lap in heat(arms, [1], world.clock, 1e9, 16)]
+    written = [sum(one.new_tokens for one in lap) for lap in heat(arms, [1], world.clock, 1e9, 16)]
     assert all(16 <= count < 16 + 5 for count in written)
 
 
@@ -172,7 +172,7 @@ def test_impossible_figures_are_seen() -> None:
     """1.00 tokens a round and 1.38 times plain decoding's speed."""
     own, plain = [RaceRound(1, 1, 0, 0, 0.0, 0.010)] * 20, [RaceRound(1, 1, 0, 0, 0.0, 0.0138)] * 20
     assert not Standing(own, plain).is_possible and Standing(own, own).is_possible
-    assert Standing([one._replace(written=2) for one in own], own).is_possible
+    assert Standing([one._replace(new_tokens=2) for one in own], own).is_possible
     assert not Standing(own[:3], plain).is_known
     noisy = Standing([one._replace(total_s=0.0098) for one in own], own)
     assert noisy.is_possible and noisy.measured > 1.02 and noisy.speedup == 1.0  # never more than can be
@@ -366,7 +366,7 @@ def test_a_real_arm_writes_what_plain_decoding_writes_and_ends_at_the_models_end
     work = Workload(Subject(target), [], 24)
     first = EngineRacer(work, None)
     plain, drafted = heat([first, EngineRacer(work, _ngram(), "constant,k=4")], prompt, lambda: 0.0, 1.0)
-    assert sum(one.written for one in plain) == sum(one.written for one in drafted) == 24
+    assert sum(one.new_tokens for one in plain) == sum(one.new_tokens for one in drafted) == 24
     assert all(one.depth == 0 for one in plain) and any(one.depth for one in drafted)
     assert [one.room for one in plain] == list(range(24, 0, -1))
     first.begin(prompt)

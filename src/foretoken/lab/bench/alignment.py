@@ -53,11 +53,11 @@ class Alignment:
 
     def lengths(self, drafter: Drafter, temperature: float) -> dict[str, Any]:
         """Mean acceptance length and the share of rounds that reach each position, through the engine."""
-        asked: dict[str, Any] = {
+        options: dict[str, Any] = {
             "temperature": temperature,
             "seed": list(range(self.seed, self.seed + len(self.prompts))),
         }
-        stats = drafted(self.target, drafter, self.prompts.tolist(), self.new_tokens, **asked)
+        stats = drafted(self.target, drafter, self.prompts.tolist(), self.new_tokens, **options)
         acceptance = MeasuredAcceptance.of(stats, drafter.max_depth)
         return {"mean_acceptance_length": acceptance.tokens_a_round, "per_position": list(acceptance.by_position)}
 
@@ -65,12 +65,12 @@ class Alignment:
     def expected(self, network: Any) -> dict[str, float]:
         """1 - TVD, the probability that a draft token drawn at T=1 is accepted, and the share of equal argmaxes."""
         start = self.prompts.shape[1] - 1
-        own: Any = self.target.model  # type: ignore[attr-defined]
+        target: Any = self.target.model  # type: ignore[attr-defined]
         p, q = (
             log_distribution(
                 model(input_ids=self.text[:, :-1].to(model.device), use_cache=False).logits[:, start:]
             ).cpu()
-            for model in (own, network)
+            for model in (target, network)
         )
         width = min(p.shape[-1], q.shape[-1])
         p, q = p[..., :width], q[..., :width]

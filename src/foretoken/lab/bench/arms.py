@@ -124,7 +124,7 @@ class ForeignArm(Arm):
         return setting[1] == 1
 
     def run(self, unit: Unit, setting: Setting, tracing: bool = False) -> UnitResult:
-        written = self.generate(list(unit.ids[0]), unit.new_tokens, setting[0], unit.seeds[0])
+        generated = self.generate(list(unit.ids[0]), unit.new_tokens, setting[0], unit.seeds[0])
         return UnitResult(
             arm=self.name,
             temperature=setting[0],
@@ -132,9 +132,9 @@ class ForeignArm(Arm):
             category=unit.category,
             unit=unit.number,
             prompts=list(unit.prompts),
-            outputs=[list(written.token_ids)],
-            seconds=max(written.seconds, 1e-9),
-            decoded=written.num_decoded,
-            prefill_s=written.prefill_s,
-            mean_acceptance_length=written.mean_acceptance_length,
+            outputs=[list(generated.token_ids)],
+            seconds=max(generated.seconds, 1e-9),
+            decoded=generated.num_decoded,
+            prefill_s=generated.prefill_s,
+            mean_acceptance_length=generated.mean_acceptance_length,
         )

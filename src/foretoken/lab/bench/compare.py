@@ -91,13 +91,13 @@ def compare(
         outputs[speculative].append((llm if speculative else plain).generate(prompt, **options))
         if on_run is not None and len(outputs[not speculative]) > turn:
             on_run(turn)
-    one, other = Runs.of(outputs[False][1:]), Runs.of(outputs[True][1:])
+    plain_runs, drafting_runs = Runs.of(outputs[False][1:]), Runs.of(outputs[True][1:])
     request = llm.request(prompt, **options)
-    tokens = one.output.token_ids, other.output.token_ids
-    return Comparison(one, other, *_difference(llm, request, *tokens))
+    tokens = plain_runs.output.token_ids, drafting_runs.output.token_ids
+    return Comparison(plain_runs, drafting_runs, *_difference(llm, request, *tokens))
 
 
-def _difference(llm: Llm, request: Request, one: list[int], other: list[int]) -> tuple[Difference | None, bool]:
+def _difference(llm: Llm, request: Request, plain: list[int], drafting: list[int]) -> tuple[Difference | None, bool]:
     """Where the outputs of one request part, and whether they were meant to be the same."""
     greedy, verifier = request.params.temperature == 0, llm.engine.verifier
     coupled = not greedy and request.seed is not None and (verifier is None or verifier.races)
@@ -105,4 +105,4 @@ def _difference(llm: Llm, request: Request, one: list[int], other: list[int]) ->
     comparable = greedy or coupled
     # Two draws of one distribution have no token that would be right: only where they part can be told.
     sampler = Sampler(request.params if comparable else SamplingParams(), len(request.prompt), noise)
-    return first_difference(llm.target, request.prompt, one, other, sampler), comparable
+    return first_difference(llm.target, request.prompt, plain, drafting, sampler), comparable

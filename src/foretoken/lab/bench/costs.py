@@ -62,8 +62,8 @@ def draft_seconds(rounds: Sequence[DraftRound]) -> dict[int, float]:
 
 def _by_depth(rounds: Sequence[DraftRound]) -> dict[int, list[float]]:
     times: dict[int, list[float]] = defaultdict(list)
-    for one in rounds:
-        times[one.depth].append(one.draft_s)
+    for round_ in rounds:
+        times[round_.depth].append(round_.draft_s)
     return times
 
 

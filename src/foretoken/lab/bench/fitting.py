@@ -98,8 +98,8 @@ def of_target(row: Row, subject: Subject) -> Fit:
 def _fit(row: Row, spec: str, reason: str | None) -> Fit:
     only_for: str = row.load().traits.only_for
     has = f"has {row.needs}" if row.needs else "needs nothing beyond the target"
-    why = reason or (f"only for {only_for}" if only_for else has)
-    return Fit(row.name, spec, reason is None, why, only_for)
+    explanation = reason or (f"only for {only_for}" if only_for else has)
+    return Fit(row.name, spec, reason is None, explanation, only_for)
 
 
 def places(path: Path) -> list[Path]:
@@ -108,7 +108,7 @@ def places(path: Path) -> list[Path]:
     path = path.expanduser()
     if not path.exists():
         raise ValueError(f"no such folder or file: {path}")
-    inside = [one for one in sorted(path.iterdir()) if _is_something(one)] if path.is_dir() else []
+    inside = [place for place in sorted(path.iterdir()) if _is_something(place)] if path.is_dir() else []
     return [path, *inside] if not inside or _is_something(path) else inside
 
 
@@ -183,8 +183,8 @@ def _foreign(folder: Path) -> Fit | None:
         source = Found(folder)
         for layout in LAYOUTS:
             if find("drafter", layout.method).needs_training and layout.load().recognises(source):
-                why = f"it is in the layout of {layout.summary}: foretoken import {folder} --out FOLDER first"
-                return Fit(layout.method, str(folder), False, why)
+                reason = f"it is in the layout of {layout.summary}: foretoken import {folder} --out FOLDER first"
+                return Fit(layout.method, str(folder), False, reason)
     except REFUSALS:
         return None  # damaged: whoever reads it as a model says how
     return None

@@ -144,16 +144,16 @@ def _add_tokenizer(writer: Any, tokenizer: Any, names: list[str], types: list[in
 def _kind(dtype: torch.dtype, gguf: Any) -> tuple[Any, int]:
     """GGUF's type and the bytes of one number."""
     kinds = gguf.GGMLQuantizationType
-    known = {torch.bfloat16: (kinds.BF16, 2), torch.float16: (kinds.F16, 2), torch.float32: (kinds.F32, 4)}
-    if dtype not in known:
+    types = {torch.bfloat16: (kinds.BF16, 2), torch.float16: (kinds.F16, 2), torch.float32: (kinds.F32, 4)}
+    if dtype not in types:
         raise ValueError(f"llama.cpp runs no {dtype} weights: load the target with dtype=bfloat16 or float32")
-    return known[dtype]
+    return types[dtype]
 
 
 def _file_type(dtype: torch.dtype, gguf: Any) -> Any:
     kinds = gguf.LlamaFileType
-    known = {torch.bfloat16: kinds.MOSTLY_BF16, torch.float16: kinds.MOSTLY_F16}
-    return known.get(dtype, kinds.ALL_F32)
+    types = {torch.bfloat16: kinds.MOSTLY_BF16, torch.float16: kinds.MOSTLY_F16}
+    return types.get(dtype, kinds.ALL_F32)
 
 
 def _bytes(tensor: Tensor) -> Any:

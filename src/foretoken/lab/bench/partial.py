@@ -48,7 +48,7 @@ class Partial:
 
     def __init__(self, out: Path, config: Mapping[str, Any], resume: bool) -> None:
         self.out, self.path = out, partial_of(out)
-        self.done: dict[Key, UnitResult] = {}
+        self.results: dict[Key, UnitResult] = {}
         self.notes: dict[str, Any] = {}
         unfinished = check_run_out(out, resume)
         if unfinished:
@@ -65,12 +65,12 @@ class Partial:
             results = [UnitResult(**row["result"]) for row in rows[1:] if "result" in row]
         except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is damaged ({error}): delete it to start anew") from None
-        other = sorted(key for key in {*stored, *config} if stored.get(key) != config.get(key))
-        if other:
+        differing = sorted(key for key in {*stored, *config} if stored.get(key) != config.get(key))
+        if differing:
             raise ValueError(
-                f"{self.path} was made with other settings ({', '.join(other)}): give the same ones, or delete it"
+                f"{self.path} was made with other settings ({', '.join(differing)}): give the same ones, or delete it"
             )
-        self.done = {result.key: result for result in results}
+        self.results = {result.key: result for result in results}
         for row in rows[1:]:
             self.notes |= row.get("note", {})
         if half or not rows:  # a line that was cut off by a kill is done again
@@ -83,7 +83,7 @@ class Partial:
 
     def add(self, result: UnitResult) -> None:
         """A finished result."""
-        self.done[result.key] = result
+        self.results[result.key] = result
         self._append({"result": vars(result)})
 
     def note(self, name: str, value: Any) -> None:

@@ -152,9 +152,9 @@ def acceptance_length(results: Sequence[UnitResult]) -> float | None:
     counted = [r for r in results if r.drafts]
     if counted:
         return 1.0 + sum(r.accepted for r in counted) / sum(r.drafts or 0 for r in counted)
-    told = [(r.mean_acceptance_length, r.decoded) for r in results if r.mean_acceptance_length]
-    rounds = sum(decoded / length for length, decoded in told)
-    return sum(decoded for _, decoded in told) / rounds if rounds else None
+    lengths = [(r.mean_acceptance_length, r.decoded) for r in results if r.mean_acceptance_length]
+    rounds = sum(decoded / length for length, decoded in lengths)
+    return sum(decoded for _, decoded in lengths) / rounds if rounds else None
 
 
 def comparable(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> bool:
@@ -168,7 +168,7 @@ def cell(
     """The public object of one arm in one category at one setting; both sequences hold the same units in order."""
     first = arm[0]
     spent = sum(r.seconds for r in arm)
-    ours = all(r.draft_s is not None for r in arm)
+    has_counts = all(r.draft_s is not None for r in arm)
     draft_s, target_s = (sum(getattr(r, name) or 0.0 for r in arm) for name in ("draft_s", "target_s"))
     drafted, base = sum(r.drafted for r in arm), rate(plain)
     same = all(a.outputs == p.outputs for a, p in zip(arm, plain, strict=True)) if comparable(arm, plain) else None
@@ -183,11 +183,11 @@ def cell(
         "speedup": rate(arm) / base if base else 0.0,
         "speedup_ci95": speedup_ci95(arm, plain),
         "mean_acceptance_length": acceptance_length(arm),
-        "acceptance_rate": (sum(r.accepted for r in arm) / drafted if drafted else 0.0) if ours else None,
+        "acceptance_rate": (sum(r.accepted for r in arm) / drafted if drafted else 0.0) if has_counts else None,
         "identical": same,
-        "draft_s": draft_s if ours else None,
-        "target_s": target_s if ours else None,
-        "overhead_s": max(0.0, spent - draft_s - target_s) if ours else None,
+        "draft_s": draft_s if has_counts else None,
+        "target_s": target_s if has_counts else None,
+        "overhead_s": max(0.0, spent - draft_s - target_s) if has_counts else None,
         "predicted_speedup": predicted,
     }
 
@@ -195,13 +195,13 @@ def cell(
 def drafted(results: Sequence[UnitResult]) -> dict[str, Any]:
     """Which cell some results are of, and how many draft tokens they have; ``None`` where an engine does not tell."""
     first = results[0]
-    known = all(r.drafts is not None for r in results)
+    is_counted = all(r.drafts is not None for r in results)
     return {
         "arm": first.arm,
         "category": first.category,
         "temperature": first.temperature,
         "batch": first.batch,
-        "drafted": sum(r.drafted for r in results) if known else None,
+        "drafted": sum(r.drafted for r in results) if is_counted else None,
     }
 
 
@@ -277,15 +277,15 @@ def positions_at(results: Sequence[UnitResult], arms: Sequence[str], setting: Se
 
 def time_split(results: Sequence[UnitResult]) -> dict[str, float] | None:
     """Where an arm's seconds went; ``None`` for other engines."""
-    ours = [r for r in results if r.draft_s is not None]
-    if not ours:
+    timed = [r for r in results if r.draft_s is not None]
+    if not timed:
         return None
-    parts = {name: sum(getattr(r, name) or 0.0 for r in ours) for name in ("draft_s", "target_s", "verify_s")}
-    spent = sum(r.seconds for r in ours)
+    parts = {name: sum(getattr(r, name) or 0.0 for r in timed) for name in ("draft_s", "target_s", "verify_s")}
+    spent = sum(r.seconds for r in timed)
     return {
         **parts,
         "overhead_s": max(0.0, spent - parts["draft_s"] - parts["target_s"] - parts["verify_s"]),
-        "prefill_s": sum(r.prefill_s for r in ours),
+        "prefill_s": sum(r.prefill_s for r in timed),
         "total_s": spent,
-        "rounds": sum(len(r.rounds) for r in ours),
+        "rounds": sum(len(r.rounds) for r in timed),
     }

@@ -159,7 +159,7 @@ class Bench:
         """Run what is not there yet, then make cells and summary of everything."""
         where = machine(self.shared)
         if partial is not None:
-            self.results |= partial.done
+            self.results |= partial.results
         self._measure_targets(partial)
         for setting in self.settings.settings:
             self._run_setting(setting, partial)
@@ -171,16 +171,16 @@ class Bench:
         middle = text[len(text) // 2]
         for batch in sorted(set(self.settings.batches)):
             name = f"target_s:{batch}"
-            known = partial.notes.get(name) if partial is not None else None
-            if known is None:
+            seconds_by_count = partial.notes.get(name) if partial is not None else None
+            if seconds_by_count is None:
                 self.on_progress(len(self.results), self._total, f"measuring v(n), batch {batch}")
                 last = min(MOST_NODES, most * batch)
                 counts = [batch * 2**i for i in range(10) if batch * 2**i < 2 * last]
                 cost = measure_target(self.shared.target, middle, counts, 7, batch)
-                known = {str(n): seconds for n, seconds in cost.seconds.items()}
+                seconds_by_count = {str(n): seconds for n, seconds in cost.seconds.items()}
                 if partial is not None:
-                    partial.note(name, known)
-            self.targets[batch] = TargetCost({int(n): seconds for n, seconds in known.items()})
+                    partial.note(name, seconds_by_count)
+            self.targets[batch] = TargetCost({int(n): seconds for n, seconds in seconds_by_count.items()})
 
     def _run_setting(self, setting: Setting, partial: Partial | None) -> None:
         able = [arm for arm in self.arms if arm.can(setting)]

@@ -198,7 +198,7 @@ class OwnArm(Arm):
             for ids, seed in zip(unit.ids, unit.seeds, strict=True)
         ]
         numbers = [engine.add(request) for request in requests]
-        done: dict[int, Running] = {}
+        finished: dict[int, Running] = {}
         read_before = engine.read_s
         try:
             watch = Stopwatch()
@@ -207,12 +207,12 @@ class OwnArm(Arm):
                     if emission.error is not None:
                         raise emission.error
                     if emission.finish_reason is not None:
-                        done[run.id] = run
+                        finished[run.id] = run
             spent = watch.seconds
         finally:
             for number in numbers:
                 engine.cancel(number)
-        return [done[number] for number in numbers], spent, engine.read_s - read_before
+        return [finished[number] for number in numbers], spent, engine.read_s - read_before
 
 
 def make_arm(spec: str, shared: ArmSetup) -> Arm:
@@ -229,8 +229,8 @@ def make_arm(spec: str, shared: ArmSetup) -> Arm:
     classes = _classes(parsed.name)
     kind = parsed.path or "plain"
     if kind not in classes:
-        known = ", ".join(f"{parsed.name}:{name}" for name in classes)
-        raise ValueError(f"unknown arm {parsed.name}:{kind}: choose one of {known}")
+        choices = ", ".join(f"{parsed.name}:{name}" for name in classes)
+        raise ValueError(f"unknown arm {parsed.name}:{kind}: choose one of {choices}")
     cls: Any = classes[kind]
     arm: Arm = cls(spec, shared, **convert_options("drafter", f"{parsed.name}:{kind}", cls, parsed.options))
     return arm

@@ -93,12 +93,12 @@ def _of(bench: Bench, arm: str, setting: Setting, category: str | None = None) -
 
 
 def _cell(bench: Bench, arm: str, setting: Setting, category: str | None) -> dict[str, Any]:
-    own, plain = _of(bench, arm, setting, category), _of(bench, PLAIN, setting, category)
+    drafting, plain = _of(bench, arm, setting, category), _of(bench, PLAIN, setting, category)
     everything = _of(bench, arm, setting)
     base = _of(bench, PLAIN, setting)
-    predicted = prediction(own, everything, anchored(bench.targets[setting[1]], base), rest_s(base))
+    predicted = prediction(drafting, everything, anchored(bench.targets[setting[1]], base), rest_s(base))
     count = sum(len(group) for name, group in bench.ids.items() if category in (None, name))
-    return cell(own, plain, category or OVERALL, predicted, count)
+    return cell(drafting, plain, category or OVERALL, predicted, count)
 
 
 def _prefill(bench: Bench, arm: str, setting: Setting) -> dict[str, Any]:
@@ -127,14 +127,14 @@ def equality(bench: Bench, arm: str, setting: Setting, category: str) -> dict[st
 
     ``None`` where they need not be equal: sampled, and not coupled with plain decoding's.
     """
-    plain, own = _of(bench, PLAIN, setting, category), _of(bench, arm, setting, category)
-    if not comparable(own, plain):
+    plain, drafting = _of(bench, PLAIN, setting, category), _of(bench, arm, setting, category)
+    if not comparable(drafting, plain):
         return None
     counts = {"identical": 0, "ties": 0, "differences": 0}
-    for one, other in zip(plain, own, strict=True):
-        for i, (want, got) in enumerate(zip(one.outputs, other.outputs, strict=True)):
-            prompt = bench.ids[category][one.prompts[i]]
-            noise = None if one.seeds is None else Noise(one.seeds[i])
+    for plain_unit, unit in zip(plain, drafting, strict=True):
+        for i, (want, got) in enumerate(zip(plain_unit.outputs, unit.outputs, strict=True)):
+            prompt = bench.ids[category][plain_unit.prompts[i]]
+            noise = None if plain_unit.seeds is None else Noise(plain_unit.seeds[i])
             params = SamplingParams(setting[0], **bench.shared.filters)
             sampler = Sampler(params, len(prompt), noise)
             difference = first_difference(bench.shared.target, prompt, want, got, sampler)
@@ -149,8 +149,8 @@ def dtype_of(shared: ArmSetup) -> str:
 
 def runs_as(shared: ArmSetup) -> dict[str, str]:
     """How the target is run: ``forward``, ``weights`` and ``exactness``."""
-    told = shared.target.describe()
-    return {name: str(told[name]) for name in ("forward", "weights", "exactness")}
+    description = shared.target.describe()
+    return {name: str(description[name]) for name in ("forward", "weights", "exactness")}
 
 
 def machine(shared: ArmSetup) -> dict[str, Any]:

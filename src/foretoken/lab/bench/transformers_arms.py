@@ -143,8 +143,8 @@ _TWINS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 def _twin(model: Any) -> Any:
     """:func:`unpacked`, or the one that another arm of the same network holds."""
-    known = _TWINS.get(model)
-    twin = known() if known is not None else None
+    reference = _TWINS.get(model)
+    twin = reference() if reference is not None else None
     if twin is None:
         twin = unpacked(model)
         _TWINS[model] = ref(twin)

@@ -66,8 +66,8 @@ class Certificate:
 
     def run_settings(self, source: str) -> Settings:
         """The settings of the run, for the model at ``source``."""
-        kept = {name: self.settings[name] for name in SETTINGS}
-        return Settings(target_source=source, modes=self.settings["modes"], **kept)
+        options = {name: self.settings[name] for name in SETTINGS}
+        return Settings(target_source=source, modes=self.settings["modes"], **options)
 
 
 def machine_here() -> dict[str, Any]:
@@ -77,10 +77,10 @@ def machine_here() -> dict[str, Any]:
 
 def model_here(source: str, options: Mapping[str, Any], target: LanguageModel, checksums: Checksums) -> dict[str, Any]:
     """What is certified of a model."""
-    told = target.describe()
-    del told["threads"]  # the machine's
+    description = target.describe()
+    del description["threads"]  # the machine's
     layout = target.forwards.packing.layout if isinstance(target, HuggingFaceModel) else "plain"
-    return {"source": source, "checksums": checksums, "options": dict(options), "layout": layout, **told}
+    return {"source": source, "checksums": checksums, "options": dict(options), "layout": layout, **description}
 
 
 def certify(
@@ -146,17 +146,17 @@ def read_certificate(file: Path) -> Certificate:
 def check_weights(certificate: Certificate, file: Path, source: str, drafters: Sequence[str]) -> Checksums:
     """The checksums of the model at ``source``.  Raises ``ValueError`` where they or those of its drafters are not the
     certificate's, or there is no such model on this machine."""
-    here = model_checksums(source)
-    _same(certificate.model["checksums"], here, f"{file} is about another model than {source}")
+    checksums = model_checksums(source)
+    _same(certificate.model["checksums"], checksums, f"{file} is about another model than {source}")
     if len(drafters) != len(certificate.drafters):
         raise ValueError(f"{file} is about {len(certificate.drafters)} drafters: give --drafter for each, or for none")
-    for known, spec in zip(certificate.drafters, drafters, strict=True):
-        _same(known["checksums"], drafter_checksums(spec, source), f"{file} is about another drafter than {spec}")
-    return here
+    for drafter, spec in zip(certificate.drafters, drafters, strict=True):
+        _same(drafter["checksums"], drafter_checksums(spec, source), f"{file} is about another drafter than {spec}")
+    return checksums
 
 
-def _same(known: Checksums, here: Checksums, words: str) -> None:
+def _same(certified: Checksums, found: Checksums, words: str) -> None:
     """Files are told by their contents: a folder or a file may be called otherwise here."""
-    if sorted(known.values()) != sorted(here.values()):
-        other = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
-        raise ValueError(f"{words}: the checksums of {', '.join(other) or 'its files'} differ")
+    if sorted(certified.values()) != sorted(found.values()):
+        differing = sorted(name for name in {*certified, *found} if certified.get(name) != found.get(name))
+        raise ValueError(f"{words}: the checksums of {', '.join(differing) or 'its files'} differ")

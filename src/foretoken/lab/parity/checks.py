@@ -200,10 +200,10 @@ def check_stop(subject: Tested) -> Check | None:
         guess = r.predictions[case.prompt]
         output = subject.steady.generate(r.prompts[case.prompt], prediction=guess, **case.options)
         _compare(check, r, case.prompt, case.plain.token_ids, output, case.options)
-        wanted, got = ((o.text, o.finish_reason) for o in (case.plain, output))
-        if output.token_ids == case.plain.token_ids and wanted != got:
+        expected, got = ((o.text, o.finish_reason) for o in (case.plain, output))
+        if output.token_ids == case.plain.token_ids and expected != got:
             check.identical, check.differences = check.identical - 1, check.differences + 1
-            check.notes.append(f"prompt {case.prompt} ends otherwise: {got!r}, plain decoding {wanted!r}")
+            check.notes.append(f"prompt {case.prompt} ends otherwise: {got!r}, plain decoding {expected!r}")
     return check
 
 
@@ -223,7 +223,7 @@ def _compare(check: Check, r: Reference, prompt: int, want: list[int], output: O
 
 
 def _judge(
-    check: Check, r: Reference, prompt: int, want: list[int], output: Output, sampler: Sampler, what: str
+    check: Check, r: Reference, prompt: int, want: list[int], output: Output, sampler: Sampler, case: str
 ) -> None:
     """Count one output whose tokens the sampler fixes as the same, a tie or different."""
     check.drafted += output.stats.num_draft_tokens
@@ -245,7 +245,7 @@ def _judge(
     kind = f"a real difference (a tie is at most {difference.tolerance:.3g})"
     if difference.is_tie:
         kind = "a tie, which a target that is exact to the last bit must not have" if broken else "a tie"
-    check.notes.append(f"{what} differs from token {difference.position} on: {gap}, {kind}")
+    check.notes.append(f"{case} differs from token {difference.position} on: {gap}, {kind}")
 
 
 # -- seeds -----------------------------------------------------------------------------------------------------------
@@ -280,8 +280,8 @@ def _check_coupled(subject: Tested) -> Check:
         place, where = (i, "alone") if i < count else (i - count, "in a batch")
         ids, seed, _ = jobs[place]
         sampler = Sampler(params, len(ids), Noise(seed))
-        what = f"prompt {place % count} with seed {seed}, {where},"
-        _judge(check, r, place % count, r.seeded[place], output, sampler, what)
+        case = f"prompt {place % count} with seed {seed}, {where},"
+        _judge(check, r, place % count, r.seeded[place], output, sampler, case)
     return check
 
 
@@ -302,9 +302,9 @@ def _check_again(subject: Tested, verifier: Verifier) -> Check | None:
         for _ in range(2)
     )
     check.prompts = len(again)
-    for i, (one, other) in enumerate(zip(first, again, strict=True)):
-        check.drafted += other.stats.num_draft_tokens
-        if one.token_ids == other.token_ids:
+    for i, (output, repeated) in enumerate(zip(first, again, strict=True)):
+        check.drafted += repeated.stats.num_draft_tokens
+        if output.token_ids == repeated.token_ids:
             check.identical += 1
             continue
         check.differences += 1

@@ -46,8 +46,8 @@ class Difference:
 def first_difference(
     target: LanguageModel,
     prompt: Sequence[int],
-    one: Sequence[int],
-    other: Sequence[int],
+    first: Sequence[int],
+    second: Sequence[int],
     sampler: Sampler | None = None,
 ) -> Difference | None:
     """Compare two outputs of one request token by token; ``None`` when they are the same.
@@ -63,16 +63,16 @@ def first_difference(
         prompt = [*prompt, *target.answer_start]
     if not sampler.fixed:
         raise ValueError("sampled outputs can be compared token by token only with the noise of their seed")
-    if list(one) == list(other):
+    if list(first) == list(second):
         return None
-    shorter = min(len(one), len(other))
-    position = next((i for i in range(shorter) if one[i] != other[i]), shorter)
-    prefix = [*prompt, *one[:position]]
-    logits = next_logits(target, prompt, one[:position])
+    shorter = min(len(first), len(second))
+    position = next((i for i in range(shorter) if first[i] != second[i]), shorter)
+    prefix = [*prompt, *first[:position]]
+    logits = next_logits(target, prompt, first[:position])
     tolerance = tie_tolerance(logits, getattr(target, "rounds_like", logits.dtype))
     if position == shorter:
         return Difference(position, None, tolerance)
-    gap = _logit_gap(sampler, logits.cpu().double(), prefix, (one[position], other[position]), tolerance)
+    gap = _logit_gap(sampler, logits.cpu().double(), prefix, (first[position], second[position]), tolerance)
     return Difference(position, gap if math.isfinite(gap) else None, tolerance)
 
 
@@ -86,7 +86,7 @@ def _logit_gap(
     """
     params = sampler.params
     ranking = _ranking(sampler, replace(params, **NO_FILTERS), logits, prefix)
-    may, must = _kept(sampler, logits, prefix, tolerance)
+    may, must = _filtered(sampler, logits, prefix, tolerance)
     best = ranking.where(must, -math.inf).max()
     gap = float(best - ranking.where(may, -math.inf)[list(tokens)].min())
     # log p is the logits over the temperature.
@@ -99,7 +99,7 @@ def _ranking(sampler: Sampler, params: SamplingParams, logits: Tensor, prefix: S
     return again.ranking(logits[None], [len(prefix)], [prefix])[0]
 
 
-def _kept(sampler: Sampler, logits: Tensor, prefix: Sequence[int], tolerance: float) -> tuple[Tensor, Tensor]:
+def _filtered(sampler: Sampler, logits: Tensor, prefix: Sequence[int], tolerance: float) -> tuple[Tensor, Tensor]:
     """[V] which tokens the filters may keep, and which they must, if gaps between logits are off by ``tolerance``.
 
     Every filter keeps the tokens of the largest logits.  How many top-p and min-p keep depends on ratios of

@@ -181,7 +181,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
         return math.inf, 1
     order = expected[~impossible].argsort()
     cells = _merged(counts[~impossible][order].tolist(), expected[~impossible][order].tolist())
-    return sum((seen - wanted) ** 2 / wanted for seen, wanted in cells), max(len(cells) - 1, 0)
+    return sum((observed - mean) ** 2 / mean for observed, mean in cells), max(len(cells) - 1, 0)
 
 
 def upper_tail(statistic: float, freedom: int) -> float:
@@ -198,16 +198,16 @@ def _upper(shape: float, bound: float) -> float:
 
 def _merged(counts: Sequence[float], expected: Sequence[float]) -> list[tuple[float, float]]:
     cells: list[tuple[float, float]] = []
-    seen = wanted = 0.0
-    for count, mean in zip(counts, expected, strict=True):
-        seen, wanted = seen + count, wanted + mean
-        if wanted >= 5:
-            cells.append((seen, wanted))
-            seen = wanted = 0.0
-    if wanted > 0 and cells:
-        cells[-1] = (cells[-1][0] + seen, cells[-1][1] + wanted)
-    elif wanted > 0:
-        cells.append((seen, wanted))
+    observed = mean = 0.0
+    for count, expectation in zip(counts, expected, strict=True):
+        observed, mean = observed + count, mean + expectation
+        if mean >= 5:
+            cells.append((observed, mean))
+            observed = mean = 0.0
+    if mean > 0 and cells:
+        cells[-1] = (cells[-1][0] + observed, cells[-1][1] + mean)
+    elif mean > 0:
+        cells.append((observed, mean))
     return cells
 
 
@@ -218,11 +218,11 @@ def uniform_place(distribution: Tensor, token: int, u: float) -> float:
     The randomised probability integral transform: the mass of all more likely tokens, plus ``u`` times the token's own
     (ties are ordered by index).  ``u`` is a fresh uniform.  A token of probability zero gives 2: no such draw exists.
     """
-    own = distribution[token]
-    if float(own) <= 0:
+    mass = distribution[token]
+    if float(mass) <= 0:
         return 2.0
-    before = distribution[distribution > own].sum() + distribution[:token][distribution[:token] == own].sum()
-    return float((before + u * own) / distribution.sum())
+    before = distribution[distribution > mass].sum() + distribution[:token][distribution[:token] == mass].sum()
+    return float((before + u * mass) / distribution.sum())
 
 
 def uniformity(places: Sequence[float]) -> tuple[float, int]:

@@ -174,14 +174,14 @@ class Report:
         ended = [check for check in self.checks if not check.broke_off]
         lines = []
         for drafter in dict.fromkeys(check.drafter for check in ended):
-            own = [check for check in ended if check.drafter == drafter]
-            silent = [check.mode for check in own if not check.tried]
-            if len(silent) == len(own):
-                what = "on these prompts: it was not tried, and its texts are not counted"
-                lines.append(f"{drafter} drafted nothing {what}")
+            of_drafter = [check for check in ended if check.drafter == drafter]
+            silent = [check.mode for check in of_drafter if not check.tried]
+            if len(silent) == len(of_drafter):
+                where = "on these prompts: it was not tried, and its texts are not counted"
+                lines.append(f"{drafter} drafted nothing {where}")
             elif silent:
-                what = f"in {', '.join(silent)}: it was not tried there, and those texts are not counted"
-                lines.append(f"{drafter} drafted nothing {what}")
+                where = f"in {', '.join(silent)}: it was not tried there, and those texts are not counted"
+                lines.append(f"{drafter} drafted nothing {where}")
         return lines
 
     @property
@@ -210,16 +210,16 @@ def verdict(report: Report) -> list[Remark]:
     promise = f"{EXACT.get(report.exactness, report.exactness)} here ({report.exactness_why})"
     remarks = [Remark(text) for text in report.untried]
     if plain:
-        why = f": this model is {promise}"
-        remarks.append(Remark(equality(plain, "plain decoding's", why)))
+        reason = f": this model is {promise}"
+        remarks.append(Remark(equality(plain, "plain decoding's", reason)))
     if outside:
-        why = ": its kernels are others than ours, so that near-ties may differ"
-        remarks.append(Remark(equality(outside, "those of transformers.generate", why)))
+        reason = ": its kernels are others than ours, so that near-ties may differ"
+        remarks.append(Remark(equality(outside, "those of transformers.generate", reason)))
     return [*remarks, _outcome(report)]
 
 
-def equality(checks: Sequence[Check], whose: str, why: str) -> str:
-    """How many texts are equal, and how the others differ; ``why`` follows ties."""
+def equality(checks: Sequence[Check], whose: str, reason: str) -> str:
+    """How many texts are equal, and how the others differ; ``reason`` follows ties."""
     prompts, identical, ties, broken, differences = (
         sum(getattr(check, name) for check in checks)
         for name in ("prompts", "identical", "ties", "broken", "differences")
@@ -228,9 +228,9 @@ def equality(checks: Sequence[Check], whose: str, why: str) -> str:
         return f"all {prompts} texts are equal to {whose}, token by token"
     parts = [f"{identical} of {prompts} texts are equal to {whose}"]
     if ties:
-        parts.append(f"{_differ(ties)} from a numerical tie on ({_gaps(checks)}){why}")
+        parts.append(f"{_differ(ties)} from a numerical tie on ({_gaps(checks)}){reason}")
     if broken:
-        parts.append(f"{_differ(broken)} from a numerical tie on: a broken promise{why}")
+        parts.append(f"{_differ(broken)} from a numerical tie on: a broken promise{reason}")
     if differences > broken:
         parts.append(f"{_differ(differences - broken)} in a way that rounding does not explain")
     return "; ".join(parts)
@@ -254,9 +254,9 @@ def _outcome(report: Report) -> Remark:
         return Remark(f"FAILED: {_failure(report.checks)}{far}", "bad")
     ties = sum(check.ties for check in texts)
     if not report.complete:
-        seen = f"{ties} numerical tie{'' if ties == 1 else 's'}" if ties else "no difference"
+        so_far = f"{ties} numerical tie{'' if ties == 1 else 's'}" if ties else "no difference"
         far = f"after {report.done} of {report.planned} checks"
-        return Remark(f"stopped before the end, {far}: {seen} so far, the rest is not known")
+        return Remark(f"stopped before the end, {far}: {so_far} so far, the rest is not known")
     if not report.checks:
         return Remark("FAILED: nothing could be compared", "bad")
     if not report.tried:
@@ -268,8 +268,10 @@ def _outcome(report: Report) -> Remark:
         return Remark(
             f"passed up to rounding: {differ}, all of them from numerical ties on; nothing else differs", "good"
         )
-    other = sum(check.ties for check in texts)
-    beside = f"; {_differ(other)} from transformers.generate's texts from numerical ties on" if other else ""
+    outside_ties = sum(check.ties for check in texts)
+    beside = (
+        f"; {_differ(outside_ties)} from transformers.generate's texts from numerical ties on" if outside_ties else ""
+    )
     return Remark(f"passed: speculation does not change what this target says{beside}", "good")
 
 

@@ -162,11 +162,11 @@ def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Teste
 
 
 def _llm(spec: str | Drafter, target: LanguageModel, tokenizer: Any, settings: Settings) -> Llm:
-    wanted = default_drafter(target, settings.target_source) if spec == "auto" else spec
-    if wanted is None:
+    resolved = default_drafter(target, settings.target_source) if spec == "auto" else spec
+    if resolved is None:
         raise ValueError("this target's state cannot be rolled back: it can only be decoded plainly")
     drafter = build_drafter(
-        wanted, target, target_source=settings.target_source, tokenizer=tokenizer, device=settings.device
+        resolved, target, target_source=settings.target_source, tokenizer=tokenizer, device=settings.device
     )
     if drafter is None:
         raise ValueError("parity compares a drafter with plain decoding: 'none' is plain decoding itself")

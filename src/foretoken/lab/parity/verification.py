@@ -47,24 +47,24 @@ def compare(certificate: Certificate, report: Report, settings: Settings, target
     Equal texts are asked for where the machine, the versions and the way in which the model runs are the same and it
     is exact to the last bit.  Elsewhere near-ties may differ, and nothing else.
     """
-    here = target.describe()
+    description = target.describe()
     places = [
         _facts("versions", certificate.versions, versions()),
         _facts("machine", certificate.machine, machine_here()),
-        _facts("model", certificate.model, here, only=("forward", "weights")),
+        _facts("model", certificate.model, description, only=("forward", "weights")),
     ]
     texts, ties, differences = _texts(certificate, report, settings, target)
-    bitwise = certificate.model["exactness"] == here["exactness"] == "bitwise"
+    bitwise = certificate.model["exactness"] == description["exactness"] == "bitwise"
     must_be_equal = bitwise and all(line.equal for line in places)
     lines = [
         Line("weights", "the same files, by their checksums", True),
         *places,
-        _exactness(certificate, here),
+        _exactness(certificate, description),
         *_checks(certificate, report),
         *texts,
     ]
-    held = bool(certificate.result["passed"]) and report.passed
-    verified = held and not differences and not (ties and must_be_equal)
+    passed = bool(certificate.result["passed"]) and report.passed
+    verified = passed and not differences and not (ties and must_be_equal)
     return Verification(lines, verified, _outcome(certificate, report, ties, differences, must_be_equal))
 
 
@@ -90,49 +90,53 @@ def _texts_differ(count: int) -> str:
     return "1 of plain decoding's texts differs" if count == 1 else f"{count} of plain decoding's texts differ"
 
 
-def _facts(name: str, there: Mapping[str, Any], here: Mapping[str, Any], only: Sequence[str] = ()) -> Line:
-    keys = only or sorted({*there, *here})
-    other = [key for key in keys if there.get(key) != here.get(key)]
-    if not other:
+def _facts(name: str, certified: Mapping[str, Any], current: Mapping[str, Any], only: Sequence[str] = ()) -> Line:
+    keys = only or sorted({*certified, *current})
+    differing = [key for key in keys if certified.get(key) != current.get(key)]
+    if not differing:
         return Line(name, "the same", True)
-    parts = [f"{key} is {_shown(there.get(key))} there, {_shown(here.get(key))} here" for key in other]
+    parts = [f"{key} is {_as_text(certified.get(key))} there, {_as_text(current.get(key))} here" for key in differing]
     return Line(name, "; ".join(parts), False)
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return (" ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
-def _exactness(certificate: Certificate, here: Mapping[str, Any]) -> Line:
-    there = certificate.model
-    if there["exactness"] == here["exactness"]:
-        return Line("exactness", f"{exactness_line(here)}, there and here", True)
-    return Line("exactness", f"{exactness_line(there)} there, {exactness_line(here)} here", False)
+def _exactness(certificate: Certificate, current: Mapping[str, Any]) -> Line:
+    certified = certificate.model
+    if certified["exactness"] == current["exactness"]:
+        return Line("exactness", f"{exactness_line(current)}, there and here", True)
+    return Line("exactness", f"{exactness_line(certified)} there, {exactness_line(current)} here", False)
 
 
 def _checks(certificate: Certificate, report: Report) -> list[Line]:
     """A line for every check, by drafter and mode; drafters are told by their order, since paths may be others."""
-    known = certificate.result["checks"]
+    certified_checks = certificate.result["checks"]
     lines = []
     for i, check in enumerate(report.checks):
         name = f"{check.drafter}, {check.mode}"
-        there = known[i] if i < len(known) and known[i]["mode"] == check.mode else None
-        lines.append(_check(name, there, check))
-    if len(known) > len(lines):
-        lines.append(Line("checks", f"{len(known)} there, {len(lines)} here", False))
+        certified = (
+            certified_checks[i] if i < len(certified_checks) and certified_checks[i]["mode"] == check.mode else None
+        )
+        lines.append(_check(name, certified, check))
+    if len(certified_checks) > len(lines):
+        lines.append(Line("checks", f"{len(certified_checks)} there, {len(lines)} here", False))
     return lines
 
 
-def _check(name: str, there: Mapping[str, Any] | None, check: Check) -> Line:
-    if there is None:
+def _check(name: str, certified: Mapping[str, Any] | None, check: Check) -> Line:
+    if certified is None:
         return Line(name, "not checked there", False)
     if not check.compares_texts:
-        passed = there["differences"] == check.differences
-        return Line(name, f"{_p_value(there['p_value'])} there, {_p_value(check.p_value)} here", passed)
-    other = [key for key in COUNTS if there[key] != getattr(check, key)]
-    if not other:
+        passed = certified["differences"] == check.differences
+        return Line(name, f"{_p_value(certified['p_value'])} there, {_p_value(check.p_value)} here", passed)
+    differing = [key for key in COUNTS if certified[key] != getattr(check, key)]
+    if not differing:
         return Line(name, f"{check.identical} of {check.prompts} texts equal, there and here", True)
-    return Line(name, ", ".join(f"{key} {there[key]} there and {getattr(check, key)} here" for key in other), False)
+    return Line(
+        name, ", ".join(f"{key} {certified[key]} there and {getattr(check, key)} here" for key in differing), False
+    )
 
 
 def _p_value(value: float | None) -> str:
@@ -144,24 +148,24 @@ def _texts(
 ) -> tuple[list[Line], int, int]:
     """Plain decoding's texts there and here, how many differ by a tie, and how many for real."""
     lines, ties, differences = [], 0, 0
-    for kind, here in (("greedy", report.plain), ("seeded", report.seeded)):
-        there = certificate.texts[kind]
-        if len(there) != len(here):
-            lines.append(Line(f"{kind} texts", f"{len(there)} there, {len(here)} here", False))
-            differences += abs(len(there) - len(here))
+    for kind, current in (("greedy", report.plain), ("seeded", report.seeded)):
+        certified = certificate.texts[kind]
+        if len(certified) != len(current):
+            lines.append(Line(f"{kind} texts", f"{len(certified)} there, {len(current)} here", False))
+            differences += abs(len(certified) - len(current))
             continue
         notes = []
-        for i, (one, other) in enumerate(zip(there, here, strict=True)):
+        for i, (certified_text, current_text) in enumerate(zip(certified, current, strict=True)):
             prompt = i % len(report.prompts)
             sampler = _sampler(settings, report.prompts[prompt], i if kind == "seeded" else None)
-            difference = first_difference(target, report.prompts[prompt], one, other, sampler)
+            difference = first_difference(target, report.prompts[prompt], certified_text, current_text, sampler)
             if difference is not None:
                 ties, differences = ties + difference.is_tie, differences + (not difference.is_tie)
                 seed = f" with seed {(settings.seed + i) % SEEDS}" if kind == "seeded" else ""
                 notes.append(f"prompt {prompt}{seed} {_note(difference)}")
-        if here:
-            same = len(here) - len(notes)
-            text = f"{same} of {len(here)} are the certificate's, token by token"
+        if current:
+            same = len(current) - len(notes)
+            text = f"{same} of {len(current)} are the certificate's, token by token"
             lines.append(Line(f"{kind} texts", "; ".join([text, *notes]), not notes))
     return lines, ties, differences
 

@@ -37,7 +37,7 @@ def drafter_checksums(spec: str, target: str) -> Checksums:
     for files that are not on this machine.
     """
     checksums: Checksums = {}
-    for name, path in _named(spec):
+    for name, path in _specs_in(spec):
         if path is not None:
             checksums |= {f"{name}/{file}": digest for file, digest in model_checksums(path).items()}
         elif is_builtin(target) and (ZOO / BUILT_IN.get(name, name)).is_dir():
@@ -47,7 +47,7 @@ def drafter_checksums(spec: str, target: str) -> Checksums:
     return checksums
 
 
-def _named(spec: str) -> Iterator[tuple[str, str | None]]:
+def _specs_in(spec: str) -> Iterator[tuple[str, str | None]]:
     """Names and paths of a spec and of those within its options."""
     drafters = {row.name for row in rows("drafter")}
     whole = parse_spec(spec)
@@ -61,7 +61,7 @@ def _named(spec: str) -> Iterator[tuple[str, str | None]]:
         except ValueError:  # a value that is no spec
             continue
         for part in parts:
-            yield from _named(part)
+            yield from _specs_in(part)
 
 
 def _checksums(place: Path) -> Checksums:

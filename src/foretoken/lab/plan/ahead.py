@@ -81,7 +81,7 @@ def hit_chance(acceptance: Acceptance, k: int, positions: Sequence[float], fanou
 
 
 def ahead_row(
-    given: Assumptions, k: int, fanout: int, contention: float, positions: Sequence[float] | None = None
+    assumptions: Assumptions, k: int, fanout: int, contention: float, positions: Sequence[float] | None = None
 ) -> AheadRow:
     """What drafting ahead gives for drafts of k tokens of one request.
 
@@ -89,7 +89,7 @@ def ahead_row(
     is left of that work, max(w - v, 0), and drafts as usual if the outcome was not guessed.
 
     Args:
-        given: acceptance and costs; a draft call of n rows costs c v(n) / v(1), as a target's does.
+        assumptions: acceptance and costs; a draft call of n rows costs c v(n) / v(1), as a target's does.
         fanout: tokens that are guessed for every number of accepted drafts.
         contention: s.
         positions: chances of candidates; by default those of fresh trials at the rate of the first place, an upper
@@ -101,17 +101,17 @@ def ahead_row(
     if not (math.isfinite(contention) and contention >= 1.0):
         raise ValueError(f"a contention factor is a number >= 1 (1: nothing is shared), not {contention:g}")
     if positions is None:
-        positions = trial_acceptance(theory.reached(given.acceptance, 1)[0], fanout + 1)
-    hits = hit_chance(given.acceptance, k, positions, fanout)
-    rows, plain = (k + 1) * fanout, given.v(1)
-    call = given.v(given.nodes(k)) / plain
-    step, fixed = given.c / plain, given.overhead / plain
-    work = step * (given.v(k + 1) + k * given.v(rows)) / plain
+        positions = trial_acceptance(theory.reached(assumptions.acceptance, 1)[0], fanout + 1)
+    hits = hit_chance(assumptions.acceptance, k, positions, fanout)
+    rows, plain = (k + 1) * fanout, assumptions.v(1)
+    call = assumptions.v(assumptions.nodes(k)) / plain
+    step, fixed = assumptions.c / plain, assumptions.overhead / plain
+    work = step * (assumptions.v(k + 1) + k * assumptions.v(rows)) / plain
     beside, waits = min(work, call), max(work - call, 0.0)
     rest = waits + (1.0 - hits) * k * step + fixed
     spare = hits * k * step - waits
     most = (1.0 + spare / beside if beside > 0 else math.inf) if spare >= 0 else None
-    tokens = given.tokens(k)
+    tokens = assumptions.tokens(k)
     speedup = tokens / (call + (contention - 1.0) * beside + rest)
     without = tokens / (call + k * step + fixed)
     return AheadRow(k, rows, hits, work, speedup, without, most)
@@ -120,19 +120,21 @@ def ahead_row(
 def ahead_summary(rows: Sequence[AheadRow], contention: float) -> str:
     """Whether it pays, in a sentence or two."""
     best, usual = max(rows, key=lambda row: row.speedup), max(rows, key=lambda row: row.without)
-    told = (
+    comparison = (
         f"k={best.k} with {best.speedup:.2f}x plain decoding, where drafting between the rounds gives "
         f"{usual.without:.2f}x (k={usual.k})."
     )
     if best.speedup > max(usual.without, 1.0):
-        return f"Draft ahead: {told} It pays up to a contention factor of {_factor(best.contention)} at k={best.k}."
+        return (
+            f"Draft ahead: {comparison} It pays up to a contention factor of {_factor(best.contention)} at k={best.k}."
+        )
     most = max(rows, key=lambda row: -1.0 if row.contention is None else row.contention)
     where = (
         "no contention factor would make it pay"
         if most.contention is None
         else f"it would be no slower up to a contention factor of {_factor(most.contention)} (k={most.k})"
     )
-    return f"Do not draft ahead at a contention factor of {contention:g}: {told} At these costs {where}."
+    return f"Do not draft ahead at a contention factor of {contention:g}: {comparison} At these costs {where}."
 
 
 def _check_fanout(fanout: int) -> None:

@@ -82,8 +82,8 @@ class Assumptions:
         """Acceptance and costs of one drafter of a profile, which must have measured it; predicts what
         :meth:`RoundCosts.speedup` does."""
         if spec not in costs.drafters:
-            known = ", ".join(costs.drafters) or "none"
-            raise ValueError(f"drafter {spec!r} was not measured for this profile; it has: {known}")
+            measured = ", ".join(costs.drafters) or "none"
+            raise ValueError(f"drafter {spec!r} was not measured for this profile; it has: {measured}")
         drafter, v = costs.drafters[spec], Measured(costs.target, costs.rest_s)
         return cls(
             tuple(drafter.survival),
@@ -125,9 +125,9 @@ def shifted(acceptance: Acceptance, by: float) -> Acceptance:
     """Alpha + ``by``, or a survival vector each step of which is accepted by that much more often; kept in [0, 1]."""
     if isinstance(acceptance, float | int):
         return min(max(acceptance + by, 0.0), 1.0)
-    values, before, now = [], 1.0, 1.0
+    values, before, share = [], 1.0, 1.0
     for s in acceptance:
-        now *= min(max((s / before if before > 0 else 0.0) + by, 0.0), 1.0)
+        share *= min(max((s / before if before > 0 else 0.0) + by, 0.0), 1.0)
         before = s
-        values.append(now)
+        values.append(share)
     return tuple(values)

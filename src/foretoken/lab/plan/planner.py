@@ -111,14 +111,14 @@ class Plan:
 
     def public(self) -> dict[str, Any]:
         """As ``--json`` prints it."""
-        given = self.assumptions
-        rate = isinstance(given.acceptance, float | int)
+        assumptions = self.assumptions
+        rate = isinstance(assumptions.acceptance, float | int)
         return {
-            "alpha": given.acceptance if rate else None,
-            "survival": None if rate else list(given.acceptance),  # type: ignore[arg-type]
-            "c": given.c,
-            "overhead": given.overhead,
-            "guesses": given.guesses,
+            "alpha": assumptions.acceptance if rate else None,
+            "survival": None if rate else list(assumptions.acceptance),  # type: ignore[arg-type]
+            "c": assumptions.c,
+            "overhead": assumptions.overhead,
+            "guesses": assumptions.guesses,
             "batches": list(self.batches),
             "rows": [asdict(row) for row in self.rows],
             "best": asdict(self.best),
@@ -164,59 +164,59 @@ def plan(
     )
 
 
-def _row(given: Assumptions, k: int, batches: Sequence[int]) -> PlanRow:
-    nodes, tokens = given.nodes(k), given.tokens(k)
-    c_hat = given.c if given.c_hat is None else given.c_hat
-    limits = _limits(given, k, batches[0], search=False) if k else BreakEven(None, None, None, None)
-    speedups = {batch: given.speedup(k, batch) for batch in batches}
+def _row(assumptions: Assumptions, k: int, batches: Sequence[int]) -> PlanRow:
+    nodes, tokens = assumptions.nodes(k), assumptions.tokens(k)
+    c_hat = assumptions.c if assumptions.c_hat is None else assumptions.c_hat
+    limits = _limits(assumptions, k, batches[0], search=False) if k else BreakEven(None, None, None, None)
+    speedups = {batch: assumptions.speedup(k, batch) for batch in batches}
     return PlanRow(k, nodes, tokens, speedups, (nodes + k * c_hat) / tokens, 1.0 / tokens, limits.alpha, limits.c)
 
 
 def _tree(
-    given: Assumptions, widths: Sequence[int], positions: Sequence[float] | None, batches: Sequence[int]
+    assumptions: Assumptions, widths: Sequence[int], positions: Sequence[float] | None, batches: Sequence[int]
 ) -> TreeRow:
     parents = branching_parents(widths)
     table: list[Sequence[float]] = []
     before = 1.0
-    for depth, s in enumerate(theory.reached(given.acceptance, len(widths))):
+    for depth, s in enumerate(theory.reached(assumptions.acceptance, len(widths))):
         # At depth d the first sibling is accepted as often as a chain's d-th token; the others are scaled alike.
         rate, before = (s / before if before > 0 else 0.0), s
         table.append(trial_acceptance(rate, widths[depth]) if positions is None else positions)
     tokens = tree_expected_tokens(parents, positional_success(parents, table))
     depth = len(widths)
-    speedups = {batch: speedup(tokens, given.cost(depth, len(parents), batch), 1.0) for batch in batches}
+    speedups = {batch: speedup(tokens, assumptions.cost(depth, len(parents), batch), 1.0) for batch in batches}
     return TreeRow("x".join(map(str, widths)), len(parents) - 1, depth, tokens, speedups)
 
 
-def _limits(given: Assumptions, k: int, batch: int, search: bool = True) -> BreakEven:
-    tokens, nodes = given.tokens(k), given.nodes(k)
-    plain = given.v(1, batch)
-    spare = tokens - given.cost(k, nodes, batch)  # in plain rounds of the batch
-    per_step = k * (1.0 if given.drafter_grows else 1.0 / plain)
-    c, overhead = given.c + spare / per_step, given.overhead + spare * plain
+def _limits(assumptions: Assumptions, k: int, batch: int, search: bool = True) -> BreakEven:
+    tokens, nodes = assumptions.tokens(k), assumptions.nodes(k)
+    plain = assumptions.v(1, batch)
+    spare = tokens - assumptions.cost(k, nodes, batch)  # in plain rounds of the batch
+    per_step = k * (1.0 if assumptions.drafter_grows else 1.0 / plain)
+    c, overhead = assumptions.c + spare / per_step, assumptions.overhead + spare * plain
     too_many = None
     if search and spare > 0:
         sizes = (2**i for i in range(MAX_BATCH.bit_length()))
-        too_many = next((size for size in sizes if size > batch and given.speedup(k, size) < 1.0), None)
-    alpha = theory.alpha_for_tokens(given.cost(k, nodes, batch), k, given.guesses)
+        too_many = next((size for size in sizes if size > batch and assumptions.speedup(k, size) < 1.0), None)
+    alpha = theory.alpha_for_tokens(assumptions.cost(k, nodes, batch), k, assumptions.guesses)
     return BreakEven(alpha, c if c >= 0 else None, overhead if overhead >= 0 else None, too_many)
 
 
-def _changes(given: Assumptions, k: int, ks: Sequence[int], batch: int) -> list[Change]:
+def _changes(assumptions: Assumptions, k: int, ks: Sequence[int], batch: int) -> list[Change]:
     cases = [
-        ("acceptance 0.1 lower", given.shifted(-0.1)),
-        ("acceptance 0.1 higher", given.shifted(0.1)),
-        ("draft step twice as slow", replace(given, c=2 * given.c)),
-        ("draft step twice as fast", replace(given, c=given.c / 2)),
-        ("overhead 0.1 higher", replace(given, overhead=given.overhead + 0.1)),
-        ("scoring more tokens twice as expensive", replace(given, v=_Steeper(given.v))),
+        ("acceptance 0.1 lower", assumptions.shifted(-0.1)),
+        ("acceptance 0.1 higher", assumptions.shifted(0.1)),
+        ("draft step twice as slow", replace(assumptions, c=2 * assumptions.c)),
+        ("draft step twice as fast", replace(assumptions, c=assumptions.c / 2)),
+        ("overhead 0.1 higher", replace(assumptions, overhead=assumptions.overhead + 0.1)),
+        ("scoring more tokens twice as expensive", replace(assumptions, v=_Steeper(assumptions.v))),
     ]
     changes = []
-    for what, case in cases:
-        if case == given or (isinstance(given.v, Flat) and "scoring" in what):
+    for name, case in cases:
+        if case == assumptions or (isinstance(assumptions.v, Flat) and "scoring" in name):
             continue
         best = case.best_k(ks, batch)
-        changes.append(Change(what, case.speedup(k, batch), best, case.speedup(best, batch)))
+        changes.append(Change(name, case.speedup(k, batch), best, case.speedup(best, batch)))
     return changes
 
 
@@ -232,21 +232,25 @@ class _Steeper:
 
 
 def _notes(result: Plan, positions: Sequence[float] | None) -> list[str]:
-    given, notes = result.assumptions, []
+    assumptions, notes = result.assumptions, []
     most = max([row.nodes for row in result.rows] + [tree.nodes + 1 for tree in result.trees]) * max(result.batches)
-    if given.c == 0 and given.overhead == 0:
+    if assumptions.c == 0 and assumptions.overhead == 0:
         notes.append("drafting is taken to be free (c = 0)")
-    if isinstance(given.v, Roofline):
+    if isinstance(assumptions.v, Roofline):
         notes.append("v(n) is estimated from the device's peak figures; measured costs are better")
-    if isinstance(given.v, Flat):
+    if isinstance(assumptions.v, Flat):
         notes.append("scoring any number of tokens is taken to cost the same; give v(n) for trees, batches and CPUs")
-    elif isinstance(given.v, Measured) and most > given.v.known_to:
-        notes.append(f"v(n) is known up to n = {given.v.known_to} and continued along its last slope up to {most}")
-    known = None if isinstance(given.acceptance, float | int) else len(given.acceptance)
-    if known is not None and result.rows[-1].k > known:
-        notes.append(f"acceptance is known up to position {known}; further ones are taken to be like the last")
-    if given.guesses > 1:
-        notes.append(f"the {given.guesses} guesses are taken to be independent, an upper estimate")
+    elif isinstance(assumptions.v, Measured) and most > assumptions.v.known_to:
+        notes.append(
+            f"v(n) is known up to n = {assumptions.v.known_to} and continued along its last slope up to {most}"
+        )
+    positions_known = None if isinstance(assumptions.acceptance, float | int) else len(assumptions.acceptance)
+    if positions_known is not None and result.rows[-1].k > positions_known:
+        notes.append(
+            f"acceptance is known up to position {positions_known}; further ones are taken to be like the last"
+        )
+    if assumptions.guesses > 1:
+        notes.append(f"the {assumptions.guesses} guesses are taken to be independent, an upper estimate")
     if positions is None and any(tree.nodes > tree.depth for tree in result.trees):
         notes.append("siblings are taken to be independent trials, an upper estimate; give measured positions")
     return notes
@@ -254,7 +258,7 @@ def _notes(result: Plan, positions: Sequence[float] | None) -> list[str]:
 
 def summary(result: Plan) -> str:
     """The plan in a few plain sentences."""
-    given, batch, best, near = result.assumptions, result.batches[0], result.best, result.nearest
+    assumptions, batch, best, near = result.assumptions, result.batches[0], result.best, result.nearest
     where = "" if batch == 1 else f" at batch {batch}"
     if best.k:
         text = (
@@ -268,8 +272,8 @@ def summary(result: Plan) -> str:
     else:
         text = (
             f"Do not draft chains{where}: no length pays. The nearest is k={near.k} with {near.speedups[batch]:.2f}x "
-            f"plain decoding: {near.tokens:.2f} tokens a round where {given.cost(near.k, near.nodes, batch):.2f} are "
-            f"needed.{_conditions(result, near, pays=False)}"
+            f"plain decoding: {near.tokens:.2f} tokens a round where "
+            f"{assumptions.cost(near.k, near.nodes, batch):.2f} are needed.{_conditions(result, near, pays=False)}"
         )
     tree = max(result.trees, key=lambda tree: tree.speedups[batch], default=None)
     if tree is not None and tree.speedups[batch] > best.speedups[batch]:

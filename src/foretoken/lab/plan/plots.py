@@ -45,32 +45,32 @@ def _against_k(plan: Plan) -> LineChart:
 
 def _against_c(plan: Plan) -> LineChart:
     """The best k at every draft cost, and the plan's k kept."""
-    given, batch, kept = plan.assumptions, plan.batches[0], _kept(plan)
+    assumptions, batch, k = plan.assumptions, plan.batches[0], _drafting_k(plan)
     ks = [row.k for row in plan.rows]
     edge = plan.limits.c if plan.limits and plan.limits.c is not None else 0.0
-    last = max(0.2, 1.3 * edge, 1.5 * given.c)
-    cases = [replace(given, c=last * i / (COSTS - 1)) for i in range(COSTS)]
+    last = max(0.2, 1.3 * edge, 1.5 * assumptions.c)
+    cases = [replace(assumptions, c=last * i / (COSTS - 1)) for i in range(COSTS)]
     best = [(case.c, case.speedup(case.best_k(ks, batch), batch)) for case in cases]
-    same = [(case.c, case.speedup(kept, batch)) for case in cases]
+    same = [(case.c, case.speedup(k, batch)) for case in cases]
     return LineChart(
         "What a slower drafter costs" + _at(batch), "c, cost of a draft step / cost of a target step", SPEEDUP,
-        [Series("best k at each c", best, 1), Series(f"k = {kept} kept", same, 0)],
-        [_plain(0.0, last)], [(given.c, f"c = {given.c:.2g}", 0)],
+        [Series("best k at each c", best, 1), Series(f"k = {k} kept", same, 0)],
+        [_plain(0.0, last)], [(assumptions.c, f"c = {assumptions.c:.2g}", 0)],
     )  # fmt: skip
 
 
 def _against_batch(plan: Plan) -> LineChart:
     """The best k in every batch, and the plan's k kept."""
-    given, kept = plan.assumptions, _kept(plan)
+    assumptions, plan_k = plan.assumptions, _drafting_k(plan)
     ks = [row.k for row in plan.rows]
     sizes = sorted({*BATCHES, *plan.batches})
-    best = [given.best_k(ks, size) for size in sizes]
+    best = [assumptions.best_k(ks, size) for size in sizes]
     series = [
         Series(
             f"best k in each batch ({', '.join(map(str, best))})",
-            [(size, given.speedup(k, size)) for k, size in zip(best, sizes, strict=True)], 1,
+            [(size, assumptions.speedup(k, size)) for k, size in zip(best, sizes, strict=True)], 1,
         ),
-        Series(f"k = {kept} kept", [(size, given.speedup(kept, size)) for size in sizes], 0),
+        Series(f"k = {plan_k} kept", [(size, assumptions.speedup(plan_k, size)) for size in sizes], 0),
     ]  # fmt: skip
     title = "What larger batches leave of it"
     return LineChart(title, "requests per batch", SPEEDUP, series, [_plain(1, sizes[-1])], log_x=True, x_ticks=BATCHES)
@@ -80,7 +80,7 @@ def _plain(first: float, last: float) -> Guide:
     return Guide("plain decoding", [(first, 1.0), (last, 1.0)])
 
 
-def _kept(plan: Plan) -> int:
+def _drafting_k(plan: Plan) -> int:
     """The plan's k, or the nearest one that drafts."""
     return plan.best.k or (plan.nearest.k if plan.nearest else 0)
 

@@ -37,14 +37,14 @@ def extended(measured: Sequence[float], k: int) -> list[float]:
     ``ValueError`` for entries outside [0, 1], and for a draft that is accepted further more often."""
     _check_survival(measured)
     _check_k(k)
-    known = [float(s) for s in measured[:k]]
-    if not known:
+    entries = [float(s) for s in measured[:k]]
+    if not entries:
         return [0.0] * k
-    before = known[-2] if len(known) > 1 else 1.0
-    step = known[-1] / before if before > 0 else 0.0
-    while len(known) < k:
-        known.append(known[-1] * step)
-    return known
+    before = entries[-2] if len(entries) > 1 else 1.0
+    step = entries[-1] / before if before > 0 else 0.0
+    while len(entries) < k:
+        entries.append(entries[-1] * step)
+    return entries
 
 
 def reached(acceptance: Acceptance, k: int) -> list[float]:

@@ -52,11 +52,11 @@ def together(cells: Sequence[Cell]) -> Speedup | None:
     So a cell weighs as much as its time: ``S = sum(w s)``.  Its interval takes cells as independent: the distances to
     the ends add in squares, ``S - sqrt(sum((w (s - low))^2))``.
     """
-    known = [(s, _seconds(cell)) for cell in cells if (s := speedup_of(cell)) is not None]
-    if len(known) < 2:
-        return known[0][0] if known else None
-    total = sum(seconds for _, seconds in known)
-    weighted = [(s, seconds / total) for s, seconds in known]
+    measured = [(s, _seconds(cell)) for cell in cells if (s := speedup_of(cell)) is not None]
+    if len(measured) < 2:
+        return measured[0][0] if measured else None
+    total = sum(seconds for _, seconds in measured)
+    weighted = [(s, seconds / total) for s, seconds in measured]
     value = sum(w * s.value for s, w in weighted)
     low = _spread([(w, None if s.low is None else s.value - s.low) for s, w in weighted])
     high = _spread([(w, None if s.high is None else s.high - s.value) for s, w in weighted])
@@ -106,17 +106,17 @@ def speedups(run: Run, setting: Setting) -> list[BarChart]:
 
 
 def _bar(run: Run, arm: str, cells: Sequence[Cell], whole: bool) -> Bar | None:
-    own = [cell for cell in cells if cell["arm"] == arm]
-    speedup = overall(run, setting_of(own[0]), arm) if whole and own else together(own)
+    arm_cells = [cell for cell in cells if cell["arm"] == arm]
+    speedup = overall(run, setting_of(arm_cells[0]), arm) if whole and arm_cells else together(arm_cells)
     if speedup is None:
         return None
-    return Bar(arm, speedup.value, speedup.low, speedup.high, colour_of(run, arm), _worst(own))
+    return Bar(arm, speedup.value, speedup.low, speedup.high, colour_of(run, arm), _worst(arm_cells))
 
 
 def overall(run: Run, setting: Setting, arm: str) -> Speedup | None:
     """An arm's speed-up in a setting, all categories together: as the run says, else from its cells."""
-    told = run.overall(setting, arm)
-    if told is not None and (speedup := speedup_of(told)) is not None:
+    stored = run.overall(setting, arm)
+    if stored is not None and (speedup := speedup_of(stored)) is not None:
         return speedup
     return together(run.at(setting, arm))
 
@@ -125,8 +125,8 @@ def positions(run: Run) -> LineChart | None:
     """Share of rounds in which at least that many draft tokens were accepted."""
     series = []
     for arm, shares in run.part("positions").items():
-        known = [number(share) for share in shares] if isinstance(shares, list) else []
-        points = [(float(i), share) for i, share in enumerate(known, 1) if share is not None]
+        values = [number(share) for share in shares] if isinstance(shares, list) else []
+        points = [(float(i), share) for i, share in enumerate(values, 1) if share is not None]
         if points and arm in run.rivals:
             series.append(Series(arm, points, colour_of(run, arm)))
     if not series:
@@ -234,16 +234,16 @@ def predictions(run: Run) -> LineChart | None:
     """Measured speed-up against what the cost model says."""
     series = []
     for arm in run.rivals:
-        known = [
+        points = [
             (x, y, cell)
             for cell in run.cells
             if cell["arm"] == arm
             and (x := number(cell.get("predicted_speedup"))) is not None
             and (y := number(cell.get("speedup"))) is not None
         ]
-        if known:
-            labels = [f"{c['category']}, T={c['temperature']:g}, batch {c['batch']}" for _, _, c in known]
-            series.append(Series(arm, [(x, y) for x, y, _ in known], colour_of(run, arm), False, labels))
+        if points:
+            labels = [f"{c['category']}, T={c['temperature']:g}, batch {c['batch']}" for _, _, c in points]
+            series.append(Series(arm, [(x, y) for x, y, _ in points], colour_of(run, arm), False, labels))
     if not series:
         return None
     end = 1.1 * max(max(point) for s in series for point in s.points)

@@ -78,12 +78,12 @@ def throughputs(run: Run, shape: str) -> list[LineChart | BarChart]:
 def distributions(run: Run, shape: str, level: float) -> list[LineChart]:
     """Share of requests (y) that took at most so long (x), at one level."""
     curves = [c for c in run.listed("curves") if isinstance(c, Mapping) and c.get("load") == shape]
-    here = [c for c in curves if number(c.get("level")) == level and c.get("arm") in run.arms]
+    at_level = [c for c in curves if number(c.get("level")) == level and c.get("arm") in run.arms]
     charts = []
     for name, title in MEASURES.items():
         series = [
             Series(str(curve["arm"]), points, colour_of(run, str(curve["arm"])))
-            for curve in here
+            for curve in at_level
             if (points := _cumulated(curve, name))
         ]
         if series:

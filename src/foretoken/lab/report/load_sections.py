@@ -41,7 +41,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     words = [client.get("cpu"), f"{client['cores']} cores" if client.get("cores") else ""]
     words.append("" if load is None else f"load after the run {load:.2f}")
     seed = settings.get("seed")
-    asked = [
+    request = [
         "chat" if settings.get("chat") else "completions",
         f"at most {settings.get('max_tokens')} tokens",
         f"temperature {settings.get('temperature')}",
@@ -50,7 +50,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return [
         ("model", str(run.summary.get("target") or "")),
         *[(arm, _server(server)) for arm, server in run.part("servers").items() if isinstance(server, Mapping)],
-        ("requests", ", ".join(asked) if settings else ""),
+        ("requests", ", ".join(request) if settings else ""),
         ("per level", f"{settings.get('requests')} requests, {settings.get('passes')} passes" if settings else ""),
         ("client", ", ".join(str(word) for word in words if word)),
         ("run", f"{len(run.cells)} cells, {run.name}"),
@@ -75,8 +75,8 @@ def verdict(run: Run) -> list[Remark]:
     """Every arm against the first, level by level; errors; whether texts are equal."""
     remarks = []
     for cell in run.cells:
-        given = cell.get("ratios")
-        ratios = given if isinstance(given, Mapping) else {}
+        stored = cell.get("ratios")
+        ratios = stored if isinstance(stored, Mapping) else {}
         speed, per_token = number(ratios.get("tokens_per_s")), number(ratios.get("tpot"))
         if speed is not None:
             more = "" if per_token is None else f", a token comes {per_token:.2f} times as fast"
@@ -92,12 +92,12 @@ def verdict(run: Run) -> list[Remark]:
 
 
 def _equality(run: Run) -> list[Remark]:
-    rows = [one for one in run.listed("equality") if isinstance(one, Mapping)]
-    compared = sum(int(number(one.get("compared")) or 0) for one in rows)
-    different = sum(int(number(one.get("different")) or 0) for one in rows)
+    rows = [row for row in run.listed("equality") if isinstance(row, Mapping)]
+    compared = sum(int(number(row.get("compared")) or 0) for row in rows)
+    different = sum(int(number(row.get("different")) or 0) for row in rows)
     if not compared:
         return []
-    ties = sum(int(number(one.get("ties")) or 0) for one in rows)
+    ties = sum(int(number(row.get("ties")) or 0) for row in rows)
     far = " so far" if run.unfinished else ""
     texts = "texts compared so far" if run.unfinished else "compared texts"
     if different and different == ties:
@@ -110,23 +110,23 @@ def _equality(run: Run) -> list[Remark]:
 def throughput(run: Run) -> Markup | None:
     """Tokens and requests per second."""
     charts = [chart for shape in figures.AXES for chart in figures.throughputs(run, shape)]
-    how = (
+    explanation = (
         "What the server finishes per second, the median over passes. Where a curve is flat, the server is full. "
         "Where requests arrive by a rate, it cannot finish more than arrive."
     )
-    return section("throughput", "Throughput", how, panels(charts)) if charts else None
+    return section("throughput", "Throughput", explanation, panels(charts)) if charts else None
 
 
 def latency(run: Run) -> Markup | None:
     """Latencies over rate and concurrency."""
-    shown = [(shape, figures.latencies(run, shape)) for shape in figures.AXES]
-    parts = [tag("div", tag("h3", WORDS[shape]), panels(charts)) for shape, charts in shown if charts]
-    how = (
+    charts_by_shape = [(shape, figures.latencies(run, shape)) for shape in figures.AXES]
+    parts = [tag("div", tag("h3", WORDS[shape]), panels(charts)) for shape, charts in charts_by_shape if charts]
+    explanation = (
         "Time per output token is the time from the first text to the end, divided by the tokens behind the first: a "
         "chunk of a stream carries a whole verified block, so that times between chunks say nothing of tokens. "
         "A latency that climbs with the rate means that requests queue."
     )
-    return section("latency", "Latency", how, *parts) if parts else None
+    return section("latency", "Latency", explanation, *parts) if parts else None
 
 
 def distributions(run: Run) -> Markup | None:
@@ -143,10 +143,10 @@ def distributions(run: Run) -> Markup | None:
         tag("details", tag("summary", name), panels(charts), open="" if i == 0 else None)
         for i, (name, charts) in enumerate(levels)
     ]
-    how = (
+    explanation = (
         "Share of requests that took at most so long. A steep curve is a steady server; a long tail is what users feel."
     )
-    return section("distribution", "Distribution of latencies", how, *parts)
+    return section("distribution", "Distribution of latencies", explanation, *parts)
 
 
 def categories(run: Run) -> Markup | None:
@@ -163,8 +163,8 @@ def categories(run: Run) -> Markup | None:
         return None
     names = ("requests", "TPOT p50 ms", "TPOT p99 ms", "tokens/round", "acceptance")
     heads = [head("arm", "words"), head("category", "words"), *(head(name, None) for name in names)]
-    how = "All levels together. Drafts are accepted more often in some sorts of text than in others."
-    return section("categories", "By category", how, sortable(heads, rows))
+    explanation = "All levels together. Drafts are accepted more often in some sorts of text than in others."
+    return section("categories", "By category", explanation, sortable(heads, rows))
 
 
 def table(run: Run) -> Markup:
@@ -174,10 +174,10 @@ def table(run: Run) -> Markup:
     heads += [head(f"{name} {share}", None) for name in SPREADS.values() for share in SHARES]
     heads += [head("errors", "words"), head("output", "words")]
     body = [_row(cell, used) for cell in run.cells]
-    how = (
+    explanation = (
         "Every cell of the run, times in milliseconds; a click on a heading sorts, a second one turns the order round."
     )
-    return section("table", "All numbers", how, sortable(heads, body), download(run))
+    return section("table", "All numbers", explanation, sortable(heads, body), download(run))
 
 
 def _row(cell: Mapping[str, Any], used: list[tuple[str, str, int]]) -> Markup:

@@ -120,10 +120,10 @@ def _bars(chart: BarChart, ax: Axes) -> None:
     for i, bar in enumerate(chart.bars):
         end = bar.value
         if whisker := chart.whisker(bar):
-            low, high, seen = whisker
+            low, high, ends = whisker
             for colour_, width in (("white", 2.6), ("black", 0.8)):  # a white edge, to be seen on dark bars
                 ax.hlines(i, low, high, colour_, linewidth=width)
-                ax.vlines(seen, i - 0.12, i + 0.12, colour_, linewidth=width)
+                ax.vlines(ends, i - 0.12, i + 0.12, colour_, linewidth=width)
             end = max(end, high)
         ax.annotate(f"{bar.value:.2f}", (end, i), (3, 0), textcoords="offset points", va="center", fontsize=7)
     _name_rows(ax, [bar.label for bar in chart.bars])
@@ -133,11 +133,11 @@ def _bars(chart: BarChart, ax: Axes) -> None:
 
 
 def _stack(chart: StackChart, ax: Axes) -> None:
-    left = [0.0] * len(chart.rows)
+    starts = [0.0] * len(chart.rows)
     for i, part in enumerate(chart.parts):
         values = [max(row[i], 0.0) for _, row in chart.rows]
-        ax.barh(range(len(values)), values, 0.62, left, color=PARTS[i], label=part)
-        left = [a + b for a, b in zip(left, values, strict=True)]
+        ax.barh(range(len(values)), values, 0.62, starts, color=PARTS[i], label=part)
+        starts = [a + b for a, b in zip(starts, values, strict=True)]
     _name_rows(ax, [label for label, _ in chart.rows])
     ax.legend(ncols=len(chart.parts), fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 0.98))
     ax.set_title(chart.title, loc="left", fontsize=9, pad=20)

@@ -40,8 +40,8 @@ class Run:
     @property
     def arms(self) -> list[str]:
         """All arms, plain decoding first (not in a load test), else in the order of the run, which fixes colours."""
-        seen = dict.fromkeys([*map(str, self.listed("arms")), *(cell["arm"] for cell in self.cells)])
-        return list(seen) if self.is_load else sorted(seen, key=lambda arm: arm not in PLAIN)
+        arms = dict.fromkeys([*map(str, self.listed("arms")), *(cell["arm"] for cell in self.cells)])
+        return list(arms) if self.is_load else sorted(arms, key=lambda arm: arm not in PLAIN)
 
     @property
     def is_load(self) -> bool:
@@ -181,11 +181,11 @@ def _with_equality(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
     """Cells with the summary's counts of ties, differences and draft tokens."""
     names = ("arm", "category", "temperature", "batch")
     counts: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for part, wanted in (("equality", ("ties", "differences")), ("drafted", ("drafted",))):
+    for part, keys in (("equality", ("ties", "differences")), ("drafted", ("drafted",))):
         for row in summary.get(part) or ():
             if isinstance(row, Mapping):
-                own = counts.setdefault(tuple(row.get(name) for name in names), {})
-                own |= {name: row[name] for name in wanted if name in row}
+                cell_counts = counts.setdefault(tuple(row.get(name) for name in names), {})
+                cell_counts |= {name: row[name] for name in keys if name in row}
     return [{**counts.get(tuple(cell[name] for name in names), {}), **cell} for cell in cells]
 
 
@@ -220,11 +220,17 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         if r.key[1:] in plain:  # a unit is compared only where plain decoding has done it too
             groups.setdefault((r.arm, r.temperature, r.batch, r.category), []).append(r)
     cells = [
-        cell(own, [plain[r.key[1:]] for r in own], own[0].category, None, len({p for r in own for p in r.prompts}))
-        for own in groups.values()
+        cell(
+            arm_results,
+            [plain[r.key[1:]] for r in arm_results],
+            arm_results[0].category,
+            None,
+            len({p for r in arm_results for p in r.prompts}),
+        )
+        for arm_results in groups.values()
     ]
     arms = {arm: [r for r in results if r.arm == arm] for arm in dict.fromkeys(r.arm for r in results)}
-    splits = {arm: split for arm, own in arms.items() if (split := time_split(own)) is not None}
+    splits = {arm: split for arm, arm_results in arms.items() if (split := time_split(arm_results)) is not None}
     config = dict(objects[0]["config"])
     traces = [
         {"arm": r.arm, "category": r.category, "prompt": "", "temperature": r.temperature, "rounds": r.trace}
@@ -237,7 +243,7 @@ def _partial(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
         "settings": config,
         **positions_at(results, list(arms), _first_setting(config, results)),
         "rounds": splits,
-        "drafted": [drafted(own) for own in groups.values()],
+        "drafted": [drafted(arm_results) for arm_results in groups.values()],
         "traces": traces,
     }
     return list(cells), summary

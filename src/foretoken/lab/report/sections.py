@@ -43,9 +43,9 @@ COLUMNS: tuple[tuple[str, str, int], ...] = (
 """Field, heading and digits of the table's numbers."""
 
 
-def section(key: str, title: str, how: str, *content: object) -> Markup:
+def section(key: str, title: str, explanation: str, *content: object) -> Markup:
     """A section with a sentence on how to read it."""
-    return tag("section", tag("h2", title), tag("p", how, class_="how"), *content, id=key)
+    return tag("section", tag("h2", title), tag("p", explanation, class_="how"), *content, id=key)
 
 
 def figure(chart: Chart) -> Markup:
@@ -70,13 +70,13 @@ def header(run: Run) -> Markup:
     return header_of("Speculative decoding benchmark", facts(run), [*run.notes, *_inflated(run)], verdict(run))
 
 
-def header_of(title: str, told: Iterable[tuple[str, str]], notes: Iterable[str], remarks: Iterable[Remark]) -> Markup:
+def header_of(title: str, facts: Iterable[tuple[str, str]], notes: Iterable[str], remarks: Iterable[Remark]) -> Markup:
     """A header with facts that are known, notes and a verdict."""
     sentences = [tag("p", remark.text, class_=remark.tone) for remark in remarks]
     return tag(
         "header",
         tag("h1", title),
-        tag("dl", *(join(tag("dt", name), tag("dd", value)) for name, value in told if value), class_="facts"),
+        tag("dl", *(join(tag("dt", name), tag("dd", value)) for name, value in facts if value), class_="facts"),
         *(tag("p", note, class_="note") for note in notes),
         tag("div", *sentences, class_="verdict", role="note", aria_label="verdict"),
     )
@@ -128,52 +128,54 @@ def _inflated(run: Run) -> list[str]:
 def speedups(run: Run) -> Markup | None:
     """Bars per category, for the first setting open and for others to be opened."""
     charted = [(setting_name(setting), figures.speedups(run, setting)) for setting in run.settings]
-    shown = [(name, charts) for name, charts in charted if charts]
-    if not shown:
+    with_charts = [(name, charts) for name, charts in charted if charts]
+    if not with_charts:
         return None
-    name, charts = shown[0]
-    more = [tag("details", tag("summary", other), panels(bars)) for other, bars in shown[1:]]
-    how = (
+    name, charts = with_charts[0]
+    more = [tag("details", tag("summary", setting), panels(bars)) for setting, bars in with_charts[1:]]
+    explanation = (
         "How many times as fast as plain decoding (the dashed line). Whiskers: 95 % confidence interval. "
         "= same: the output equals plain decoding's token by token (with the same seeds, where tokens are sampled); "
         "≈ ties: but for numerical ties."
     )
-    return section("speedup", f"Speed-up ({name})", how, panels(charts), *more)
+    return section("speedup", f"Speed-up ({name})", explanation, panels(charts), *more)
 
 
 def positions(run: Run) -> Markup | None:
     """Acceptance by position."""
     chart = figures.positions(run)
-    how = "Share of rounds with at least so many accepted tokens. Where a line nears 0, drafting further is waste."
-    return None if chart is None else section("positions", chart.title, how, alone(chart))
+    explanation = (
+        "Share of rounds with at least so many accepted tokens. Where a line nears 0, drafting further is waste."
+    )
+    return None if chart is None else section("positions", chart.title, explanation, alone(chart))
 
 
 def rounds(run: Run) -> Markup | None:
     """Cost breakdown."""
     chart = figures.round_costs(run)
-    how = (
+    explanation = (
         "Where the time of one round goes, all settings together. A round pays when it writes more tokens than it "
         "costs plain rounds. Overhead is what is neither drafting, nor the target call, nor the acceptance rule."
     )
-    return None if chart is None else section("rounds", chart.title, how, alone(chart))
+    return None if chart is None else section("rounds", chart.title, explanation, alone(chart))
 
 
 def sweeps(run: Run) -> Markup | None:
     """Speed-up against temperature, batch and options."""
     charts = figures.sweeps(run)
-    how = "All categories together, everything else as in the first setting. The dashed line is plain decoding."
-    return section("sweeps", "What changes the speed-up", how, panels(charts)) if charts else None
+    explanation = "All categories together, everything else as in the first setting. The dashed line is plain decoding."
+    return section("sweeps", "What changes the speed-up", explanation, panels(charts)) if charts else None
 
 
 def costs(run: Run) -> Markup | None:
     """Predicted against measured, and v(n)."""
     both = (figures.predictions(run), figures.node_costs(run))
     charts: list[Chart] = [chart for chart in both if chart is not None]
-    how = (
+    explanation = (
         "Above the diagonal a run was faster than its measured costs promise, below it slower. "
         "v(n) near the flat line: trees are nearly free; near the linear one: every guess costs a token."
     )
-    return section("costs", "Cost model", how, panels(charts)) if charts else None
+    return section("costs", "Cost model", explanation, panels(charts)) if charts else None
 
 
 # -- trace -----------------------------------------------------------------------------------------------------------
@@ -201,12 +203,12 @@ def trace(run: Run) -> Markup | None:
         tree,
         tag("pre", id="text", class_="scroll", tabindex=0),
     ]
-    how = (
+    explanation = (
         "Step through the rounds with the buttons, the slider or the arrow keys. · is a space, ⏎ a line break, "
         "⇥ a tab. Thick lines are what was kept; outlined text is what this round wrote."
     )
     quiet = tag("noscript", tag("p", "The trace needs JavaScript.", class_="note"))
-    return section("trace", "Trace", how, quiet, tag("div", *parts, id="viewer"))
+    return section("trace", "Trace", explanation, quiet, tag("div", *parts, id="viewer"))
 
 
 def _key(name: str, words: str) -> Markup:
@@ -224,8 +226,8 @@ def table(run: Run) -> Markup:
     heads += [head(name, None) for _, name, _ in used]
     heads.append(head("output", "words"))
     body = [_row(cell, used) for cell in run.cells]
-    how = "Every cell of the run; a click on a heading sorts, a second one turns the order round."
-    return section("table", "All numbers", how, sortable(heads, body), download(run))
+    explanation = "Every cell of the run; a click on a heading sorts, a second one turns the order round."
+    return section("table", "All numbers", explanation, sortable(heads, body), download(run))
 
 
 def sortable(heads: Iterable[Markup], rows: Iterable[Markup]) -> Markup:

@@ -137,9 +137,9 @@ def _bar(chart: BarChart, bar: Bar, y: float, left: float, scale: float) -> Mark
     )  # fmt: skip
     parts = [shape]
     if whisker := chart.whisker(bar):
-        low, high, seen = whisker
+        low, high, whisker_ends = whisker
         ends = [(left + scale * low, middle, left + scale * high, middle)]
-        ends += [(x, middle - 4, x, middle + 4) for x in (left + scale * end for end in seen)]
+        ends += [(x, middle - 4, x, middle + 4) for x in (left + scale * end for end in whisker_ends)]
         parts += [_line(*place, class_) for class_ in ("halo", "whisker") for place in ends]
     return tag("g", *parts)
 

@@ -105,9 +105,9 @@ def _times(speedup: Speedup) -> str:
 
 
 def _mean(run: Run, setting: Setting, arm: str, name: str) -> float | None:
-    told = number((run.overall(setting, arm) or {}).get(name))
-    known = [value for cell in run.at(setting, arm) if (value := number(cell.get(name))) is not None]
-    return told if told is not None else fmean(known) if known else None
+    stored = number((run.overall(setting, arm) or {}).get(name))
+    values = [value for cell in run.at(setting, arm) if (value := number(cell.get(name))) is not None]
+    return stored if stored is not None else fmean(values) if values else None
 
 
 def _tokens_per_round(run: Run, setting: Setting, arm: str) -> float | None:
@@ -122,8 +122,8 @@ def why(run: Run, setting: Setting, arm: str) -> str:
     length = _tokens_per_round(run, setting, arm)
     costs = sorted(extra_costs(run, setting, arm).items(), key=lambda pair: -pair[1])
     # A cost below this share of a plain round is not named
-    named = [f"{part} {cost:.2f}" for part, cost in costs if cost >= 0.05]
-    cost = f"{' and '.join(named)} of a plain round" if named else ""
+    parts = [f"{part} {cost:.2f}" for part, cost in costs if cost >= 0.05]
+    cost = f"{' and '.join(parts)} of a plain round" if parts else ""
     if length is None:
         return cost
     gain = length - 1
@@ -140,15 +140,15 @@ def extra_costs(run: Run, setting: Setting, arm: str) -> dict[str, float]:
     Times are per token and times L, the tokens of a round, so that ``1 + sum of extra costs = L / speed-up``.
     """
     length = _tokens_per_round(run, setting, arm)
-    own = per_token(run.at(setting, arm))
+    arm_times = per_token(run.at(setting, arm))
     plain = next((times for name in PLAIN if (times := per_token(run.at(setting, name)))), None)
     whole = sum(plain.values()) if plain else 0.0
-    if length is None or own is None or plain is None or whole <= 0:
+    if length is None or arm_times is None or plain is None or whole <= 0:
         return {}
     return {
-        "drafting costs": length * own["draft_s"] / whole,
-        "the target call grows with its nodes by": (length * own["target_s"] - plain["target_s"]) / whole,
-        "overhead adds": (length * own["overhead_s"] - plain["overhead_s"]) / whole,
+        "drafting costs": length * arm_times["draft_s"] / whole,
+        "the target call grows with its nodes by": (length * arm_times["target_s"] - plain["target_s"]) / whole,
+        "overhead adds": (length * arm_times["overhead_s"] - plain["overhead_s"]) / whole,
     }
 
 

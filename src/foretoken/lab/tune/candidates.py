@@ -33,16 +33,16 @@ class Scouted:
     @property
     def cost(self) -> DrafterCost:
         """What it costs and promises."""
-        return cost_of(self.standing.own, self.depth, self.copies)
+        return cost_of(self.standing.rounds, self.depth, self.copies)
 
     def cost_at(self, depth: int) -> DrafterCost:
         """The same for drafts of at most so many levels, of which a drafter that ends its own drafts runs fewer."""
         cost = self.cost
-        drafted = [one.depth for one in _roomy(self.standing.own, self.depth) if one.depth > 0]
-        if not drafted:
+        depths = [round_.depth for round_ in _roomy(self.standing.rounds, self.depth) if round_.depth > 0]
+        if not depths:
             return cost
-        levels = fmean(min(one, depth) for one in drafted) / depth
-        per_level = cost.nodes_per_depth * self.depth / fmean(drafted)
+        levels = fmean(min(drafted, depth) for drafted in depths) / depth
+        per_level = cost.nodes_per_depth * self.depth / fmean(depths)
         return replace(cost, step_s=cost.step_s * levels, nodes_per_depth=per_level * levels)
 
 
@@ -72,14 +72,14 @@ def cost_of(rounds: Sequence[RaceRound], depth: int, copies: bool) -> DrafterCos
     A drafter with a network costs a step per level; one that copies text looks up once, whatever the length.
     """
     roomy = _roomy(rounds, depth)
-    drafting = [one for one in roomy if one.depth > 0]
+    drafting = [round_ for round_ in roomy if round_.depth > 0]
     survival = survival_of([(rounds, depth)])
     if not drafting:
         return DrafterCost(0.0, 0.0, survival, 0.0, 1.0)
     proposes = len(drafting) / len(roomy)  # costs are those of a round, with a guess or without
-    call_s = proposes * median(one.draft_s for one in drafting) if copies else 0.0
-    step_s = 0.0 if copies else proposes * median(one.draft_s / one.depth for one in drafting)
-    per_depth = fmean(one.nodes - 1 for one in drafting) / depth
+    call_s = proposes * median(round_.draft_s for round_ in drafting) if copies else 0.0
+    step_s = 0.0 if copies else proposes * median(round_.draft_s / round_.depth for round_ in drafting)
+    per_depth = fmean(round_.nodes - 1 for round_ in drafting) / depth
     return DrafterCost(call_s, step_s, survival, proposes, per_depth)
 
 
@@ -121,8 +121,8 @@ def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candida
 def without_faults(candidate: Candidate, target: TargetCost, rest_s: float) -> tuple[float, float]:
     """The predicted speed-up if drafting were free, and if scoring more nodes were."""
     free = replace(candidate.cost, call_s=0.0, step_s=0.0)
-    one = target.of(1)
-    flat = TargetCost({1: one, 2: one})
+    call_s = target.of(1)
+    flat = TargetCost({1: call_s, 2: call_s})
     return (
         RoundCosts(target, {"": free}, rest_s).speedup("", candidate.depth),
         RoundCosts(flat, {"": candidate.cost}, rest_s).speedup("", candidate.depth),
@@ -152,4 +152,4 @@ def why_not(candidate: Candidate, target: TargetCost, rest_s: float) -> str:
 
 def _roomy(rounds: Sequence[RaceRound], depth: int) -> list[RaceRound]:
     """The rounds in which the answer had room for a whole draft; all, where there are none."""
-    return [one for one in rounds if one.room > depth] or list(rounds)
+    return [round_ for round_ in rounds if round_.room > depth] or list(rounds)

@@ -72,39 +72,39 @@ def further(target_source: Any, tried: Sequence[str]) -> list[str]:
     return [spec for spec in default_specs(target_source) if parse_spec(spec).name not in names]
 
 
-def generous(spec: str, given: bool) -> str:
-    """The spec with a draft length worth measuring; a ``given`` one keeps what its user chose."""
+def generous(spec: str, is_chosen: bool) -> str:
+    """The spec with a draft length worth measuring; one that a user chose (``is_chosen``) keeps its own."""
     parsed = parse_spec(spec)
     row = find("drafter", parsed.name)
     cls, key = row.load(), length_key(row)
-    if key is None or (given and key in parsed.options):
+    if key is None or (is_chosen and key in parsed.options):
         return spec
     # Draft length that a drafter which copies text is measured at: its steps are free
-    wanted = 16 if issubclass(cls, SourceDrafter) else LENGTH
-    known = options_of(cls)
+    length = 16 if issubclass(cls, SourceDrafter) else LENGTH
+    options = options_of(cls)
     for option in (key, "nodes") if key == "depth" else (key,):  # a chain of 8 needs 8 nodes
-        own = parsed.options.get(option, known[option].default)
-        if isinstance(own, int | str) and 0 < int(own) < wanted:  # 0: all that a network guesses at once
-            spec = with_option(spec, option, wanted)
+        value = parsed.options.get(option, options[option].default)
+        if isinstance(value, int | str) and 0 < int(value) < length:  # 0: all that a network guesses at once
+            spec = with_option(spec, option, length)
     return spec
 
 
 def length_key(row: Row) -> str | None:
     """The option that says how long a draft is, where any length will do."""
-    known = options_of(row.load())
-    if "k" in known:  # without a choice of trees, a trained network's own length is all that it knows
-        return "k" if "tree" in known or not row.needs_training else None
-    return "depth" if "depth" in known and "width" in known else None
+    options = options_of(row.load())
+    if "k" in options:  # without a choice of trees, a trained network's own length is all that it knows
+        return "k" if "tree" in options or not row.needs_training else None
+    return "depth" if "depth" in options and "width" in options else None
 
 
-def sizes(spec: str, given: bool) -> list[str]:
+def sizes(spec: str, is_chosen: bool) -> list[str]:
     """A tree drafter with other numbers of nodes; none where its user chose a size or a tree."""
     parsed = parse_spec(spec)
-    known = options_of(find("drafter", parsed.name).load())
-    if "nodes" not in known or (given and {"nodes", "tree"} & set(parsed.options)):
+    options = options_of(find("drafter", parsed.name).load())
+    if "nodes" not in options or (is_chosen and {"nodes", "tree"} & set(parsed.options)):
         return []
-    own = parsed.options.get("nodes", known["nodes"].default)
-    return [with_option(spec, "nodes", n) for n in TREE_SIZES if str(n) != str(own)]
+    nodes = parsed.options.get("nodes", options["nodes"].default)
+    return [with_option(spec, "nodes", n) for n in TREE_SIZES if str(n) != str(nodes)]
 
 
 def with_option(spec: str, key: str, value: object) -> str:

@@ -54,7 +54,7 @@ class LayerSkipStudy:
 
     Attributes:
         journal: the file of all trials.
-        done: how many trials had been made before.
+        num_before: trials that had been made before.
         best, best_speed: the best set, and its tokens per second when it was tried.
     """
 
@@ -65,19 +65,20 @@ class LayerSkipStudy:
         self.best: SkipSet | None = None
         self.best_speed = 0.0
         self._layers = num_layers_of(work.target)
-        self._study, done = self._open(optuna)
-        self.done = len(done)
-        if done and not resume:
+        self._study, trials = self._open(optuna)
+        self.num_before = len(trials)
+        if trials and not resume:
             raise ValueError(
-                f"{self.journal} holds {len(done)} trials: add --resume to go on with them, or delete it to begin anew"
+                f"{self.journal} holds {len(trials)} trials: add --resume to go on with them, or delete it to begin "
+                "anew"
             )
         settings = settings_of(work, k)
-        if done and self._study.user_attrs.get("settings") != settings:
+        if trials and self._study.user_attrs.get("settings") != settings:
             raise ValueError(f"{self.journal} is of a search with another target, other prompts or other options")
         self._study.set_user_attr("settings", settings)
         # A new stream for every part of a search: the same seed would try the same random sets again.
         self._study.sampler = optuna.samplers.TPESampler(seed=work.seed + len(self._study.trials))
-        tried = [(_set_of(trial.params), trial.value or 0.0) for trial in done]
+        tried = [(_set_of(trial.params), trial.value or 0.0) for trial in trials]
         for skips in first_sets(self._layers):
             if skips not in dict(tried):
                 self._study.enqueue_trial(_params_of(skips, self._layers), skip_if_exists=True)
@@ -215,10 +216,10 @@ def tune(
     default = SkipSet.odd(len(layers))
     measured(work, k, None)  # warm-up: first calls are slower
     measured(work, k, default)
-    on_trial(search.done, search.best_speed, search)
-    for number in range(search.done, trials):
+    on_trial(search.num_before, search.best_speed, search)
+    for number in range(search.num_before, trials):
         on_trial(number + 1, search.step(), search)
-    return _finish(search, {"default": default, "best": search.best or default}, max(search.done, trials))
+    return _finish(search, {"default": default, "best": search.best or default}, max(search.num_before, trials))
 
 
 def _finish(search: LayerSkipStudy, sets: dict[str, SkipSet], trials: int) -> TunedSkips:

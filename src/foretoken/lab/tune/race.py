@@ -35,7 +35,7 @@ class RaceRound(NamedTuple):
     """One round of one arm.
 
     Attributes:
-        written: new tokens.
+        new_tokens: how many it gave.
         nodes: rows that the target scored, the root included.
         depth: levels of the draft; 0 where nothing was guessed.
         draft_s, total_s: seconds in the drafter, and of the whole round.
@@ -43,7 +43,7 @@ class RaceRound(NamedTuple):
         tokens: the new tokens, where they are known.
     """
 
-    written: int
+    new_tokens: int
     nodes: int
     depth: int
     accepted: int
@@ -70,7 +70,7 @@ class EngineRacer:
             self._engine.controller.start_from(costs)
         self._options: dict[str, Any] = {"max_new_tokens": work.new_tokens, "temperature": work.temperature}
         self._new_tokens, self._room = work.new_tokens, work.new_tokens
-        self._seed, self._seen = work.seed, RaceRound(0, 1, 0, 0, 0.0, 0.0)
+        self._seed, self._last_round = work.seed, RaceRound(0, 1, 0, 0, 0.0, 0.0)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Take the next prompt."""
@@ -85,9 +85,9 @@ class EngineRacer:
         ((_, emission),) = self._engine.step()
         if emission.error is not None:
             raise emission.error
-        written, room = len(emission.token_ids), self._room
-        self._room -= written
-        return self._seen._replace(written=written, room=room, tokens=tuple(emission.token_ids))
+        new_tokens, room = len(emission.token_ids), self._room
+        self._room -= new_tokens
+        return self._last_round._replace(new_tokens=new_tokens, room=room, tokens=tuple(emission.token_ids))
 
     def cancel(self) -> None:
         """Drop what is left of the answer."""
@@ -97,7 +97,9 @@ class EngineRacer:
         self, runs: Sequence[Running], trees: Sequence[TokenTree], verdicts: Sequence[Verdict], times: RoundTimes
     ) -> None:
         for tree, verdict in zip(trees, verdicts, strict=True):
-            self._seen = RaceRound(0, len(tree), max(tree.depths), len(verdict.path), times.draft_s, times.total_s)
+            self._last_round = RaceRound(
+                0, len(tree), max(tree.depths), len(verdict.path), times.draft_s, times.total_s
+            )
 
 
 def heat(
@@ -109,7 +111,7 @@ def heat(
     as far in the text as each other.
     """
     laps: list[list[RaceRound]] = [[] for _ in racers]
-    written = [0] * len(racers)
+    new_tokens = [0] * len(racers)
     try:
         for racer in racers:
             racer.begin(prompt)
@@ -117,13 +119,13 @@ def heat(
         for turn, place in interleave(live, -(-most // BLOCK), 1):
             if clock() >= until:
                 break
-            while written[place] < (turn + 1) * BLOCK and clock() < until:
-                one = racers[place].advance()
-                if one is None:
+            while new_tokens[place] < (turn + 1) * BLOCK and clock() < until:
+                round_ = racers[place].advance()
+                if round_ is None:
                     live.remove(place)
                     break
-                laps[place].append(one)
-                written[place] += one.written
+                laps[place].append(round_)
+                new_tokens[place] += round_.new_tokens
     finally:
         for racer in racers:
             racer.cancel()
@@ -135,37 +137,37 @@ class Standing:
     """What an arm did, and what plain decoding did on the same prompts beside it.
 
     Attributes:
-        own, plain: the rounds of both.
+        rounds, plain: those of both.
         texts: how many there were, ``differing`` those that were not the same as far as both went.
     """
 
-    own: list[RaceRound] = field(default_factory=list)
+    rounds: list[RaceRound] = field(default_factory=list)
     plain: list[RaceRound] = field(default_factory=list)
     texts: int = 0
     differing: int = 0
 
-    def add(self, own: Sequence[RaceRound], plain: Sequence[RaceRound]) -> None:
+    def add(self, rounds: Sequence[RaceRound], plain: Sequence[RaceRound]) -> None:
         """One prompt more."""
-        self.own += own
+        self.rounds += rounds
         self.plain += plain
-        pairs = zip(*([token for one in rounds for token in one.tokens] for rounds in (own, plain)), strict=False)
+        pairs = zip(*([token for round_ in arm for token in round_.tokens] for arm in (rounds, plain)), strict=False)
         self.texts += 1
-        self.differing += any(own_token != other for own_token, other in pairs)
+        self.differing += any(token != plain_token for token, plain_token in pairs)
 
     @property
     def is_known(self) -> bool:
         """Whether both have written enough to say anything."""
-        return all(sum(one.written for one in rounds) >= FEWEST for rounds in (self.own, self.plain))
+        return all(sum(round_.new_tokens for round_ in rounds) >= FEWEST for rounds in (self.rounds, self.plain))
 
     @property
     def tokens_per_round(self) -> float:
         """New tokens of a round, the target's own included."""
-        return sum(one.written for one in self.own) / max(len(self.own), 1)
+        return sum(round_.new_tokens for round_ in self.rounds) / max(len(self.rounds), 1)
 
     @property
     def measured(self) -> float:
         """Tokens per second over plain decoding's, as the clock has it."""
-        return tokens_per_s(self.own) / tokens_per_s(self.plain)
+        return tokens_per_s(self.rounds) / tokens_per_s(self.plain)
 
     @property
     def speedup(self) -> float:
@@ -181,13 +183,13 @@ class Standing:
 def tokens_per_s(rounds: Sequence[RaceRound]) -> float:
     """New tokens per second, without the pauses of the machine; 0 where there was no round."""
     seconds = sum(steady_s(rounds))
-    return sum(one.written for one in rounds) / seconds if seconds > 0 else 0.0
+    return sum(round_.new_tokens for round_ in rounds) / seconds if seconds > 0 else 0.0
 
 
 def steady_s(rounds: Sequence[RaceRound]) -> list[float]:
     """Seconds of rounds, none of which counts more than :data:`PAUSE` medians of those with as many nodes."""
     alike: dict[int, list[float]] = defaultdict(list)
-    for one in rounds:
-        alike[one.nodes].append(one.total_s)
+    for round_ in rounds:
+        alike[round_.nodes].append(round_.total_s)
     most = {nodes: PAUSE * median(seconds) for nodes, seconds in alike.items()}
-    return [min(one.total_s, most[one.nodes]) for one in rounds]
+    return [min(round_.total_s, most[round_.nodes]) for round_ in rounds]

@@ -113,7 +113,7 @@ class Search:
         self._plain = self.job.racer(None, "constant")
         if self.job.clock() >= self._end_s:
             return
-        self._token_s = median([one.total_s for one in self._first_rounds()] or [0.0])
+        self._token_s = median([round_.total_s for round_ in self._first_rounds()] or [0.0])
         left_s = self._end_s - self.job.clock()
         for counts in COUNTS:
             if sum(1 + n / 16 for n in counts) * (REPEATS + 1) * self._token_s < CURVE * left_s:
@@ -135,7 +135,7 @@ class Search:
 
     def _scout(self, name: str, share_s: float, latest_s: float) -> None:
         """Try a drafter for its share of the time."""
-        given = name in self.job.drafters
+        is_required = name in self.job.drafters
         if name in self.scouted or name in self.skipped:
             return
         if self.job.clock() >= latest_s or not self._token_s:
@@ -144,9 +144,9 @@ class Search:
         self._say(name)
         until = min(self.job.clock() + share_s, self._end_s)
         try:
-            tried = self._tried(generous(name, given or name in self.job.offers), share_s)
+            tried = self._tried(generous(name, is_required or name in self.job.offers), share_s)
         except REFUSALS as error:
-            if given:
+            if is_required:
                 raise
             self.skipped[name] = reason_of(error)
             return
@@ -193,23 +193,23 @@ class Search:
 
     def _shapes(self, share_s: float, latest_s: float) -> Iterator[str]:
         """The trees of other sizes, or of the best shape, of drafters that are nearly the best."""
-        best = max(one.standing.speedup for one in self.scouted.values())
-        given = bool(self.job.drafters)
+        best = max(tried.standing.speedup for tried in self.scouted.values())
+        is_chosen = bool(self.job.drafters)
         # Share of the best speed-up from which on a drafter's other trees are tried
-        for one in [one for one in self.scouted.values() if one.standing.speedup >= 0.7 * best]:
-            if one.trees:
-                yield from sizes(one.spec, given)
+        for tried in [tried for tried in self.scouted.values() if tried.standing.speedup >= 0.7 * best]:
+            if tried.trees:
+                yield from sizes(tried.spec, is_chosen)
                 continue
             # What it takes, at most, to see which of a draft model's choices are accepted, by its own rounds
-            shape_s = SCOUTED * sum(steady_s(one.standing.own)) / len(one.standing.own)
-            if can_fill(one.spec) and self.job.clock() + shape_s + share_s < latest_s:
-                self._say(f"{one.spec}: which choice is accepted")
+            shape_s = SCOUTED * sum(steady_s(tried.standing.rounds)) / len(tried.standing.rounds)
+            if can_fill(tried.spec) and self.job.clock() + shape_s + share_s < latest_s:
+                self._say(f"{tried.spec}: which choice is accepted")
                 try:
                     brief = replace(self.job.work, prompts=self.job.work.prompts[:1], new_tokens=SCOUTED)
-                    shape = measured_shape(brief, self._drafter(one.spec))
+                    shape = measured_shape(brief, self._drafter(tried.spec))
                 except REFUSALS:  # it cannot grow trees, or not for this target
                     continue
-                spec = sequoia_spec(one.spec, shape, self._curve)
+                spec = sequoia_spec(tried.spec, shape, self._curve)
                 yield from [] if spec is None else [spec]
 
     # -- comparing ---------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Search:
         """The best ways against each other: after every rung half of them go on."""
         prompts = list(enumerate(self.job.work.prompts))
         prompts = prompts[SCOUTS:] + prompts[:SCOUTS]  # first those that nothing was tried on
-        racing = [Way(one.drafter, one.controller) for one in self._candidates()[:FINALISTS]]
+        racing = [Way(candidate.drafter, candidate.controller) for candidate in self._candidates()[:FINALISTS]]
         racing.append(Way(self._group(), "auto"))
         arms: dict[Way, EngineRacer] = {}
         for rung in range(RUNGS):
@@ -234,10 +234,10 @@ class Search:
                 if self.job.clock() >= until or not racing:
                     break
                 *laps, plain = self._heat([arms[way] for way in racing], place, prompt, until)
-                for way, own in zip(racing, laps, strict=True):
-                    self.finals.setdefault(way, Standing()).add(own, plain)
-            known = [way for way in racing if way in self.finals and self.finals[way].is_known]
-            racing = sorted(known, key=lambda way: -self.finals[way].speedup)[: (len(known) + 1) // 2]
+                for way, rounds in zip(racing, laps, strict=True):
+                    self.finals.setdefault(way, Standing()).add(rounds, plain)
+            measured = [way for way in racing if way in self.finals and self.finals[way].is_known]
+            racing = sorted(measured, key=lambda way: -self.finals[way].speedup)[: (len(measured) + 1) // 2]
 
     def _enter(self, way: Way, arms: dict[Way, EngineRacer]) -> None:
         """Build an arm and warm it up; what cannot be built takes no part."""
@@ -252,23 +252,23 @@ class Search:
     def _candidates(self) -> list[Candidate]:
         """Every drafter in its best shape, the most promising first."""
         best: dict[tuple[str, str | None], Candidate] = {}
-        for one in self.scouted.values():
-            candidate, parsed = best_candidate(one, self._curve, self._rest_s), parse_spec(one.spec)
+        for tried in self.scouted.values():
+            candidate, parsed = best_candidate(tried, self._curve, self._rest_s), parse_spec(tried.spec)
             key = parsed.name, parsed.path
             if key not in best or candidate.predicted > best[key].predicted:
                 best[key] = candidate
-        return sorted(best.values(), key=lambda one: -one.predicted)
+        return sorted(best.values(), key=lambda tried: -tried.predicted)
 
     def _group(self) -> str:
         """The best drafter with a network and the best one that copies text, of which each round takes the better."""
         ranked = self._candidates()
         pair = []
         for copies in (False, True):
-            same = [one for one in ranked if self.scouted[one.drafter].copies is copies]
-            pair += [one for one in same if parse_spec(one.drafter).name not in GROUPS][:1]
+            same = [candidate for candidate in ranked if self.scouted[candidate.drafter].copies is copies]
+            pair += [candidate for candidate in same if parse_spec(candidate.drafter).name not in GROUPS][:1]
         if len(pair) < 2:
             return ranked[0].drafter
-        per_token = [one.cost.seconds(one.depth) / one.depth / self._token_s for one in pair]
+        per_token = [candidate.cost.seconds(candidate.depth) / candidate.depth / self._token_s for candidate in pair]
         return router_spec(pair[0].drafter, pair[1].drafter, per_token)
 
     @property
@@ -280,11 +280,11 @@ class Search:
     def _cost(self, tried: Scouted) -> DrafterCost:
         """What a drafter costs by its try; what is accepted of its drafts by the race, too, which is longer."""
         raced = [
-            (standing.own, way.depth)
+            (standing.rounds, way.depth)
             for way, standing in self.finals.items()
             if way.drafter == tried.spec and way.depth is not None
         ]
-        return replace(tried.cost, survival=survival_of([(tried.standing.own, tried.depth), *raced]))
+        return replace(tried.cost, survival=survival_of([(tried.standing.rounds, tried.depth), *raced]))
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
@@ -292,11 +292,11 @@ class Search:
         """The answer so far."""
         rows = [self._row(way, standing, True) for way, standing in self.finals.items() if standing.is_known]
         rows = [row for row in rows if self.finals[row.way].is_possible]
-        known = {row.way.drafter for row in rows}
-        brief = [self._scouted_row(one) for one in self.scouted.values() if one.spec not in known]
+        compared = {row.way.drafter for row in rows}
+        brief = [self._scouted_row(tried) for tried in self.scouted.values() if tried.spec not in compared]
         rows.sort(key=lambda row: -row.speedup)
         brief.sort(key=lambda row: -row.speedup)
-        now = self.job.clock()
+        now_s = self.job.clock()
         return Outcome(
             self.job,
             self.costs,
@@ -305,7 +305,7 @@ class Search:
             self.skipped,
             tokens_per_s(self._plain_rounds),
             len(self._decoded),
-            now - self._began_s,
+            now_s - self._began_s,
             self._started_s - self._began_s,
             self.interrupted,
         )
@@ -314,7 +314,7 @@ class Search:
         """Why nothing was measured, and what to do."""
         reasons = {name: reason for name, reason in self.skipped.items() if "--minutes" not in reason}
         if reasons and len(reasons) == len(self.skipped):
-            return "no drafter could be measured: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())
+            return "no drafter could be measured: " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         if not self._token_s and self.job.clock() < self._end_s:
             return (
                 "nothing can be measured: the answers to all prompts end after a token or two; give "
@@ -323,19 +323,19 @@ class Search:
         before_s = self._started_s - self._began_s
         spent = f"loading took {before_s:.1f} s" + (f", a token {1e3 * self._token_s:.0f} ms" * (self._token_s > 0))
         enough = (before_s + 16 * SCOUTS * SCOUTED * self._token_s + 2.0) / 60
-        wanted = max(math.ceil(10 * enough) / 10, math.ceil(20 * self.job.minutes) / 10)
+        minutes = max(math.ceil(10 * enough) / 10, math.ceil(20 * self.job.minutes) / 10)
         return (
-            f"--minutes {self.job.minutes:g} is too little to measure anything ({spent}): give --minutes {wanted:g} "
+            f"--minutes {self.job.minutes:g} is too little to measure anything ({spent}): give --minutes {minutes:g} "
             "or more"
         )
 
-    def _scouted_row(self, one: Scouted) -> TunedRow:
-        return self._row(Way(one.spec, f"constant,k={one.depth}"), one.standing, False)
+    def _scouted_row(self, tried: Scouted) -> TunedRow:
+        return self._row(Way(tried.spec, f"constant,k={tried.depth}"), tried.standing, False)
 
     def _row(self, way: Way, standing: Standing, compared: bool) -> TunedRow:
-        written = sum(one.written for one in standing.own)
+        tokens = sum(round_.new_tokens for round_ in standing.rounds)
         texts = (standing.texts, standing.differing)
-        row = TunedRow(way, standing.speedup, standing.tokens_per_round, written, compared, "", *texts)
+        row = TunedRow(way, standing.speedup, standing.tokens_per_round, tokens, compared, "", *texts)
         if row.speedup > 1 or way.drafter not in self.scouted:
             return row
         candidate = best_candidate(self.scouted[way.drafter], self._curve, self._rest_s)
@@ -355,7 +355,7 @@ class Search:
 
     def _forget(self) -> None:
         """Keep the weights of the best drafters only."""
-        best = {one.drafter for one in self._candidates()[:FINALISTS]} if self.scouted else set()
+        best = {candidate.drafter for candidate in self._candidates()[:FINALISTS]} if self.scouted else set()
         for spec in [spec for spec in self._built if spec not in best]:
             del self._built[spec]
         gc.collect()  # a model and its lean forward hold each other
@@ -365,7 +365,7 @@ def _warmed(arm: EngineRacer, prompt: Sequence[int], count: int = 2) -> list[Rac
     """A few rounds, which are not counted: what is done once is no cost."""
     arm.begin(prompt)
     try:
-        return [one for one in (arm.advance() for _ in range(count)) if one is not None]
+        return [round_ for round_ in (arm.advance() for _ in range(count)) if round_ is not None]
     finally:
         arm.cancel()
 

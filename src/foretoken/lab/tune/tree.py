@@ -96,7 +96,7 @@ def tune(
 ) -> TunedTree:
     """Measure accuracies on text that the target writes, time every size, take the best tree, and compare it."""
     tell("writing text to measure on")
-    texts = _written(work)
+    texts = _answered(work)
     tell("measuring the heads")
     accuracies = measured_accuracies(work, drafter, texts)
     tell("timing trees")
@@ -108,7 +108,7 @@ def tune(
     return TunedTree(drafter.name, trees[best], accuracies, size_costs, compared(work, drafter, trees[best]))
 
 
-def _written(work: Workload) -> list[list[int]]:
+def _answered(work: Workload) -> list[list[int]]:
     """The prompts and what the target says to them: what a head must guess is known there."""
     outs = work.subject.llm(None).generate(
         [list(p) for p in work.prompts], max_new_tokens=work.new_tokens, ignore_eos=True

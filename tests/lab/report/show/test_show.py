@@ -17,7 +17,7 @@ from foretoken.engine.output import Output, output_of
 from foretoken.engine.request import Request
 from foretoken.engine.trace import RoundTrace
 from foretoken.lab.report.show import page, picture
-from foretoken.lab.report.show.run import Shown, shown
+from foretoken.lab.report.show.run import Shown, shown_run
 from foretoken.lab.report.show.texts import token_text, visible
 from foretoken.lab.report.show.tree import draw_tree
 from foretoken.lab.report.show.why import deciding_tests, passed, statuses
@@ -75,13 +75,13 @@ def test_a_child_whose_turn_did_not_come_is_not_called_rejected() -> None:
 
 
 def run_of(case: str, tokens: int = 25) -> Shown:
-    return shown(output(case, tokens), None, "a prompt", FACTS)
+    return shown_run(output(case, tokens), None, "a prompt", FACTS)
 
 
 @each_case
 def test_every_token_of_the_text_is_in_the_round_that_wrote_it(case: str) -> None:
     out = output(case)
-    run = shown(out, None, "", ())
+    run = shown_run(out, None, "", ())
     words = [word for one in run.rounds for word in one.words]
     assert [word.text for word in words] == [f"{token} " for token in out.token_ids]
     assert [word.origin for word in words] == out.origins
@@ -205,7 +205,7 @@ def test_lines_of_a_tree() -> None:
         0, [7, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [None] * 5, [None] * 5, [1], 9, False, "model", verifier="greedy"
     )  # fmt: skip
     out = Output("", [1, 9], "length", None, ["accepted", "recovered"], rounds=[trace])  # type: ignore[arg-type]
-    (one,) = shown(out, None, "", ()).rounds
+    (one,) = shown_run(out, None, "", ()).rounds
     assert [(line.branch + line.text, line.kind) for line in lines_of(one)] == [
         ("7", "root"),
         ("├─ 1", "accepted"),
@@ -227,4 +227,4 @@ def test_tokens_are_shown_as_they_are() -> None:
 def test_an_output_without_rounds_says_what_to_do() -> None:
     out: Any = replace(output("greedy"), rounds=[])
     with pytest.raises(ValueError, match="generate with explain=True"):
-        shown(out, None, "", ())
+        shown_run(out, None, "", ())

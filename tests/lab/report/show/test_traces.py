@@ -13,7 +13,7 @@ import pytest
 from test_show import FACTS, each_case, output
 
 from foretoken.lab.report.show import page, picture
-from foretoken.lab.report.show.run import Total, shown, total_of
+from foretoken.lab.report.show.run import Total, shown_run, total_of
 from foretoken.lab.report.show.trace_file import read_trace, to_lines
 
 HEAD = {"foretoken_trace": 1, "engine": "other 2.0", "facts": {"target": "a model"}}
@@ -32,7 +32,7 @@ def a_round(**more: Any) -> dict[str, Any]:
 
 @each_case
 def test_our_traces_read_back_to_the_same_page(case: str, tmp_path: Path) -> None:
-    run = shown(output(case, 40), None, "a prompt\n", FACTS)
+    run = shown_run(output(case, 40), None, "a prompt\n", FACTS)
     back = read_trace(written(tmp_path, *to_lines(run, "us"))).choose(None)
     assert list(back.facts) == [("engine", "us"), *FACTS]
     ours, theirs = page.render(run), page.render(back)

@@ -139,8 +139,8 @@ class Sample:
     def close(self) -> Sample:
         """The stream has ended without an error: did it end as it should?"""
         if self.finish_reason is None:
-            said = "[DONE]" if self.done else "nothing more"
-            return self.fail("truncated", f"the stream ended with {said} and without a finish_reason")
+            end = "[DONE]" if self.done else "nothing more"
+            return self.fail("truncated", f"the stream ended with {end} and without a finish_reason")
         if not self.counted:
             self.tokens = self.chunks
         if self.first_s is None:  # no text at all: the end is what came first
@@ -214,7 +214,7 @@ async def find_server(http: httpx.AsyncClient, server: Server) -> Server:
     listed = _listed(answer)
     if not model and not listed:
         raise ValueError(f"{url}/v1/models does not say what is served ({answer.status_code}): give --model")
-    entry = next((one for one in listed if one.get("id") == model), listed[0] if listed else {})
+    entry = next((offer for offer in listed if offer.get("id") == model), listed[0] if listed else {})
     # Who knows ``cache_salt``; others refuse fields that they do not know, or ignore them
     salted = entry.get("owned_by") in ("foretoken", "vllm")
     return replace(server, model=model or str(entry.get("id")), salted=salted, about=await _about(http, server))
@@ -236,14 +236,16 @@ def _listed(answer: httpx.Response) -> list[dict[str, Any]]:
         models = answer.json().get("data")
     except (ValueError, AttributeError):
         return []
-    return [one for one in models if isinstance(one, dict) and one.get("id")] if isinstance(models, list) else []
+    return (
+        [model for model in models if isinstance(model, dict) and model.get("id")] if isinstance(models, list) else []
+    )
 
 
-async def ask(http: httpx.AsyncClient, settings: LoadSettings, arm: ServerArm, one: Ask, salt: str) -> Sample:
+async def ask(http: httpx.AsyncClient, settings: LoadSettings, arm: ServerArm, request: Ask, salt: str) -> Sample:
     """Send one request and read its stream to the end; whatever goes wrong is in the sample."""
-    sample = Sample(one.number, one.prompt.category)
+    sample = Sample(request.number, request.prompt.category)
     path = "/v1/chat/completions" if settings.chat else "/v1/completions"
-    content = json.dumps(settings.body(arm, one, salt)).encode()
+    content = json.dumps(settings.body(arm, request, salt)).encode()
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **headers_of(arm.server)}
     sample.sent_s = perf_counter()
     try:
@@ -291,10 +293,10 @@ async def _read(sample: Sample, answer: httpx.Response) -> None:
 
 async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
     """The data of server-sent events; a last line without its end was cut off and is none."""
-    held = b""
+    rest = b""
     async for chunk in answer.aiter_bytes():
-        held += chunk
-        *lines, held = held.split(b"\n")
+        rest += chunk
+        *lines, rest = rest.split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()

@@ -75,15 +75,15 @@ class Driver:
         """The first requests; if all fail, the test would measure errors alone."""
         self.tell(0, self._all, f"{arm.name}: warming up")
         asks = self.settings.asks(self.prompts, self.settings.warmup)
-        samples = await self._gathered([self._ask(arm, one, f"warm-{arm.name}") for one in asks])
+        samples = await self._gathered([self._ask(arm, request, f"warm-{arm.name}") for request in asks])
         bad = [sample for sample in samples if not sample.ok]
         if bad and len(bad) == len(samples):
             raise ValueError(f"{arm.name} at {arm.server.url} answers no request ({bad[0].error}): {bad[0].detail}")
         if arm.extra.get("speculative") == {"enabled": False}:
             _check_plain(arm, samples)
 
-    async def _ask(self, arm: ServerArm, one: Ask, salt: str) -> Sample:
-        return await ask(self.http, self.settings, arm, one, salt)
+    async def _ask(self, arm: ServerArm, request: Ask, salt: str) -> Sample:
+        return await ask(self.http, self.settings, arm, request, salt)
 
     async def _pass(self, arm: ServerArm, level: Level, number: int) -> Pass:
         result = Pass(arm, level, number)
@@ -92,54 +92,54 @@ class Driver:
         self.tell(self.sent, self._all, f"{arm.name}, {level.label}")
         before = await counters(self.http, arm.server)
 
-        async def one(place: int) -> None:
+        async def send(place: int) -> None:
             result.samples.append(await self._ask(arm, asks[place], salt))
             self.sent += 1
             self.tell(self.sent, self._all, f"{arm.name}, {level.label}")
 
-        began = perf_counter()
+        start_s = perf_counter()
         if level.shape == "concurrency":
-            await self._clients(int(level.value), len(asks), one)
+            await self._clients(int(level.value), len(asks), send)
         else:
-            await self._arriving(result, level, len(asks), one)
+            await self._arriving(result, level, len(asks), send)
         ends = [sample.last_s for sample in result.samples if sample.last_s is not None]
-        result.seconds = max(ends, default=perf_counter()) - began
+        result.seconds = max(ends, default=perf_counter()) - start_s
         result.cut = self.stop.is_set()
         result.drafts = _grown(before, await counters(self.http, arm.server))
         return result
 
-    async def _clients(self, clients: int, count: int, one: Callable[[int], Awaitable[None]]) -> None:
+    async def _clients(self, clients: int, count: int, send: Callable[[int], Awaitable[None]]) -> None:
         """So many at a time."""
         numbers = iter(range(count))
 
         async def client() -> None:
             for number in numbers:  # shared: each takes the next
-                await one(number)
+                await send(number)
 
         await self._gathered([client() for _ in range(clients)])
 
-    async def _arriving(self, result: Pass, level: Level, count: int, one: Callable[[int], Awaitable[None]]) -> None:
+    async def _arriving(self, result: Pass, level: Level, count: int, send: Callable[[int], Awaitable[None]]) -> None:
         """By a rate, whatever the server does."""
         times = arrivals(level, count, (self.settings.seed or 0) + result.number)
-        began = perf_counter()
+        start_s = perf_counter()
 
         async def at(number: int) -> None:
-            await asyncio.sleep(max(0.0, began + times[number] - perf_counter()))
-            result.lag_s = max(result.lag_s, perf_counter() - began - times[number])
-            await one(number)
+            await asyncio.sleep(max(0.0, start_s + times[number] - perf_counter()))
+            result.lag_s = max(result.lag_s, perf_counter() - start_s - times[number])
+            await send(number)
 
         await self._gathered([at(number) for number in range(count)])
 
     async def _gathered(self, work: Sequence[Awaitable[Sample | None]]) -> list[Sample]:
         """All of it, or what is done when somebody stops it; requests that run then are dropped."""
-        tasks = [asyncio.ensure_future(one) for one in work]
+        tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
         stopped = asyncio.ensure_future(self.stop.wait())
         try:
-            left = set(tasks)
-            while left and not self.stop.is_set():
-                done, _ = await asyncio.wait({*left, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                left -= done
-                for task in done - {stopped}:
+            pending = set(tasks)
+            while pending and not self.stop.is_set():
+                ended, _ = await asyncio.wait({*pending, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                pending -= ended
+                for task in ended - {stopped}:
                     task.result()
         finally:
             for task in (*tasks, stopped):
@@ -179,7 +179,7 @@ def stopped_by_signals(stop: asyncio.Event) -> Iterator[list[int]]:
             loop.remove_signal_handler(number)
             signal.signal(number, handler)  # the loop leaves the default one, which would end us in silence
 
-    def asked(number: int) -> None:
+    def on_signal(number: int) -> None:
         stop.set()
         caught.append(number)
         restore()
@@ -187,7 +187,7 @@ def stopped_by_signals(stop: asyncio.Event) -> Iterator[list[int]]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.getsignal(number)
-            loop.add_signal_handler(number, asked, number)
+            loop.add_signal_handler(number, on_signal, number)
             before[number] = handler
     except (NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
         pass

@@ -21,27 +21,29 @@ EXAMPLES = 5
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     """Mean and percentiles in milliseconds of values in seconds; nothing of no values."""
-    known = [1000 * value for value in values if value is not None]
-    if not known:
+    times_ms = [1000 * value for value in values if value is not None]
+    if not times_ms:
         return None
-    return {"mean": fmean(known), **{f"p{share}": float(np.percentile(known, share)) for share in (50, 90, 99)}}
+    return {"mean": fmean(times_ms), **{f"p{share}": float(np.percentile(times_ms, share)) for share in (50, 90, 99)}}
 
 
 def curve(values: Iterable[float | None]) -> list[float]:
     """Milliseconds at the percentiles of :data:`CURVE`."""
-    known = [1000 * value for value in values if value is not None]
-    return np.percentile(known, CURVE).round(3).tolist() if known else []
+    times_ms = [1000 * value for value in values if value is not None]
+    return np.percentile(times_ms, CURVE).round(3).tolist() if times_ms else []
 
 
 def drafts_of(passes: Sequence[Pass]) -> Drafts | None:
     """What was drafted: as requests say, else as the server's counters do."""
-    told = [sample.drafts for one in passes for sample in one.samples if sample.ok and sample.drafts is not None]
-    drafts = told or [one.drafts for one in passes if one.drafts is not None]
+    of_requests = [
+        sample.drafts for pass_ in passes for sample in pass_.samples if sample.ok and sample.drafts is not None
+    ]
+    drafts = of_requests or [pass_.drafts for pass_ in passes if pass_.drafts is not None]
     if not drafts:
         return None
     whole = Drafts(0)
-    for one in drafts:
-        whole.add(one)
+    for part in drafts:
+        whole.add(part)
     return whole
 
 
@@ -49,11 +51,11 @@ def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSetting
     """One line of the run: an arm at a level, all passes together, beside those of the first arm at the same level (for
     the first arm itself, its own)."""
     level, arm = passes[0].level, passes[0].arm
-    samples = [sample for one in passes for sample in one.samples]
+    samples = [sample for pass_ in passes for sample in pass_.samples]
     good = [sample for sample in samples if sample.ok]
     drafts = drafts_of(passes)
-    own = passes[0].arm is baseline[0].arm if baseline else True
-    same = None if own or not settings.fixed else equality(passes, baseline)
+    is_baseline = passes[0].arm is baseline[0].arm if baseline else True
+    same = None if is_baseline or not settings.fixed else equality(passes, baseline)
     return {
         "load": level.shape,
         "level": level.value,
@@ -65,9 +67,9 @@ def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSetting
         "requests": len(samples),
         "completed": len(good),
         "errors": dict(Counter(sample.error for sample in samples if sample.error)),
-        "seconds": sum(one.seconds for one in passes),
-        "requests_per_s": _per_second(passes, lambda one: sum(sample.ok for sample in one.samples)),
-        "tokens_per_s": _per_second(passes, lambda one: one.tokens),
+        "seconds": sum(pass_.seconds for pass_ in passes),
+        "requests_per_s": _per_second(passes, lambda pass_: sum(sample.ok for sample in pass_.samples)),
+        "tokens_per_s": _per_second(passes, lambda pass_: pass_.tokens),
         "new_tokens": sum(sample.tokens for sample in good),
         "prompt_tokens": sum(sample.prompt_tokens for sample in good),
         "ttft_ms": spread(sample.ttft_s for sample in good),
@@ -76,15 +78,15 @@ def cell(passes: Sequence[Pass], baseline: Sequence[Pass], settings: LoadSetting
         "acceptance_rate": None if drafts is None else drafts.acceptance_rate,
         "mean_acceptance_length": None if drafts is None else drafts.mean_acceptance_length,
         "draft_tokens": None if drafts is None else drafts.drafted,
-        "ratios": None if own else ratios(passes, baseline),
+        "ratios": None if is_baseline else ratios(passes, baseline),
         "identical": None if same is None else not same["different"],
-        "lag_ms": 1000 * max(one.lag_s for one in passes),
+        "lag_ms": 1000 * max(pass_.lag_s for pass_ in passes),
     }
 
 
 def _per_second(passes: Sequence[Pass], count: Any) -> float:
     """The median over passes."""
-    return median(count(one) / one.seconds if one.seconds > 0 else 0.0 for one in passes)
+    return median(count(pass_) / pass_.seconds if pass_.seconds > 0 else 0.0 for pass_ in passes)
 
 
 def ratios(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, float] | None:
@@ -92,34 +94,36 @@ def ratios(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, float]
 
     Tokens per second for throughput; mean times, the baseline's over the arm's, for latencies.
     """
-    others = {one.number: one for one in baseline}
+    baseline_passes = {pass_.number: pass_ for pass_ in baseline}
     by_measure: dict[str, list[float]] = {}
-    for one in passes:
-        other = others.get(one.number)
-        if other is None or one.cut or other.cut:
+    for pass_ in passes:
+        base_pass = baseline_passes.get(pass_.number)
+        if base_pass is None or pass_.cut or base_pass.cut:
             continue
-        if other.tokens and one.seconds > 0:
-            value = one.tokens / one.seconds / (other.tokens / other.seconds)
+        if base_pass.tokens and pass_.seconds > 0:
+            value = pass_.tokens / pass_.seconds / (base_pass.tokens / base_pass.seconds)
             by_measure.setdefault("tokens_per_s", []).append(value)
         for name in ("ttft_s", "tpot_s", "e2e_s"):
-            own, base = _mean(one.samples, name), _mean(other.samples, name)
-            if own and base:
-                by_measure.setdefault(name.removesuffix("_s"), []).append(base / own)
+            mean_s, base_s = _mean(pass_.samples, name), _mean(base_pass.samples, name)
+            if mean_s and base_s:
+                by_measure.setdefault(name.removesuffix("_s"), []).append(base_s / mean_s)
     return {name: median(values) for name, values in by_measure.items()} or None
 
 
 def _mean(samples: Sequence[Sample], name: str) -> float:
-    known = [value for sample in samples if (value := getattr(sample, name)) is not None]
-    return fmean(known) if known else 0.0
+    values = [value for sample in samples if (value := getattr(sample, name)) is not None]
+    return fmean(values) if values else 0.0
 
 
 def pairs(passes: Sequence[Pass], baseline: Sequence[Pass]) -> Iterator[tuple[Sample, Sample]]:
     """Requests that ended well, and beside each the same one in the baseline's pass of the same number."""
-    others = {(one.number, sample.number): sample for one in baseline for sample in one.samples if sample.ok}
-    for one in passes:
-        for sample in one.samples:
-            if sample.ok and (one.number, sample.number) in others:
-                yield sample, others[one.number, sample.number]
+    base_samples = {
+        (pass_.number, sample.number): sample for pass_ in baseline for sample in pass_.samples if sample.ok
+    }
+    for pass_ in passes:
+        for sample in pass_.samples:
+            if sample.ok and (pass_.number, sample.number) in base_samples:
+                yield sample, base_samples[pass_.number, sample.number]
 
 
 def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
@@ -154,8 +158,8 @@ def _difference(sample: Sample, other: Sample) -> dict[str, Any]:
 def by_category(passes: Sequence[Pass]) -> dict[str, dict[str, Any]]:
     """What differs between categories: time per token and acceptance."""
     groups: dict[str, list[Sample]] = {}
-    for one in passes:
-        for sample in one.samples:
+    for pass_ in passes:
+        for sample in pass_.samples:
             if sample.ok:
                 groups.setdefault(sample.category, []).append(sample)
     figures: dict[str, dict[str, Any]] = {}
@@ -176,8 +180,8 @@ def by_category(passes: Sequence[Pass]) -> dict[str, dict[str, Any]]:
 def grouped(passes: Sequence[Pass]) -> Mapping[tuple[Level, str], list[Pass]]:
     """Passes of the same arm at the same level, in the order in which they began."""
     groups: dict[tuple[Level, str], list[Pass]] = {}
-    for one in passes:
-        groups.setdefault((one.level, one.arm.name), []).append(one)
+    for pass_ in passes:
+        groups.setdefault((pass_.level, pass_.arm.name), []).append(pass_)
     return groups
 
 
@@ -188,7 +192,7 @@ def cells(arms: Sequence[ServerArm], passes: Sequence[Pass], settings: LoadSetti
     for level in settings.levels:
         baseline = groups.get((level, arms[0].name), [])
         for arm in arms:
-            own = groups.get((level, arm.name))
-            if own and any(one.samples for one in own):
-                lines.append(cell(own, baseline, settings))
+            arm_passes = groups.get((level, arm.name))
+            if arm_passes and any(pass_.samples for pass_ in arm_passes):
+                lines.append(cell(arm_passes, baseline, settings))
     return lines

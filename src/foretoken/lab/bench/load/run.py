@@ -37,39 +37,41 @@ class LoadResult:
 
     @property
     def lines(self) -> list[str]:
-        return [json.dumps(one, ensure_ascii=False) for one in (*self.cells, self.summary)]
+        return [json.dumps(row, ensure_ascii=False) for row in (*self.cells, self.summary)]
 
     def write(self, file: Path) -> None:
         """Write the lines, whole or not at all."""
         write_text(file, "".join(line + "\n" for line in self.lines))
 
 
-def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], models: Sequence[str]) -> list[Server]:
+def parse_addresses(
+    addresses: Sequence[str], compare: bool, keys: Sequence[str], models: Sequence[str]
+) -> list[Server]:
     """Servers of ``URL`` or ``NAME=URL``.  Raises ``ValueError`` for what is no address, two of one name, and numbers
     of keys or models that do not fit."""
-    if compare and len(given) > 1:
+    if compare and len(addresses) > 1:
         raise ValueError("--compare compares one server with itself: give one URL")
     servers = []
-    for place, text in enumerate(given):
-        named = re.match(r"([\w.-]+)=(https?://.*)", text)
-        name, url = named.groups() if named else ("", text)
+    for place, text in enumerate(addresses):
+        match = re.match(r"([\w.-]+)=(https?://.*)", text)
+        name, url = match.groups() if match else ("", text)
         url = url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{text!r} is no server: give http://HOST:PORT, or NAME=http://HOST:PORT")
-        alone = SERVER if len(given) == 1 else url.split("://", 1)[1]
-        key, model = _of(keys, place, len(given), "--api-key"), _of(models, place, len(given), "--model")
+        alone = SERVER if len(addresses) == 1 else url.split("://", 1)[1]
+        key, model = _of(keys, place, len(addresses), "--api-key"), _of(models, place, len(addresses), "--model")
         servers.append(Server(name or alone, url, model, key))
-    twice = [name for name, count in Counter(one.name for one in servers).items() if count > 1]
+    twice = [name for name, count in Counter(server.name for server in servers).items() if count > 1]
     if twice:
         raise ValueError(f"two servers are called {twice[0]}: give NAME=URL")
     return servers
 
 
-def _of(given: Sequence[str], place: int, count: int, option: str) -> str:
+def _of(values: Sequence[str], place: int, count: int, option: str) -> str:
     """The value of a server: each its own, or one for all; empty where none was given."""
-    if len(given) not in (0, 1, count):
-        raise ValueError(f"{option} was given {len(given)} times for {count} servers: give it once, or once for each")
-    return given[place if len(given) == count else 0] if given else ""
+    if len(values) not in (0, 1, count):
+        raise ValueError(f"{option} was given {len(values)} times for {count} servers: give it once, or once for each")
+    return values[place if len(values) == count else 0] if values else ""
 
 
 def run_load(
@@ -106,8 +108,10 @@ async def _measured(
             if compare and not driver.stop.is_set():
                 asks = settings.asks(prompts, settings.requests)
                 for level in settings.levels:
-                    plain, own = ([one for one in passes if one.arm is arm and one.level is level] for arm in arms)
-                    await find_gaps(http, settings, asks, plain, own)
+                    plain, drafting = (
+                        [pass_ for pass_ in passes if pass_.arm is arm and pass_.level is level] for arm in arms
+                    )
+                    await find_gaps(http, settings, asks, plain, drafting)
         return arms, passes, caught[0] if caught else None
 
 
@@ -127,7 +131,7 @@ def summary(
 ) -> dict[str, Any]:
     """The last line of a run."""
     groups = figures.grouped(passes)
-    shown = [level for level in settings.levels if any((level, arm.name) in groups for arm in arms)]
+    levels = [level for level in settings.levels if any((level, arm.name) in groups for arm in arms)]
     config = asdict(settings)
     config["levels"] = [level.label for level in settings.levels]
     config["prompts"] = {category: len(group) for category, group in prompts.items()}
@@ -143,9 +147,9 @@ def summary(
         "interrupted": interrupted,
         "equality": _equality(arms, groups, settings),
         "categories": {
-            arm.name: figures.by_category([one for one in passes if one.arm.name == arm.name]) for arm in arms
+            arm.name: figures.by_category([pass_ for pass_ in passes if pass_.arm.name == arm.name]) for arm in arms
         },
-        "curves": [_curves(groups[level, arm.name]) for level in shown for arm in arms if (level, arm.name) in groups],
+        "curves": [_curves(groups[level, arm.name]) for level in levels for arm in arms if (level, arm.name) in groups],
         "notes": notes(passes, settings, prompts),
     }
 
@@ -169,15 +173,15 @@ def _equality(
     if not settings.fixed:
         return []
     return [
-        {"arm": arm.name, "load": level.shape, "level": level.value, **figures.equality(own, base)}
+        {"arm": arm.name, "load": level.shape, "level": level.value, **figures.equality(arm_passes, baseline)}
         for level in settings.levels
         for arm in arms[1:]
-        if (own := groups.get((level, arm.name))) and (base := groups.get((level, arms[0].name)))
+        if (arm_passes := groups.get((level, arm.name))) and (baseline := groups.get((level, arms[0].name)))
     ]
 
 
 def _curves(passes: Sequence[Pass]) -> dict[str, Any]:
-    good = [sample for one in passes for sample in one.samples if sample.ok]
+    good = [sample for pass_ in passes for sample in pass_.samples if sample.ok]
     return {
         "arm": passes[0].arm.name,
         "load": passes[0].level.shape,
@@ -192,12 +196,12 @@ def _curves(passes: Sequence[Pass]) -> dict[str, Any]:
 def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, Sequence[Any]]) -> list[str]:
     """What a reader must know about this run."""
     remarks = []
-    samples = [sample for one in passes for sample in one.samples]
+    samples = [sample for pass_ in passes for sample in pass_.samples]
     good = [sample for sample in samples if sample.ok]
     # Of all requests, those too that an interrupted test did not come to
-    asked = range(settings.requests) if samples else ()
-    distinct = len({(number % len(prompts), _row(number, prompts)) for number in asked})
-    if distinct < len(asked):
+    numbers = range(settings.requests) if samples else ()
+    distinct = len({(number % len(prompts), _row(number, prompts)) for number in numbers})
+    if distinct < len(numbers):
         remarks.append(
             f"There are {distinct} prompts for {settings.requests} requests: a server that keeps prompts reads the "
             "repeated ones faster."
@@ -208,7 +212,7 @@ def notes(passes: Sequence[Pass], settings: LoadSettings, prompts: Mapping[str, 
         remarks.append(f"{uncounted} answers came without usage: their tokens are counted as chunks of the stream.")
     if undone := sum(not sample.done for sample in good):
         remarks.append(f"{undone} streams ended without [DONE], but with a finish_reason: they count as complete.")
-    late = max((one.lag_s for one in passes), default=0.0)
+    late = max((pass_.lag_s for pass_ in passes), default=0.0)
     # Requests that are sent so much later than planned are told of
     if late > 0.05:
         remarks.append(f"The client was late by up to {1000 * late:.0f} ms: it is too slow for this rate.")
@@ -243,9 +247,9 @@ async def find_gaps(
         sample.gap = await _gap(http, others[0].arm.server, asks[sample.number].prompt.text, other, sample)
 
 
-async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, one: Sample, other: Sample) -> float | None:
+async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, sample: Sample, other: Sample) -> float | None:
     """How far the less likely of the two tokens is from the most likely one; ``None`` where the server does not say."""
-    pairs = list(zip(one.token_ids, other.token_ids, strict=False))
+    pairs = list(zip(sample.token_ids, other.token_ids, strict=False))
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if place is None:  # one of them is longer
         return None
@@ -253,7 +257,7 @@ async def _gap(http: httpx.AsyncClient, server: Server, prompt: str, one: Sample
         answer = await http.post(
             f"{server.url}/tokenize", json={"model": server.model, "prompt": prompt}, headers=headers_of(server)
         )
-        prefix = [*answer.json()["tokens"], *one.token_ids[:place]]
+        prefix = [*answer.json()["tokens"], *sample.token_ids[:place]]
         body = {
             "model": server.model, "prompt": prefix, "max_tokens": 1, "temperature": 0, "logprobs": TOP,
             "return_tokens_as_token_ids": True, "speculative": {"enabled": False},

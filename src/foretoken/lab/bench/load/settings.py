@@ -151,8 +151,8 @@ def arrivals(level: Level, count: int, seed: int) -> list[float]:
     """Seconds from the start at which requests arrive; groups of ``burst`` keep the rate."""
     chance = random.Random(seed)
     times: list[float] = []
-    now = 0.0
+    time_s = 0.0
     while len(times) < count:
-        times += [now] * min(level.burst, count - len(times))
-        now += chance.expovariate(level.value / level.burst)
+        times += [time_s] * min(level.burst, count - len(times))
+        time_s += chance.expovariate(level.value / level.burst)
     return times

@@ -162,15 +162,15 @@ def fault_of(body: Mapping[str, Any]) -> str | None:
     return None if all(isinstance(text, str) for text in texts) else "'matrix' and 'gpus' are lists of names"
 
 
-def _fields(entry: Any, fields: Mapping[str, Any], what: str) -> str | None:
+def _fields(entry: Any, fields: Mapping[str, Any], label: str) -> str | None:
     if not isinstance(entry, dict):
-        return f"{what} is no object"
+        return f"{label} is no object"
     for name, kind in fields.items():
         value = entry.get(name, ...)
         if value is ... or not isinstance(value, kind) or isinstance(value, bool):
-            return f"{what} has no right '{name}'"
+            return f"{label} has no right '{name}'"
         if isinstance(value, float) and not math.isfinite(value):
-            return f"{what} has no finite '{name}'"
+            return f"{label} has no finite '{name}'"
     return None
 
 

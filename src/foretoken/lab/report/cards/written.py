@@ -118,11 +118,11 @@ def _figure(
 ) -> dict[str, Any]:
     arm, setting = cell["arm"], (cell["temperature"], cell["batch"])
     drafter, controller = split_arm(arm)
-    ours = not is_foreign(arm)
+    is_own = not is_foreign(arm)
     (prefill,) = [p["prefill_s"] for p in summary["prefill"] if _place(p) == (arm, *setting)]
     equality = [e for e in summary["equality"] if _place(e) == (arm, *setting)]
     return {
-        "method": parse_spec(drafter).name if ours else arm,
+        "method": parse_spec(drafter).name if is_own else arm,
         "drafter": without_folders(drafter),
         "controller": without_folders(controller or summary["settings"]["controller"]),
         "verifier": summary["settings"]["verifier"],
@@ -134,8 +134,8 @@ def _figure(
         "speedup": _short(cell["speedup"]),
         "speedup_ci95": [_short(end) for end in cell["speedup_ci95"]],
         "tokens_per_round": None if (length := cell["mean_acceptance_length"]) is None else _short(length),
-        "prefill_s": _short(prefill) if ours else None,
-        "ttft_s": None if ours else _short(prefill),
+        "prefill_s": _short(prefill) if is_own else None,
+        "ttft_s": None if is_own else _short(prefill),
         "equality": {name: sum(e[name] for e in equality) for name in COUNTS} if equality else None,
     }
 
@@ -174,14 +174,14 @@ def _head(summary: Mapping[str, Any]) -> Iterator[str]:
 def _tables(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Iterator[str]:
     everything = [*cells, *summary["overall"]]
     for setting in dict.fromkeys((c["temperature"], c["batch"]) for c in everything):
-        here = [c for c in everything if (c["temperature"], c["batch"]) == setting]
-        categories = list(dict.fromkeys(c["category"] for c in here))
+        at_setting = [c for c in everything if (c["temperature"], c["batch"]) == setting]
+        categories = list(dict.fromkeys(c["category"] for c in at_setting))
         yield f"## Temperature {setting[0]:g}, batch {setting[1]}\n"
         yield "Tokens per second of plain decoding, speed-up over it of the others (95 % interval).\n"
         yield f"| arm | {' | '.join(categories)} | tokens/round | predicted | same output |"
         yield "|---" * (len(categories) + 4) + "|"
-        for arm in dict.fromkeys(c["arm"] for c in here):
-            row = {c["category"]: c for c in here if c["arm"] == arm}
+        for arm in dict.fromkeys(c["arm"] for c in at_setting):
+            row = {c["category"]: c for c in at_setting if c["arm"] == arm}
             speeds = " | ".join(_speed_cell(row[name]) for name in categories)
             yield f"| `{arm}` | {speeds} | {_rest(row[categories[-1]])} |"
         yield ""
@@ -195,8 +195,8 @@ def _speed_cell(cell: Mapping[str, Any]) -> str:
 
 def _rest(overall: Mapping[str, Any]) -> str:
     length, predicted, same = (overall[name] for name in ("mean_acceptance_length", "predicted_speedup", "identical"))
-    shown = ("" if value is None else f"{value:.2f}" for value in (length, predicted))
-    return " | ".join([*shown, "not compared" if same is None else "yes" if same else "no"])
+    figures = ("" if value is None else f"{value:.2f}" for value in (length, predicted))
+    return " | ".join([*figures, "not compared" if same is None else "yes" if same else "no"])
 
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -26,14 +26,14 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def render(run: Shown, totals: Sequence[Total] = ()) -> str:
     """The page, with the rows of a table for a trace with several requests or of an engine that tells totals alone."""
     drawn = run.rounds[:MOST_ROUNDS]
-    left = len(run.rounds) - len(drawn)
+    not_drawn = len(run.rounds) - len(drawn)
     body = join(
         tag("h1", "What speculation did"),
         _facts(run),
         _totals(totals) if totals else "",
         join(legend(), _ribbon(run)) if run.rounds else "",
-        *(_section(i, one) for i, one in enumerate(drawn)),
-        tag("p", f"{left} more rounds are not drawn.", class_="caption") if left else "",
+        *(_section(i, round_) for i, round_ in enumerate(drawn)),
+        tag("p", f"{not_drawn} more rounds are not drawn.", class_="caption") if not_drawn else "",
     )
     head = join(
         tag("meta", charset="utf-8"),
@@ -60,27 +60,27 @@ def _facts(run: Shown) -> Markup:
 def _totals(totals: Sequence[Total]) -> Markup:
     head = tag("tr", *(tag("th", name) for name in HEADS))
     rows = [tag("tr", *(tag("td", cell) for cell in total.cells)) for total in totals[:500]]
-    left = len(totals) - len(rows)
+    not_shown = len(totals) - len(rows)
     table = tag("table", tag("thead", head), tag("tbody", *rows))
-    more = tag("p", f"{left} more rows are not shown.", class_="caption") if left else ""
+    more = tag("p", f"{not_shown} more rows are not shown.", class_="caption") if not_shown else ""
     return join(tag("div", table, class_="scroll", tabindex=0), more)
 
 
 def _ribbon(run: Shown) -> Markup:
     parts = [tag("span", run.prompt, class_="prompt")]
-    for i, one in enumerate(run.rounds):
-        words = [tag("span", word.text, class_=word.origin) for word in one.words]
+    for i, round_ in enumerate(run.rounds):
+        words = [tag("span", word.text, class_=word.origin) for word in round_.words]
         href = f"#round-{i + 1}" if i < MOST_ROUNDS else None
-        parts.append(tag("a", *words, href=href, title=f"round {i + 1}: {one.caption}"))
+        parts.append(tag("a", *words, href=href, title=f"round {i + 1}: {round_.caption}"))
     return tag("div", *parts, class_="ribbon")
 
 
-def _section(i: int, one: Round) -> Markup:
-    tree = draw_tree(one.nodes, one.next_token)
-    label = f"token tree of round {i + 1}: {one.caption}"
+def _section(i: int, round_: Round) -> Markup:
+    tree = draw_tree(round_.nodes, round_.next_token)
+    label = f"token tree of round {i + 1}: {round_.caption}"
     picture = tag("svg", tree.markup, width=f"{tree.width:.0f}", height=f"{tree.height:.0f}", role="img",
                   aria_label=label)  # fmt: skip
-    reasons = one.reasons
+    reasons = round_.reasons
     items = [
         tag("li", tag("code", visible(node.text)), " ", tag("span", node.why, class_=node.status))
         for node in reasons[:MOST_REASONS]
@@ -90,7 +90,7 @@ def _section(i: int, one: Round) -> Markup:
     return tag(
         "section",
         tag("h2", f"Round {i + 1}"),
-        tag("p", one.caption, class_="caption"),
+        tag("p", round_.caption, class_="caption"),
         tag("div", picture, class_="scroll", tabindex=0),
         tag("ul", *items, class_="why") if items else "",
         id=f"round-{i + 1}",

@@ -32,29 +32,29 @@ def render(run: Shown, round_index: int) -> str:
     """The picture.  Raises ``ValueError`` where there is no such round."""
     if not 0 <= round_index < len(run.rounds):
         raise ValueError(f"there is no round {round_index + 1}: the run has {len(run.rounds)}")
-    one = run.rounds[round_index]
-    tree = draw_tree(one.nodes, one.next_token)
+    round_ = run.rounds[round_index]
+    tree = draw_tree(round_.nodes, round_.next_token)
     wide = max(LEAST, tree.width + 2 * MARGIN + 16)
     y = MARGIN + 12
     parts = [text(MARGIN, y, " · ".join(value for _, value in run.facts), "soft")]
     ribbon, y = _ribbon(run, y + 12, wide)
     parts += ribbon
     parts.append(text(MARGIN, y + 20, f"Round {round_index + 1}", "title"))
-    lines = wrapped(one.caption, int((wide - 2 * MARGIN) / 6.6))
+    lines = wrapped(round_.caption, int((wide - 2 * MARGIN) / 6.6))
     for i, line in enumerate(lines):
         parts.append(text(MARGIN, y + 40 + 18 * i, line, "soft"))
     y += 40 + 18 * len(lines)
     parts.append(tag("g", tree.markup, transform=f"translate({MARGIN:.0f},{y:.0f})"))
     y += tree.height + 14
-    why, y = reasons(one, y)
+    explained, y = reasons(round_, y)
     legend, y = _legend(y + 4)
-    return framed([*parts, *why, *legend], wide, y, f"round {round_index + 1}: {one.caption}")
+    return framed([*parts, *explained, *legend], wide, y, f"round {round_index + 1}: {round_.caption}")
 
 
-def reasons(one: Round, y: float) -> tuple[list[Markup], float]:
+def reasons(round_: Round, y: float) -> tuple[list[Markup], float]:
     """The first reasons of a round, one below the other from ``y`` on, and where they end."""
     parts = []
-    for node in one.reasons[:MOST_REASONS]:
+    for node in round_.reasons[:MOST_REASONS]:
         parts.append(text(MARGIN, y, visible(node.text), "token"))
         parts.append(text(MARGIN + 140, y, node.why, "soft"))
         y += 19
@@ -78,7 +78,7 @@ def text(x: float, y: float, words: str, class_: str) -> Markup:
 
 def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
     """The prompt and what was written, wrapped; too long texts end in an ellipsis."""
-    words = [Word(run.prompt, "prompt"), *(word for one in run.rounds for word in one.words)]
+    words = [Word(run.prompt, "prompt"), *(word for round_ in run.rounds for word in round_.words)]
     room = int((wide - 2 * MARGIN) / LETTER)
     parts: list[Markup] = []
     x, line = 0.0, 0
@@ -101,13 +101,13 @@ def _ribbon(run: Shown, y: float, wide: float) -> tuple[list[Markup], float]:
 def _fitting(text: str, room: int, x: float) -> list[tuple[str, bool]]:
     """The parts of a text on one line each, and whether one begins a new line; only what fits no line is cut."""
     parts, rest, starts = [], text, False
-    left = room - x
-    while width(rest) > left:
-        count = max(int(left / max(width(rest) / len(rest), 1.0)), 0)
+    space = room - x
+    while width(rest) > space:
+        count = max(int(space / max(width(rest) / len(rest), 1.0)), 0)
         cut = rest.rfind(" ", 0, count) + 1
-        count = cut or (count if left == room else 0)
+        count = cut or (count if space == room else 0)
         parts.append((rest[:count], starts))
-        rest, left, starts = rest[count:], float(room), True
+        rest, space, starts = rest[count:], float(room), True
     return [*parts, (rest, starts)]
 
 
@@ -115,9 +115,9 @@ def _word(text: str, origin: str, x: float, y: float) -> list[Markup]:
     broad = width(text) * LETTER
     back = tag("rect", x=f"{x:.1f}", y=f"{y:.1f}", width=f"{max(broad - 1, 1):.1f}", height=18, rx=3,
                class_=f"back {origin}")  # fmt: skip
-    shown = tag("text", text, x=f"{x:.1f}", y=f"{y + 13.5:.1f}", class_=f"ribbon {origin}", xml_space="preserve",
+    front = tag("text", text, x=f"{x:.1f}", y=f"{y + 13.5:.1f}", class_=f"ribbon {origin}", xml_space="preserve",
                 textLength=f"{broad:.1f}", lengthAdjust="spacingAndGlyphs")  # fmt: skip
-    return [back, Markup(shown.replace("xml-space", "xml:space"))]
+    return [back, Markup(front.replace("xml-space", "xml:space"))]
 
 
 def _legend(y: float) -> tuple[list[Markup], float]:

@@ -69,9 +69,9 @@ def read_round(row: Mapping[str, Any], index: int) -> Round:
         for i in range(count)
     ]
     origin = _origin(row, nodes, accepted)
-    own = text_of(row, "next", UNKNOWN)
+    next_text = text_of(row, "next", UNKNOWN)
     next_p = number(row, "next_p")
-    next_node = TraceNode(-1, -1, ids[-1], own, "accepted", own_meaning(origin, own, next_p), next_p, None)
+    next_node = TraceNode(-1, -1, ids[-1], next_text, "accepted", own_meaning(origin, next_text, next_p), next_p, None)
     probes = [node.index for node in nodes if node.status == "probe"]
     trace = RoundTrace(
         index, ids[:-1], [-1, *parents], [None, *ps], [None, *qs], accepted, ids[-1], origin == "bonus",
@@ -79,7 +79,7 @@ def read_round(row: Mapping[str, Any], index: int) -> Round:
         draft_s=(number(row, "draft_ms") or 0.0) / 1000, target_s=(number(row, "target_ms") or 0.0) / 1000,
         probes=probes,
     )  # fmt: skip
-    return Round(trace, nodes, next_node, _words(row, nodes, accepted, own, origin))
+    return Round(trace, nodes, next_node, _words(row, nodes, accepted, next_text, origin))
 
 
 def _list(row: Mapping[str, Any], name: str, count: int | None, kind: Any) -> list[Any]:
@@ -116,11 +116,11 @@ def _path(row: Mapping[str, Any], parents: Sequence[int]) -> list[int]:
 
 def _status(row: Mapping[str, Any], parents: Sequence[int], accepted: Sequence[int]) -> list[Status]:
     path = {0, *accepted}
-    given = _optional(row, "status", len(parents), str)
+    stored = _optional(row, "status", len(parents), str)
     statuses: list[Status] = []
     for i, parent in enumerate(parents):
         derived: Status = "accepted" if i + 1 in path else "rejected" if parent in path else "untried"
-        status = given[i] or derived
+        status = stored[i] or derived
         if status not in STATUSES or (status == "accepted") != (derived == "accepted"):
             raise Fault(f"'status' of node {i + 1} is {status!r}, which does not fit 'accepted'")
         statuses.append(status)
@@ -140,10 +140,10 @@ def _origin(row: Mapping[str, Any], nodes: Sequence[TraceNode], accepted: Sequen
 
 
 def _words(
-    row: Mapping[str, Any], nodes: Sequence[TraceNode], accepted: Sequence[int], own: str, origin: str
+    row: Mapping[str, Any], nodes: Sequence[TraceNode], accepted: Sequence[int], next_text: str, origin: str
 ) -> list[Word]:
     """What the round wrote; a last round may write less than it was given."""
-    pieces = [nodes[node].text for node in accepted] + [own]
+    pieces = [nodes[node].text for node in accepted] + [next_text]
     if "text" in row:
         pieces = _list(row, "text", None, str)
         if len(pieces) > len(accepted) + 1:

@@ -75,8 +75,8 @@ class Shown:
         """The round that shows most: many accepted, and something rejected."""
 
         def interest(i: int) -> tuple[bool, int, int]:
-            one = self.rounds[i]
-            return any(n.status == "rejected" for n in one.nodes), len(one.trace.accepted), -len(one.nodes)
+            round_ = self.rounds[i]
+            return any(n.status == "rejected" for n in round_.nodes), len(round_.trace.accepted), -len(round_.nodes)
 
         return max(range(len(self.rounds)), key=interest)
 
@@ -85,7 +85,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
 
 
-def shown(output: Output, tokenizer: Any, prompt: str, facts: Sequence[tuple[str, str]]) -> Shown:
+def shown_run(output: Output, tokenizer: Any, prompt: str, facts: Sequence[tuple[str, str]]) -> Shown:
     """A generation that was made with ``explain=True``.  Raises ``ValueError`` where it was not."""
     if not output.rounds:
         raise ValueError("nothing to show: generate with explain=True")
@@ -116,11 +116,11 @@ def _round(trace: RoundTrace, tokenizer: Any, words: Sequence[Word]) -> Round:
     next_p = None if trace.verifier == "greedy" else trace.next_p
     origin = "plain" if trace.drafter == "none" else "bonus" if trace.next_is_bonus else "recovered"
     meaning = own_meaning(origin, text(trace.next_token), next_p)
-    own = TraceNode(-1, -1, trace.next_token, text(trace.next_token), "accepted", meaning, next_p, None)
+    next_node = TraceNode(-1, -1, trace.next_token, text(trace.next_token), "accepted", meaning, next_p, None)
     nodes = nodes_of(trace, text)
     if trace.verifier == "greedy":  # one-hot distributions: 0 or 1 says no more than the colour
         nodes = [replace(node, p=None) for node in nodes]
-    return Round(trace, nodes, own, words)
+    return Round(trace, nodes, next_node, words)
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ def _as(value: float | None, form: str) -> str:
 
 def total_of(name: str, run: Shown) -> Total:
     """The total of a request whose rounds are known."""
-    accepted = [len(one.trace.accepted) for one in run.rounds]
+    accepted = [len(round_.trace.accepted) for round_ in run.rounds]
     count, deepest = len(accepted), max(accepted, default=0)
     shares = [sum(length > depth for length in accepted) / count for depth in range(deepest)]
-    seconds = sum(one.trace.draft_s + one.trace.target_s for one in run.rounds)
-    timed = all(one.trace.target_s for one in run.rounds)
+    seconds = sum(round_.trace.draft_s + round_.trace.target_s for round_ in run.rounds)
+    timed = all(round_.trace.target_s for round_ in run.rounds)
     speed = (sum(accepted) + count) / seconds if timed and seconds > 0 else None
-    drafted = sum(one.drafted for one in run.rounds)
+    drafted = sum(round_.drafted for round_ in run.rounds)
     return Total(name, count, drafted, sum(accepted), tokens_per_s=speed, per_position=tuple(shares))

@@ -46,8 +46,8 @@ def printable(text: str) -> str:
 
 def visible(text: str) -> str:
     """A token as a picture shows it: white space as signs, and not too long."""
-    shown = printable(text).translate(SIGNS) if text else "∅"
-    return shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…"
+    signs = printable(text).translate(SIGNS) if text else "∅"
+    return signs if len(signs) <= LONGEST else signs[: LONGEST - 1] + "…"
 
 
 def quoted(text: str) -> str:

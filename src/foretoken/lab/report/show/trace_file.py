@@ -25,17 +25,17 @@ class Trace:
     Attributes:
         facts: about the run, name by name; the engine comes first.
         requests: the requests with rounds, by name.
-        given: totals that an engine told without its rounds.
+        other_totals: totals that an engine told without its rounds.
     """
 
     facts: Sequence[tuple[str, str]]
     requests: Mapping[str, Shown]
-    given: Sequence[Total] = field(default_factory=list)
+    other_totals: Sequence[Total] = field(default_factory=list)
 
     @property
     def totals(self) -> list[Total]:
         """One per request that has rounds, then what was given."""
-        return [*(total_of(name, run) for name, run in self.requests.items()), *self.given]
+        return [*(total_of(name, run) for name, run in self.requests.items()), *self.other_totals]
 
     def choose(self, name: str | None) -> Shown:
         """The request of that name, which must be there; the first one of ``None``; one without rounds where there are
@@ -45,8 +45,8 @@ class Trace:
         if name is None:
             return Shown("", self.facts, [])
         if name not in self.requests:
-            known = ", ".join(list(self.requests)[:8]) or "none with rounds"
-            raise ValueError(f"the trace has no request {name!r}; it has {known}")
+            names = ", ".join(list(self.requests)[:8]) or "none with rounds"
+            raise ValueError(f"the trace has no request {name!r}; it has {names}")
         run = self.requests[name]
         count = len(self.requests)
         more = [("request", f"{name}, one of {count}")] if count > 1 else []
@@ -57,13 +57,13 @@ def to_lines(run: Shown, engine: str) -> list[str]:
     """The lines of a trace of one request."""
     head = {MARK: VERSION, "engine": engine, "facts": dict(run.facts)}
     rows = [head, {"type": "request", "request": ONLY_REQUEST, "prompt": run.prompt}]
-    rows += [{"type": "round", "request": ONLY_REQUEST, **_round_fields(one)} for one in run.rounds]
+    rows += [{"type": "round", "request": ONLY_REQUEST, **_round_fields(round_)} for round_ in run.rounds]
     return [json.dumps(row) for row in rows]
 
 
-def _round_fields(one: Round) -> dict[str, Any]:
-    root, *drafts = one.nodes
-    trace, own = one.trace, one.next_token
+def _round_fields(round_: Round) -> dict[str, Any]:
+    root, *drafts = round_.nodes
+    trace, next_token = round_.trace, round_.next_token
     return {
         "drafter": trace.drafter,
         "root": root.text,
@@ -74,11 +74,11 @@ def _round_fields(one: Round) -> dict[str, Any]:
         "why": [node.why for node in drafts],
         "p": [_short(node.p) for node in drafts],
         "q": [_short(node.q) for node in drafts],
-        "ids": [node.token for node in (*one.nodes, own)],
-        "next": own.text,
-        "next_p": _short(own.p),
-        "origin": own.why.partition(":")[0],
-        "text": [word.text for word in one.words],
+        "ids": [node.token for node in (*round_.nodes, next_token)],
+        "next": next_token.text,
+        "next_p": _short(next_token.p),
+        "origin": next_token.why.partition(":")[0],
+        "text": [word.text for word in round_.words],
         "draft_ms": _short(1000 * trace.draft_s),
         "target_ms": _short(1000 * trace.target_s),
     }

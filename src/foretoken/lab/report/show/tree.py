@@ -41,12 +41,12 @@ def draw_tree(nodes: Sequence[TraceNode], next_token: TraceNode) -> Drawn:
     """A round: its nodes, the root first, and behind the last accepted one the target's own token.  That token's status
     is not looked at; its ``why`` says where it came from."""
     last = max((n.index for n in nodes if n.status == "accepted"), default=0)
-    own = TraceNode(OWN, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
-    everyone = [*nodes, own]
+    next_node = TraceNode(OWN, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
+    everyone = [*nodes, next_node]
     boxes = _places(everyone)
     edges = [_edge(boxes[n.parent], boxes[n.index], n.status == "accepted") for n in everyone[1:]]
     shapes = [_node(n, boxes[n.index], n.status) for n in nodes]
-    shapes.append(_node(own, boxes[own.index], own.why.split(":")[0], round_corners=True))
+    shapes.append(_node(next_node, boxes[next_node.index], next_node.why.split(":")[0], round_corners=True))
     right = max(box.x + box.width for box in boxes.values())
     bottom = max(box.y for box in boxes.values()) + HEIGHT
     return Drawn(join(*edges, *shapes), right + 4, bottom + 4)
@@ -100,11 +100,11 @@ def _fill_rows(root: int, children: dict[int, list[int]], rows: dict[int, int]) 
         waiting += [(child, place == 0) for place, child in reversed(list(enumerate(children[node])))]
 
 
-def _edge(above: Box, below: Box, kept: bool) -> Markup:
+def _edge(above: Box, below: Box, is_accepted: bool) -> Markup:
     x1, y1, x2, y2 = above.x + above.width, above.y + HEIGHT / 2, below.x, below.y + HEIGHT / 2
     bend = x2 - GAP / 2
     path = f"M{x1:.1f},{y1:.1f}H{bend - 8:.1f}C{bend:.1f},{y1:.1f} {bend - 6:.1f},{y2:.1f} {x2:.1f},{y2:.1f}"
-    return tag("path", d=path, class_="edge kept" if kept else "edge")
+    return tag("path", d=path, class_="edge kept" if is_accepted else "edge")
 
 
 def _node(node: TraceNode, box: Box, class_: str, round_corners: bool = False) -> Markup:

@@ -41,14 +41,14 @@ def nodes_of(trace: RoundTrace, text: Callable[[int], str]) -> list[TraceNode]:
     met, status = deciding_tests(trace), statuses(trace)
     nodes = []
     for i, token in enumerate(trace.tokens):
-        why = _why(trace, i, status, met, text)
-        nodes.append(TraceNode(i, trace.parents[i], token, text(token), status[i], why, trace.p[i], trace.q[i]))
+        reason = _reason(trace, i, status, met, text)
+        nodes.append(TraceNode(i, trace.parents[i], token, text(token), status[i], reason, trace.p[i], trace.q[i]))
     return nodes
 
 
 def statuses(trace: RoundTrace) -> list[Status]:
     """What became of every node.  Untried: its turn never came, or the token before it was not accepted."""
-    kept, met = set(trace.accepted), deciding_tests(trace)
+    accepted, met = set(trace.accepted), deciding_tests(trace)
     chosen = {trace.parents[node]: node for node in trace.accepted}
     whole_paths = trace.verifier not in CHOOSING | TRYING
     every_test_is_known = trace.verifier in TRYING - {"point"}  # there equal guesses share a test
@@ -57,7 +57,7 @@ def statuses(trace: RoundTrace) -> list[Status]:
         above = trace.parents[i]
         in_turn = above not in chosen or trace.verifier in CHOOSING or i < chosen[above]
         reached = outcomes[above] in ("root", "accepted") or (whole_paths and outcomes[above] == "rejected")
-        if i in kept:
+        if i in accepted:
             outcomes.append("accepted")
         elif i in trace.probes:
             outcomes.append("probe")
@@ -73,19 +73,19 @@ def deciding_tests(trace: RoundTrace) -> dict[int, Test]:
     if trace.verifier not in TRYING:
         return {}
     tests: dict[int, Test] = {}
-    left, alive = list(trace.tests), [0]
-    while left:
+    tests_left, alive = list(trace.tests), [0]
+    while tests_left:
         children = [c for node in alive for c in range(1, len(trace.tokens)) if trace.parents[c] == node]
         children = [c for c in children if c not in trace.probes]
         chosen = None
-        seen: set[int] = set()
+        tried: set[int] = set()
         for child in children:
-            if trace.verifier == "point" and trace.tokens[child] in seen:
+            if trace.verifier == "point" and trace.tokens[child] in tried:
                 continue  # equal guesses are one there
-            seen.add(trace.tokens[child])
-            if not left or chosen is not None:
+            tried.add(trace.tokens[child])
+            if not tests_left or chosen is not None:
                 break
-            tests[child] = left.pop(0)
+            tests[child] = tests_left.pop(0)
             if passed(tests[child]):
                 chosen = trace.tokens[child]
         if chosen is None:  # all failed; what is drawn from the rest may be one of them again (kseq)
@@ -96,7 +96,9 @@ def deciding_tests(trace: RoundTrace) -> dict[int, Test]:
     return tests
 
 
-def _why(trace: RoundTrace, i: int, status: Sequence[Status], met: dict[int, Test], text: Callable[[int], str]) -> str:
+def _reason(
+    trace: RoundTrace, i: int, status: Sequence[Status], met: dict[int, Test], text: Callable[[int], str]
+) -> str:
     above = trace.parents[i]
     if i == 0:
         return "the last token of the text: the target reads it now"
@@ -136,8 +138,8 @@ def _chosen(trace: RoundTrace, i: int, status: Status, text: Callable[[int], str
     if status == "accepted":
         return f"accepted: it is {subject}"
     following = [node for node in trace.accepted if trace.parents[node] == trace.parents[i]]
-    taken = trace.tokens[following[0]] if following else trace.next_token
-    return f"rejected: {subject} is {quoted(text(taken))}"
+    token = trace.tokens[following[0]] if following else trace.next_token
+    return f"rejected: {subject} is {quoted(text(token))}"
 
 
 def _together(trace: RoundTrace, status: Status) -> str:
