@@ -57,7 +57,7 @@ def test_commands_have_the_fields_with_a_help() -> None:
         assert made[name].annotation.__metadata__[0].help == FIELDS[name].help
     common = Common()
     assert common.sampling == {name: FIELDS[name].default for name in options.COMMAND_LINE}
-    assert common.filters == NO_FILTERS and common.asked == {"max_new_tokens": 64, "seed": None}
+    assert common.filters == NO_FILTERS and common.request_options == {"max_new_tokens": 64, "seed": None}
 
 
 def test_a_line_has_the_fields_that_it_may_have(tmp_path: Path) -> None:

@@ -177,9 +177,9 @@ def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(
     said: list[str] = []
     with stop_on_signals() as stop:
         with stop.in_steps(said.append, tmp_path):
-            assert not stop.asked() and not said
+            assert not stop.requested() and not said
             os.kill(os.getpid(), number)
-            assert stop.asked() and stop.exit_code == code
+            assert stop.requested() and stop.exit_code == code
             assert said == ["asked to end: what is running is finished first; a second signal ends it at once"]
             with pytest.raises((KeyboardInterrupt, typer.Exit)):
                 os.kill(os.getpid(), number)

@@ -65,16 +65,16 @@ def batch_command(
     if out.exists() and not out.is_file():
         raise ValueError(f"OUT {out} is no ordinary file, whose answers another run could read: give the name of one")
     common.check()
-    jobs = read_jobs(source, common.asked)
+    jobs = read_jobs(source, common.request_options)
     with output_file(out) as file:
-        done = finished_ids(out)
-        left = [job for job in jobs if job.id not in done]
+        answered = finished_ids(out)
+        missing = [job for job in jobs if job.id not in answered]
         with json_only(as_json):
-            counts = _run(common, left, len(jobs), file, max_running) if left else Counts()
+            counts = _run(common, missing, len(jobs), file, max_running) if missing else Counts()
     if as_json:
-        print_json({"jobs": len(jobs), "skipped": len(jobs) - len(left), **counts.public()})
+        print_json({"jobs": len(jobs), "skipped": len(jobs) - len(missing), **counts.public()})
     else:
-        print(f"{len(jobs) - len(left)} were there, {counts} -> {out}", file=sys.stderr)
+        print(f"{len(jobs) - len(missing)} were there, {counts} -> {out}", file=sys.stderr)
     if counts.failed:
         raise typer.Exit(1)
 
@@ -109,20 +109,20 @@ class Counts:
         return f"{self.answered} answered, {self.failed} failed, {self.tokens_per_s:.1f} tokens/s"
 
 
-def _run(common: Common, left: Sequence[BatchLine], total: int, file: Any, max_running: int) -> Counts:
+def _run(common: Common, jobs: Sequence[BatchLine], total: int, file: Any, max_running: int) -> Counts:
     llm: Llm = common.load(own_sampling=True)
     tell_defaults(llm)
-    left = [replace(job, options={**llm.defaults.sampling, **job.options}) for job in left]
+    jobs = [replace(job, options={**llm.defaults.sampling, **job.options}) for job in jobs]
     counts = Counts()
     with progress_bar() as tell:
 
         def write(answer: Mapping[str, Any]) -> None:
             append(file, answer)
             counts.take(answer)
-            tell(total - len(left) + counts.answered + counts.failed, total, f"{counts.tokens_per_s:.0f} tokens/s")
+            tell(total - len(jobs) + counts.answered + counts.failed, total, f"{counts.tokens_per_s:.0f} tokens/s")
 
-        tell(total - len(left), total, "")
-        run_jobs(llm, left, write, max_running)
+        tell(total - len(jobs), total, "")
+        run_jobs(llm, jobs, write, max_running)
     return counts
 
 
@@ -146,7 +146,7 @@ def read_jobs(file: Path, options: Mapping[str, Any]) -> list[BatchLine]:
         options: of lines that have none of their own.  A ``seed`` becomes seed + line number, from 0.
     """
     jobs: list[BatchLine] = []
-    seen: set[str] = set()
+    ids: set[str] = set()
     for number, line in enumerate(io.StringIO(read_text(file)), 1):
         if not line.strip():
             continue
@@ -154,9 +154,9 @@ def read_jobs(file: Path, options: Mapping[str, Any]) -> list[BatchLine]:
             job = _job(json.loads(line), number, options)
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: {error}") from None
-        if job.id in seen:
+        if job.id in ids:
             raise ValueError(f"{file}, line {number}: the id {job.id!r} comes twice")
-        seen.add(job.id)
+        ids.add(job.id)
         jobs.append(job)
     return jobs
 
@@ -168,17 +168,17 @@ def _job(row: Any, number: int, options: Mapping[str, Any]) -> BatchLine:
     if unknown:
         raise ValueError(f"unknown field {unknown[0]!r}: known are {', '.join((*FIELDS, *OPTIONS))}")
     prompt = _prompt_of(row)
-    given = {name: value for name, value in options.items() if value is not None}
-    if given.get("seed") is not None:
-        given["seed"] += number - 1
-    own = {name: row[name] for name in OPTIONS if name in row}
-    _check_sampling(own)
-    return BatchLine(str(row.get("id", number)), prompt, {**given, **own})
+    shared = {name: value for name, value in options.items() if value is not None}
+    if shared.get("seed") is not None:
+        shared["seed"] += number - 1
+    own_options = {name: row[name] for name in OPTIONS if name in row}
+    _check_sampling(own_options)
+    return BatchLine(str(row.get("id", number)), prompt, {**shared, **own_options})
 
 
-def _check_sampling(own: Mapping[str, Any]) -> None:
+def _check_sampling(options: Mapping[str, Any]) -> None:
     """Refuse, by a ``ValueError``, what a line cannot be sampled with."""
-    sampling = {name: value for name, value in own.items() if REQUEST_FIELDS[name].sampling}
+    sampling = {name: value for name, value in options.items() if REQUEST_FIELDS[name].sampling}
     if sampling:
         from foretoken.core.sampling import SamplingParams
 
@@ -187,17 +187,17 @@ def _check_sampling(own: Mapping[str, Any]) -> None:
 
 def _prompt_of(row: Mapping[str, Any]) -> Any:
     """What a line asks."""
-    asked = [name for name in ("prompt", "messages", "conversations") if name in row]
-    if len(asked) != 1:
+    kinds = [name for name in ("prompt", "messages", "conversations") if name in row]
+    if len(kinds) != 1:
         raise ValueError("give prompt or messages (or conversations), one of them")
-    value = row[asked[0]]
-    if asked == ["messages"]:
+    value = row[kinds[0]]
+    if kinds == ["messages"]:
         return checked(value)
-    if asked == ["conversations"]:
+    if kinds == ["conversations"]:
         return to_answer(from_sharegpt(value))
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+    if isinstance(value, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in value):
         return value
     if is_messages(value):
         return checked(value)

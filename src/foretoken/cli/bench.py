@@ -73,7 +73,7 @@ def bench_command(
         ),
     ] = None,
     *,
-    asked: Annotated[BenchOptions, FromOptions()],
+    options: Annotated[BenchOptions, FromOptions()],
     as_json: Lines = False,
     common: Common,
 ) -> None:
@@ -83,31 +83,31 @@ def bench_command(
     """
     if context.invoked_subcommand is not None:
         return
-    arms, out = drafter or ["auto"], asked.out
+    arms, out = drafter or ["auto"], options.out
     common.check_rules()
     for arm in arms:
         check_arm(arm)
-    temperatures = tuple(numbers("temperature", asked.temperature, float)) or (0.0,)
-    batches = tuple(numbers("batch", asked.batch, int)) or (1,)
-    if asked.resume and out is None:
+    temperatures = tuple(numbers("temperature", options.temperature, float)) or (0.0,)
+    batches = tuple(numbers("batch", options.batch, int)) or (1,)
+    if options.resume and out is None:
         raise ValueError("--resume goes on with OUT.partial: give --out too")
-    cards = _cards(asked.card or ())
+    cards = _cards(options.card or ())
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
         from foretoken.lab.bench.partial import check_run_out, partial_of
         from foretoken.lab.bench.run import BenchSettings
 
-        if out is not None and not check_run_out(out, asked.resume) and asked.resume:
+        if out is not None and not check_run_out(out, options.resume) and options.resume:
             print(f"nothing to resume: there is no {partial_of(out)}; the run begins anew", file=sys.stderr)
         about = None
         if ".json" in cards:
             from foretoken.lab.report.cards.written import origin
 
-            loading = {"quantize": common.quantize, "inflate": asked.inflate, "backend": common.backend}
+            loading = {"quantize": common.quantize, "inflate": options.inflate, "backend": common.backend}
             about = origin(common.target, loading, arms)
-        chat = not asked.no_chat_template
-        settings = BenchSettings(arms, temperatures, batches, asked.repeat, common.seed or 0, chat)
-        result = _run(common, asked, settings)
+        chat = not options.no_chat_template
+        settings = BenchSettings(arms, temperatures, batches, options.repeat, common.seed or 0, chat)
+        result = _run(common, options, settings)
         if not as_json:
             _print(screen(), result, out)
         for kind, file in cards.items():
@@ -117,30 +117,30 @@ def bench_command(
         sys.stdout.flush()
 
 
-def _run(common: Common, asked: BenchOptions, settings: BenchSettings) -> BenchResult:
+def _run(common: Common, options: BenchOptions, settings: BenchSettings) -> BenchResult:
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.bench.arms import ArmSetup
     from foretoken.lab.bench.partial import partial_of
     from foretoken.lab.bench.run import run_bench
 
-    prompts = chosen_prompts(asked.prompts, asked.format, asked.category, asked.max_prompts)
+    prompts = chosen_prompts(options.prompts, options.format, options.category, options.max_prompts)
     SamplingParams(max(settings.temperatures), **common.filters)
     shared = ArmSetup(
-        **vars(replace(common, inflate=asked.inflate).subject(is_told=False)),
+        **vars(replace(common, inflate=options.inflate).subject(is_told=False)),
         profile=common.profile,
         max_new_tokens=common.max_new_tokens,
-        ignore_eos=not asked.stop_at_eos,
+        ignore_eos=not options.stop_at_eos,
         filters=common.filters,
-        inflate=asked.inflate,
+        inflate=options.inflate,
         quantize=common.quantize,
         backend=common.backend,
     )
     with progress_bar() as on_progress:
         try:
-            return run_bench(shared, prompts, settings, asked.out, asked.resume, on_progress)
+            return run_bench(shared, prompts, settings, options.out, options.resume, on_progress)
         except KeyboardInterrupt:
-            if asked.out is not None and partial_of(asked.out).exists():
-                print(f"what is finished is in {partial_of(asked.out)}; --resume goes on from here", file=sys.stderr)
+            if options.out is not None and partial_of(options.out).exists():
+                print(f"what is finished is in {partial_of(options.out)}; --resume goes on from here", file=sys.stderr)
             raise
 
 
@@ -150,13 +150,13 @@ def _run(common: Common, asked: BenchOptions, settings: BenchSettings) -> BenchR
 def _print(console: Console, result: BenchResult, out: Path | None) -> None:
     everything = [*result.cells, *result.summary["overall"]]
     for place in dict.fromkeys((c["temperature"], c["batch"]) for c in everything):
-        here = [c for c in everything if (c["temperature"], c["batch"]) == place]
+        at_place = [c for c in everything if (c["temperature"], c["batch"]) == place]
         prefill = {
             row["arm"]: f"{1000 * row['prefill_s']:.1f}"
             for row in result.summary["prefill"]
             if (row["temperature"], row["batch"]) == place
         }
-        _print_setting(console, here, prefill)
+        _print_setting(console, at_place, prefill)
     ties = sum(row["ties"] for row in result.summary["equality"])
     differences = sum(row["differences"] for row in result.summary["equality"])
     if ties:
@@ -175,18 +175,18 @@ def _print_setting(console: Console, cells: Sequence[Mapping[str, Any]], prefill
     """Speed-ups by category (rows) and arm (columns), and what explains them below."""
     arms = list(dict.fromkeys(c["arm"] for c in cells))
     title = f"speed-up, T={cells[0]['temperature']:g}, batch {cells[0]['batch']}"
-    shown = table(title, ["category"])
+    grid = table(title, ["category"])
     for arm in arms:
-        shown.add_column(arm, justify="right", overflow="fold")
+        grid.add_column(arm, justify="right", overflow="fold")
     for category in dict.fromkeys(c["category"] for c in cells):
-        here = {c["arm"]: c for c in cells if c["category"] == category}
-        shown.add_row(category, *(_speed(here[arm]) for arm in arms))
+        of_category = {c["arm"]: c for c in cells if c["category"] == category}
+        grid.add_row(category, *(_speed(of_category[arm]) for arm in arms))
     overall = {c["arm"]: c for c in cells if c["category"] == "overall"}
-    shown.add_section()
+    grid.add_section()
     for label, show in _DETAILS.items():
-        shown.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
-    shown.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
-    print_table(console, shown)
+        grid.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
+    grid.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
+    print_table(console, grid)
 
 
 def _speed(cell: Mapping[str, Any]) -> str:
@@ -230,10 +230,10 @@ _DETAILS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 # -- cards -----------------------------------------------------------------------------------------------------------
 
 
-def _cards(given: Sequence[Path]) -> dict[str, Path]:
+def _cards(paths: Sequence[Path]) -> dict[str, Path]:
     """Files of cards by their suffix, of which there is one each."""
     files: dict[str, Path] = {}
-    for file in given:
+    for file in paths:
         kind = file.suffix.lower()
         if kind not in (".json", ".md"):
             raise ValueError(f"--card {file} must end in .json or .md")

@@ -109,9 +109,9 @@ def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst
     return [*levels, *(Level("rate", value, burst) for value in dict.fromkeys(numbers("rate", rate, float)))]
 
 
-def numbers(name: str, given: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
+def numbers(name: str, texts: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
     """Numbers that were joined by commas or given one by one.  Raises ``ValueError`` for something else."""
-    parts = [part.strip() for text in given or () for part in text.split(",")]
+    parts = [part.strip() for text in texts or () for part in text.split(",")]
     try:
         return [kind(part) for part in parts]
     except ValueError:
@@ -186,17 +186,17 @@ def show(console: Console, result: LoadResult, out: Path | None) -> None:
 def _table(result: LoadResult) -> Any:
     ratios = any(cell["ratios"] for cell in result.cells)
     heads = ["req/s", "tok/s", "TTFT", "TPOT", "latency", "tok/rd", *(["tok/s x", "TPOT x"] if ratios else [])]
-    shown = table(None, ["load", "arm"])
-    shown.padding = (0, 0, 0, 0)
+    grid = table(None, ["load", "arm"])
+    grid.padding = (0, 0, 0, 0)
     for name in heads:
-        shown.add_column(name, justify="right")
+        grid.add_column(name, justify="right")
     for cell in result.cells:
-        shown.add_row(*_row(cell, ratios))
-    shown.caption = (
+        grid.add_row(*_row(cell, ratios))
+    grid.caption = (
         "c: concurrency. TTFT, TPOT (time per output token), latency: ms, median|99th percentile. x: over the first"
     )
-    shown.caption_justify = "left"
-    return shown
+    grid.caption_justify = "left"
+    return grid
 
 
 def _row(cell: Mapping[str, Any], ratios: bool) -> list[str]:

@@ -33,7 +33,7 @@ def chat_command(system: System = None, *, common: Common) -> None:
         raise ValueError(f"chat needs a tokenizer, and {common.target} has none")
     check_system(llm, system, common.target)
     tell_defaults(llm)
-    session = Session(llm, {**llm.defaults.sampling, **common.asked}, system=system)
+    session = Session(llm, {**llm.defaults.sampling, **common.request_options}, system=system)
     if not is_chat_model(llm):
         say = "has no chat template and was not trained to talk: it goes on with the text, and may write nonsense"
         print(f"(note: {common.target} {say})", file=sys.stderr)
@@ -105,12 +105,12 @@ class Session:
         self.messages.append({"role": "user", "content": line})
         try:
             prompt, room = self._fitting_prompt()
-            said = self._say(prompt, {**self.options, "max_new_tokens": room})
+            answer = self._say(prompt, {**self.options, "max_new_tokens": room})
         except ValueError as error:  # nothing was said: the next line may be a better one
             self.messages.pop()
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             return
-        self.messages.append({"role": "assistant", "content": said})
+        self.messages.append({"role": "assistant", "content": answer})
 
     def _say(self, prompt: list[int], options: dict[str, Any]) -> str:
         """Stream one answer; Ctrl-C ends it and keeps what was said.
@@ -118,15 +118,15 @@ class Session:
         A chat model's answer is kept as it is, so that the next turn begins with the same tokens and reads only what
         is new.
         """
-        said = ""
+        answer = ""
         last: Piece | None = None
         stop = None if self._has_template else ["\nUser:"]
         pieces = self.llm.stream(prompt, stop=stop, **options)
         try:
             for last in pieces:
-                sys.stdout.write(last.text if said.strip() else (said + last.text).lstrip())
+                sys.stdout.write(last.text if answer.strip() else (answer + last.text).lstrip())
                 sys.stdout.flush()
-                said += last.text
+                answer += last.text
         except KeyboardInterrupt:
             self.llm.engine.close()
             sys.stdout.write(" (stopped)")
@@ -137,7 +137,7 @@ class Session:
         if last is not None and last.stats is not None:
             tell_empty(self.llm, last.note)
             self._count(last.stats, last.finish_reason == "length")
-        return said if self._has_template else said.strip()
+        return answer if self._has_template else answer.strip()
 
     def _count(self, stats: SpecStats, cut: bool) -> None:
         if self.shows_stats:
@@ -161,10 +161,10 @@ class Session:
         Turns make room for an answer of at most half the context: a larger ``--max-new-tokens`` would leave none.
         Raises ``ValueError`` where the last message alone fills the context, or the template refuses it.
         """
-        context, wanted = self.llm.target.context_length, int(self.options["max_new_tokens"])
+        context, limit = self.llm.target.context_length, int(self.options["max_new_tokens"])
         prompt = self._prompt()
         whole, dropped = len(prompt), 0
-        while len(prompt) + min(wanted, context // 2) > context and len(self.messages) > 2:
+        while len(prompt) + min(limit, context // 2) > context and len(self.messages) > 2:
             del self.messages[:2]
             dropped += 2
             prompt = self._prompt()
@@ -174,7 +174,7 @@ class Session:
         room = context - len(prompt)
         if room < 1:
             raise ValueError(f"the message has {len(prompt)} tokens and the model's context is {context}: shorten it")
-        return prompt, min(wanted, room)
+        return prompt, min(limit, room)
 
     def _all(self) -> list[dict[str, str]]:
         return (

@@ -50,7 +50,7 @@ def build_command(
             raise ValueError(f"{source} has no tokenizer: give a MODEL that has one")
         with progress_bar() as tell:
             tell(0, 0, "reading")
-            report = build_datastore(data, tokenizer, out, lambda what, done, total: tell(done, total or 0, what))
+            report = build_datastore(data, tokenizer, out, lambda step, done, total: tell(done, total or 0, step))
     if as_json:
         print_json({"out": str(out), **report})
     else:

@@ -73,8 +73,8 @@ def demo_command(
             _print_result(screen(), show, first, others)
     if as_json:
         further = [{"prompt": show.other, "speedup": other.speedup, "identical": other.identical} for other in others]
-        named = {"model": show.target, "drafter": _drafter(llm), "prompt": show.prompt}
-        print_json({**named, **first.public(), "others": further})
+        about = {"model": show.target, "drafter": _drafter(llm), "prompt": show.prompt}
+        print_json({**about, **first.public(), "others": further})
 
 
 def _chosen(fetch: bool) -> Show:
@@ -124,8 +124,8 @@ def _print_result(console: Console, show: Show, result: Comparison, others: Sequ
     print_speeds(console, result)
     for other in others:
         same = "the same words" if other.identical else "other words, please report it"
-        said = f'"{show.other}", whose answer has nothing to copy: {other.speedup:.2f}x, {same}'
-        console.print(said, style="bold")
+        line = f'"{show.other}", whose answer has nothing to copy: {other.speedup:.2f}x, {same}'
+        console.print(line, style="bold")
     console.print(
         f"Compared: the same model, kernels and prompt ({show.kind}), greedy. Plain decoding writes one token a pass; "
         f"speculative decoding checks several guesses in one. Medians of {REPEAT} runs in turns, without the prompt.",

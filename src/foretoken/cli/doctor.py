@@ -70,15 +70,17 @@ def _about(source: str, target: Any) -> dict[str, Any]:
     from foretoken.models.linear.packing import num_parameters
 
     model = getattr(target, "model", None)
-    known = target if isinstance(target, HuggingFaceModel) else None
+    huggingface = target if isinstance(target, HuggingFaceModel) else None
     return {
         "source": target_name(target, source),
         "parameters": num_parameters(model) if model is not None else None,
         "weight_bytes": target.weight_bytes,
         "dtype": str(getattr(target, "dtype", "")).removeprefix("torch."),
-        "computes_in": str(known.forwards.run_dtype if known else getattr(target, "dtype", "")).removeprefix("torch."),
-        "layout": known.forwards.packing.layout if known else "plain",
-        "lean": known is not None and known.is_lean,
+        "computes_in": str(
+            huggingface.forwards.run_dtype if huggingface else getattr(target, "dtype", "")
+        ).removeprefix("torch."),
+        "layout": huggingface.forwards.packing.layout if huggingface else "plain",
+        "lean": huggingface is not None and huggingface.is_lean,
         **target.describe(),
         "device": str(getattr(target, "device", "cpu")),
         "context": target.context_length,

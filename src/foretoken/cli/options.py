@@ -41,7 +41,7 @@ class Common:
     """The options of every command that runs a model.
 
     ``drafter``, ``verifier`` and ``controller`` are spec strings ``name[:path][,key=value...]``; ``sampling`` has what
-    every request is asked (keyword arguments of :meth:`foretoken.llm.Llm.generate`); ``given`` has the names of the
+    every request is asked (keyword arguments of :meth:`foretoken.llm.Llm.generate`); ``explicit`` has the names of the
     options that were really given.
     """
 
@@ -62,7 +62,7 @@ class Common:
     allow_lossy: bool = flag("Permit verifiers that change the target's distribution.")
 
     sampling: Mapping[str, Any] = field(default_factory=lambda: {name: FIELDS[name].default for name in COMMAND_LINE})
-    given: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
 
     @property
     def max_new_tokens(self) -> int:
@@ -88,12 +88,12 @@ class Common:
         """These options for a MODEL that was given as an argument, or was not, and that must be there where it is about
         to be run (``is_run``).  Raises ``ValueError`` where ``--target`` names another one."""
         choose = existing_model if is_run else one_model
-        return dataclasses.replace(self, target=choose(model, self.target if "target" in self.given else None))
+        return dataclasses.replace(self, target=choose(model, self.target if "target" in self.explicit else None))
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def request_options(self) -> dict[str, Any]:
         """:attr:`sampling` without what the model may decide because nobody gave it."""
-        return {key: value for key, value in self.sampling.items() if key not in OWN_SAMPLING or key in self.given}
+        return {key: value for key, value in self.sampling.items() if key not in OWN_SAMPLING or key in self.explicit}
 
     def check(self) -> None:
         """Refuse wrong names and values, by a ``ValueError``, before seconds are spent on loading."""
@@ -143,13 +143,13 @@ class Common:
             )
         self._tell_inflated(llm.target)
         for name in ("verifier", "controller"):
-            if llm.drafter is None and name in self.given:
+            if llm.drafter is None and name in self.explicit:
                 print(f"--{name} is ignored: without a drafter there are no drafts", file=sys.stderr)
         if own_sampling:  # a command that answers; others measure
             from foretoken.loading.measured.busy import settle_threads
 
-            if (told := settle_threads(llm.target)) is not None:
-                print(f"warning: {told}", file=sys.stderr)
+            if (message := settle_threads(llm.target)) is not None:
+                print(f"warning: {message}", file=sys.stderr)
         return llm
 
     def load_target(self, is_told: bool = True) -> LanguageModel:
@@ -164,8 +164,8 @@ class Common:
     @property
     def _loading(self) -> dict[str, Any]:
         """How the target is loaded."""
-        named = {name: getattr(self, name) for name in ("device", "inflate", "quantize", "backend")}
-        return {**named, "dtype": None if self.dtype == "auto" else self.dtype}
+        options = {name: getattr(self, name) for name in ("device", "inflate", "quantize", "backend")}
+        return {**options, "dtype": None if self.dtype == "auto" else self.dtype}
 
     def subject(self, is_told: bool = True) -> Subject:
         """Load the target (as :meth:`load_target`), and name what drafters for it are made with."""
@@ -220,9 +220,9 @@ def with_common(
         def run(**values: Any) -> None:
             ctx = values[context] if context is not None else values.pop("ctx")
             chosen = values.pop("model") if model != "own" else None
-            named = {p.name: values.pop(p.name) for p in shared}
-            asked = {name: named.pop(name, FIELDS[name].default) for name in COMMAND_LINE}
-            common = Common(**named, sampling=asked, given=given_options(ctx))
+            fields = {p.name: values.pop(p.name) for p in shared}
+            sampling = {name: fields.pop(name, FIELDS[name].default) for name in COMMAND_LINE}
+            common = Common(**fields, sampling=sampling, explicit=given_options(ctx))
             if model != "own":
                 common = common.of(chosen, is_run=ctx.invoked_subcommand is None)
             command(common=common, **values)
@@ -234,9 +234,9 @@ def with_common(
 
 def common_parameters() -> list[inspect.Parameter]:
     """The options of :class:`Common` as parameters of a command, those of requests before the last one."""
-    *own, lossy = parameters_of(Common, FromOptions())
-    asked = [parameter(name, _option(FIELDS[name]), FIELDS[name].default) for name in COMMAND_LINE]
-    return [*own, *asked, lossy]
+    *fields, lossy = parameters_of(Common, FromOptions())
+    sampling = [parameter(name, _option(FIELDS[name]), FIELDS[name].default) for name in COMMAND_LINE]
+    return [*fields, *sampling, lossy]
 
 
 def _option(field: Field) -> Any:

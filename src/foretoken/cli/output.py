@@ -36,15 +36,15 @@ def print_text(console: Console, text: str | Text, style: str = "", end: str = "
     from rich.segment import Segments
     from rich.text import Text
 
-    shown = Text(text, style) if isinstance(text, str) else text
-    console.print(Segments(shown.render(console, end)), end="", soft_wrap=True)
+    styled = Text(text, style) if isinstance(text, str) else text
+    console.print(Segments(styled.render(console, end)), end="", soft_wrap=True)
 
 
 @contextlib.contextmanager
-def doing(what: str) -> Iterator[None]:
+def doing(text: str) -> Iterator[None]:
     """A line on a terminal's stderr for as long as something takes: nobody should wonder whether it hangs."""
     console = screen(stderr=True, live=True)
-    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
         yield
 
 
@@ -61,7 +61,7 @@ def table(title: str | None = None, words: Sequence[str] = (), numbers: Sequence
     return result
 
 
-def print_table(console: Console, shown: Table) -> None:
+def print_table(console: Console, grid: Table) -> None:
     """Print a table whose first column and numbers are whole, however narrow the terminal is.
 
     Other columns of words, and the heads of numbers that may break, take what room is left; where there is none, lines
@@ -69,8 +69,8 @@ def print_table(console: Console, shown: Table) -> None:
     """
     from rich.cells import cell_len
 
-    needed = console.measure(shown, options=console.options.update(width=WIDEST)).maximum
-    for i, column in enumerate(shown.columns):
+    needed = console.measure(grid, options=console.options.update(width=WIDEST)).maximum
+    for i, column in enumerate(grid.columns):
         head, cells = cell_len(str(column.header)), max((cell_len(str(cell)) for cell in column.cells), default=0)
         whole = max(head, cells)
         if i == 0 or column.no_wrap:
@@ -80,8 +80,8 @@ def print_table(console: Console, shown: Table) -> None:
             column.min_width = max(cells, min(word, LEAST)) if column.justify == "right" else min(whole, LEAST)
             needed -= whole - column.min_width
     if needed > console.width:
-        shown.width = needed
-    console.print(shown, crop=False, soft_wrap=False)
+        grid.width = needed
+    console.print(grid, crop=False, soft_wrap=False)
 
 
 def check_out(out: Path, option: str = "--out", new_folders: bool = False) -> None:
@@ -138,12 +138,12 @@ def progress_bar(stays: bool = False) -> Iterator[Callable[[int, int, str], None
 
     columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     console = screen(stderr=True, live=True)
-    shown = stays or console.is_terminal
-    with Progress(*columns, console=console, auto_refresh=False, transient=not stays, disable=not shown) as bar:
+    is_shown = stays or console.is_terminal
+    with Progress(*columns, console=console, auto_refresh=False, transient=not stays, disable=not is_shown) as bar:
         task = bar.add_task("", total=None)
 
         def tell(done: int, total: int, text: str) -> None:
-            if shown:
+            if is_shown:
                 bar.update(task, completed=done, total=total or None, description=text, refresh=True)
 
         yield tell

@@ -53,53 +53,53 @@ class ParityOptions:
 
 @with_common(omit=("drafter",), max_new_tokens=32)
 @terminable()
-def parity_command(*, asked: Annotated[ParityOptions, FromOptions()], as_json: Json = False, common: Common) -> None:
+def parity_command(*, options: Annotated[ParityOptions, FromOptions()], as_json: Json = False, common: Common) -> None:
     """Compare speculative decoding with plain decoding on a target, greedy and sampled.
 
     Greedy outputs, and sampled ones of a seed, must be plain decoding's token by token.  Exit code 1 when
     there is a difference that rounding does not explain.  Ctrl-C and SIGTERM print what was checked so far.
     """
     common.check()
-    for spec in asked.drafter or ():
+    for spec in options.drafter or ():
         if spec != "auto":
             check_drafter(spec)
-    if asked.verify is not None:
-        _refuse_beside_verify(common, asked)
-        named = common.target if {"model", "target"} & common.given else None
-        verify_certificate(asked.verify, common, named, asked.drafter, as_json)
+    if options.verify is not None:
+        _refuse_beside_verify(common, options)
+        model = common.target if {"model", "target"} & common.explicit else None
+        verify_certificate(options.verify, common, model, options.drafter, as_json)
         return
-    settings = _settings(common, asked)
-    checksums = {} if asked.certificate is None else before_certifying(asked.certificate, common)
+    settings = _settings(common, options)
+    checksums = {} if options.certificate is None else before_certifying(options.certificate, common)
     with json_only(as_json):
         from foretoken.lab.prompts import read_prompts
 
-        texts = read_prompts(asked.prompts)
+        texts = read_prompts(options.prompts)
         target = common.load_target()
-        report, stopped = run_on(target, common.target, asked.drafter, texts, settings)
+        report, stopped = run_on(target, common.target, options.drafter, texts, settings)
     if as_json:
         print_json(report.public())
     else:
         print_report(report, settings)
-    if asked.certificate is not None:
-        write_certificate(asked.certificate, report, settings, target, common, checksums)
+    if options.certificate is not None:
+        write_certificate(options.certificate, report, settings, target, common, checksums)
     if stopped:
         raise typer.Exit(INTERRUPTED)
     if not report.passed:
         raise typer.Exit(_DIFFERENCE)
 
 
-def _refuse_beside_verify(common: Common, asked: ParityOptions) -> None:
+def _refuse_beside_verify(common: Common, options: ParityOptions) -> None:
     """Refuse options that a certificate decides, by a ``ValueError``."""
-    own = ("certificate", "prompts", "mode", "samples", "false_alarm", "repetition_penalty")
-    names = [name for name in own if (getattr(asked, name) or None) != getattr(ParityOptions, name)]
+    decided = ("certificate", "prompts", "mode", "samples", "false_alarm", "repetition_penalty")
+    names = [name for name in decided if (getattr(options, name) or None) != getattr(ParityOptions, name)]
     shared = {parameter.name for parameter in common_parameters()} - {"target", "drafter"}
-    names += sorted(shared & common.given)
+    names += sorted(shared & common.explicit)
     if names:
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        raise ValueError(f"--verify runs what the certificate says: leave out {given}")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise ValueError(f"--verify runs what the certificate says: leave out {flags}")
 
 
-def _settings(common: Common, asked: ParityOptions) -> Settings:
+def _settings(common: Common, options: ParityOptions) -> Settings:
     from foretoken.lab.parity.report import MODES, Settings
 
     sampling = {"temperature": common.temperature or 1.0, **common.filters}
@@ -111,11 +111,11 @@ def _settings(common: Common, asked: ParityOptions) -> Settings:
         device=None if common.device == "auto" else common.device,
         allow_lossy=common.allow_lossy,
         max_new_tokens=common.max_new_tokens,
-        sampling={**sampling, "repetition_penalty": asked.repetition_penalty},
-        samples=asked.samples,
-        false_alarm=asked.false_alarm,
+        sampling={**sampling, "repetition_penalty": options.repetition_penalty},
+        samples=options.samples,
+        false_alarm=options.false_alarm,
         seed=common.seed or 0,
-        modes=asked.mode or MODES,
+        modes=options.mode or MODES,
     )
 
 
@@ -146,18 +146,18 @@ def print_report(report: Report, settings: Settings) -> None:
     from foretoken.lab.parity.report import verdict
 
     console = screen()
-    shown = table("parity")
-    shown.add_column("drafter", overflow="fold", min_width=12)
-    shown.add_column("verifier", no_wrap=True)
-    shown.add_column("check", no_wrap=True)
+    grid = table("parity")
+    grid.add_column("drafter", overflow="fold", min_width=12)
+    grid.add_column("verifier", no_wrap=True)
+    grid.add_column("check", no_wrap=True)
     for name in ("outputs", "drafted", "identical", "ties", "differ", "p-value", "sees"):
-        shown.add_column(name, justify="right", no_wrap=True)
+        grid.add_column(name, justify="right", no_wrap=True)
     for check in report.checks:
-        shown.add_row(*_cells(check, settings.samples), style="red" if check.differences else "")
+        grid.add_row(*_cells(check, settings.samples), style="red" if check.differences else "")
     # In less room Rich leaves the drafters' names out; a narrow terminal may break the lines instead.
     widest = 110
-    shown.width = min(widest, console.measure(shown, options=console.options.update(width=widest)).maximum)
-    console.print(shown, crop=False, soft_wrap=False)
+    grid.width = min(widest, console.measure(grid, options=console.options.update(width=widest)).maximum)
+    console.print(grid, crop=False, soft_wrap=False)
     for skipped in report.skipped:
         console.print(f"skipped {skipped}", style="dim")
     for check in report.checks:
@@ -239,8 +239,8 @@ def verify_certificate(
     from foretoken.lab.parity.verification import compare
 
     certificate = read_certificate(file)
-    named = common.target if common.target != Common.target else certificate.model["source"]
-    source, specs = model or named, drafters or certificate.specs
+    default = common.target if common.target != Common.target else certificate.model["source"]
+    source, specs = model or default, drafters or certificate.specs
     for spec in certificate.specs if not drafters else ():
         refuse_code(spec, f"the certificate {file}")
     check_weights(certificate, file, source, specs)

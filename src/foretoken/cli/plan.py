@@ -60,21 +60,21 @@ class PlanOptions:
 
 
 @with_settings
-def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json = False) -> None:
+def plan_command(*, options: Annotated[PlanOptions, FromOptions()], as_json: Json = False) -> None:
     """Work out how much to draft, how much faster that is, and what would break it.  No model is loaded."""
-    lengths, batches = parse_lengths(asked.k), parse_batches(asked.batch)
-    shapes = [parse_widths(text) for text in asked.tree or ()]
-    siblings = None if asked.positions is None else parse_chances(asked.positions, "--positions")
-    plot = asked.plot
+    lengths, batches = parse_lengths(options.k), parse_batches(options.batch)
+    shapes = [parse_widths(text) for text in options.tree or ()]
+    siblings = None if options.positions is None else parse_chances(options.positions, "--positions")
+    plot = options.plot
     if plot is not None:
         if plot.suffix.lower() != ".png":
             raise ValueError(f"--plot writes a PNG file: {plot} should end in .png")
         check_out(plot, "--plot", new_folders=True)
 
-    if siblings is not None and not shapes and asked.ahead is None:
+    if siblings is not None and not shapes and options.ahead is None:
         raise ValueError("--positions are the chances of siblings in a tree: give --tree or --ahead, or leave it out")
-    assumptions, name, note = _assumptions(asked, lengths, batches[0])
-    ahead_rows = _ahead_rows(asked, assumptions, lengths, batches, siblings)
+    assumptions, name, note = _assumptions(options, lengths, batches[0])
+    ahead_rows = _ahead_rows(options, assumptions, lengths, batches, siblings)
     with json_only(as_json):
         result = plan(assumptions, lengths, batches, shapes, siblings)
         if note:
@@ -86,7 +86,7 @@ def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json 
             draw(result, plot)
         if not as_json:
             _print(result, name, plot)
-            _print_ahead(ahead_rows, asked.contention)
+            _print_ahead(ahead_rows, options.contention)
     if as_json:
         answer = {
             "drafter": name,
@@ -101,33 +101,33 @@ def plan_command(*, asked: Annotated[PlanOptions, FromOptions()], as_json: Json 
 # -- reading options -------------------------------------------------------------------------------------------------
 
 
-def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[Assumptions, str | None, str]:
+def _assumptions(options: PlanOptions, lengths: list[int], batch: int) -> tuple[Assumptions, str | None, str]:
     """What is assumed, which drafter of a profile that is, and why it is not the one that the profile names, if so."""
-    if asked.alpha is not None and asked.survival is not None:
+    if options.alpha is not None and options.survival is not None:
         raise ValueError("give --alpha or --survival, not both")
-    if asked.alpha is not None and not 0 <= asked.alpha <= 1:
-        raise ValueError(f"--alpha must be in [0, 1], not {asked.alpha:g}")
-    acceptance = asked.alpha if asked.survival is None else tuple(parse_chances(asked.survival, "--survival"))
+    if options.alpha is not None and not 0 <= options.alpha <= 1:
+        raise ValueError(f"--alpha must be in [0, 1], not {options.alpha:g}")
+    acceptance = options.alpha if options.survival is None else tuple(parse_chances(options.survival, "--survival"))
     assumptions, name, note = Assumptions(0.0), None, ""
-    if asked.profile is not None:
-        profile = _read(asked.profile)
-        costs = _costs_of(profile, asked.profile)
-        if asked.drafter is None:
+    if options.profile is not None:
+        profile = _read(options.profile)
+        costs = _costs_of(profile, options.profile)
+        if options.drafter is None:
             name, note = _drafter_of(profile, costs, lengths, batch)
         else:
-            name = asked.drafter
+            name = options.drafter
         assumptions = Assumptions.measured(costs, name)
-    elif asked.drafter is not None:
+    elif options.drafter is not None:
         raise ValueError("--drafter chooses from a profile: give --profile too, or --alpha and --c")
     elif acceptance is None:
         raise ValueError("give --alpha, --survival, or a --profile with measured acceptance")
     changes: dict[str, Any] = {
         "acceptance": acceptance,
-        "c": checked_cost(asked.c, "--c"),
-        "overhead": checked_cost(asked.overhead, "--overhead"),
-        "v": None if asked.v is None else parse_curve(asked.v),
-        "c_hat": checked_cost(asked.operations, "--operations"),
-        "guesses": asked.guesses,
+        "c": checked_cost(options.c, "--c"),
+        "overhead": checked_cost(options.overhead, "--overhead"),
+        "v": None if options.v is None else parse_curve(options.v),
+        "c_hat": checked_cost(options.operations, "--operations"),
+        "guesses": options.guesses,
         # A rate is that of every round: drafts are as long as asked
         "nodes_per_depth": None if acceptance is None else 1.0,
     }
@@ -138,31 +138,33 @@ def _assumptions(asked: PlanOptions, lengths: list[int], batch: int) -> tuple[As
 def _drafter_of(profile: dict[str, Any], costs: RoundCosts, lengths: list[int], batch: int) -> tuple[str, str]:
     """The drafter that a profile names, as for ``generate`` and ``serve``; where there are no costs of it, the one that
     promises most, and why."""
-    named = profile.get("drafter", "auto")
-    if named in costs.drafters:
-        return named, ""
+    drafter = profile.get("drafter", "auto")
+    if drafter in costs.drafters:
+        return drafter, ""
     best = max(
         costs.drafters, key=lambda spec: max(Assumptions.measured(costs, spec).speedup(k, batch) for k in lengths)
     )
-    if named == "auto":
+    if drafter == "auto":
         return best, ""
     reason = (
-        "the profile chooses plain decoding" if named is None else f"the profile has no costs of its drafter {named}"
+        "the profile chooses plain decoding"
+        if drafter is None
+        else f"the profile has no costs of its drafter {drafter}"
     )
     return best, f"{reason}: this plan is for {best}, which promises most"
 
 
 def _ahead_rows(
-    asked: PlanOptions, assumptions: Assumptions, lengths: list[int], batches: list[int], siblings: list[float] | None
+    options: PlanOptions, assumptions: Assumptions, lengths: list[int], batches: list[int], siblings: list[float] | None
 ) -> list[AheadRow]:
     """What drafting during verification gives; empty where nobody asks."""
-    if asked.ahead is None:
-        if asked.contention != 1.0:
+    if options.ahead is None:
+        if options.contention != 1.0:
             raise ValueError("--contention goes with --ahead")
         return []
     if batches[0] != 1 or assumptions.guesses != 1:
         raise ValueError("--ahead is worked out for one request with one chain: leave out --batch and --guesses")
-    return [ahead_row(assumptions, k, asked.ahead, asked.contention, siblings) for k in lengths if k]
+    return [ahead_row(assumptions, k, options.ahead, options.contention, siblings) for k in lengths if k]
 
 
 # -- showing ---------------------------------------------------------------------------------------------------------
@@ -170,9 +172,9 @@ def _ahead_rows(
 
 def _print(result: Plan, name: str | None, plot: Path | None) -> None:
     console = screen()
-    shown = table(None, (), ["k", "tokens", *_heads(result), "ops", "reads", "from α", "up to c"])
+    grid = table(None, (), ["k", "tokens", *_heads(result), "ops", "reads", "from α", "up to c"])
     for row in result.rows:
-        shown.add_row(
+        grid.add_row(
             str(row.k),
             f"{row.tokens:.2f}",
             *(f"{x:.2f}x" for x in row.speedups.values()),
@@ -182,14 +184,14 @@ def _print(result: Plan, name: str | None, plot: Path | None) -> None:
             _or_never(row.break_even_c, row.k),
             style="bold" if row is result.best else None,
         )
-    print_table(console, shown)
+    print_table(console, grid)
     console.print(LEGEND, style="dim")
     if result.trees:
-        shown = table(None, (), ["tree", "nodes", "tokens", *_heads(result)])
+        grid = table(None, (), ["tree", "nodes", "tokens", *_heads(result)])
         for tree in result.trees:
             speedups = (f"{x:.2f}x" for x in tree.speedups.values())
-            shown.add_row(tree.shape, str(tree.nodes), f"{tree.tokens:.2f}", *speedups)
-        print_table(console, shown)
+            grid.add_row(tree.shape, str(tree.nodes), f"{tree.tokens:.2f}", *speedups)
+        print_table(console, grid)
     _print_changes(result)
     if len(result.batches) > 1:
         best = ", ".join(f"k={k} at {batch}" for batch, k in result.best_by_batch.items())
@@ -207,22 +209,22 @@ def _print_changes(result: Plan) -> None:
     near = result.best if result.best.k else result.nearest
     if near is None:
         return
-    shown = table(None, ["if"], [f"speed-up of k={near.k}", "best k then", "its speed-up"])
+    grid = table(None, ["if"], [f"speed-up of k={near.k}", "best k then", "its speed-up"])
     for change in result.changes:
-        shown.add_row(change.what, f"{change.speedup:.2f}x", str(change.best_k), f"{change.best_speedup:.2f}x")
-    print_table(screen(), shown)
+        grid.add_row(change.what, f"{change.speedup:.2f}x", str(change.best_k), f"{change.best_speedup:.2f}x")
+    print_table(screen(), grid)
 
 
 def _print_ahead(rows: list[AheadRow], contention: float) -> None:
     if not rows:
         return
     heads = ("k", "outcomes", "guessed", "work", "ahead", "between rounds", "contention up to")
-    shown = table(None, (), heads)
+    grid = table(None, (), heads)
     for row in rows:
         most = "never" if row.contention is None else f"{row.contention:.2f}"
         speeds = (f"{row.speedup:.2f}x", f"{row.without:.2f}x")
-        shown.add_row(str(row.k), str(row.rows), f"{row.hits:.0%}", f"{row.work:.2f}", *speeds, most)
-    print_table(screen(), shown)
+        grid.add_row(str(row.k), str(row.rows), f"{row.hits:.0%}", f"{row.work:.2f}", *speeds, most)
+    print_table(screen(), grid)
     screen().print(ahead_summary(rows, contention), style="bold")
 
 
@@ -322,8 +324,8 @@ def parse_chances(text: str, name: str) -> list[float]:
 
 def parse_batches(text: str) -> list[int]:
     """``1,4,16``, each once."""
-    wanted = "--batch must be whole numbers > 0 joined by commas, for example 1,4,16"
-    return list(dict.fromkeys(_counts(text, ",", wanted)))
+    rule = "--batch must be whole numbers > 0 joined by commas, for example 1,4,16"
+    return list(dict.fromkeys(_counts(text, ",", rule)))
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -345,8 +347,8 @@ def parse_widths(text: str) -> list[int]:
     return widths
 
 
-def _counts(text: str, separator: str, wanted: str) -> list[int]:
+def _counts(text: str, separator: str, rule: str) -> list[int]:
     parts = text.lower().split(separator)
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{wanted}; not {text!r}")
+        raise ValueError(f"{rule}; not {text!r}")
     return [int(part) for part in parts]

@@ -72,9 +72,9 @@ def _run(settings: ServerSettings, replicas: int, ray_address: str) -> int:
     return run(settings, sock)
 
 
-def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...] | None:
+def _keys(keys_given: list[str] | None, file: Path | None) -> tuple[str, ...] | None:
     """Keys of options and file; ``None`` where neither was given.  Empty keys are refused."""
-    keys = [" ".join(one.split()) for one in given or ()]
+    keys = [" ".join(key.split()) for key in keys_given or ()]
     if file is not None:
         try:
             keys += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -100,20 +100,20 @@ def _check_extra() -> None:
 
 def _parameters() -> list[inspect.Parameter]:
     """The options: those of the command itself, and every setting in between, with no default of its own."""
-    own = {one.name: one for one in inspect.signature(serve_command, eval_str=True).parameters.values()}
+    of_command = {option.name: option for option in inspect.signature(serve_command, eval_str=True).parameters.values()}
     kinds = get_type_hints(ServerSettings)
-    parameters = [own["model"], own["target"], own["config"]]
-    for one, about in settings_of(ServerSettings).items():
-        kind: Any = list[str] if isinstance(one.default, tuple) else kinds[one.name]
-        name, variable = ("api_key", "FORETOKEN_API_KEY") if one.name == "api_keys" else (one.name, None)
+    parameters = [of_command["model"], of_command["target"], of_command["config"]]
+    for entry, about in settings_of(ServerSettings).items():
+        kind: Any = list[str] if isinstance(entry.default, tuple) else kinds[entry.name]
+        name, variable = ("api_key", "FORETOKEN_API_KEY") if entry.name == "api_keys" else (entry.name, None)
         # Where a switch is off by default, there is nothing to switch off.
-        names = [f"--{name.replace('_', '-')}"] if one.default is False else []
+        names = [f"--{name.replace('_', '-')}"] if entry.default is False else []
         annotation = option_of(kind | None, about, names, envvar=variable)
         parameters.append(parameter(name, annotation, None))
-        if one.name == "api_keys":
-            parameters.append(own["api_key_file"])
-    parameters += [own["replicas"], own["ray_address"]]
-    return [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        if entry.name == "api_keys":
+            parameters.append(of_command["api_key_file"])
+    parameters += [of_command["replicas"], of_command["ray_address"]]
+    return [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in parameters]
 
 
 serve_command.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]

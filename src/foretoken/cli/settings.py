@@ -33,9 +33,9 @@ class FromOptions:
         """The fields that have an option, by the parameter's name."""
         left_out = {*self.omit, *self.fixed}
         return {
-            self.prefix + one.name: (one, about)
-            for one, about in settings_of(config).items()
-            if one.name not in left_out
+            self.prefix + entry.name: (entry, about)
+            for entry, about in settings_of(config).items()
+            if entry.name not in left_out
         }
 
 
@@ -48,19 +48,19 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     hints = typing.get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[type, FromOptions]] = {}
-    for name, one in inspect.signature(command).parameters.items():
-        config, told = _filled(hints[name])
-        if told is None:
-            parameters.append(parameter(name, hints[name], one.default))
+    for name, declared in inspect.signature(command).parameters.items():
+        config, source = _filled(hints[name])
+        if source is None:
+            parameters.append(parameter(name, hints[name], declared.default))
         else:
-            groups[name] = config, told
-            parameters += parameters_of(config, told)
+            groups[name] = config, source
+            parameters += parameters_of(config, source)
 
     @wraps(command)
     def run(**values: Any) -> None:
-        for name, (config, told) in groups.items():
-            given = {one.name: values.pop(option) for option, (one, _) in told.fields(config).items()}
-            values[name] = config(**told.fixed, **given)
+        for name, (config, source) in groups.items():
+            settings = {entry.name: values.pop(option) for option, (entry, _) in source.fields(config).items()}
+            values[name] = config(**source.fixed, **settings)
         command(**values)
 
     return signed(run, parameters)
@@ -69,7 +69,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 def signed(run: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
     """The function with the parameters that Typer makes options of."""
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
@@ -88,10 +88,10 @@ def _filled(annotation: Any) -> tuple[Any, FromOptions | None]:
     return (annotation.__origin__, marks[0]) if marks else (None, None)
 
 
-def parameters_of(config: type, told: FromOptions) -> list[inspect.Parameter]:
+def parameters_of(config: type, source: FromOptions) -> list[inspect.Parameter]:
     """A parameter for each field that has an option."""
     kinds, parameters = typing.get_type_hints(config), []
-    for option, (one, about) in told.fields(config).items():
+    for option, (entry, about) in source.fields(config).items():
         names = [f"--{option.replace('_', '-')}"] if about.is_flag else []
-        parameters.append(parameter(option, option_of(kinds[one.name], about, names), one.default))
+        parameters.append(parameter(option, option_of(kinds[entry.name], about, names), entry.default))
     return parameters

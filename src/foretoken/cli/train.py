@@ -69,11 +69,12 @@ def train_lm_command(
         report = lm.train_lm(
             data, out, config, tokenizer_from=tokenizer_from, init_from=init_from, teacher=teacher,
             teacher_weight=teacher_weight, device=device, save_every=intervals.save_every, compiled=compile,
-            on_read=bar.on_read, on_step=bar.on_step, saving=Saving(intervals.save_minutes, stop.asked),
+            on_read=bar.on_read, on_step=bar.on_step, saving=Saving(intervals.save_minutes, stop.requested),
             card=CardInfo(data_note=data_note, licence=licence),
         )  # fmt: skip
-    held, per_byte = report["held_loss_nats_per_token"], report["held_bits_per_byte"]
-    loss = "nothing held out" if held is None else f"held out {held:.4f} nats per token, {per_byte:.4f} bits per byte"
+    held_loss, per_byte = report["held_loss_nats_per_token"], report["held_bits_per_byte"]
+    figures = "" if held_loss is None else f"{held_loss:.4f} nats per token, {per_byte:.4f} bits per byte"
+    loss = f"held out {figures}" if figures else "nothing held out"
     typer.echo(
         f'{report["parameters"]:,} parameters, {loss} -> {out}, for use as --target {out} or as drafter "model:{out}"'
     )

@@ -13,7 +13,7 @@ from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import print_json
 from foretoken.cli.settings import FromOptions, with_settings
-from foretoken.cli.train_drafter import seen
+from foretoken.cli.train_drafter import corpus_line
 from foretoken.cli.train_options import Data, Device, keep_freed_memory, load_target
 from foretoken.cli.train_progress import TrainingBar, training_run
 from foretoken.training.config import DistillConfig, Intervals
@@ -85,8 +85,8 @@ def boost_command(
     with training_run(out, config.steps, _describe, as_json) as (bar, stop):
         shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bar)
         measure = measure_of(shop)
-        held = None if measure is None else (measure.text, measure.prompts.shape[1])
-        boost = Boost(shop, draft, out, length, held)
+        held_texts = None if measure is None else (measure.text, measure.prompts.shape[1])
+        boost = Boost(shop, draft, out, length, held_texts)
 
         def on_stage(stage: Stage) -> None:
             _write_card(out / str(stage.number), stage.report, data, chosen, config, count)
@@ -128,7 +128,7 @@ def open_shop(
     model, tokenizer = load_target(target, device)
     load_student(draft, model, tokenizer)
     shop = Workshop(model, tokenizer, data, folder, config, bar.on_written, bar.on_read)
-    bar.say(seen(shop.corpus))
+    bar.say(corpus_line(shop.corpus))
     return shop
 
 
@@ -156,8 +156,8 @@ def _write_card(
     usual = asdict(DistillConfig(text="fixed" if count is None else "teacher"))
     options = {} if count is None else {"count": count, "length": report["length"]}
     options |= {k: v for k, v in asdict(config).items() if v != usual[k] and k not in ("warmup", "decay")}
-    told = command(method, data, folder, options, {"target": target, "draft": report["draft"]})
-    write_alignment_card(out, report, data, target, told, note)
+    command_line = command(method, data, folder, options, {"target": target, "draft": report["draft"]})
+    write_alignment_card(out, report, data, target, command_line, note)
 
 
 def _boost_note(report: Any) -> str:

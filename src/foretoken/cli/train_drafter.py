@@ -75,7 +75,7 @@ def make_command(method: str) -> Callable[..., None]:
         from foretoken.training.trainer import Trainer
 
         with json_only(as_json), stop_on_signals() as stop, run_folder(out):
-            read, asked = data, {}
+            read, answer_options = data, {}
             if answers == "data":  # questions alone are no text yet
                 check_text(data)
             keep_freed_memory()
@@ -89,17 +89,17 @@ def make_command(method: str) -> Callable[..., None]:
                 if answers != "data":
                     answer = replace(answer, seed=config.seed)
                     read = [_answers(answers, answer, data, out, chosen, recipe, device, bar, stop)]
-                    asked = _as_options(answers, answer)
+                    answer_options = _as_options(answers, answer)
                 trainer = Trainer(
                     recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read
                 )
-                bar.say(seen(trainer.corpus))
+                bar.say(corpus_line(trainer.corpus))
                 trial = _trial(trainer, served)
                 with stop.in_steps(bar.say, out):
                     report = trainer.run(
                         evaluate=trial, on_step=bar.on_step, weight_bits=weight_bits, **stop.saving(intervals)
                     )
-            write_drafter_card(out, report, data, chosen, answers=asked)
+            write_drafter_card(out, report, data, chosen, answers=answer_options)
             _tell(report, out, recipe)
         if as_json:
             print_json(report)
@@ -159,11 +159,11 @@ def _answers(
         bar.say(f"{len(dialogues):,} conversations for the target to answer -> {file.file}")
     llm = load(target, drafter=None, device=device)
     with stop.in_steps(bar.say, out):
-        written = file.write(llm, config, bar.on_answers, stop.asked)
-    if written is None:
+        path = file.write(llm, config, bar.on_answers, stop.requested)
+    if path is None:
         bar.say(f"stopped; what was answered is in {file.part}: the same command goes on from there")
         raise typer.Exit(stop.exit_code)
-    return written
+    return path
 
 
 def needs(recipe: Recipe, config: TrainConfig) -> str:
@@ -199,14 +199,14 @@ def trained_shapes(recipe: Recipe) -> list[Sequence[int]]:
     return shapes
 
 
-def seen(corpus: Mapping[str, Any]) -> str:
+def corpus_line(corpus: Mapping[str, Any]) -> str:
     """One line: what is learned from, and what is held out."""
-    train, held = corpus["train"], corpus["held"]
+    train, held_part = corpus["train"], corpus["held"]
     learned = f", {train['learned']:,} of them learned" if "learned" in train else ""
     text = f"{train['documents']:,} documents, {train['tokens']:,} tokens{learned}"
-    if not held["documents"]:
+    if not held_part["documents"]:
         return f"{text}; nothing is held out, because the data is one document: acceptance is not measured"
-    return f"{text}; {held['documents']:,} documents of {held['tokens']:,} tokens are held out"
+    return f"{text}; {held_part['documents']:,} documents of {held_part['tokens']:,} tokens are held out"
 
 
 def brief(acceptance: Mapping[str, Any]) -> str:
@@ -220,11 +220,11 @@ def _tell(report: Mapping[str, Any], out: Path, recipe: Recipe) -> None:
 
     length = describe(report["acceptance"]) if report["acceptance"] else "nothing held out"
     console = screen(stderr=True)
-    told = f"{report['parameters']:,} parameters, {length} -> {out}"
+    line = f"{report['parameters']:,} parameters, {length} -> {out}"
     if not recipe.trains_target:
-        console.print(f'{told}, for use as drafter "{recipe.spec(out)}"')
+        console.print(f'{line}, for use as drafter "{recipe.spec(out)}"')
     else:
-        console.print(told)
+        console.print(line)
         before, after = report["target_loss_nats"]["before"], report["target_loss_nats"]["after"]
         change = "" if before is None else f" (held-out loss {before:.3f} -> {after:.3f} nats per token)"
         use = f"--target {out / FOLDER} --drafter {recipe.spec(out)}"

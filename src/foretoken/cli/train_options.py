@@ -72,5 +72,5 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26))
-    taken = [mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in settings]
-    return all(taken)
+    accepted = [mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in settings]
+    return all(accepted)

@@ -47,18 +47,18 @@ class ProgressLines:
 
         A total of 0 means that nobody knows it.
         """
-        now = self.clock()
+        now_s = self.clock()
         if self._last[task] < 0:
-            self._first[task] = (now, completed)
-        if now - self._last[task] < LINE_S and completed != total:
+            self._first[task] = (now_s, completed)
+        if now_s - self._last[task] < LINE_S and completed != total:
             return
-        self._last[task] = now
+        self._last[task] = now_s
         if not total:
             self.console.print(description, soft_wrap=True)
             return
-        began, before = self._first[task]
-        left = (now - began) / (completed - before) * (total - completed) if completed > before else None
-        ending = "" if left is None else f"  {duration(left)} left"
+        start_s, before = self._first[task]
+        left_s = (now_s - start_s) / (completed - before) * (total - completed) if completed > before else None
+        ending = "" if left_s is None else f"  {duration(left_s)} left"
         self.console.print(f"{completed}/{total}  {description}{ending}", soft_wrap=True)
 
 
@@ -150,7 +150,7 @@ class Stop:
         self._in_steps = self._waits = False
         self._say: Callable[[str], None] = lambda line: None
 
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether a signal has come."""
         self._waits = self._in_steps
         return self.number != 0
@@ -159,7 +159,7 @@ class Stop:
         """When a loop saves, measures and ends, as arguments of what runs one."""
         from foretoken.training.loop import Saving
 
-        saving = Saving(intervals.save_minutes, self.asked)
+        saving = Saving(intervals.save_minutes, self.requested)
         return {"save_every": intervals.save_every, "eval_every": intervals.eval_every, "saving": saving}
 
     @property

@@ -11,7 +11,7 @@ import typer
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import print_json
 from foretoken.cli.settings import FromOptions, with_settings
-from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out, seen
+from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, corpus_line, held_out
 from foretoken.cli.train_options import Corpus, Data, Device, Report, keep_freed_memory, key_values, load_target
 from foretoken.cli.train_progress import training_run
 from foretoken.training.config import Intervals, TrainConfig, check_context
@@ -55,7 +55,7 @@ def specdec_pp_command(
         check_context(config.context, min(judge.context_length, guesser.context_length), "models'")
         recipe = SpecdecPpRecipe(judge, guesser, settings, config.seed)
         trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written, on_read=bar.on_read)
-        bar.say(seen(trainer.corpus))
+        bar.say(corpus_line(trainer.corpus))
         report = trainer.run(evaluate=_trial(trainer, recipe), on_step=bar.on_step, **stop.saving(intervals))
         write_stop_card(out, report, data, chosen, draft)
         bar.say(
@@ -97,8 +97,8 @@ def describe(acceptance: Mapping[str, Any]) -> str:
     if not acceptance:
         return "nothing held out"
     sides = {"with the head": acceptance["sampled"], "without": acceptance["without"]["sampled"]}
-    told = ", ".join(
+    figures = ", ".join(
         f"{name} {side['mean_acceptance_length']:.2f} tokens a round and {side['acceptance_rate']:.0%} accepted"
         for name, side in sides.items()
     )
-    return f"T=1: {told}"
+    return f"T=1: {figures}"

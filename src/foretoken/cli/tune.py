@@ -105,11 +105,11 @@ def _search(work: Workload, k: int, out: Path, trials: int, resume: bool) -> Tun
 
 def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
     console = screen()
-    shown = table(None, ("skipped", "attention", "MLP"), ("tokens/s", "speed-up", "accepted", "tokens/round"))
-    shown.add_row("plain", "", "", f"{outcome.plain.tokens_per_s:.1f}", "1.00", "", "1.00")
+    grid = table(None, ("skipped", "attention", "MLP"), ("tokens/s", "speed-up", "accepted", "tokens/round"))
+    grid.add_row("plain", "", "", f"{outcome.plain.tokens_per_s:.1f}", "1.00", "", "1.00")
     for name, skips in outcome.sets.items():
         speed = outcome.speeds[name]
-        shown.add_row(
+        grid.add_row(
             name,
             *(text.replace("+", " ") for text in skips.options.values()),
             f"{speed.tokens_per_s:.1f}",
@@ -117,7 +117,7 @@ def _print(outcome: TunedSkips, work: Workload, out: Path) -> None:
             f"{speed.acceptance_rate:.0%}",
             f"{speed.mean_acceptance_length:.2f}",
         )
-    print_table(console, shown)
+    print_table(console, grid)
     counts = f"{outcome.trials} trials, {len(work.prompts)} prompts of {work.new_tokens} new tokens"
     console.print(f"{counts}; the {outcome.chosen} set is in {out}: --drafter layer_skip:{out}")
     if outcome.speedup(outcome.chosen) <= 1:
@@ -143,33 +143,33 @@ class TreeOptions:
 def tree_command(
     out: Annotated[Path, typer.Option(help="File for the tree, which loads as NAME,tree=FILE.")],
     *,
-    asked: Annotated[TreeOptions, FromOptions()],
+    options: Annotated[TreeOptions, FromOptions()],
     as_json: Json = False,
     common: Common,
 ) -> None:
     """Choose a tree from how often its places are right, and from what nodes and levels cost on this machine."""
     with json_only(as_json):
         check_out(out, new_folders=True)
-        outcome = _tuned_tree(common, asked)
+        outcome = _tuned_tree(common, options)
         outcome.save(out)
         if not as_json:
-            _print_tree(outcome, asked.drafter, out)
+            _print_tree(outcome, options.drafter, out)
     if as_json:
         print_json({**outcome.public(), "out": str(out)})
 
 
-def _tuned_tree(common: Common, asked: TreeOptions) -> TunedTree:
+def _tuned_tree(common: Common, options: TreeOptions) -> TunedTree:
     from foretoken.lab.tune import positional, tree
     from foretoken.methods.drafters.heads import HeadsDrafter
 
-    work = workload_of(common, asked.prompts, asked.new_tokens, asked.max_prompts)
-    drafter = work.subject.drafter(asked.drafter)
-    filler, chosen = _checked_filler(asked.drafter, drafter, asked.shape, common.temperature)
-    sizes = [size for size in tree.SIZES if size <= asked.max_nodes]
+    work = workload_of(common, options.prompts, options.new_tokens, options.max_prompts)
+    drafter = work.subject.drafter(options.drafter)
+    filler, chosen = _checked_filler(options.drafter, drafter, options.shape, common.temperature)
+    sizes = [size for size in tree.SIZES if size <= options.max_nodes]
     with screen(stderr=True, live=True).status("starting") as status:
         if isinstance(filler, HeadsDrafter):
             return tree.tune(work, filler, sizes, status.update)
-        return positional.tune(work, filler, sizes, chosen, asked.max_depth, status.update)
+        return positional.tune(work, filler, sizes, chosen, options.max_depth, status.update)
 
 
 def _checked_filler(
@@ -191,22 +191,22 @@ def _checked_filler(
     if not isinstance(drafter, HeadsDrafter | ModelDrafter) or drafter.name not in able:
         raise ValueError(f"{spec!r} fills no tree of fixed shape: choose one of {', '.join(able)}")
     heads = isinstance(drafter, HeadsDrafter)
-    known = ("medusa",) if heads else ("sequoia", "medusa")
-    if shape and shape not in known:
-        raise ValueError(f"unknown shape {shape!r} for {drafter.name}: choose one of {', '.join(known)}")
+    shapes = ("medusa",) if heads else ("sequoia", "medusa")
+    if shape and shape not in shapes:
+        raise ValueError(f"unknown shape {shape!r} for {drafter.name}: choose one of {', '.join(shapes)}")
     if heads and temperature:
         raise ValueError("heads are measured greedily: leave out --temperature, or tune a draft model")
-    return drafter, shape or known[0]
+    return drafter, shape or shapes[0]
 
 
 def _print_tree(outcome: TunedTree, drafter: str, out: Path) -> None:
     console, spec = screen(), parse_spec(drafter)
     filled = f"{spec.name}:{spec.path}" if spec.path else spec.name
-    shown = table("what trees promise", (), ("nodes", "ms a round", "tokens a round", "tokens/s"))
+    grid = table("what trees promise", (), ("nodes", "ms a round", "tokens a round", "tokens/s"))
     for size, (ms, length) in outcome.sizes.items():
         chosen = "bold" if size == len(outcome.choices) else None
-        shown.add_row(str(size), f"{ms:.2f}", f"{length:.2f}", f"{1e3 * length / ms:.0f}", style=chosen)
-    print_table(console, shown)
+        grid.add_row(str(size), f"{ms:.2f}", f"{length:.2f}", f"{1e3 * length / ms:.0f}", style=chosen)
+    print_table(console, grid)
     plain = outcome.speeds["plain"].tokens_per_s
     for name, speed in outcome.speeds.items():
         console.print(

@@ -46,7 +46,7 @@ class TuneOptions:
 @with_common(omit=("drafter", "verifier", "controller", "max_new_tokens", *FILTERS, "allow_lossy"), model="group")
 @terminable()
 def tune_command(
-    ctx: typer.Context, *, asked: Annotated[TuneOptions, FromOptions()], as_json: Json = False, common: Common
+    ctx: typer.Context, *, options: Annotated[TuneOptions, FromOptions()], as_json: Json = False, common: Common
 ) -> None:
     """Find the drafter and its length that are fastest for a target on this machine, within --minutes.
 
@@ -59,9 +59,9 @@ def tune_command(
         return
     began_s = perf_counter()
     with json_only(as_json):
-        out = asked.out or Path(f"{Path(common.target).name or 'model'}.profile.json")
+        out = options.out or Path(f"{Path(common.target).name or 'model'}.profile.json")
         check_out(out, new_folders=True)
-        job = _job(common, asked, began_s)
+        job = _job(common, options, began_s)
         outcome = _tuned(job, out)
         if not as_json:
             _print(outcome, out, common.target)
@@ -73,17 +73,17 @@ def tune_command(
 
 def _refuse_options(ctx: typer.Context) -> None:
     """Options in front of a subcommand would be lost."""
-    given = [name for name in ctx.params if name in given_options(ctx)]
-    if given:
-        option = "--" + given[0].replace("_", "-").replace("as-json", "json")
-        if given[0] == "model":
+    names = [name for name in ctx.params if name in given_options(ctx)]
+    if names:
+        option = "--" + names[0].replace("_", "-").replace("as-json", "json")
+        if names[0] == "model":
             option = str(ctx.params["model"])
         raise ValueError(f"put {option} behind the subcommand: foretoken tune {ctx.invoked_subcommand} {option} ...")
 
 
-def _job(common: Common, asked: TuneOptions, began_s: float) -> TuneJob:
-    if not asked.minutes > 0:
-        raise ValueError(f"--minutes must be above 0, not {asked.minutes:g}")
+def _job(common: Common, options: TuneOptions, began_s: float) -> TuneJob:
+    if not options.minutes > 0:
+        raise ValueError(f"--minutes must be above 0, not {options.minutes:g}")
     from foretoken.core.conversation import turn_ends
     from foretoken.core.sampling import SamplingParams
     from foretoken.lab.prompts import load_prompts, prompts_of_kind
@@ -94,18 +94,18 @@ def _job(common: Common, asked: TuneOptions, began_s: float) -> TuneJob:
 
     common.check()
     SamplingParams(common.temperature)
-    chosen = parse_names(asked.drafters) if asked.drafters else []
-    prompts = None if asked.prompts is None else load_prompts(asked.prompts)
-    offers = _offers(common, asked.draft or ())
+    chosen = parse_names(options.drafters) if options.drafters else []
+    prompts = None if options.prompts is None else load_prompts(options.prompts)
+    offers = _offers(common, options.draft or ())
     subject = common.subject()
     target = subject.target
-    if (told := settle_threads(target)) is not None:
-        print(f"warning: {told}", file=sys.stderr)
+    if (message := settle_threads(target)) is not None:
+        print(f"warning: {message}", file=sys.stderr)
     prompts = prompts or prompts_of_kind(subject.tokenizer)
-    ids = fitting_prompts(subject, prompts, asked.new_tokens, asked.max_prompts)
+    ids = fitting_prompts(subject, prompts, options.new_tokens, options.max_prompts)
     target.eos_token_ids |= frozenset(end for end in turn_ends(subject.tokenizer) if end < target.vocab_size)
-    work = Workload(subject, ids, asked.new_tokens, common.temperature, common.seed or 0)
-    return TuneJob(work, chosen, offers, asked.minutes, perf_counter, began_s)
+    work = Workload(subject, ids, options.new_tokens, common.temperature, common.seed or 0)
+    return TuneJob(work, chosen, offers, options.minutes, perf_counter, began_s)
 
 
 def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
@@ -113,10 +113,10 @@ def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
     from foretoken.lab.bench.fitting import offered, places
     from foretoken.loading import read_profile
 
-    named = None if common.profile is None else read_profile(common.profile).get("drafter")
-    own = Path(common.target).expanduser()
-    inside = [place for place in places(own) if place != own] if own.is_dir() else []
-    specs = [] if named is None else [named]
+    drafter = None if common.profile is None else read_profile(common.profile).get("drafter")
+    beside = Path(common.target).expanduser()
+    inside = [place for place in places(beside) if place != beside] if beside.is_dir() else []
+    specs = [] if drafter is None else [drafter]
     for folder in folders:
         usable = [spec for place in places(folder) if (spec := offered(place)) is not None]
         if not usable:

@@ -27,11 +27,11 @@ def known_variables() -> frozenset[str]:
 
 def unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
     """A line for each variable that begins as ours do and is none of them, with the known name that is closest."""
-    known = known_variables()
+    names = known_variables()
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name in known or _SERVICE.search(name) or "://" in environ[name]:
+        if not name.startswith(PREFIX) or name in names or _SERVICE.search(name) or "://" in environ[name]:
             continue
         from difflib import get_close_matches
 
-        closest = get_close_matches(name, sorted(known), 1, 0.0)[0]
+        closest = get_close_matches(name, sorted(names), 1, 0.0)[0]
         yield f"the environment variable {name} is ignored: foretoken has none of that name; the closest is {closest}"
