@@ -102,9 +102,9 @@ def seconds(call: Callable[[], Any], turns: int = 12) -> float:
     """The median of a call."""
     found = []
     for _ in range(turns + 2):
-        began = perf_counter()
+        start_s = perf_counter()
         call()
-        found.append(perf_counter() - began)
+        found.append(perf_counter() - start_s)
     return median(found[2:])
 
 
@@ -134,9 +134,9 @@ def contention(target: Callable[[], None], draft: Callable[[], None]) -> tuple[f
 
     thread = Thread(target=beside)
     thread.start()
-    began = perf_counter()
+    start_s = perf_counter()
     together = seconds(target)
-    spent = perf_counter() - began
+    spent = perf_counter() - start_s
     stop.set()
     thread.join()
     return together / alone, spent / max(count[0], 1) / draft_alone
@@ -153,12 +153,12 @@ def ranks(target: LanguageModel, draft: LanguageModel, texts: list[list[int]]) -
             rows.append(model.forward([Feed(sequence, text)])[0].logits[len(text) // 2 :: 4].double())
             model.release(sequence)
         size = min(row.shape[-1] for row in rows)
-        for wanted, guessed in zip(rows[0][:, :size], rows[1][:, :size], strict=True):
-            order = guessed.argsort(descending=True)[:RANKS].tolist()
-            found["greedy"].append([float(int(wanted.argmax()) == token) for token in order])
+        for target_row, draft_row in zip(rows[0][:, :size], rows[1][:, :size], strict=True):
+            order = draft_row.argsort(descending=True)[:RANKS].tolist()
+            found["greedy"].append([float(int(target_row.argmax()) == token) for token in order])
             # Nearly all of both is on few tokens: the others are left out of the race.
-            few = torch.unique(torch.cat([wanted.topk(200).indices, guessed.topk(200).indices]))
-            p, q = (torch.softmax(row[few], -1).tolist() for row in (wanted, guessed))
+            few = torch.unique(torch.cat([target_row.topk(200).indices, draft_row.topk(200).indices]))
+            p, q = (torch.softmax(row[few], -1).tolist() for row in (target_row, draft_row))
             found["race"].append(race_positions(p, q, RANKS, trials=200))
             found["residual"].append(residual_positions(p, q, RANKS))
     return {name: torch.tensor(each).mean(0).tolist() for name, each in found.items()}
@@ -169,9 +169,9 @@ def race_arms(llms: dict[str, Any], tokens: int, prompts: int, temperature: floa
     spent, texts = dict.fromkeys(llms, 0.0), {name: [] for name in llms}
     for i, prompt in enumerate(TEXTS[:prompts]):
         for name in [*llms, *reversed(llms)]:
-            began = perf_counter()
+            start_s = perf_counter()
             out = llms[name].generate(prompt, max_new_tokens=tokens, temperature=temperature, seed=i, ignore_eos=True)
-            spent[name] += perf_counter() - began
+            spent[name] += perf_counter() - start_s
             texts[name].append(out.token_ids)
     first = next(iter(texts.values()))
     speed = {name: 2 * tokens * min(prompts, len(TEXTS)) / seconds for name, seconds in spent.items()}
@@ -185,21 +185,23 @@ def main() -> None:
     parser.add_argument("draft")
     for name, value in (("k", 4), ("fanout", 2), ("prompts", 4), ("tokens", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
-    options = f"{given.draft},k={given.k}"
+    arguments = parser.parse_args()
+    options = f"{arguments.draft},k={arguments.k}"
     llms = {
-        "plain": ft.load(given.target, drafter=None),
-        "between": ft.load(given.target, drafter=f"model:{options}", controller="constant"),
-        "ahead": ft.load(given.target, drafter=f"ahead:{options},fanout={given.fanout}", controller="constant"),
+        "plain": ft.load(arguments.target, drafter=None),
+        "between": ft.load(arguments.target, drafter=f"model:{options}", controller="constant"),
+        "ahead": ft.load(arguments.target, drafter=f"ahead:{options},fanout={arguments.fanout}", controller="constant"),
     }
     target, drafter = llms["plain"].target, llms["ahead"].drafter
     text = llms["plain"].generate(TEXTS[0], max_new_tokens=96, ignore_eos=True).token_ids
     of_target, of_draft = calls(target, text), calls(drafter.model, text)
-    cost = {n: seconds(of_target(n)) for n in (1, given.k + 1, (given.k + 1) * given.fanout)}
+    cost = {n: seconds(of_target(n)) for n in (1, arguments.k + 1, (arguments.k + 1) * arguments.fanout)}
     step = seconds(of_draft(1))
-    slower = contention(of_target(given.k + 1), of_draft((given.k + 1) * given.fanout))
-    written = [llms["plain"].generate(p, max_new_tokens=96, ignore_eos=True).token_ids for p in TEXTS[: given.prompts]]
-    chances = ranks(target, drafter.model, written)
+    slower = contention(of_target(arguments.k + 1), of_draft((arguments.k + 1) * arguments.fanout))
+    texts = [
+        llms["plain"].generate(p, max_new_tokens=96, ignore_eos=True).token_ids for p in TEXTS[: arguments.prompts]
+    ]
+    chances = ranks(target, drafter.model, texts)
     found: dict[str, Any] = {
         "threads": torch.get_num_threads(), "v_ms": {n: s * 1e3 for n, s in cost.items()}, "c": step / cost[1],
         "contention": {"target": slower[0], "draft": slower[1]}, "chances": chances, "plan": {}, "runs": {},
@@ -209,11 +211,12 @@ def main() -> None:
             each[0], c=step / cost[1], v=Measured(TargetCost({n: s / cost[1] for n, s in cost.items()}))
         )
         found["plan"][name] = {
-            s: ahead_row(assumed, given.k, given.fanout, s, each).public() for s in (1.0, max(1.0, sum(slower) / 2))
+            s: ahead_row(assumed, arguments.k, arguments.fanout, s, each).public()
+            for s in (1.0, max(1.0, sum(slower) / 2))
         }
     for temperature in (0.0, 1.0):
         drafter.rounds = drafter.hits = 0
-        run = race_arms(llms, given.tokens, given.prompts, temperature)
+        run = race_arms(llms, arguments.tokens, arguments.prompts, temperature)
         found["runs"][temperature] = {**run, "hits": drafter.hits / max(drafter.rounds, 1)}
     print(json.dumps(found, indent=1))
 

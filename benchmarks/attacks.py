@@ -120,11 +120,11 @@ def measured(attack: Attack, seconds: float) -> dict[str, Any]:
         def ask() -> None:
             with httpx.Client(base_url=url, timeout=120, headers=headers(INNOCENT)) as client:
                 while time.monotonic() < end:
-                    began = time.perf_counter()
+                    start_s = time.perf_counter()
                     status = client.post("/v1/completions", json=small).status_code
                     if status != 200:
                         answers[f"innocent {status}"] += 1
-                    innocent.append(time.perf_counter() - began)
+                    innocent.append(time.perf_counter() - start_s)
                     time.sleep(0.1)
 
         watching = threading.Thread(target=lambda: health.extend(health_times(url, end)))

@@ -69,24 +69,24 @@ class Arm:
     seeded: bool = False
     prefill_s: float = 0.0
 
-    def serve(self, batch: list[list[int]], place: int, asked: dict[str, Any], counted: bool) -> Iterator[int]:
+    def serve(self, batch: list[list[int]], place: int, options: dict[str, Any], counted: bool) -> Iterator[int]:
         """Decode a batch: after every round the tokens that there are. What is not counted is thrown away."""
         engine = self.llm.engine
         for number, prompt in enumerate(batch):
             seed = {"seed": 8 * place + number} if self.seeded else {}
-            engine.add(self.llm.request(prompt, **asked, **seed))
-        tokens, seconds, known = 0, 0.0, set[int]()
+            engine.add(self.llm.request(prompt, **options, **seed))
+        tokens, seconds, started = 0, 0.0, set[int]()
         lengths = []
         while engine.busy:
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             gained = engine.step()
-            seconds += time.perf_counter() - began
+            seconds += time.perf_counter() - start_s
             # Prompts of one step are read together, and each request is told the time of all.
-            read = max((run.stats.prefill_s for run, _ in gained if run.id not in known), default=0.0)
+            read = max((run.stats.prefill_s for run, _ in gained if run.id not in started), default=0.0)
             seconds -= read
             self.prefill_s += read if counted else 0.0
             for run, emission in gained:
-                known.add(run.id)
+                started.add(run.id)
                 tokens += len(emission.token_ids)
                 if emission.finish_reason is not None:
                     lengths.append(run.stats.mean_acceptance_length)
@@ -99,12 +99,12 @@ class Arm:
 
 def take_turns(served: Sequence[Iterator[int]]) -> None:
     """Run all of them, always the one with fewest tokens next: whatever else slows the machine hits all alike."""
-    heap = [(0, order, one) for order, one in enumerate(served)]
+    heap = [(0, order, arm) for order, arm in enumerate(served)]
     while heap:
-        _, order, one = heapq.heappop(heap)
-        tokens = next(one, None)
+        _, order, arm = heapq.heappop(heap)
+        tokens = next(arm, None)
         if tokens is not None:
-            heapq.heappush(heap, (tokens, order, one))
+            heapq.heappush(heap, (tokens, order, arm))
 
 
 def workloads(tokenizer: Any, data: Path, vocab_size: int, longest: int) -> dict[str, list[list[int]]]:
@@ -120,7 +120,7 @@ def workloads(tokenizer: Any, data: Path, vocab_size: int, longest: int) -> dict
     }
 
 
-def cell(arms: list[Arm], prompts: list[list[int]], size: int, asked: dict[str, Any], options: Any) -> None:
+def cell(arms: list[Arm], prompts: list[list[int]], size: int, request: dict[str, Any], options: Any) -> None:
     """All arms over all batches of a cell, taking turns, in another order every time."""
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     if options.queue and size > 1:
@@ -132,12 +132,12 @@ def cell(arms: list[Arm], prompts: list[list[int]], size: int, asked: dict[str, 
     for arm in arms:
         while arm.rounds < (options.warm_up if arm.name == "auto" else 1):
             for place, batch in enumerate(batches):
-                take_turns([arm.serve(batch, place, asked, counted=False)])
+                take_turns([arm.serve(batch, place, request, counted=False)])
             print(f"\r{arm.name}: {arm.rounds} rounds  ", end="", file=sys.stderr, flush=True)
     for turn in range(options.repeat):
         for place, batch in enumerate(batches):
             ordered = arms if turn % 2 == 0 else arms[::-1]
-            take_turns([arm.serve(batch, place, asked, counted=True) for arm in ordered])
+            take_turns([arm.serve(batch, place, request, counted=True) for arm in ordered])
             print(f"\rrun {turn + 1}, batch {place + 1} of {len(batches)}  ", end="", file=sys.stderr, flush=True)
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
 
@@ -203,13 +203,13 @@ def main() -> None:
                 plain = Arm("plain", assemble(target.sibling(), None, "auto", "constant", tokenizer))
                 autos = [Arm("auto", made(options.drafter, "auto")) for _ in range(options.starts)]
                 fixed = [Arm(spec, made(spec, "constant")) for spec in options.fixed]
-                asked = {"max_new_tokens": options.new_tokens, "temperature": temperature, "ignore_eos": True}
-                cell([plain, *autos, *fixed], kinds[kind], size, asked, options)
+                request = {"max_new_tokens": options.new_tokens, "temperature": temperature, "ignore_eos": True}
+                cell([plain, *autos, *fixed], kinds[kind], size, request, options)
                 each = [ratio(auto, plain) for auto in autos]
                 found = [statistics.mean(each), *(ratio(arm, plain) for arm in fixed)]
                 share = statistics.mean(against_best(auto, plain, fixed) for auto in autos)
                 best = max([plain, *fixed], key=lambda arm: ratio(arm, plain))
-                cells = [f"{kind} | {temperature:g} | {size}", *(f"{one:.2f}" for one in found), f"{share:.2f}"]
+                cells = [f"{kind} | {temperature:g} | {size}", *(f"{figure:.2f}" for figure in found), f"{share:.2f}"]
                 print("| " + " | ".join(cells) + " |", flush=True)
                 lines.append({"workload": kind, "temperature": temperature, "batch": size, "auto": found[0],
                               "starts": each, "fixed": dict(zip(options.fixed, found[1:], strict=True)),

@@ -146,11 +146,11 @@ class World:
         nodes = sum(1 + depth for _, depth, _ in drafts)
         target = (5.1 + 0.9 * count + 0.27 * nodes) * (0.97 if even and nodes == count else 1.0)
         rest = 0.35 + 0.075 * count + 0.045 * nodes
-        asked = [(r, depth) for r, (member, depth, _) in zip(running, drafts, strict=True) if member == 0]
+        drafting = [(r, depth) for r, (member, depth, _) in zip(running, drafts, strict=True) if member == 0]
         draft = 0.15 * any(member == 1 for member, _, _ in drafts)
-        if asked:
-            draft += 0.5 + max(depth for _, depth in asked) * (1.0 + 0.3 * len(asked))
-            draft += 0.06 * sum(max(len(r.context.tokens) - r.read - 2, 0) for r, _ in asked)
+        if drafting:
+            draft += 0.5 + max(depth for _, depth in drafting) * (1.0 + 0.3 * len(drafting))
+            draft += 0.06 * sum(max(len(r.context.tokens) - r.read - 2, 0) for r, _ in drafting)
         score.seconds += (target + draft + rest) / 1e3
         slow, slow_draft = self.machine.slow()
         target_s, draft_s, rest_s = slow * target / 1e3, slow_draft * draft / 1e3, slow * rest / 1e3
@@ -171,8 +171,8 @@ class World:
         """Who drafts for a request, how many tokens, and how many of them are accepted.  N-grams have guesses in
         stretches of four tokens."""
         context, choice = request.context, budget
-        left = context.max_length - len(context.tokens)
-        while choice is not None and (depth := min(choice.max_depth, left - 1)) > 0:
+        room = context.max_length - len(context.tokens)
+        while choice is not None and (depth := min(choice.max_depth, room - 1)) > 0:
             if not choice.member:
                 return 0, depth, self.stood(depth, request.first, self.kind.further)
             if random.Random(1000 * context.request_id + len(context.tokens) // 4).random() < self.kind.answers:

@@ -31,23 +31,23 @@ def cases(path: str, category: str, most: int) -> Iterator[tuple[dict[str, Any],
     """Questions with their functions, and the calls that answer them."""
     folder, name = "bfcl_eval/data", f"BFCL_v4_{category}.json"
     with zipfile.ZipFile(path) as wheel:
-        asked = wheel.read(f"{folder}/{name}").decode().splitlines()[:most]
+        lines = wheel.read(f"{folder}/{name}").decode().splitlines()[:most]
         answers = {
             found["id"]: found["ground_truth"]
             for found in map(json.loads, wheel.read(f"{folder}/possible_answer/{name}").decode().splitlines())
         }
-    for line in asked:
+    for line in lines:
         case = json.loads(line)
         yield case, answers[case["id"]]
 
 
-def schema_of(given: Any) -> Any:
+def schema_of(schema: Any) -> Any:
     """A schema of BFCL as JSON Schema."""
-    if isinstance(given, list):
-        return [schema_of(one) for one in given]
-    if not isinstance(given, dict):
-        return given
-    found = {name: schema_of(value) for name, value in given.items() if name not in ("default", "optional")}
+    if isinstance(schema, list):
+        return [schema_of(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: schema_of(value) for name, value in schema.items() if name not in ("default", "optional")}
     kind = found.get("type")
     if isinstance(kind, str) and kind in TYPES:
         found["type"] = TYPES[kind]
@@ -83,42 +83,43 @@ def is_valid(call: dict[str, Any], tools: Sequence[dict[str, Any]]) -> bool:
     return True
 
 
-def is_right(calls: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> bool:
+def is_right(calls: Sequence[dict[str, Any]], answer: Sequence[dict[str, Any]]) -> bool:
     """Whether the calls are those of the answer, in any order."""
-    left = list(wanted)
+    expected = list(answer)
     for call in calls:
-        fitting = next((one for one in left if matches(call, one)), None)
+        fitting = next((candidate for candidate in expected if matches(call, candidate)), None)
         if fitting is None:
             return False
-        left.remove(fitting)
-    return not left
+        expected.remove(fitting)
+    return not expected
 
 
-def matches(call: dict[str, Any], wanted: dict[str, Any]) -> bool:
+def matches(call: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Whether a call has one of the accepted values for each argument; one with ``""`` among them may be left out."""
-    ((name, accepted),) = wanted.items()
-    given = json.loads(call["arguments"])
-    if call["name"] != name or not set(given) <= set(accepted):
+    ((name, accepted),) = expected.items()
+    arguments = json.loads(call["arguments"])
+    if call["name"] != name or not set(arguments) <= set(accepted):
         return False
     return all(
-        same(given[argument], values) if argument in given else "" in values for argument, values in accepted.items()
+        same(arguments[argument], values) if argument in arguments else "" in values
+        for argument, values in accepted.items()
     )
 
 
 def same(value: Any, accepted: Sequence[Any]) -> bool:
     """Whether a value is among the accepted ones; texts are compared without case, spaces and stops."""
 
-    def plain(one: Any) -> Any:
-        return "".join(letter for letter in one.lower() if letter.isalnum()) if isinstance(one, str) else one
+    def plain(item: Any) -> Any:
+        return "".join(letter for letter in item.lower() if letter.isalnum()) if isinstance(item, str) else item
 
-    return any(plain(value) == plain(one) for one in accepted)
+    return any(plain(value) == plain(option) for option in accepted)
 
 
 def run(options: argparse.Namespace, category: str, choice: str, drafts: bool) -> dict[str, Any]:
     """One category, asked in one way."""
     total = valid = right = calls_made = tokens = rounds = 0
-    began = time.perf_counter()
-    for case, wanted in cases(options.data, category, options.cases):
+    start_s = time.perf_counter()
+    for case, answer_calls in cases(options.data, category, options.cases):
         tools = [tool_of(function) for function in case["function"]]
         body = {
             "model": options.model,
@@ -131,14 +132,14 @@ def run(options: argparse.Namespace, category: str, choice: str, drafts: bool) -
             "speculative": {"enabled": drafts},
         }
         answer = ask(options.url, **body)
-        calls = [one["function"] for one in answer["choices"][0]["message"].get("tool_calls") or ()]
+        calls = [call["function"] for call in answer["choices"][0]["message"].get("tool_calls") or ()]
         total += 1
         calls_made += len(calls)
         valid += bool(calls) and all(is_valid(call, tools) for call in calls)
-        right += is_right(calls, wanted)
+        right += is_right(calls, answer_calls)
         tokens += answer["usage"]["completion_tokens"]
         rounds += answer["metrics"]["speculative_decoding"]["num_spec_steps"]
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_s
     return {
         "category": category,
         "tool_choice": choice,

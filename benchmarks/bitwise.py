@@ -43,13 +43,13 @@ def main() -> None:
     for exact in ("distribution", "bitwise"):
         plain = ft.load("builtin", None, dtype="bfloat16", exact=exact)
         prompts = [plain.encode(t) for t in (*CODE[: args.prompts], *PROSE[: args.prompts])]
-        began = time.perf_counter()
-        wanted = [plain.generate(p, max_new_tokens=args.new_tokens, ignore_eos=True).token_ids for p in prompts]
-        plain_s = time.perf_counter() - began
+        start_s = time.perf_counter()
+        references = [plain.generate(p, max_new_tokens=args.new_tokens, ignore_eos=True).token_ids for p in prompts]
+        plain_s = time.perf_counter() - start_s
         for config in [f"k={k}" for k in range(1, 9)] + ["tree=3x2x1x1", "tree=2x2x2x2"]:
             llm = ft.load(plain.target, f"model:{draft},{config}", tokenizer=plain.tokenizer)
             differing_tokens, gaps = 0, []
-            for prompt, reference in zip(prompts, wanted, strict=True):
+            for prompt, reference in zip(prompts, references, strict=True):
                 got = llm.generate(prompt, max_new_tokens=args.new_tokens, ignore_eos=True).token_ids
                 place = next((i for i, (a, b) in enumerate(zip(got, reference, strict=True)) if a != b), None)
                 if place is not None:

@@ -81,19 +81,24 @@ def run(name: str, python: Path, url: str, work: Path, tokenizer: str) -> dict[s
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     env |= {"BASE_URL": url, "TOKENIZER": tokenizer, "WORK": str(work), "HF_HUB_OFFLINE": "1"}
     env |= {"PATH": f"{python.parent}:{env['PATH']}", "OPENAI_API_KEY": "none", "LLM_USER_PATH": str(work / "llm")}
-    began = time.monotonic()
-    done = subprocess.run(
+    start_s = time.monotonic()
+    process = subprocess.run(
         [str(python), str(SMOKES / f"{name}_smoke.py")], env=env, cwd=work, capture_output=True, text=True, timeout=1800
     )
-    lines = done.stdout.strip().splitlines() or [""]
+    lines = process.stdout.strip().splitlines() or [""]
     try:
-        told = json.loads(lines[-1])
+        report = json.loads(lines[-1])
     except json.JSONDecodeError:
-        told = {}
-    if done.returncode:
-        told["error"] = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
-        (work / "stderr.txt").write_text(done.stderr, encoding="utf-8")
-    return {"client": SHOWN.get(name, name), **told, "ok": done.returncode == 0, "s": round(time.monotonic() - began)}
+        report = {}
+    if process.returncode:
+        report["error"] = (process.stderr.strip().splitlines() or ["no output"])[-1][:300]
+        (work / "stderr.txt").write_text(process.stderr, encoding="utf-8")
+    return {
+        "client": SHOWN.get(name, name),
+        **report,
+        "ok": process.returncode == 0,
+        "s": round(time.monotonic() - start_s),
+    }
 
 
 def main() -> None:
@@ -119,9 +124,9 @@ def main() -> None:
     try:
         for name in names:
             work = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-            told = run(name, pythons[name], url, work, tokenizer)
-            failed += not told["ok"]
-            print(json.dumps(told), flush=True)
+            report = run(name, pythons[name], url, work, tokenizer)
+            failed += not report["ok"]
+            print(json.dumps(report), flush=True)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)

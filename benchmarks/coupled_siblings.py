@@ -123,7 +123,7 @@ def main() -> None:
         for rule in dict.fromkeys(rule for rule, _ in hits):
             found = [round(hits[rule, width] / places, 3) for width in WIDTHS]
             rows.append({"temperature": temperature, "rule": rule, "accepted": found, "trials": places})
-            print(f"  {rule:24} {'  '.join(f'{one:.3f}' for one in found)}", flush=True)
+            print(f"  {rule:24} {'  '.join(f'{share:.3f}' for share in found)}", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 

@@ -92,7 +92,7 @@ def _of_each_pair(chance: Callable[[Array, Array, int], float], p: Any, q: Any, 
     _check_count(k)
     p, q = _pair(p, q)
     pairs = zip(p.reshape(-1, p.shape[-1]), q.reshape(-1, q.shape[-1]), strict=True)
-    found = np.array([chance(one, other, k) for one, other in pairs])
+    found = np.array([chance(target_row, draft_row, k) for target_row, draft_row in pairs])
     return np.asarray(found.reshape(p.shape[:-1]).clip(0.0, 1.0))
 
 

@@ -40,12 +40,12 @@ from foretoken.training.workshop import Workshop, load_student
 COLUMNS = ("length, greedy", "length, T=1", "expected acceptance", "equal argmax")
 
 
-def one(shop: Workshop, draft: str, measure: Alignment, config: DistillConfig) -> dict[str, Any]:
+def trained(shop: Workshop, draft: str, measure: Alignment, config: DistillConfig) -> dict[str, Any]:
     """Train one student in a folder that is thrown away; what it reached and what that took."""
     shop.config = config
     if config.text == "teacher":
         shop.written()  # not a part of the time: it is made once for all losses
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     student = load_student(draft, shop.target, shop.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
 
@@ -54,7 +54,7 @@ def one(shop: Workshop, draft: str, measure: Alignment, config: DistillConfig) -
             print(words, end="", file=sys.stderr, flush=True)
 
         Distiller(shop, student, Path(folder), name=draft).run(save_every=config.steps, on_step=show)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_s
     print(file=sys.stderr)
     return {"loss": config.loss, "text": config.text, "train_s": seconds, **measure(student)}
 
@@ -106,7 +106,7 @@ def main() -> None:
         print(f"learning rate {config.lr:g}, {len(prompts)} held-out prompts of {measure.new_tokens} new tokens\n")
         before = measure(load_student(options.draft, shop.target, shop.tokenizer))
         runs = [replace(config, loss=loss, text=text) for text in options.text for loss in options.loss]
-        rows = [one(shop, options.draft, measure, run) for run in runs]
+        rows = [trained(shop, options.draft, measure, run) for run in runs]
     print(table(before, rows), flush=True)
     if options.json:
         print(json.dumps({"draft": options.draft, "before": before, "rows": rows}))

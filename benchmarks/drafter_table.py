@@ -67,10 +67,10 @@ def measure(
 ) -> None:
     """Arms take turns on every prompt; the fastest of ``repeat`` runs counts, and its counts with it."""
     for index, prompt in enumerate(prompts):
-        asked = {**options, "seed": index, "ignore_eos": True}
-        base, base_s = fastest(plain, prompt, asked, repeat)
+        request = {**options, "seed": index, "ignore_eos": True}
+        base, base_s = fastest(plain, prompt, request, repeat)
         for arm in arms:
-            out, seconds = fastest(arm.llm, prompt, asked, repeat)
+            out, seconds = fastest(arm.llm, prompt, request, repeat)
             arm.ratios.setdefault(kind, []).append(base_s / len(base.token_ids) * len(out.token_ids) / seconds)
             arm.stats.setdefault(kind, SpecStats()).merge(out.stats)
             arm.same[kind] = arm.same.get(kind, 0) + (out.token_ids == base.token_ids)
@@ -82,9 +82,9 @@ def fastest(llm: Llm, prompt: list[int], options: dict[str, float], repeat: int)
     """The fastest of some runs."""
     best: tuple[Output, float] | None = None
     for _ in range(repeat):
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         out = llm.generate(prompt, **options)
-        seconds = time.perf_counter() - began - out.stats.prefill_s
+        seconds = time.perf_counter() - start_s - out.stats.prefill_s
         if best is None or seconds < best[1]:
             best = out, seconds
     if best is None:
@@ -142,9 +142,9 @@ def main() -> None:
             Arm(spec, assemble(target, build_drafter(spec, target, tokenizer=tokenizer), "auto", "constant", tokenizer))
             for spec in specs
         ]
-        asked = {"max_new_tokens": options.new_tokens, "temperature": temperature}
+        request = {"max_new_tokens": options.new_tokens, "temperature": temperature}
         for kind, texts in prompts.items():
-            measure(arms, plain, kind, texts, asked, options.repeat)
+            measure(arms, plain, kind, texts, request, options.repeat)
         print(f"\n{'Greedy' if temperature == 0 else f'T={temperature}'}:\n")
         table(arms, list(prompts), temperature == 0)
 

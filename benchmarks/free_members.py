@@ -57,8 +57,8 @@ def main() -> None:
             for size in options.batch:
                 plain = Arm("plain", made(None))
                 arms = [Arm("auto", made(spec)) for spec in groups]
-                asked = {"max_new_tokens": options.new_tokens, "temperature": temperature, "ignore_eos": True}
-                cell([plain, *arms], kinds[kind], size, asked, options)
+                request = {"max_new_tokens": options.new_tokens, "temperature": temperature, "ignore_eos": True}
+                cell([plain, *arms], kinds[kind], size, request, options)
                 cells = []
                 for arm in arms:
                     over = "" if arm is arms[0] else f" ({ratio(arm, arms[0]):.3f})"

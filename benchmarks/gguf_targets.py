@@ -96,9 +96,11 @@ def first_part(file: Path, draft: Path, prompts: dict[str, list[BenchPrompt]], o
     )
     arms = [spec.format(draft=draft) for spec in options.drafters]
     out = None if options.out is None else options.out / f"{file.stem}.jsonl"
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     settings = BenchSettings(arms, repeat=options.repeat)
-    result = run_bench(shared, prompts, settings, out, False, lambda done, total, text: tell(began, done, total, text))
+    result = run_bench(
+        shared, prompts, settings, out, False, lambda done, total, text: tell(start_s, done, total, text)
+    )
     print(file=sys.stderr)
     for category in prompts:
         table([{**cell, "arm": cell["arm"].replace(str(draft), "DRAFT")} for cell in result.cells], category)
@@ -108,16 +110,16 @@ def second_part(file: Path, draft: Path, prompts: dict[str, list[BenchPrompt]], 
     """Ours and llama.cpp's program in turns, tokens per second of decoding, medians over prompts."""
     target, tokenizer = LlamaCppModel(file), load_tokenizer(file)
     specs = [None, "ngram", f"model:{draft},k=4", f"model:{draft},k=6"]
-    ours = {
+    own_models = {
         str(spec).replace(str(draft), "DRAFT"): ft.load(target, spec, controller="constant", tokenizer=tokenizer)
         for spec in specs
     }
     for category, group in prompts.items():
-        rates: dict[str, list[float]] = {name: [] for name in [*ours, *MODES]}
+        rates: dict[str, list[float]] = {name: [] for name in [*own_models, *MODES]}
         for prompt in group:
             times: dict[str, list[float]] = {name: [] for name in rates}
             for _ in range(options.repeat):
-                for name, llm in ours.items():
+                for name, llm in own_models.items():
                     times[name].append(own_rate(llm, prompt.text, options.new_tokens))
                 for name, mode in MODES.items():
                     times[name].append(their_rate(options.binary, file, draft, mode, prompt.text, options.new_tokens))
@@ -126,7 +128,7 @@ def second_part(file: Path, draft: Path, prompts: dict[str, list[BenchPrompt]], 
         print(f"\n### {category}, beside {options.binary.name}\n\n| arm | tokens/s | over ours plain |\n|---|---|---|")
         for name, found in rates.items():
             ratio = statistics.median(a / b for a, b in zip(found, rates["None"], strict=True))
-            owner = "foretoken" if name in ours else "llama.cpp"
+            owner = "foretoken" if name in own_models else "llama.cpp"
             print(f"| {owner} `{name}` | {statistics.median(found):.2f} | {ratio:.2f} |", flush=True)
 
 
@@ -150,12 +152,12 @@ def their_rate(binary: Path, file: Path, draft: Path, mode: Sequence[str], promp
         command += ["-t", threads, "--spec-draft-threads", threads, "--spec-type", *mode]
         words = [str(word).format(draft=draft) for word in command]
         for _ in range(TRIES):
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            found = RATE.search(done.stdout + done.stderr)
+            process = subprocess.run(words, capture_output=True, text=True, check=False)
+            found = RATE.search(process.stdout + process.stderr)
             if found is not None:
                 break
     if found is None:
-        raise RuntimeError(f"{binary} gave no rate (exit code {done.returncode}): {done.stderr[-300:]}")
+        raise RuntimeError(f"{binary} gave no rate (exit code {process.returncode}): {process.stderr[-300:]}")
     return int(found[1]) / float(found[2])
 
 

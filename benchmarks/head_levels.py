@@ -53,17 +53,17 @@ def clock() -> Callable[[], float]:
 
 def level_ms(model: FeatureModel, rows: int, count: int) -> float:
     """What the quicker half of the calls takes at most."""
-    now, sequence, spent = clock(), model.open(), list[float]()
+    read_clock, sequence, spent = clock(), model.open(), list[float]()
     states = torch.randn(BEHIND, model.parts.hidden_size)
     model.forward([Feed(sequence, list(range(BEHIND)), wanted=0, states=states)])
     model.commit(sequence, range(BEHIND))
     for _ in range(count):
-        began = now()
+        start_s = read_clock()
         row = model.forward([Feed(sequence, list(range(rows)), [-1] * rows, states=states[:rows])])[0]
         if not isinstance(row, HeadRows):
             best = torch.log_softmax(row.logits, -1).topk(TOP, -1)
             best.values.tolist(), best.indices.tolist()
-        spent.append(now() - began)
+        spent.append(read_clock() - start_s)
         model.commit(sequence, ())
     model.release(sequence)
     return 1e3 * statistics.median(spent)
@@ -90,8 +90,8 @@ def at_width(count: int) -> None:
                     model.native = native if arm == "library" else None
                     for rows in (1, 4):
                         found.setdefault((arm, rows), []).append(level_ms(model, rows, count))
-            told = ", ".join(f"{arm} {rows} rows {statistics.median(ms):.2f}" for (arm, rows), ms in found.items())
-            print(f"{name}, {size} tokens, ms a level: {told}", flush=True)
+            figures = ", ".join(f"{arm} {rows} rows {statistics.median(ms):.2f}" for (arm, rows), ms in found.items())
+            print(f"{name}, {size} tokens, ms a level: {figures}", flush=True)
 
 
 def rounds_of(spec: str, target: Any, prompts: Sequence[Sequence[int]], native: bool) -> tuple[list[float], Any, float]:
@@ -103,12 +103,12 @@ def rounds_of(spec: str, target: Any, prompts: Sequence[Sequence[int]], native: 
         drafter._native = []
         if getattr(drafter, "reader", None) is not None:
             drafter.reader.model.native = None
-    propose, now, spent = drafter.propose_batch, clock(), list[float]()
+    propose, read_clock, spent = drafter.propose_batch, clock(), list[float]()
 
-    def timed(*given: Any) -> list[TokenTree]:
-        began = now()
-        found: list[TokenTree] = propose(*given)
-        spent.append(now() - began)
+    def timed(*arguments: Any) -> list[TokenTree]:
+        start_s = read_clock()
+        found: list[TokenTree] = propose(*arguments)
+        spent.append(read_clock() - start_s)
         return found
 
     drafter.propose_batch = timed
@@ -142,8 +142,8 @@ def builtin() -> None:
                 spent.setdefault(native, []).extend(seconds if turn else [])  # the first turn warms up
         new, old = (1e3 * statistics.median(spent[native]) for native in (True, False))
         same = "equal" if all(text == texts[0] for text in texts) else "NOT EQUAL"
-        told = f"library {new:.2f} ({lengths[True]:.2f} tokens), PyTorch {old:.2f} ({lengths[False]:.2f})"
-        print(f"{spec}, ms a round: {told}, texts {same}", flush=True)
+        figures = f"library {new:.2f} ({lengths[True]:.2f} tokens), PyTorch {old:.2f} ({lengths[False]:.2f})"
+        print(f"{spec}, ms a round: {figures}, texts {same}", flush=True)
 
 
 def main() -> None:
@@ -152,13 +152,13 @@ def main() -> None:
     parser.add_argument("--builtin", action="store_true", help="rounds of the built-in heads")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--count", type=int, default=40, help="levels of a turn")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    print(f"kernels: {library.level()}, {library.why_not() or 'compiled'}; threads {given.threads}", flush=True)
-    if given.builtin:
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(f"kernels: {library.level()}, {library.why_not() or 'compiled'}; threads {arguments.threads}", flush=True)
+    if arguments.builtin:
         builtin()
     else:
-        at_width(given.count)
+        at_width(arguments.count)
 
 
 if __name__ == "__main__":

@@ -53,22 +53,22 @@ def attack(
     statuses: Counter[int] = Counter()
     routes: Counter[str] = Counter()
     failed: list[str] = []
-    began = time.monotonic()
+    start_s = time.monotonic()
     examples, runs = max(5, requests // 40), 0
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
-        while sum(statuses.values()) < requests and time.monotonic() - began < 60 * minutes:
+        while sum(statuses.values()) < requests and time.monotonic() - start_s < 60 * minutes:
             flags = ["--phases", phases, "--include-path-regex", paths, "--max-examples", str(examples)]
-            done = schemathesis(url, [*flags, "--seed", str(seed + runs)], log, model, 60 * minutes)
+            process = schemathesis(url, [*flags, "--seed", str(seed + runs)], log, model, 60 * minutes)
             runs += 1
             statuses.clear()
             routes.clear()
             for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
-                told = json.loads(line)
-                statuses[told["status"]] += 1
-                routes[told["route"]] += 1
-            if done.returncode:
-                failed.append(done.stdout[-4000:] + done.stderr[-500:])
+                entry = json.loads(line)
+                statuses[entry["status"]] += 1
+                routes[entry["route"]] += 1
+            if process.returncode:
+                failed.append(process.stdout[-4000:] + process.stderr[-500:])
                 break
     alive = httpx.get(f"{url}/health", timeout=60).status_code == 200
     answers = httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "a", "max_tokens": 1}, timeout=60)
@@ -79,7 +79,7 @@ def attack(
         "routes": dict(sorted(routes.items())),
         "server_errors": sum(count for status, count in statuses.items() if status >= 500),
         "runs": runs,
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(time.monotonic() - start_s),
         "failures": failed,
     }
 

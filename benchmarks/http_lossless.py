@@ -71,8 +71,8 @@ def served(target: str, dtype: str, drafters: str) -> tuple[subprocess.Popen[byt
     command = [sys.executable, "-m", "foretoken", "serve", target, "--port", str(port), "--dtype", dtype]
     command += ["--served-name", "builtin"]
     command += ["--drafter", f"router,drafters=({drafters})", "--no-prefix-cache"]
-    told = tempfile.TemporaryFile()  # noqa: SIM115 (the server's own from here on)
-    process = subprocess.Popen(command, stderr=told)
+    log = tempfile.TemporaryFile()  # noqa: SIM115 (the server's own from here on)
+    process = subprocess.Popen(command, stderr=log)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
     while process.poll() is None:
         try:
@@ -81,14 +81,14 @@ def served(target: str, dtype: str, drafters: str) -> tuple[subprocess.Popen[byt
         except httpx.HTTPError:
             pass
         time.sleep(0.5)
-    told.seek(0)
-    raise SystemExit(told.read().decode()[-500:])
+    log.seek(0)
+    raise SystemExit(log.read().decode()[-500:])
 
 
 def ask(client: httpx.Client, prompt: str | list[str], method: str | None, **body: Any) -> dict[str, Any]:
     """An answer; ``method`` ``None`` is plain decoding."""
-    how = {"enabled": False} if method is None else {"method": method}
-    sent = {"model": "builtin", "prompt": prompt, "return_token_ids": True, "speculative": how, **body}
+    speculative = {"enabled": False} if method is None else {"method": method}
+    sent = {"model": "builtin", "prompt": prompt, "return_token_ids": True, "speculative": speculative, **body}
     answer = client.post("/v1/completions", json=sent)
     if answer.status_code != 200:
         raise SystemExit(f"{method}: {answer.text[:300]}")
@@ -99,7 +99,7 @@ def ask(client: httpx.Client, prompt: str | list[str], method: str | None, **bod
 def said(answer: dict[str, Any]) -> tuple[list[list[Any]], list[int]]:
     """What must be the same: of every prompt the text, ids and finish reason, and the usage of all."""
     counts = [answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
-    return [[one["text"], one["token_ids"], one["finish_reason"]] for one in answer["choices"]], counts
+    return [[choice["text"], choice["token_ids"], choice["finish_reason"]] for choice in answer["choices"]], counts
 
 
 def streamed(client: httpx.Client, prompt: str, method: str, **body: Any) -> tuple[str, list[int]]:
@@ -147,7 +147,7 @@ def thirds(client: httpx.Client, method: str | None, samples: int, body: dict[st
 def holm(values: dict[str, float]) -> dict[str, float]:
     """Holm's corrected p values."""
     found, largest = {}, 0.0
-    for rank, (name, value) in enumerate(sorted(values.items(), key=lambda one: one[1])):
+    for rank, (name, value) in enumerate(sorted(values.items(), key=lambda item: item[1])):
         largest = max(largest, min(1.0, value * (len(values) - rank)))
         found[name] = largest
     return found
@@ -161,15 +161,15 @@ def compare(client: httpx.Client, name: str, groups: list[list[str]], plain: dic
         for mode, body in bodies(index).items():
             answer = ask(client, group, name, **body)
             row["drafted"] += answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
-            (choices, counts), (wanted, wanted_counts) = said(answer), plain[mode][index]
-            for prompt, found, right in zip(group, choices, wanted, strict=True):
+            (choices, counts), (expected, expected_counts) = said(answer), plain[mode][index]
+            for prompt, found, right in zip(group, choices, expected, strict=True):
                 if found == right:
                     row[mode] += 1
                 elif mode == "greedy" and is_tie(client, prompt, right[1], found[1], body):
                     row["ties"] += 1
                 else:
                     row["different"].append([mode, prompt])
-            if choices == wanted and counts != wanted_counts:
+            if choices == expected and counts != expected_counts:
                 row["different"].append(["usage", group[0]])
         text, ids = streamed(client, group[0], name, **bodies(index)["seeded"])
         row["streams"] += [text, ids] == plain["seeded"][index][0][0][:2]

@@ -83,9 +83,9 @@ def whole(url: str, prompts: list[BenchPrompt], new_tokens: int) -> tuple[float,
     async def wave() -> tuple[float, int]:
         async with httpx.AsyncClient(timeout=300) as client:
             served = (await client.get(f"{url}/v1/models")).json()["data"][0]["id"]
-            began = perf_counter()
+            start_s = perf_counter()
             counts = await asyncio.gather(*(ask(client, served, prompt.text) for prompt in prompts))
-            return perf_counter() - began, sum(counts)
+            return perf_counter() - start_s, sum(counts)
 
     return asyncio.run(wave())
 
@@ -101,9 +101,9 @@ def measure(
     """Ratios of one batch size."""
     direct, http, processor, equal = [], [], [], []
     for wave in range(waves + 1):
-        began, began_cpu = perf_counter(), process_time()
+        start_s, start_cpu_s = perf_counter(), process_time()
         outputs = llm.generate(texts, max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
-        spent, spent_cpu = perf_counter() - began, process_time() - began_cpu
+        spent, spent_cpu = perf_counter() - start_s, process_time() - start_cpu_s
         tokens = sum(len(output.token_ids) for output in outputs)
         before = process.cpu_times()
         served_s, served = ask()

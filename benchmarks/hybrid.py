@@ -80,9 +80,9 @@ class Decoder:
         drafter = None if self.accept is None else half_right(truth, self.accept, prompt[0])
         llm: Llm = ft.load(self.model, drafter=drafter, controller=f"constant,k={self.k}")
         before = self.model.num_forwards, self.model.run_rows
-        began = time.process_time()
+        start_s = time.process_time()
         output = llm.generate(prompt, max_new_tokens=len(truth), ignore_eos=True)
-        self.busy_s.append(time.process_time() - began)
+        self.busy_s.append(time.process_time() - start_s)
         self.rounds += output.stats.num_drafts
         self.forwards += self.model.num_forwards - before[0] - 1  # the prompt's
         self.rows += self.model.run_rows - before[1] - len(prompt) + 1
@@ -125,7 +125,7 @@ def main() -> None:
             runs = options.repeat * len(prompts) + 1
             same = all(o == truths[p[0]] for o, p in zip(arm.outputs, prompts, strict=True))
             busy = statistics.median(
-                ours / theirs for ours, theirs in zip(decoders["plain"].busy_s[1:], decoder.busy_s[1:], strict=True)
+                plain_s / arm_s for plain_s, arm_s in zip(decoders["plain"].busy_s[1:], decoder.busy_s[1:], strict=True)
             )
             counts = (decoder.forwards, decoder.rows, runs * options.tokens)
             a_round = "  ".join(f"{count / decoder.rounds:7.2f}" for count in counts)

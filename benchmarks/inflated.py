@@ -77,9 +77,9 @@ def usable(engines: list[str]) -> list[str]:
     return found
 
 
-def tell(began: float, done: int, total: int, text: str) -> None:
+def tell(start_s: float, done: int, total: int, text: str) -> None:
     """One line that is written over."""
-    spent = time.perf_counter() - began
+    spent = time.perf_counter() - start_s
     print(f"\r{done} of {total}, {spent:.0f} s: {text:60.60}", end="", file=sys.stderr, flush=True)
 
 
@@ -92,7 +92,7 @@ def table(cells: list[dict[str, Any]], category: str, temperature: float = 0.0) 
     for row in sorted(rows, key=lambda row: (row["arm"] != PLAIN, -row["tokens_per_s"])):
         predicted, low_high = row["predicted_speedup"], row["speedup_ci95"]
         round_s = None if row["overhead_s"] is None else row["draft_s"] + row["target_s"] + row["overhead_s"]
-        shown = (
+        cells_of_row = (
             f"`{row['arm']}`",
             f"{row['tokens_per_s']:.2f}",
             f"**{row['speedup']:.2f}**",
@@ -103,7 +103,7 @@ def table(cells: list[dict[str, Any]], category: str, temperature: float = 0.0) 
             "" if not round_s else f"{row['overhead_s'] / round_s:.1%}",
             "yes" if row["identical"] else "no",
         )
-        print("| " + " | ".join(shown) + " |")
+        print("| " + " | ".join(cells_of_row) + " |")
     print(f"\nbest here: `{best['arm']}`, {best['speedup']:.2f} times plain decoding", end="")
     for row in rows:
         if is_foreign(row["arm"]) and row["tokens_per_s"]:
@@ -141,9 +141,14 @@ def main() -> None:
         inflate=options.size,
     )
     settings = BenchSettings([*options.drafters, *engines], options.temperatures, repeat=options.repeat)
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     result = run_bench(
-        shared, prompts, settings, options.out, options.resume, lambda done, total, text: tell(began, done, total, text)
+        shared,
+        prompts,
+        settings,
+        options.out,
+        options.resume,
+        lambda done, total, text: tell(start_s, done, total, text),
     )
     print(file=sys.stderr)
     for temperature in options.temperatures:

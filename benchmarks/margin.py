@@ -64,22 +64,22 @@ class Watching(Controller):
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The whole length, with a rule that looks and never stops."""
-        seen = self._now[context.request_id] = Round()
+        round_ = self._now[context.request_id] = Round()
 
         def look(distribution: Tensor | None, probability: float) -> bool:
             if distribution is not None:
                 signals = margin_of(distribution), float(distribution.max()), entropy(distribution, probability)
-                seen.signals.append(signals)
+                round_.signals.append(signals)
             return False
 
         return Budget(self.depth, 64, stop=look)
 
     def observe(self, context: Context, record: StepRecord) -> None:
         """Keep whole chains only: the last round of an answer is cut by its end."""
-        seen = self._now.pop(context.request_id)
-        if len(seen.signals) == record.num_draft_tokens == self.depth:
-            seen.accepted, seen.depth = record.num_accepted_tokens, record.depth
-            self.rounds.append(seen)
+        round_ = self._now.pop(context.request_id)
+        if len(round_.signals) == record.num_draft_tokens == self.depth:
+            round_.accepted, round_.depth = record.num_accepted_tokens, record.depth
+            self.rounds.append(round_)
 
 
 def area(values: Sequence[float], labels: Sequence[bool]) -> float:
@@ -94,7 +94,11 @@ def area(values: Sequence[float], labels: Sequence[bool]) -> float:
 
 def areas(rounds: Sequence[Round]) -> dict[str, float]:
     """Of every signal, over all positions that were reached."""
-    rows = [(one.signals[i], i < one.accepted) for one in rounds for i in range(min(one.accepted + 1, one.depth))]
+    rows = [
+        (round_.signals[i], i < round_.accepted)
+        for round_ in rounds
+        for i in range(min(round_.accepted + 1, round_.depth))
+    ]
     labels = [label for _, label in rows]
     signs = (1.0, 1.0, -1.0)
     return {name: area([signs[i] * row[i] for row, _ in rows], labels) for i, name in enumerate(SIGNALS)}
@@ -114,7 +118,7 @@ class Costs:
 
 def speed(rounds: Sequence[Round], lengths: Sequence[int], costs: Costs) -> float:
     """Tokens per second if each round's draft had this length."""
-    tokens = sum(1 + min(one.accepted, length) for one, length in zip(rounds, lengths, strict=True))
+    tokens = sum(1 + min(round_.accepted, length) for round_, length in zip(rounds, lengths, strict=True))
     return tokens / sum(costs.round_s(length) for length in lengths)
 
 
@@ -122,7 +126,7 @@ def margin_lengths(rounds: Sequence[Round], costs: Costs, depth: int) -> list[in
     """The online rule: one more token is drafted while it is expected to bring more than it costs at today's rate."""
     estimator, lengths = MarginEstimator(), list[int]()
     tokens = seconds = 0.0
-    for one in rounds:
+    for round_ in rounds:
         rate = tokens / seconds if seconds else 1.0 / costs.round_s(0)
         chances, survival, length = list[float](), 1.0, 0
         while length < depth:
@@ -130,12 +134,12 @@ def margin_lengths(rounds: Sequence[Round], costs: Costs, depth: int) -> list[in
             more_s = costs.round_s(length + 1) - costs.round_s(length)
             if estimator.is_warm and expected < rate * more_s:
                 break
-            chances.append(estimator.chance(length, one.signals[length][0]))
+            chances.append(estimator.chance(length, round_.signals[length][0]))
             survival *= chances[-1]
             length += 1
         lengths.append(length)
-        accepted = min(one.accepted, length)
-        estimator.observe([row[0] for row in one.signals[:length]], chances, accepted)
+        accepted = min(round_.accepted, length)
+        estimator.observe([row[0] for row in round_.signals[:length]], chances, accepted)
         tokens = 0.99 * tokens + 1 + accepted
         seconds = 0.99 * seconds + costs.round_s(length)
     return lengths
@@ -143,7 +147,7 @@ def margin_lengths(rounds: Sequence[Round], costs: Costs, depth: int) -> list[in
 
 def bar_lengths(rounds: Sequence[Round], bar: float, depth: int) -> list[int]:
     """A draft ends behind the first token whose distribution has no probability above the bar."""
-    return [next((i + 1 for i in range(depth) if one.signals[i][1] < bar), depth) for one in rounds]
+    return [next((i + 1 for i in range(depth) if round_.signals[i][1] < bar), depth) for round_ in rounds]
 
 
 def compared(all_rounds: Sequence[Round], costs: Costs, depth: int) -> dict[str, float]:
@@ -153,8 +157,10 @@ def compared(all_rounds: Sequence[Round], costs: Costs, depth: int) -> dict[str,
     plain = 1.0 / costs.round_s(0)
     fixed = {k: speed(rounds, [k] * len(rounds), costs) for k in range(depth + 1)}
     bars = [speed(rounds, bar_lengths(rounds, bar / 20, depth), costs) for bar in range(20)]
-    known = [max(range(one.accepted + 1), key=lambda n, o=one: (1 + n) - fixed_rate(fixed) * costs.round_s(n))  # type: ignore[misc]
-             for one in rounds]  # fmt: skip
+    rate = fixed_rate(fixed)
+    best_lengths = [
+        max(range(round_.accepted + 1), key=lambda n: (1 + n) - rate * costs.round_s(n)) for round_ in rounds
+    ]
     best = max(fixed, key=fixed.__getitem__)
     return {
         "best length": best,
@@ -162,17 +168,17 @@ def compared(all_rounds: Sequence[Round], costs: Costs, depth: int) -> dict[str,
         "by margin": speed(rounds, chosen, costs) / plain,
         "its length": sum(chosen) / len(chosen),
         "by probability": max(bars) / plain,
-        "oracle": speed(rounds, known, costs) / plain,
+        "oracle": speed(rounds, best_lengths, costs) / plain,
     }
 
 
 def in_batches(all_rounds: Sequence[Round], costs: Costs, depth: int, size: int) -> dict[str, float]:
     """Tokens per second of batches, by what is drafted, over plain decoding."""
     estimator, chances = MarginEstimator(), list[list[float]]()
-    for one in all_rounds:
-        margins = [row[0] for row in one.signals]
+    for round_ in all_rounds:
+        margins = [row[0] for row in round_.signals]
         chances.append([estimator.chance(place, margin) for place, margin in enumerate(margins)])
-        estimator.observe(margins, chances[-1], one.accepted)
+        estimator.observe(margins, chances[-1], round_.accepted)
     starts = range(WARM_UP * EVERY, len(all_rounds) - size + 1, size)
     groups = [(all_rounds[start : start + size], chances[start : start + size]) for start in starts]
     plain = size / costs.target_s(size)
@@ -181,16 +187,20 @@ def in_batches(all_rounds: Sequence[Round], costs: Costs, depth: int, size: int)
         fixed = [
             batch_speed([(rounds, [k] * size) for rounds, _ in groups], costs, drafting(k)) for k in range(1, depth + 1)
         ]
-        kept = [(rounds, prefixes([survival(row) for row in told], size, lambda rows: 1.0 / costs.target_s(rows)))
-                for rounds, told in groups]  # fmt: skip
+        with_prefixes = [
+            (rounds, prefixes([survival(row) for row in rows], size, lambda count: 1.0 / costs.target_s(count)))
+            for rounds, rows in groups
+        ]
         found |= {f"{name}, one length": max([plain, *fixed]) / plain}
-        found |= {f"{name}, prefixes": batch_speed(kept, costs, drafting(depth)) / plain}
+        found |= {f"{name}, prefixes": batch_speed(with_prefixes, costs, drafting(depth)) / plain}
     return found
 
 
 def batch_speed(groups: Sequence[tuple[Sequence[Round], Sequence[int]]], costs: Costs, draft_s: float) -> float:
     """Tokens per second of batches whose chains are scored up to these lengths."""
-    tokens = sum(1 + min(one.accepted, n) for rounds, lengths in groups for one, n in zip(rounds, lengths, strict=True))
+    tokens = sum(
+        1 + min(round_.accepted, n) for rounds, lengths in groups for round_, n in zip(rounds, lengths, strict=True)
+    )
     return tokens / sum(draft_s + costs.target_s(len(lengths) + sum(lengths)) for _, lengths in groups)
 
 
@@ -222,12 +232,12 @@ def kept_rounds(args: argparse.Namespace, temperature: float) -> dict[str, list[
     if file is not None and file.exists():
         stored = json.loads(file.read_text())
         return {
-            kind: [Round([tuple(row) for row in one["signals"]], one["accepted"], one["depth"]) for one in rows]
+            kind: [Round([tuple(row) for row in row_["signals"]], row_["accepted"], row_["depth"]) for row_ in rows]
             for kind, rows in stored.items()
         }
     found = recorded(args, temperature)
     if file is not None:
-        file.write_text(json.dumps({kind: [vars(one) for one in rounds] for kind, rounds in found.items()}))
+        file.write_text(json.dumps({kind: [vars(row_) for row_ in rounds] for kind, rounds in found.items()}))
     return found
 
 
@@ -251,13 +261,13 @@ def main() -> None:
     for temperature in args.temperatures:
         for kind, rounds in kept_rounds(args, temperature).items():
             depth = rounds[0].depth
-            shown = ", ".join(f"{name} {value:.3f}" for name, value in areas(rounds).items())
-            print(f"T={temperature:g} {kind}: {len(rounds)} rounds of {depth}; areas {shown}", flush=True)
-            for given in args.costs:
-                step, row = map(float, given.split(":"))
+            figures = ", ".join(f"{name} {value:.3f}" for name, value in areas(rounds).items())
+            print(f"T={temperature:g} {kind}: {len(rounds)} rounds of {depth}; areas {figures}", flush=True)
+            for pair in args.costs:
+                step, row = map(float, pair.split(":"))
                 costs = Costs(step, lambda n, row=row: 1.0 + row * (n - 1))  # type: ignore[misc]
                 found = compared(rounds, costs, depth) | in_batches(rounds, costs, depth, args.batch)
-                rows.append({"temperature": temperature, "kind": kind, "costs": given, **areas(rounds), **found})
+                rows.append({"temperature": temperature, "kind": kind, "costs": pair, **areas(rounds), **found})
                 print(f"  c {step:g}, row {row:g}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items()), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")

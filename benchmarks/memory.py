@@ -17,8 +17,8 @@ import foretoken as ft
 def live_tensor_bytes() -> int:
     """Bytes of all tensors that Python can reach."""
     tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.layout is torch.strided]
-    seen = {o.data_ptr(): o.numel() * o.element_size() for o in tensors}
-    return sum(seen.values())
+    sizes = {o.data_ptr(): o.numel() * o.element_size() for o in tensors}
+    return sum(sizes.values())
 
 
 def main() -> None:

@@ -39,9 +39,9 @@ def memory_speed(turns: int = 7) -> float:
 
 
 def _seconds(way: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     way()
-    return time.perf_counter() - began
+    return time.perf_counter() - start_s
 
 
 def main() -> None:

@@ -63,14 +63,14 @@ def answers(data: Path, tokenizer: Any) -> Iterator[Answer]:
         questions = {row["question_id"]: row["turns"] for row in rows}
     for line in (data / TRACE).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        asked = questions.get(row["question_id"], ["", ""])
-        said, before = tokenizer("A chat.\n")["input_ids"], None
-        for question, answer in zip(asked, row["choices"][0]["turns"], strict=False):
-            said = said + tokenizer(f"USER: {question}\nASSISTANT: ")["input_ids"]
+        turns = questions.get(row["question_id"], ["", ""])
+        text, before = tokenizer("A chat.\n")["input_ids"], None
+        for question, answer in zip(turns, row["choices"][0]["turns"], strict=False):
+            text = text + tokenizer(f"USER: {question}\nASSISTANT: ")["input_ids"]
             tokens = tokenizer(answer)["input_ids"]
             if tokens:
-                yield Answer(list(said), tokens, before)
-            said, before = said + tokens, tokens
+                yield Answer(list(text), tokens, before)
+            text, before = text + tokens, tokens
 
 
 class Clock:
@@ -80,11 +80,11 @@ class Clock:
         self.rounds: list[float] = []
 
 
-def accepted_path(tree: TokenTree, text: Sequence[int], done: int) -> list[int]:
+def accepted_path(tree: TokenTree, text: Sequence[int], written: int) -> list[int]:
     """Nodes that agree with the text."""
     path, node = [], 0
-    while done + len(path) < len(text) - 1:
-        matching = [c for c in tree.children[node] if tree.tokens[c] == text[done + len(path)]]
+    while written + len(path) < len(text) - 1:
+        matching = [c for c in tree.children[node] if tree.tokens[c] == text[written + len(path)]]
         if not matching:
             break
         node = matching[0]
@@ -109,20 +109,20 @@ def replay(drafter: Drafter, answer: Answer, clock: Clock, request: int = 0) -> 
     """Rounds until the answer is written."""
     sampler = Sampler(SamplingParams(), len(answer.prompt))
     context = Context(request, list(answer.prompt), len(answer.prompt), sampler, Rng(0), prediction=answer.prediction)
-    stats, done, text = SpecStats(), 0, answer.tokens
+    stats, written, text = SpecStats(), 0, answer.tokens
     drafter.start(context)
-    while done < len(text):
-        began = time.thread_time()
+    while written < len(text):
+        start_s = time.thread_time()
         tree = drafter.propose(context, Budget(drafter.max_depth, drafter.max_nodes))
-        spent = time.thread_time() - began
-        path = accepted_path(tree, text, done)
-        came = text[done : done + len(path) + 1]
+        spent = time.thread_time() - start_s
+        path = accepted_path(tree, text, written)
+        came = text[written : written + len(path) + 1]
         context.tokens.extend(came)
-        done += len(came)
+        written += len(came)
         stats.add_round(tree.num_drafts, len(path), len(came))
-        began = time.thread_time()
+        start_s = time.thread_time()
         learn(drafter, context, came)
-        clock.rounds.append(spent + time.thread_time() - began)
+        clock.rounds.append(spent + time.thread_time() - start_s)
     drafter.finish(context)
     return stats
 
@@ -157,31 +157,31 @@ def show(name: str, stats: SpecStats, clock: Clock, seconds: float) -> None:
     )
 
 
-def header(what: str) -> None:
+def header(title: str) -> None:
     """Names of the columns."""
-    print(f"\n{what}")
+    print(f"\n{title}")
     print(f"{'':28}{'length':>8}{'accepted':>10}{'drafted':>10}{'median us':>11}{'99 % us':>10}{'seconds':>9}")
 
 
-def run(what: str, makers: dict[str, Callable[[], Drafter]], texts: Sequence[Answer]) -> None:
+def run(title: str, makers: dict[str, Callable[[], Drafter]], texts: Sequence[Answer]) -> None:
     """The table of all methods on the same texts."""
-    header(what)
+    header(title)
     for name, make in makers.items():
         drafter, stats, clock = make(), SpecStats(), Clock()
         chosen = [a for a in texts if a.prediction is not None] if isinstance(drafter, PredictionDrafter) else texts
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         for i, answer in enumerate(chosen):
             stats.merge(replay(drafter, answer, clock, i))
-        show(name, stats, clock, time.perf_counter() - began)
+        show(name, stats, clock, time.perf_counter() - start_s)
 
 
 def books(path: Path, megabytes: float) -> Iterator[str]:
     """Documents of the corpus up to a size."""
-    left = megabytes * 1e6
+    room = megabytes * 1e6
     for document in iter_documents([path]):
-        if left <= 0:
+        if room <= 0:
             return
-        left -= len(document)
+        room -= len(document)
         yield document
 
 
@@ -191,13 +191,14 @@ def build(data: Path, megabytes: float, tokenizer: Any, folder: Path) -> Datasto
     with text.open("w", encoding="utf-8") as file:
         for document in books(data / BOOKS, megabytes):
             file.write(json.dumps({"text": document}) + "\n")
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     report = build_datastore([text], tokenizer, folder / "store")
     built = time.perf_counter()
     store = Datastore.open(folder / "store", tokenizer)
     print(
         f"datastore: {text.stat().st_size / 1e6:.1f} MB of text, {report['tokens']:,} tokens, file of "
-        f"{report['bytes'] / 1e6:.1f} MB, built in {built - began:.1f} s, opened in {time.perf_counter() - built:.2f} s"
+        f"{report['bytes'] / 1e6:.1f} MB, built in {built - start_s:.1f} s, "
+        f"opened in {time.perf_counter() - built:.2f} s"
     )
     return store
 

@@ -55,10 +55,10 @@ class Served:
 
     def serve(self, prompts: list[list[int]], new_tokens: int, temperature: float, seed: int) -> None:
         """One batch."""
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         options = {"max_new_tokens": new_tokens, "temperature": temperature, "seed": seed}
         outputs = self.llm.generate(prompts, **options)
-        self.seconds.append(time.perf_counter() - began)
+        self.seconds.append(time.perf_counter() - start_s)
         self.accepted.append(sum(out.stats.num_accepted_tokens for out in outputs))
         self.drafted.append(sum(out.stats.num_draft_tokens for out in outputs))
         self.tokens.append(sum(len(out.token_ids) for out in outputs))
@@ -90,7 +90,7 @@ def prose_draft(folder: Path, prose: Path, tokenizer: Any, steps: int, lr: float
     tokens = torch.tensor(tokenizer("\n".join(text))["input_ids"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     generator = torch.Generator().manual_seed(0)
-    began, loss = time.perf_counter(), torch.tensor(0.0)
+    start_s, loss = time.perf_counter(), torch.tensor(0.0)
     for step in range(steps):
         starts = torch.randint(len(tokens) - 257, (4,), generator=generator).tolist()
         loss = next_token_loss(model, torch.stack([tokens[s : s + 257] for s in starts]))
@@ -100,7 +100,7 @@ def prose_draft(folder: Path, prose: Path, tokenizer: Any, steps: int, lr: float
             group["lr"] = lr * min(1.0, (steps - step) / (0.3 * steps))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    print(f"prose draft: {steps} steps, {time.perf_counter() - began:.0f} s, loss {loss.item():.2f}", file=sys.stderr)
+    print(f"prose draft: {steps} steps, {time.perf_counter() - start_s:.0f} s, loss {loss.item():.2f}", file=sys.stderr)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -36,11 +36,11 @@ def program(python: Path, *command: str) -> None:
     """
     path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
-    done = subprocess.run(
+    process = subprocess.run(
         [str(python.parent / command[0]), *command[1:]], env={**env, "PATH": path}, capture_output=True, text=True
     )
-    if done.returncode:
-        raise SystemExit(f"{command[0]} failed: {(done.stderr or done.stdout)[-800:]}")
+    if process.returncode:
+        raise SystemExit(f"{command[0]} failed: {(process.stderr or process.stdout)[-800:]}")
 
 
 def aiperf(url: str, clients: int, args: argparse.Namespace) -> Figures:
@@ -54,10 +54,10 @@ def aiperf(url: str, clients: int, args: argparse.Namespace) -> Figures:
                 "--ui-type", "none", "--no-gpu-telemetry", "--artifact-dir", folder)
         # fmt: on
         (file,) = Path(folder).rglob("profile_export_aiperf.json")
-        told = json.loads(file.read_text(encoding="utf-8"))
+        report = json.loads(file.read_text(encoding="utf-8"))
 
     def value(name: str, kind: str = "avg") -> float | None:
-        return told[name][kind] if name in told else None
+        return report[name][kind] if name in report else None
 
     return {
         "requests": value("request_count"),
@@ -85,15 +85,15 @@ def guidellm(url: str, clients: int, args: argparse.Namespace) -> Figures:
                 "--output", f"kind=json,path={out}", "--disable-console")
         # fmt: on
         (run,) = json.loads(out.read_text(encoding="utf-8"))["benchmarks"]
-    told: dict[str, Any] = run["metrics"]
+    report: dict[str, Any] = run["metrics"]
 
     def value(name: str, kind: str = "median") -> float:
-        found = told[name]["successful"]
+        found = report[name]["successful"]
         return float(found["percentiles"]["p99"] if kind == "p99" else found[kind])
 
     return {
-        "requests": told["request_totals"]["successful"],
-        "errors": told["request_totals"]["errored"],
+        "requests": report["request_totals"]["successful"],
+        "errors": report["request_totals"]["errored"],
         "tokens/s": value("output_tokens_per_second", "mean"),
         "TTFT ms": value("time_to_first_token_ms"),
         "p99": value("time_to_first_token_ms", "p99"),

@@ -48,9 +48,9 @@ def step_s(model: LanguageModel, beside: LanguageModel, tokens: list[int], rows:
     beside.prefill(sequence, tokens)
     times = []
     for _ in range(5):
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         model.forward([Feed(sequence, [1] * rows)])
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start_s)
         model.commit(sequence, ())
     beside.release(sequence)
     return min(times)
@@ -107,7 +107,7 @@ def main() -> None:
     print(instructions(), environment(), f"dtype {options.dtype}, inflated to {options.inflate}", sep="; ")
     llms = {"plain": ft.load(target, drafter=None, tokenizer=tokenizer)}
     for spec in options.arms:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         llms[spec] = ft.load(target, drafter=spec, controller="constant", tokenizer=tokenizer)
         model = getattr(llms[spec].drafter, "model", None)
         if isinstance(model, OwnWeightsModel) and model.weights is not None:
@@ -116,7 +116,7 @@ def main() -> None:
             ratio = step_s(model, target, tokens) / step_s(target, target, tokens)
             print(
                 f"{spec}: {model.weight_bytes / 1e6:.0f} MB beside {target.weight_bytes / 1e6:.0f}, made in "
-                f"{time.perf_counter() - began:.1f} s, {dict(made)}, a draft step costs {ratio:.2f} plain steps"
+                f"{time.perf_counter() - start_s:.1f} s, {dict(made)}, a draft step costs {ratio:.2f} plain steps"
             )
     one = step_s(target, target, tokenizer(PROSE[0])["input_ids"])
     rows = {n: step_s(target, target, tokenizer(PROSE[0])["input_ids"], n) / one for n in (2, 4, 6, 9)}

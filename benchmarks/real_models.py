@@ -126,7 +126,7 @@ def equality(arms: dict[str, ft.Llm], prompts: list[list[int]], new_tokens: int)
     counts: dict[str, str] = {}
     for mode, options in (("greedy", {"temperature": 0.0}), ("seeded", {"temperature": 1.0, "seed": SEED})):
         options = {**options, "max_new_tokens": new_tokens}
-        wanted = [arms["plain"].generate(prompt, **options).token_ids for prompt in prompts]
+        references = [arms["plain"].generate(prompt, **options).token_ids for prompt in prompts]
         for name, llm in arms.items():
             for company in ("alone", "batch of 8"):
                 if name == "plain" and company == "alone":
@@ -136,7 +136,7 @@ def equality(arms: dict[str, ft.Llm], prompts: list[list[int]], new_tokens: int)
                 else:
                     groups = [prompts[i : i + 8] for i in range(0, len(prompts), 8)]
                     texts = [out.token_ids for group in groups for out in llm.generate(group, **options)]
-                same = sum(text == right for text, right in zip(texts, wanted, strict=True))
+                same = sum(text == right for text, right in zip(texts, references, strict=True))
                 counts[f"{name} {mode} {company}"] = f"{same} of {len(prompts)}"
                 print(f"{name:<28} {mode:<7} {company:<11} {same} of {len(prompts)} equal to plain alone", flush=True)
     return counts
@@ -174,9 +174,9 @@ def speed(args: Any, arms: dict[str, ft.Llm], prompts: list[list[int]], temperat
 
 def _ours(llm: ft.Llm, temperature: float) -> Run:
     def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         outs = llm.generate(prompts, max_new_tokens=new_tokens, temperature=temperature, seed=SEED)
-        return sum(len(out.token_ids) for out in outs), time.perf_counter() - began
+        return sum(len(out.token_ids) for out in outs), time.perf_counter() - start_s
 
     return run
 
@@ -192,9 +192,9 @@ def _llama_cpp(file: str, draft: str | None, plain: ft.Llm, temperature: float) 
 
     def runner(arm: LlamaCppArm) -> Run:
         def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:
-            began = time.perf_counter()
-            done = arm.generate(prompts[0], new_tokens, temperature, SEED)
-            return len(done.token_ids), time.perf_counter() - began
+            start_s = time.perf_counter()
+            generated = arm.generate(prompts[0], new_tokens, temperature, SEED)
+            return len(generated.token_ids), time.perf_counter() - start_s
 
         return run
 
@@ -221,7 +221,7 @@ def _transformers(args: Any, temperature: float) -> list[tuple[str, Run]]:
             sampling = (
                 {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
             )
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             out = model.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt)),
@@ -229,7 +229,7 @@ def _transformers(args: Any, temperature: float) -> list[tuple[str, Run]]:
                 **sampling,
                 **extra,
             )
-            return out.shape[1] - len(prompt), time.perf_counter() - began
+            return out.shape[1] - len(prompt), time.perf_counter() - start_s
 
         return run
 

@@ -84,14 +84,14 @@ def together(count: int, work: Callable[[int], None]) -> None:
 
 def health_times(url: str, end: float) -> list[float]:
     """Seconds that each ``/health`` took until this time of the monotonic clock, fifty of them a second at most."""
-    taken: list[float] = []
+    seconds: list[float] = []
     with httpx.Client(base_url=url, timeout=60) as client:
         while time.monotonic() < end:
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             client.get("/health")
-            taken.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start_s)
             time.sleep(0.02)
-    return taken
+    return seconds
 
 
 def running(url: str) -> float:
@@ -111,11 +111,11 @@ async def burst(url: str, count: int, body: dict[str, Any]) -> list[tuple[int, f
     sent = f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode()
     streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
     await asyncio.sleep(1.0)  # the server has them all
-    began = time.perf_counter()
+    start_s = time.perf_counter()
 
     async def ask(reader: asyncio.StreamReader) -> tuple[int, float, dict[str, str]]:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        spent = time.perf_counter() - began
+        spent = time.perf_counter() - start_s
         return int(lines[0].split()[1]), spent, dict(x.lower().split(": ", 1) for x in lines[1:] if x)
 
     for _, writer in streams:
@@ -130,11 +130,13 @@ def r3_overload() -> dict[str, Any]:
     """120 requests at once where 2 run and 4 wait."""
     with served("--max-running", "2", "--max-queued", "4") as (_, url):
         answers = asyncio.run(burst(url, 120, {**LONG, "max_tokens": 60}))
-        told = httpx.get(f"{url}/metrics").text
+        metrics = httpx.get(f"{url}/metrics").text
     statuses = Counter(status for status, _, _ in answers)
     refused = [spent for status, spent, _ in answers if status == 503]
     counted = sum(
-        float(x.rsplit(" ", 1)[1]) for x in told.splitlines() if x.startswith("foretoken:admission_rejections_total{")
+        float(x.rsplit(" ", 1)[1])
+        for x in metrics.splitlines()
+        if x.startswith("foretoken:admission_rejections_total{")
     )
     return {
         "statuses": {str(status): count for status, count in sorted(statuses.items())},
@@ -153,17 +155,17 @@ def r4_disconnect() -> dict[str, Any]:
             client = httpx.Client(base_url=url, timeout=60)
             with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 900, "stream": True}) as answer:
                 next(answer.iter_lines())
-                began = time.perf_counter()
+                start_s = time.perf_counter()
             client.close()
             while True:
-                told = watcher.get("/v1/spec")
-                if told.status_code != 200:
-                    raise SystemExit(f"/v1/spec answered {told.status_code}: {told.text[:300]}")
-                state = told.json()["state"]
+                answer_now = watcher.get("/v1/spec")
+                if answer_now.status_code != 200:
+                    raise SystemExit(f"/v1/spec answered {answer_now.status_code}: {answer_now.text[:300]}")
+                state = answer_now.json()["state"]
                 if not state["running"] and not state["kv_bytes"]:
                     break
                 time.sleep(0.01)  # who asks without a pause takes a core from the rounds that are waited for
-            freed.append(time.perf_counter() - began)
+            freed.append(time.perf_counter() - start_s)
         whole = watcher.post("/v1/completions", json={**LONG, "max_tokens": 100}).json()["metrics"]
     spec = whole["speculative_decoding"]
     return {
@@ -191,24 +193,24 @@ def r5_drain() -> dict[str, Any]:
         reader.start()
         begun.wait(60)
         process.send_signal(signal.SIGTERM)
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         unready = None
         with suppress(httpx.TransportError):
             while unready is None and process.poll() is None:
                 if httpx.get(f"{url}/ready", timeout=5).status_code == 503:
-                    unready = time.perf_counter() - began
+                    unready = time.perf_counter() - start_s
         reader.join()
         code = process.wait(60)
-        ended = time.perf_counter() - began
+        ended = time.perf_counter() - start_s
         time.sleep(0.5)
-        left = [pid for pid in children if psutil.pid_exists(pid)]
+        remaining = [pid for pid in children if psutil.pid_exists(pid)]
     return {
         "unready_ms": None if unready is None else round(1e3 * unready, 1),
         "stream_finished": "data: [DONE]" in lines,
         "last_line": next((line for line in reversed(lines) if line), "")[-200:],
         "exit_code": code,
         "exit_s": round(ended, 2),
-        "children_left": left,
+        "children_left": remaining,
     }
 
 
@@ -229,12 +231,12 @@ def r9_health(seconds: float) -> dict[str, Any]:
         thread = threading.Thread(target=together, args=(16, load))
         thread.start()
         time.sleep(1.0)
-        taken = health_times(url, end)
+        times = health_times(url, end)
         thread.join()
-    figures = {f"p{int(100 * share)}": ms(taken, share) for share in (0.5, 0.99)}
+    figures = {f"p{int(100 * share)}": ms(times, share) for share in (0.5, 0.99)}
     return {
-        "samples": len(taken),
-        "health_ms": figures | {"max": ms(taken, 1.0)},
+        "samples": len(times),
+        "health_ms": figures | {"max": ms(times, 1.0)},
         "tokens_per_s": round(tokens / seconds),
     }
 
@@ -242,9 +244,9 @@ def r9_health(seconds: float) -> dict[str, Any]:
 def r14_starts() -> dict[str, Any]:
     """What cannot start: one line, exit code 2, and how long that took."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
         broken = Path(folder) / "broken"
         zoo = Path(__file__).parents[1] / "src" / "foretoken" / "zoo" / "target"
         broken.mkdir()
@@ -254,20 +256,20 @@ def r14_starts() -> dict[str, Any]:
         for name, flags in {
             "no such path": ["/nowhere/model"],
             "half a checkpoint": [str(broken)],
-            "port in use": ["builtin", "--port", str(taken.getsockname()[1])],
+            "port in use": ["builtin", "--port", str(busy.getsockname()[1])],
             "unknown drafter": ["builtin", "--port", "0", "--drafter", "telepathy"],
             "public without a key": ["builtin", "--host", "0.0.0.0"],
             "no memory": ["builtin", "--port", "0", "--kv-memory", "lots"],
         }.items():
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             command = [sys.executable, "-m", "foretoken", "serve", *flags]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+            process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            errors = [line for line in process.stderr.splitlines() if line.startswith("error:")]
             found[name] = [
-                done.returncode,
-                round(time.perf_counter() - began, 1),
+                process.returncode,
+                round(time.perf_counter() - start_s, 1),
                 len(errors),
-                "Traceback" in done.stderr,
+                "Traceback" in process.stderr,
             ]
     return {"code_seconds_lines_traceback": found}
 
@@ -279,8 +281,8 @@ def r15_limits() -> dict[str, Any]:
         before = server.memory_info().rss
         found: dict[str, Any] = {}
 
-        def note(name: str, said: Any) -> None:
-            found[name] = [said, round((server.memory_info().rss - before) / 2**20)]
+        def note(name: str, outcome: Any) -> None:
+            found[name] = [outcome, round((server.memory_info().rss - before) / 2**20)]
 
         with httpx.Client(base_url=url, timeout=60) as client:
             deep = b'{"model":"builtin","prompt":' + b"[" * 1000 + b"]" * 1000 + b"}"
@@ -306,12 +308,12 @@ def r15_limits() -> dict[str, Any]:
                 sock.sendall(text + b"\r\n")
                 note(name, sock.recv(100).split(b"\r\n")[0].decode())
         with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             with suppress(OSError):
-                while time.perf_counter() - began < 40:
+                while time.perf_counter() - start_s < 40:
                     sock.sendall(b"G")
                     time.sleep(0.5)
-            note("a byte each half second", f"closed after {time.perf_counter() - began:.0f} s")
+            note("a byte each half second", f"closed after {time.perf_counter() - start_s:.0f} s")
     return {"status_and_rss_mb": found}
 
 

@@ -44,14 +44,14 @@ class Row:
     why_not: str = ""
 
 
-def measured(name: str, what: str, target: str, figure: Callable[[Found], str]) -> Row:
+def measured(name: str, title: str, target: str, figure: Callable[[Found], str]) -> Row:
     """One of ``reliability.py``."""
-    return Row(what, (str(HERE / "reliability.py"), name, "--target", target), figure)
+    return Row(title, (str(HERE / "reliability.py"), name, "--target", target), figure)
 
 
-def tests(what: str, *names: str) -> Row:
+def tests(title: str, *names: str) -> Row:
     """Tests of the repository."""
-    return Row(what, (*TESTS, *names))
+    return Row(title, (*TESTS, *names))
 
 
 def rows(args: argparse.Namespace) -> dict[str, Row]:
@@ -101,15 +101,17 @@ def _disconnect(found: Found) -> str:
 
 def _drain(found: Found) -> str:
     whole = "whole" if found["stream_finished"] else "broken"
-    left = len(found["children_left"])
-    return f"not ready after {found['unready_ms']} ms, stream {whole}, exit code {found['exit_code']}, {left} children"
+    children = len(found["children_left"])
+    return (
+        f"not ready after {found['unready_ms']} ms, stream {whole}, exit code {found['exit_code']}, {children} children"
+    )
 
 
 def _soak(found: Found) -> str:
     counts, memory = found["counts"], found["rss_mb"]
     grown = f"{memory[1]} MB after a third, {memory[2]} at the end ({found['rss_mb_per_1000_requests']} per 1,000)"
-    told = "; ".join(found["wrong"]) or "nothing wrong"
-    return f"{sum(counts.values())} requests, {grown}, /health p99 {found['health_ms']['p99']} ms, {told}"
+    faults = "; ".join(found["wrong"]) or "nothing wrong"
+    return f"{sum(counts.values())} requests, {grown}, /health p99 {found['health_ms']['p99']} ms, {faults}"
 
 
 def _health(found: Found) -> str:
@@ -126,15 +128,16 @@ def _lossless(found: Found) -> str:
 
 
 def _starts(found: Found) -> str:
-    told = found["code_seconds_lines_traceback"]
-    good = sum(code == 2 and lines == 1 and not trace for code, _, lines, trace in told.values())
-    slowest = max(seconds for _, seconds, _, _ in told.values())
-    return f"{good} of {len(told)} end with code 2 and one line, the slowest after {slowest} s"
+    starts = found["code_seconds_lines_traceback"]
+    good = sum(code == 2 and lines == 1 and not trace for code, _, lines, trace in starts.values())
+    slowest = max(seconds for _, seconds, _, _ in starts.values())
+    return f"{good} of {len(starts)} end with code 2 and one line, the slowest after {slowest} s"
 
 
 def _limits(found: Found) -> str:
-    told = found["status_and_rss_mb"]
-    return f"{', '.join(str(said) for said, _ in told.values())}; memory +{max(size for _, size in told.values())} MB"
+    limits = found["status_and_rss_mb"]
+    outcomes, sizes = zip(*limits.values(), strict=True)
+    return f"{', '.join(map(str, outcomes))}; memory +{max(sizes)} MB"
 
 
 def run(row: Row, log: Path | None) -> tuple[bool, str]:
@@ -143,17 +146,17 @@ def run(row: Row, log: Path | None) -> tuple[bool, str]:
     path = os.pathsep.join(filter(None, (str(HERE.parent / "src"), os.environ.get("PYTHONPATH", ""))))
     env = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, *row.command]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parent)
+    process = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parent)
     if log is not None:
         with log.open("a") as file:
-            file.write(f"$ {shlex.join(row.command)}\n{done.stdout}{done.stderr}\n")
-    lines = [line for line in done.stdout.splitlines() if line.strip()] or ["nothing was printed"]
+            file.write(f"$ {shlex.join(row.command)}\n{process.stdout}{process.stderr}\n")
+    lines = [line for line in process.stdout.splitlines() if line.strip()] or ["nothing was printed"]
     if row.figure is None:
-        return done.returncode == 0, lines[-1].strip(" =")
+        return process.returncode == 0, lines[-1].strip(" =")
     try:
-        return done.returncode == 0, row.figure(json.loads(_last_object(lines)))
+        return process.returncode == 0, row.figure(json.loads(_last_object(lines)))
     except (ValueError, KeyError, TypeError):
-        return False, (done.stderr.strip().splitlines() or lines)[-1][:200]
+        return False, (process.stderr.strip().splitlines() or lines)[-1][:200]
 
 
 def _last_object(lines: list[str]) -> str:
@@ -187,11 +190,11 @@ def main() -> None:
         parser.error(f"there is no {unknown[0]}: choose from {', '.join(table)}")
     lines, failed = ["| | what | figure | seconds |", "|---|---|---|---|"], 0
     for name in args.names or table:
-        row, began = table[name], time.monotonic()
+        row, start_s = table[name], time.monotonic()
         passed, figure = (True, f"not run: {row.why_not}") if row.why_not else run(row, args.out)
         failed += not passed
         figure = figure if passed else f"**failed**: {figure}"
-        lines.append(f"| {name} | {row.what} | {figure.replace('|', '/')} | {time.monotonic() - began:.0f} |")
+        lines.append(f"| {name} | {row.what} | {figure.replace('|', '/')} | {time.monotonic() - start_s:.0f} |")
         print(lines[-1], file=sys.stderr, flush=True)
     print("\n".join(lines))
     sys.exit(1 if failed else 0)

@@ -78,10 +78,10 @@ def in_turns(
                 if each > 1:
                     work(count)  # the weights of the arm before leave the caches
                 for _ in range(each):
-                    began = time.perf_counter()
+                    start_s = time.perf_counter()
                     work(count)
                     if turn >= warm:
-                        times[arm][count].append(1e3 * (time.perf_counter() - began))
+                        times[arm][count].append(1e3 * (time.perf_counter() - start_s))
     return {arm: {count: statistics.median(each) for count, each in found.items()} for arm, found in times.items()}
 
 
@@ -105,11 +105,11 @@ def main() -> None:
     print(instructions(), environment(), f"behind {options.context} tokens", sep="; ", flush=True)
     models: dict[str, LanguageModel] = {}
     for arm in options.arms:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         models[arm] = opened(arm)
-        told, seconds = models[arm].describe(), time.perf_counter() - began
-        how = f"{told['forward']}, {told['weights']}, {told['exactness']}"
-        print(f"{arm}: {how}; loaded in {seconds:.1f} s", flush=True)
+        description, seconds = models[arm].describe(), time.perf_counter() - start_s
+        line = f"{description['forward']}, {description['weights']}, {description['exactness']}"
+        print(f"{arm}: {line}; loaded in {seconds:.1f} s", flush=True)
     report = {}
     if options.rows:
         counts = [int(count) for count in options.rows.split(",")]

@@ -44,9 +44,9 @@ class Arm:
 
     def serve(self, kind: str, prompts: Sequence[str], options: dict[str, Any]) -> None:
         """Answer prompts together, and note how fast."""
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         outputs = self.llm.generate(list(prompts), **options)
-        spent_s = time.perf_counter() - began - max(output.stats.prefill_s for output in outputs)
+        spent_s = time.perf_counter() - start_s - max(output.stats.prefill_s for output in outputs)
         self.rates.setdefault(kind, []).append(sum(len(output.token_ids) for output in outputs) / spent_s)
         for output in outputs:
             self.stats.setdefault(kind, SpecStats()).merge(output.stats)

@@ -44,10 +44,10 @@ class Server:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
-        began = time.monotonic()
+        start_s = time.monotonic()
         command = [sys.executable, "-m", "foretoken", "serve", "builtin", *FLAGS, *flags, "--port", str(port)]
-        kept = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-        self.process = subprocess.Popen(command, env={**kept, **env}, stderr=subprocess.DEVNULL)
+        inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(command, env={**inherited, **env}, stderr=subprocess.DEVNULL)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
         while True:
             try:
@@ -55,10 +55,10 @@ class Server:
                     break
             except httpx.TransportError:
                 pass
-            if self.process.poll() is not None or time.monotonic() - began > 240:
+            if self.process.poll() is not None or time.monotonic() - start_s > 240:
                 raise RuntimeError(f"{name} did not start")
             time.sleep(0.05)
-        self.ready_s = time.monotonic() - began
+        self.ready_s = time.monotonic() - start_s
 
     def tree(self) -> list[psutil.Process]:
         """Its processes."""
@@ -77,28 +77,28 @@ class Server:
 
     def complete(self, prompt: str, tokens: int) -> str:
         """A greedy text of so many tokens."""
-        asked = {"model": "builtin", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        answer = self.client.post("/v1/completions", json=asked)
+        body = {"model": "builtin", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = self.client.post("/v1/completions", json=body)
         answer.raise_for_status()
         return str(answer.json()["choices"][0]["text"])
 
     def events(self, prompt: str, tokens: int) -> list[float]:
         """When the events of a plain stream came, from the request on."""
-        asked = {"model": "builtin", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        asked |= {"stream": True, "speculative": {"enabled": False}}
-        began = time.perf_counter()
-        with self.client.stream("POST", "/v1/completions", json=asked) as answer:
-            return [time.perf_counter() - began for line in answer.iter_lines() if line.startswith("data: {")]
+        body = {"model": "builtin", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "speculative": {"enabled": False}}
+        start_s = time.perf_counter()
+        with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            return [time.perf_counter() - start_s for line in answer.iter_lines() if line.startswith("data: {")]
 
     def stop(self) -> float:
         """Seconds from SIGTERM to the end."""
-        began = time.monotonic()
+        start_s = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-        return time.monotonic() - began
+        return time.monotonic() - start_s
 
 
 @contextmanager
@@ -117,12 +117,12 @@ def overheads(servers: dict[str, Server], count: int) -> dict[str, dict[str, flo
     for number in range(count):
         for name, server in servers.items():
             times = found[name]
-            began = time.perf_counter()
+            start_s = time.perf_counter()
             server.client.get("/v1/models").raise_for_status()
-            times.setdefault("GET /v1/models", []).append(time.perf_counter() - began)
-            began = time.perf_counter()
+            times.setdefault("GET /v1/models", []).append(time.perf_counter() - start_s)
+            start_s = time.perf_counter()
             server.complete(f"{number} =", 1)
-            times.setdefault("one token", []).append(time.perf_counter() - began)
+            times.setdefault("one token", []).append(time.perf_counter() - start_s)
             if number % 5 == 0:
                 events = server.events(f"{number} and", 64)
                 times.setdefault("first event", []).append(events[0])
@@ -130,7 +130,8 @@ def overheads(servers: dict[str, Server], count: int) -> dict[str, dict[str, flo
                 times.setdefault("between events", []).append(statistics.median(gaps))
                 times.setdefault("per event", []).append((events[-1] - events[0]) / (len(events) - 1))
     return {
-        name: {what: 1e3 * statistics.median(values) for what, values in times.items()} for name, times in found.items()
+        name: {measure: 1e3 * statistics.median(values) for measure, values in times.items()}
+        for name, times in found.items()
     }
 
 
@@ -142,10 +143,10 @@ def throughput(servers: dict[str, Server], rounds: int, requests: int, at_once: 
     for number in range(rounds + 1):
         for name, server in servers.items():
             with ThreadPoolExecutor(at_once) as pool:
-                began = time.perf_counter()
+                start_s = time.perf_counter()
                 texts[name] = list(pool.map(lambda prompt, server=server: server.complete(prompt, 48), prompts))
                 if number:  # the first round warms up
-                    found[name].append(requests / (time.perf_counter() - began))
+                    found[name].append(requests / (time.perf_counter() - start_s))
         if len({tuple(each) for each in texts.values()}) != 1:
             raise RuntimeError("the arms do not write the same")
     return found
@@ -171,13 +172,13 @@ def killed(server: Server, calls: int) -> dict[str, Any]:
         while len(outcomes) < calls // 5:
             time.sleep(0.01)
         victim.kill()
-        began = time.monotonic()
-        for one in work:
-            one.result()
+        start_s = time.monotonic()
+        for future in work:
+            future.result()
     time.sleep(1.0)  # the gateway counts anew twice a second
     while server.client.get("/ready").json()["replicas"]["ready"] < 2:
         time.sleep(0.1)
-    return {"calls": calls, "failed": sum(code != 200 for code in outcomes), "two_again_s": time.monotonic() - began}
+    return {"calls": calls, "failed": sum(code != 200 for code in outcomes), "two_again_s": time.monotonic() - start_s}
 
 
 def main() -> None:

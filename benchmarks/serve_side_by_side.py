@@ -51,16 +51,16 @@ def written(folder: Path, size: str, dtype: str) -> tuple[Path, Path]:
 def commands(options: argparse.Namespace, checkpoint: Path, gguf: Path) -> dict[str, list[str]]:
     """Arms: how each server is started, but for its port."""
     most = max(int(value) for value in options.concurrency.split(","))
-    ours = [sys.executable, "-m", "foretoken", "serve", "--max-running", str(most), "--no-prefix-cache"]
+    own_command = [sys.executable, "-m", "foretoken", "serve", "--max-running", str(most), "--no-prefix-cache"]
     served = {"": checkpoint, **({"file_": gguf} if options.file else {})}
     theirs = [str(Path(sys.executable).parent / "transformers"), "serve", str(checkpoint)]
     theirs += ["--host", "127.0.0.1", "--dtype", "auto", "--device", "cpu"]
     found = {}
     for kind, model in served.items():
-        found[f"{kind}plain"] = [*ours, str(model), "--drafter", "none"]
-        for given in options.drafters:
-            name, _, spec = given.partition("=")
-            found[kind + name] = [*ours, str(model), "--drafter", spec.format(draft=ZOO / "draft")]
+        found[f"{kind}plain"] = [*own_command, str(model), "--drafter", "none"]
+        for entry in options.drafters:
+            name, _, spec = entry.partition("=")
+            found[kind + name] = [*own_command, str(model), "--drafter", spec.format(draft=ZOO / "draft")]
     found["transformers"] = theirs
     if options.continuous_batching:
         found["transformers_batching"] = [*theirs, "--continuous-batching"]
@@ -84,14 +84,14 @@ def running(name: str, command: list[str]) -> Iterator[str]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    with tempfile.TemporaryFile() as told:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=told, stderr=told)
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log)
         try:
             url, end = f"http://127.0.0.1:{port}", time.monotonic() + WAIT_S
             while not _is_ready(url):
                 if process.poll() is not None or time.monotonic() > end:
-                    told.seek(0)
-                    raise SystemExit(f"{name} did not start: {told.read().decode(errors='replace')[-800:]}")
+                    log.seek(0)
+                    raise SystemExit(f"{name} did not start: {log.read().decode(errors='replace')[-800:]}")
                 time.sleep(0.3)
             yield url
         finally:
@@ -145,12 +145,12 @@ def main() -> None:
         )
         started = commands(options, checkpoint, gguf)
         urls = {name: stack.enter_context(running(name, command)) for name, command in started.items()}
-        asked = [f"{name}={url}" for name, url in urls.items()]
-        asked += ["--concurrency", options.concurrency, "--requests", str(options.requests)]
-        asked += ["--repeat", str(options.repeat), "--max-tokens", str(options.max_tokens)]
-        asked += ["--warmup", str(options.warmup)]
-        asked += ["--out", str(options.out)] if options.out else []
-        sys.exit(subprocess.run([sys.executable, "-m", "foretoken", "bench", "serve", *asked]).returncode)
+        arguments = [f"{name}={url}" for name, url in urls.items()]
+        arguments += ["--concurrency", options.concurrency, "--requests", str(options.requests)]
+        arguments += ["--repeat", str(options.repeat), "--max-tokens", str(options.max_tokens)]
+        arguments += ["--warmup", str(options.warmup)]
+        arguments += ["--out", str(options.out)] if options.out else []
+        sys.exit(subprocess.run([sys.executable, "-m", "foretoken", "bench", "serve", *arguments]).returncode)
 
 
 if __name__ == "__main__":

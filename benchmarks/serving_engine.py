@@ -105,10 +105,10 @@ async def _in_turns(arms: Mapping[str, Callable[..., Awaitable[Any]]], repeat: i
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(repeat + 2):
         for name in list(arms) if turn % 2 else reversed(list(arms)):
-            began = time.process_time()
+            start_s = time.process_time()
             await arms[name]()
             if turn >= 2:
-                seconds[name].append(time.process_time() - began)
+                seconds[name].append(time.process_time() - start_s)
     return seconds
 
 
@@ -147,20 +147,20 @@ def _beside_long_prompts(llm: Llm, args: argparse.Namespace, short: list[float],
     arrivals = [(args.long_every * (0.5 + i), LONG) for i in range(int(args.seconds / args.long_every))]
     arrivals += [(args.short_every * i, 20) for i in range(int(args.seconds / args.short_every))]
     arrivals.sort(reverse=True)
-    busy, came, skipped, began = llm.engine, {}, 0.0, time.process_time()
+    busy, came, skipped, start_s = llm.engine, {}, 0.0, time.process_time()
     while arrivals or busy.busy:
-        now = time.process_time() - began + skipped
-        if not busy.busy and arrivals[-1][0] > now:
-            skipped += arrivals[-1][0] - now
-            now = arrivals[-1][0]
-        while arrivals and arrivals[-1][0] <= now:
+        now_s = time.process_time() - start_s + skipped
+        if not busy.busy and arrivals[-1][0] > now_s:
+            skipped += arrivals[-1][0] - now_s
+            now_s = arrivals[-1][0]
+        while arrivals and arrivals[-1][0] <= now_s:
             when, length = arrivals.pop()
             prompt = [rng.randrange(3, 1_000) for _ in range(length)]
             came[busy.add(Request(prompt, max_new_tokens=16, ignore_eos=True))] = (when, length)
         for run, emission in busy.step():
             if emission.token_ids and run.id in came:
                 when, length = came.pop(run.id)
-                (long if length == LONG else short).append(time.process_time() - began + skipped - when)
+                (long if length == LONG else short).append(time.process_time() - start_s + skipped - when)
 
 
 # -- memory and chats ------------------------------------------------------------------------------------------------
@@ -177,15 +177,15 @@ async def memory(args: argparse.Namespace) -> dict[str, Any]:
 async def _taken(lengths: Sequence[int]) -> dict[str, float]:
     llm, new = loaded(None), 16
     async with running(llm) as engine:
-        asked = [engine.generate([5 + i] * n, max_new_tokens=new, ignore_eos=True) for i, n in enumerate(lengths)]
-        await asyncio.gather(*asked)
-        told = llm.memory()
-    needed = sum(length + new for length in lengths) * told["kv_bytes_per_token"]
-    rectangle = (max(lengths) + new) * len(lengths) * told["kv_bytes_per_token"]
+        requests = [engine.generate([5 + i] * n, max_new_tokens=new, ignore_eos=True) for i, n in enumerate(lengths)]
+        await asyncio.gather(*requests)
+        memory = llm.memory()
+    needed = sum(length + new for length in lengths) * memory["kv_bytes_per_token"]
+    rectangle = (max(lengths) + new) * len(lengths) * memory["kv_bytes_per_token"]
     return {
-        "peak_over_needed": round(told["kv_peak_bytes"] / needed, 3),
+        "peak_over_needed": round(memory["kv_peak_bytes"] / needed, 3),
         "one_rectangle_over_needed": round(rectangle / needed, 3),
-        "bytes_after": told["kv_bytes"],
+        "bytes_after": memory["kv_bytes"],
     }
 
 
@@ -194,12 +194,12 @@ async def chat(args: argparse.Namespace) -> dict[str, Any]:
     llm = ft.load("builtin", drafter=None)
     engine = AsyncLlm(llm)
     await engine.start()
-    found, said = {}, "User: " + CODE[0] * 8 + "\nAgent:"
+    found, text = {}, "User: " + CODE[0] * 8 + "\nAgent:"
     for turn in range(1, 5):
-        output = await engine.generate(said, max_new_tokens=48, ignore_eos=True)
+        output = await engine.generate(text, max_new_tokens=48, ignore_eos=True)
         stats = output.stats
         found[f"turn {turn}"] = f"{stats.num_prompt_tokens_computed} of {stats.num_prompt_tokens}"
-        said += output.text + "\nUser: and now?\nAgent:"
+        text += output.text + "\nUser: and now?\nAgent:"
     await engine.close(0.0)
     return found
 
@@ -218,11 +218,11 @@ async def cancelling(args: argparse.Namespace) -> dict[str, Any]:
             pieces = engine.stream(TEXTS[7 + i], **options)
             for _ in range(3):
                 await anext(pieces)
-            before, began = engine.status.running, time.perf_counter()
+            before, start_s = engine.status.running, time.perf_counter()
             await pieces.aclose()
-            while engine.status.running == before and time.perf_counter() - began < 5:
+            while engine.status.running == before and time.perf_counter() - start_s < 5:
                 await asyncio.sleep(0)
-            found.append(time.perf_counter() - began)
+            found.append(time.perf_counter() - start_s)
         for task in others:
             task.cancel()
     return {
@@ -238,7 +238,7 @@ async def seeds(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for dtype in ("float32", "float64"):
         alone = ft.load("builtin", drafter=None, dtype=dtype, prefix_cache=False)
-        wanted = [alone.generate(text, **options).token_ids for text, options in map(_seeded, range(32))]
+        references = [alone.generate(text, **options).token_ids for text, options in map(_seeded, range(32))]
         for spec in (None, *args.seed_drafters):
             engine = AsyncLlm(ft.load("builtin", drafter=spec, dtype=dtype), prefill_chunk=48, max_running=12)
             await engine.start()
@@ -250,8 +250,8 @@ async def seeds(args: argparse.Namespace) -> dict[str, Any]:
 
             outputs = await asyncio.gather(*map(asked, range(32)))
             await engine.close(0.0)
-            reused = sum(one.stats.num_prompt_tokens - one.stats.num_prompt_tokens_computed for one in outputs)
-            different = sum(one.token_ids != right for one, right in zip(outputs, wanted, strict=True))
+            reused = sum(output.stats.num_prompt_tokens - output.stats.num_prompt_tokens_computed for output in outputs)
+            different = sum(output.token_ids != right for output, right in zip(outputs, references, strict=True))
             found[f"{dtype}, {spec}"] = f"{different} of 32 differ, {reused} prompt tokens taken over"
             print(f"  {dtype}, {spec}: {found[f'{dtype}, {spec}']}", flush=True)
     return found
@@ -271,12 +271,12 @@ async def drafting(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name, places, requests in (("queue never empty, 8 places", 8, 64), ("bursts of 12", 32, 12)):
         plain, auto = loaded(None), loaded("auto")
-        async with running(plain, max_running=places) as one, running(auto, max_running=places) as other:
+        async with running(plain, max_running=places) as plain_engine, running(auto, max_running=places) as auto_engine:
             for _ in range(args.warm_up):
-                await _served(other, requests, args.new_tokens)
+                await _served(auto_engine, requests, args.new_tokens)
             arms = {
-                "plain": lambda one=one, n=requests: _served(one, n, args.new_tokens),
-                "auto": lambda other=other, n=requests: _served(other, n, args.new_tokens),
+                "plain": lambda plain_engine=plain_engine, n=requests: _served(plain_engine, n, args.new_tokens),
+                "auto": lambda auto_engine=auto_engine, n=requests: _served(auto_engine, n, args.new_tokens),
             }
             seconds = await _in_turns(arms, args.repeat)
             found[name] = {
@@ -290,8 +290,8 @@ async def drafting(args: argparse.Namespace) -> dict[str, Any]:
 async def _served(engine: AsyncLlm, requests: int, new_tokens: int) -> None:
     texts = [TEXTS[i % len(TEXTS)] for i in range(requests)]
     lengths = [new_tokens + (i % 5 - 2) * (new_tokens // 4) for i in range(requests)]
-    asked = zip(texts, lengths, strict=True)
-    await asyncio.gather(*(engine.generate(text, max_new_tokens=n, ignore_eos=True) for text, n in asked))
+    pairs = zip(texts, lengths, strict=True)
+    await asyncio.gather(*(engine.generate(text, max_new_tokens=n, ignore_eos=True) for text, n in pairs))
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]]] = {

@@ -55,22 +55,22 @@ def main() -> None:
     described = json.loads((args.target / "tokenizer.json").read_text())
     whole = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     counts = Counter(i for text in whole.encode_batch(texts, add_special_tokens=False) for i in text.ids)
-    kept = frequent(described, counts, args.size)
+    token_ids = frequent(described, counts, args.size)
     folder = args.out / "init"
     folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(reduced(described, kept), ensure_ascii=False))
+    (folder / "tokenizer.json").write_text(json.dumps(reduced(described, token_ids), ensure_ascii=False))
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_text((args.target / name).read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     shape = {key: getattr(args, key) for key in ("hidden", "layers", "heads", "kv_heads", "ffn", "context")}
-    network = build_model(LmConfig(vocab=len(kept), **shape), tokenizer.eos_token_id)
-    embedding = load_file(args.target / "model.safetensors")["model.embed_tokens.weight"].float()[kept]
+    network = build_model(LmConfig(vocab=len(token_ids), **shape), tokenizer.eos_token_id)
+    embedding = load_file(args.target / "model.safetensors")["model.embed_tokens.weight"].float()[token_ids]
     with torch.no_grad():
         network.model.embed_tokens.weight.copy_(components(embedding, args.hidden))
     save_model(network, tokenizer, folder)
-    covered = sum(counts[i] for i in kept) / counts.total()
+    covered = sum(counts[i] for i in token_ids) / counts.total()
     size = sum(p.numel() for p in network.parameters())
-    print(f"{len(kept)} tokens cover {covered:.1%} of {counts.total():,}; {size:,} parameters")
+    print(f"{len(token_ids)} tokens cover {covered:.1%} of {counts.total():,}; {size:,} parameters")
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
@@ -84,27 +84,27 @@ def frequent(described: dict[str, Any], counts: Counter[int], size: int) -> list
     vocabulary = described["model"]["vocab"]
     pieces = {a + b: (a, b) for a, b in described["model"]["merges"]}
     added = {token["id"] for token in described["added_tokens"]}
-    kept = {token for token, i in vocabulary.items() if token not in pieces and i not in added}
+    tokens = {token for token, i in vocabulary.items() if token not in pieces and i not in added}
     name = {i: token for token, i in vocabulary.items()}
     for i, _ in counts.most_common():
         more, open_ = set[str](), [] if i in added else [name[i]]
         while open_:
             token = open_.pop()
-            if token not in kept and token not in more:
+            if token not in tokens and token not in more:
                 more.add(token)
                 open_ += pieces.get(token, ())
-        if len(kept) + len(more) + len(SPECIAL) <= size:
-            kept |= more
-    return [*SPECIAL, *sorted(vocabulary[token] for token in kept)]
+        if len(tokens) + len(more) + len(SPECIAL) <= size:
+            tokens |= more
+    return [*SPECIAL, *sorted(vocabulary[token] for token in tokens)]
 
 
-def reduced(described: dict[str, Any], kept: list[int]) -> dict[str, Any]:
+def reduced(described: dict[str, Any], token_ids: list[int]) -> dict[str, Any]:
     """The tokenizer over the kept ids, numbered in their order."""
     model = described["model"]
     names = {i: token for token, i in model["vocab"].items()} | {
         t["id"]: t["content"] for t in described["added_tokens"]
     }
-    vocabulary = {names[i]: place for place, i in enumerate(kept)}
+    vocabulary = {names[i]: place for place, i in enumerate(token_ids)}
     merges = [pair for pair in model["merges"] if {*pair, "".join(pair)} <= vocabulary.keys()]
     added = [{**t, "id": vocabulary[t["content"]]} for t in described["added_tokens"] if t["id"] in SPECIAL]
     return {**described, "added_tokens": added, "model": {**model, "vocab": vocabulary, "merges": merges}}

@@ -134,12 +134,12 @@ def measured(
         prompts = [_ids(tokenizer, text) for text in texts]
         for start in range(0, len(prompts), args.batch):
             group = prompts[start : start + args.batch]
-            wanted = arms["plain"].run(kind, group, options, args.repeat)
+            plain_texts = arms["plain"].run(kind, group, options, args.repeat)
             for spec, arm in arms.items():
                 if spec != "plain":
                     found = arm.run(kind, group, options, args.repeat)
                     if not free:
-                        arm.equal += sum(a == b for a, b in zip(found, wanted, strict=True))
+                        arm.equal += sum(a == b for a, b in zip(found, plain_texts, strict=True))
                         arm.texts += len(group)
     return arms
 

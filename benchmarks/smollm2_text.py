@@ -104,8 +104,8 @@ def asked(writer: Writer, count: int) -> Iterator[str]:
     before = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
     for first in range(0, count, BATCH):
         starts = [STARTS[number % len(STARTS)] for number in range(first, min(first + BATCH, count))]
-        written = writer.write([writer.ids(before + start) for start in starts], 0.9, 80, first)
-        for start, (rest, ended) in zip(starts, written, strict=True):
+        completions = writer.write([writer.ids(before + start) for start in starts], 0.9, 80, first)
+        for start, (rest, ended) in zip(starts, completions, strict=True):
             text = start + rest
             if ended and "<|" not in text and len(text) > 15:
                 yield text
@@ -121,9 +121,9 @@ def main() -> None:
     parser.add_argument("--asked", type=int, default=3200)
     args = parser.parse_args()
     writer, draw = Writer(args.model), random.Random(0)
-    held = {text for texts in QUESTIONS.values() for text in texts}
+    held_out = {text for texts in QUESTIONS.values() for text in texts}
     questions = [*given(args.data), *sorted(composed(args.made, draw)), *asked(writer, args.asked)]
-    texts = [text.strip() for text in dict.fromkeys(questions) if len(text) < LONGEST and text.strip() not in held]
+    texts = [text.strip() for text in dict.fromkeys(questions) if len(text) < LONGEST and text.strip() not in held_out]
     draw.shuffle(texts)
     with args.out.open("w", encoding="utf-8") as file:
         for first in range(0, len(texts), BATCH):

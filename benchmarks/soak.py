@@ -61,8 +61,8 @@ class Soak:
 
     def __init__(self, url: str, seed: int) -> None:
         self.url, self.seed = url, seed
-        told = httpx.get(f"{url}/v1/spec", headers={"Authorization": f"Bearer {KEY}"}, timeout=30).json()
-        self.methods = [None, None, "none", *told["members"]]  # what auto chooses from is measured at load
+        status = httpx.get(f"{url}/v1/spec", headers={"Authorization": f"Bearer {KEY}"}, timeout=30).json()
+        self.methods = [None, None, "none", *status["members"]]  # what auto chooses from is measured at load
         self.lock = threading.Lock()
         self.counts: Counter[str] = Counter()
         self.tokens = 0
@@ -75,10 +75,10 @@ class Soak:
             self.counts[kind] += 1
             self.tokens += tokens
 
-    def complain(self, what: str) -> None:
+    def complain(self, fault: str) -> None:
         """Note what should not be."""
         with self.lock:
-            self.wrong.append(what[:300])
+            self.wrong.append(fault[:300])
 
     def work(self, index: int) -> None:
         """Send requests until the time is up."""
@@ -147,7 +147,7 @@ class Soak:
     def stream(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
         """A stream to its end."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        reason, tokens, done = None, 0, False
+        reason, tokens, ended = None, 0, False
         with client.stream("POST", path, json=body) as answer:
             if answer.status_code != 200:
                 self.complain(f"stream: {answer.status_code} {answer.read()[:200]!r}")
@@ -155,7 +155,7 @@ class Soak:
                 return
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
-                    done = True
+                    ended = True
                 elif line.startswith("data: "):
                     found = json.loads(line[6:])
                     if "error" in found:
@@ -163,18 +163,18 @@ class Soak:
                     for choice in found.get("choices", ()):
                         reason = choice["finish_reason"] or reason
                     tokens = (found.get("usage") or {}).get("completion_tokens", tokens)
-        if not done or reason not in ("stop", "length"):
-            self.complain(f"a stream ended with done={done}, finish_reason={reason}")
+        if not ended or reason not in ("stop", "length"):
+            self.complain(f"a stream ended with done={ended}, finish_reason={reason}")
         self.note("ok", tokens)
 
     def cancel(self, client: httpx.Client, draw: random.Random) -> None:
         """Read a few events of a stream, and go away."""
         body = {"model": "builtin", "prompt": draw.choice(PROMPTS), "max_tokens": CANCELLED_TOKENS, "ignore_eos": True}
-        left = draw.randint(0, 5)
+        remaining = draw.randint(0, 5)
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
             for _ in answer.iter_lines():
-                left -= 1
-                if left <= 0:
+                remaining -= 1
+                if remaining <= 0:
                     break
         self.note("cancelled")
 
@@ -225,7 +225,7 @@ def watch(process: subprocess.Popen[bytes], soak: Soak, every_s: float) -> tuple
     server = psutil.Process(process.pid)
     samples: list[dict[str, float]] = []
     health: list[float] = []
-    began = time.monotonic()
+    start_s = time.monotonic()
     next_s = 0.0
     with httpx.Client(base_url=soak.url, timeout=30) as client:
         while time.monotonic() < soak.end and process.poll() is None:
@@ -233,14 +233,14 @@ def watch(process: subprocess.Popen[bytes], soak: Soak, every_s: float) -> tuple
             if client.get("/health").status_code != 200:
                 soak.complain("/health is not 200")
             health.append(time.perf_counter() - at)
-            if time.monotonic() - began >= next_s:
+            if time.monotonic() - start_s >= next_s:
                 next_s += every_s
                 requests = sum(soak.counts.values())
                 rss = server.memory_info().rss / 2**20
-                now = {"s": time.monotonic() - began, "requests": requests, "rss_mb": rss}
-                told = client.get("/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
-                kept = {name: counter(told, f"{name}_cache_bytes") / 2**20 for name in ("kv", "prefix")}
-                samples.append({**now, "threads": server.num_threads(), "files": server.num_fds(), **kept})
+                sample = {"s": time.monotonic() - start_s, "requests": requests, "rss_mb": rss}
+                metrics = client.get("/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+                cached_mb = {name: counter(metrics, f"{name}_cache_bytes") / 2**20 for name in ("kv", "prefix")}
+                samples.append({**sample, "threads": server.num_threads(), "files": server.num_fds(), **cached_mb})
                 print(json.dumps({name: round(value, 1) for name, value in samples[-1].items()}), file=sys.stderr)
             time.sleep(0.5)
     return samples, health
@@ -278,16 +278,16 @@ def main() -> None:
 
 def judged(soak: Soak, samples: list[dict[str, float]], health: list[float], text: str, code: int) -> dict[str, Any]:
     """The figures, and what is wrong with them."""
-    settled = [one for one in samples if one["s"] >= samples[-1]["s"] / 3]
+    settled = [sample for sample in samples if sample["s"] >= samples[-1]["s"] / 3]
     first = settled[0]
-    grows = 1000 * slope([(one["requests"], one["rss_mb"]) for one in settled])
+    grows = 1000 * slope([(sample["requests"], sample["rss_mb"]) for sample in settled])
     wrong = list(soak.wrong)
     if grows > 1.0:
         wrong.append(f"memory grows by {grows:.2f} MB per 1,000 requests")
     for name in ("threads", "files"):
         if samples[-1][name] > first[name] + (8 if name == "files" else 0):  # connections that are being closed
             wrong.append(f"{name} grew from {first[name]:.0f} to {samples[-1][name]:.0f}")
-    told = {
+    of_server = {
         "requests": sum(counter(text, ENDED, finished_reason=reason) for reason in ("stop", "length")),
         "aborted": counter(text, ENDED, finished_reason="abort"),
         "tokens": counter(text, "generation_tokens_total"),
@@ -296,15 +296,17 @@ def judged(soak: Soak, samples: list[dict[str, float]], health: list[float], tex
         "waiting": counter(text, "num_requests_waiting"),
     }
     cancelled = soak.counts["cancelled"]
-    seen = {"requests": soak.counts["ok"], "aborted": cancelled, "failures": 0, "running": 0, "waiting": 0}
+    of_clients = {"requests": soak.counts["ok"], "aborted": cancelled, "failures": 0, "running": 0, "waiting": 0}
     wrong += [
-        f"{name}: the server counts {told[name]:.0f}, its clients {seen[name]}"
-        for name in seen
-        if told[name] != seen[name]
+        f"{name}: the server counts {of_server[name]:.0f}, its clients {of_clients[name]}"
+        for name in of_clients
+        if of_server[name] != of_clients[name]
     ]
     # Who cancels does not know what it was given: some tokens, and fewer than it has asked for.
-    if not soak.tokens + cancelled <= told["tokens"] < soak.tokens + CANCELLED_TOKENS * max(1, cancelled):
-        wrong.append(f"tokens: the server counts {told['tokens']:.0f}, its clients {soak.tokens} besides {cancelled}")
+    if not soak.tokens + cancelled <= of_server["tokens"] < soak.tokens + CANCELLED_TOKENS * max(1, cancelled):
+        wrong.append(
+            f"tokens: the server counts {of_server['tokens']:.0f}, its clients {soak.tokens} besides {cancelled}"
+        )
     if code:
         wrong.append(f"the server ended with {code}")
     health.sort()
@@ -319,7 +321,7 @@ def judged(soak: Soak, samples: list[dict[str, float]], health: list[float], tex
         "threads": [first["threads"], samples[-1]["threads"]],
         "files": [first["files"], samples[-1]["files"]],
         "health_ms": {f"p{p}": round(1e3 * health[min(len(health) - 1, len(health) * p // 100)], 1) for p in (50, 99)},
-        "server": told,
+        "server": of_server,
         "cores": os.cpu_count(),
     }
 

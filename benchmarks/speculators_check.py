@@ -50,20 +50,20 @@ def read_config(folder: Path) -> Any:
     from speculators import SpeculatorModelConfig
 
     config = SpeculatorModelConfig.from_pretrained(folder)
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     print(f"configuration: {type(config).__module__}.{type(config).__name__}")
     for name in FIELDS:
         value = getattr(config, name)
         print(f"  {name} = {value}")
-        if name in written and written[name] != value:
-            raise ValueError(f"{name} is {value!r} there and {written[name]!r} in config.json")
+        if name in stored and stored[name] != value:
+            raise ValueError(f"{name} is {value!r} there and {stored[name]!r} in config.json")
     layer = config.transformer_layer_config
     print(f"  transformer_layer_config = {type(layer).__name__}")
-    for name, value in written["transformer_layer_config"].items():
+    for name, value in stored["transformer_layer_config"].items():
         have = getattr(layer, name, None)
         if name not in ("rope_theta", "torch_dtype") and have != value:
             raise ValueError(f"transformer_layer_config.{name} is {have!r} there and {value!r} in config.json")
-    if layer.rope_parameters["rope_theta"] != written["transformer_layer_config"]["rope_theta"]:
+    if layer.rope_parameters["rope_theta"] != stored["transformer_layer_config"]["rope_theta"]:
         raise ValueError(f"rope_theta became {layer.rope_parameters}")
     method = config.speculators_config.proposal_methods[0]
     print(f"  proposal = {type(method).__name__}, {method.speculative_tokens} tokens")
@@ -112,13 +112,13 @@ def compare(model: Any, drafter: Path) -> None:
     mask = torch.full((7, 7), float("-inf")).triu(1)[None, None]
     with torch.no_grad():
         features = net.fuse([taps])
-        ours = net(embeddings, features, positions)
+        own_output = net(embeddings, features, positions)
         theirs_in = torch.cat([embeddings, model.fc(taps)], -1)
         turned = model.rotary_emb(theirs_in, positions)
         theirs = model.layers[0](theirs_in, attention_mask=mask, position_ids=positions, position_embeddings=turned)
-        pairs = {"features": (features, model.fc(taps)), "output": (ours, theirs)}
+        pairs = {"features": (features, model.fc(taps)), "output": (own_output, theirs)}
         if net.lm_head is not None:
-            pairs["logits"] = net.lm_head(net.head_state(ours)), model.lm_head(model.norm(theirs))
+            pairs["logits"] = net.lm_head(net.head_state(own_output)), model.lm_head(model.norm(theirs))
     for name, (mine, other) in pairs.items():
         gap = float((mine - other).abs().max() / mine.std())
         print(f"  {name}: largest difference {gap:.1e} of a standard deviation")

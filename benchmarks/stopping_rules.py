@@ -57,15 +57,15 @@ class Arm:
         self.stats, self.rates, self.outputs = SpecStats(), [], []
 
 
-def measure(arms: Sequence[Arm], prompts: Sequence[list[int]], asked: dict[str, Any], repeat: int) -> None:
+def measure(arms: Sequence[Arm], prompts: Sequence[list[int]], request: dict[str, Any], repeat: int) -> None:
     """All arms on all prompts, taking turns, in another order every time."""
     for index, prompt in enumerate(prompts):
         seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
         for turn in range(repeat):
             for arm in arms if turn % 2 == 0 else reversed(arms):
-                began = time.perf_counter()
-                out = arm.llm.generate(prompt, **asked, seed=index, ignore_eos=True)
-                seconds[arm.name].append(time.perf_counter() - began - out.stats.prefill_s)
+                start_s = time.perf_counter()
+                out = arm.llm.generate(prompt, **request, seed=index, ignore_eos=True)
+                seconds[arm.name].append(time.perf_counter() - start_s - out.stats.prefill_s)
                 arm.stats.merge(out.stats)
                 if turn == 0:
                     arm.outputs.append(out.token_ids)
@@ -93,11 +93,11 @@ def show(found: Sequence[dict[str, Any]], greedy: bool) -> None:
     """Markdown, one line per controller."""
     head = ["controller", "tokens / round", "drafted / round", "accepted", "speed", *(["same text"] if greedy else [])]
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    for one in found:
-        cells = [f"`{one['controller']}`", f"{one['tokens_per_round']:.2f}", f"{one['drafted_per_round']:.2f}"]
-        cells += [f"{one['acceptance_rate']:.2f}", f"{one['speed']:.2f}"]
+    for row in found:
+        cells = [f"`{row['controller']}`", f"{row['tokens_per_round']:.2f}", f"{row['drafted_per_round']:.2f}"]
+        cells += [f"{row['acceptance_rate']:.2f}", f"{row['speed']:.2f}"]
         if greedy:
-            cells.append(f"{one['identical']}/{one['prompts']}")
+            cells.append(f"{row['identical']}/{row['prompts']}")
         print("| " + " | ".join(cells) + " |", flush=True)
 
 

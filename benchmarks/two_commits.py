@@ -54,9 +54,9 @@ def work(model: str, drafter: str, dtype: str | None) -> None:
     answers.flush()
     for line in sys.stdin:
         asked = json.loads(line)
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         outs = arms[asked["arm"]].generate(asked["prompts"], **asked["options"])
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_s
         answers.write(json.dumps({"token_ids": [token for out in outs for token in out.token_ids], "seconds": seconds}))
         answers.write("\n")
         answers.flush()
