@@ -30,10 +30,10 @@ def test_counts_by_hand() -> None:
 
 
 def test_pooled_counts_are_those_of_all() -> None:
-    one, other = DraftCounts(), DraftCounts()
-    one.add(3, 3)
-    other.add(1, 0)
-    pooled = DraftCounts.pooled([one, other])
+    first, second = DraftCounts(), DraftCounts()
+    first.add(3, 3)
+    second.add(1, 0)
+    pooled = DraftCounts.pooled([first, second])
     assert pooled.tries == [2, 1, 1] and pooled.hits == [1, 1, 1] and pooled.covered == 5
     assert DraftCounts.pooled([]) == DraftCounts()
 
@@ -49,9 +49,9 @@ def test_shrinkage_by_hand() -> None:
     assert outlook.drafts == 4
     own.add(1, 0)
     own.add(1, 0)
-    mine = REQUEST_WEIGHT * usual / (2 + REQUEST_WEIGHT)
-    assert model.outlook(False, 0, own, 1).survival == pytest.approx([mine])
-    assert model.outlook(False, 0, own, 1, requests=4).survival[0] > mine  # of four requests two drafts say less
+    shrunk = REQUEST_WEIGHT * usual / (2 + REQUEST_WEIGHT)
+    assert model.outlook(False, 0, own, 1).survival == pytest.approx([shrunk])
+    assert model.outlook(False, 0, own, 1, requests=4).survival[0] > shrunk  # of four requests two drafts say less
 
 
 def test_a_deeper_place_is_like_the_one_before_it_until_seen() -> None:

@@ -45,8 +45,8 @@ def test_auto_finds_the_best_and_never_loses(name: str, batch: int) -> None:
     for seed in range(8):
         controller, played = attached(world()), world(seed)
         for request in range(6):  # requests of 100 rounds, the first two of which are to learn from
-            found = played.play(controller, contexts(batch, start=batch * request), 100)
-            rates += [found] if request >= 2 else []
+            run_rate = played.play(controller, contexts(batch, start=batch * request), 100)
+            rates += [run_rate] if request >= 2 else []
     rate = sum(rates) / len(rates)
     plain = world().play(Fixed(0, 0), contexts(batch), 3000)
     assert rate >= 0.97 * plain
@@ -65,8 +65,8 @@ def test_auto_knows_what_plain_decoding_costs_when_nothing_evicts_the_target(acc
     for seed in range(4):
         controller, played = attached(world()), world(seed)
         for request in range(6):
-            found = played.play(controller, contexts(batch, start=batch * request), 100)
-            rates += [found] if request >= 2 else []
+            run_rate = played.play(controller, contexts(batch, start=batch * request), 100)
+            rates += [run_rate] if request >= 2 else []
     rate = sum(rates) / len(rates)
     assert rate >= 0.97 * world().play(Fixed(0, 0), contexts(batch), 3000)
     assert rate >= 0.95 * best_fixed(world, batch, rounds=3000)
@@ -82,8 +82,8 @@ def test_auto_changes_to_copying_where_a_text_repeats_itself(shows: bool) -> Non
         played = World(members, seed=seed, shows=shows)
         controller = attached(played)
         for request in range(16):
-            found = played.play(controller, contexts(1, start=request), 30)
-            rates[request % 4 == 3] += [found] if request >= 4 else []
+            run_rate = played.play(controller, contexts(1, start=request), 30)
+            rates[request % 4 == 3] += [run_rate] if request >= 4 else []
     network = World(members).play(Fixed(0, 8), contexts(1), 3000)
     prose, copied = (sum(rates[copies]) / len(rates[copies]) for copies in (False, True))
     assert prose >= 0.93 * network
@@ -163,9 +163,9 @@ def test_requests_that_come_and_go_are_served_as_well_as_a_closed_batch() -> Non
                 running += contexts(1, start=begun, written=0, max_length=1 + 20 + 17 * (begun % 5))
                 begun += 1
             gained, took = world.round(controller, running, grows=True)
-            for one in [one for one in running if len(one.tokens) >= one.max_length]:
-                controller.finish(one)
-                running.remove(one)
+            for request in [request for request in running if len(request.tokens) >= request.max_length]:
+                controller.finish(request)
+                running.remove(request)
             tokens, seconds = tokens + gained * (round_ > 100), seconds + took * (round_ > 100)
         return tokens / seconds
 
@@ -216,8 +216,10 @@ def calibrated(world: World, wrong: float = 1.0) -> AutoController:
     controller = attached(world)
     seconds = {n: world.call_s + world.node_s * n + 0.002 for n in (1, 2, 5, 9)}
     curve = TargetCost({n: s if n == 1 else wrong * s for n, s in seconds.items()})
-    named = zip(world.limits.members, world.members, strict=True)
-    costs = {limits.name: DrafterCost(one.call_s, one.step_s) for limits, one in named if limits.relative_cost}
+    members = zip(world.limits.members, world.members, strict=True)
+    costs = {
+        limits.name: DrafterCost(member.call_s, member.step_s) for limits, member in members if limits.relative_cost
+    }
     controller.start_from(RoundCosts(curve, costs))
     return controller
 
@@ -230,13 +232,13 @@ def test_a_first_answer_loses_next_to_nothing(name: str) -> None:
         return World(members, seed=seed, **costs)
 
     def mean(rates: Iterable[float]) -> float:
-        found = list(rates)
-        return sum(found) / len(found)
+        values = list(rates)
+        return sum(values) / len(values)
 
     seeds = range(16)
     plain = mean(answered(world(seed), Fixed(0, 0), 256, seed) for seed in seeds)
     fixed = [Fixed(member, depth) for member in range(len(members)) for depth in (1, 2, 4, 8)]
-    best = max(mean(answered(world(seed), one, 256, seed) for seed in seeds) for one in fixed)
+    best = max(mean(answered(world(seed), controller, 256, seed) for seed in seeds) for controller in fixed)
     assert mean(answered(world(seed), calibrated(world(seed)), 64, seed) for seed in seeds) >= 0.97 * plain
     assert mean(answered(world(seed), calibrated(world(seed)), 256, seed) for seed in seeds) >= 0.95 * max(plain, best)
 
@@ -275,9 +277,9 @@ def test_costs_that_were_right_are_not_tried_for_ever(batch: int, monkeypatch: p
     budgets = controller.budgets
 
     def counted(running: Any) -> Any:
-        given = budgets(running)
-        asked.append(given[0].max_depth > 0)
-        return given
+        granted = budgets(running)
+        asked.append(granted[0].max_depth > 0)
+        return granted
 
     monkeypatch.setattr(controller, "budgets", counted)
     rate = world.play(controller, contexts(batch), 2000)
@@ -291,7 +293,7 @@ def test_without_measured_costs_a_first_answer_does_lose() -> None:
     members, costs = FIRST_ANSWERS["a GGUF file, prose"]
     worlds = [World(members, seed=seed, **costs) for seed in range(16)]
     plain = sum(answered(World(members, seed=seed, **costs), Fixed(0, 0), 64, seed) for seed in range(16))
-    assert sum(answered(one, attached(one), 64, seed) for seed, one in enumerate(worlds)) < 0.97 * plain
+    assert sum(answered(world, attached(world), 64, seed) for seed, world in enumerate(worlds)) < 0.97 * plain
 
 
 def test_what_may_be_lost_by_trying_is_bounded() -> None:
@@ -324,11 +326,11 @@ def test_only_what_was_not_measured_before_is_calibrated() -> None:
 
 
 def depths_of(controller: AutoController, world: World, running: list[Context], rounds: int) -> list[int]:
-    found = []
+    depths = []
     for _ in range(rounds):
         world.play(controller, running, 1)
-        found.append(controller.plan.drafts[0].depth if controller.plan.drafts else 0)
-    return found
+        depths.append(controller.plan.drafts[0].depth if controller.plan.drafts else 0)
+    return depths
 
 
 @pytest.mark.parametrize(("deepest", "long"), [(8, 4), (2, 2)])
@@ -424,12 +426,12 @@ def test_it_says_in_one_line_what_drafts_cost_and_bring() -> None:
     bad = World([Member(0.08, 0.3)], seed=3)
     plain = attached(bad)
     bad.play(plain, contexts(1), 300)
-    found = plain.explain(request)
+    reason = plain.explain(request)
     assert re.fullmatch(
-        r"plain: a round with 1 draft of m0 costs 1\.[789]\d plain rounds and brings 1\.[1234]\d tokens", found
+        r"plain: a round with 1 draft of m0 costs 1\.[789]\d plain rounds and brings 1\.[1234]\d tokens", reason
     )
     report = json.loads(json.dumps(plain.report()))
-    assert (report["plan"], report["predicted_speedup"], report["why"]) == ([], 1.0, found)
+    assert (report["plan"], report["predicted_speedup"], report["why"]) == ([], 1.0, reason)
     assert [(row["drafter"], row["depth"]) for row in report["options"]] == [("m0", 1)]
 
 

@@ -84,8 +84,8 @@ def test_lengths_that_a_drafter_cannot_reach_are_one_arm() -> None:
 def test_members_of_a_group_are_arms() -> None:
     controller = BanditController("2|4|16")
     controller.attach(Limits("router", 16, 64, members=(Limits("a", 4, 10), Limits("b", 16, 20))))
-    found = [(arm.member, arm.max_depth, arm.max_nodes) for arm in controller.arms]
-    assert found == [(None, 0, 0), (0, 2, 10), (0, 4, 10), (1, 2, 20), (1, 4, 20), (1, 16, 20)]
+    arms = [(arm.member, arm.max_depth, arm.max_nodes) for arm in controller.arms]
+    assert arms == [(None, 0, 0), (0, 2, 10), (0, 4, 10), (1, 2, 20), (1, 4, 20), (1, 16, 20)]
 
 
 @pytest.mark.parametrize(("lengths", "drafts"), [("0", False), ("0|1", True), ("", True)])
@@ -172,13 +172,13 @@ def test_an_arm_is_paid_for_its_own_round_where_others_of_the_batch_were_not_ask
 
 
 def test_sharing_is_a_choice() -> None:
-    one, other = context(0), context(1)
+    first, second = context(0), context(1)
     for share in (True, False):
         controller = BanditController("4", share=share)
         controller.attach(EIGHT)
-        assert controller.budget(one, 1).max_depth == 0
-        controller.observe(one, record(0, 0))
-        assert controller.budget(other, 1).max_depth == (4 if share else 0)
+        assert controller.budget(first, 1).max_depth == 0
+        controller.observe(first, record(0, 0))
+        assert controller.budget(second, 1).max_depth == (4 if share else 0)
 
 
 def test_given_costs_replace_the_clock() -> None:

@@ -103,9 +103,9 @@ def test_heuristic_ignores_rounds_without_drafts() -> None:
 
 
 def test_heuristic_counts_every_request_for_itself() -> None:
-    controller, one, other = HeuristicController(start=4), context(0), context(1)
-    controller.observe(one, record(4, 4))
-    assert (controller.budget(one, 2).max_depth, controller.budget(other, 2).max_depth) == (6, 4)
+    controller, first, second = HeuristicController(start=4), context(0), context(1)
+    controller.observe(first, record(4, 4))
+    assert (controller.budget(first, 2).max_depth, controller.budget(second, 2).max_depth) == (6, 4)
 
 
 def test_heuristic_starts_from_the_drafter() -> None:
@@ -116,12 +116,12 @@ def test_heuristic_starts_from_the_drafter() -> None:
 
 
 def test_heuristic_persists_where_asked() -> None:
-    controller, one = HeuristicController(start=4, persist=True), context(0)
-    controller.observe(one, record(4, 4))
-    controller.observe(one, record(6, 6))
+    controller, request = HeuristicController(start=4, persist=True), context(0)
+    controller.observe(request, record(4, 4))
+    controller.observe(request, record(6, 6))
     assert controller.budget(context(1), 1).max_depth == 8
     transient = HeuristicController(start=4)
-    transient.observe(one, record(4, 4))
+    transient.observe(request, record(4, 4))
     assert transient.budget(context(1), 1).max_depth == 4
 
 
@@ -131,9 +131,9 @@ def test_confidence_stops_below_its_threshold() -> None:
     budget = controller.budget(context(), 1)
     assert (budget.max_depth, budget.max_nodes) == (6, 40)
     assert [budget.stops_after(None, chance) for chance in (0.24, 0.25)] == [True, False]
-    given = ConfidenceController(0.25, k=3)
-    given.attach(Limits("toy", 6, 40))
-    assert given.budget(context(), 1).max_depth == 3
+    fixed = ConfidenceController(0.25, k=3)
+    fixed.attach(Limits("toy", 6, 40))
+    assert fixed.budget(context(), 1).max_depth == 3
 
 
 def test_the_threshold_that_separates_best() -> None:
@@ -146,14 +146,14 @@ def test_the_threshold_that_separates_best() -> None:
 
 
 def test_the_threshold_follows_what_is_accepted() -> None:
-    controller, one = ConfidenceController(0.4), context()
+    controller, request = ConfidenceController(0.4), context()
     controller.attach(Limits("toy", 6, 40))
 
     def round_of(chances: list[float], accepted: int) -> None:
-        budget = controller.budget(one, 1)
+        budget = controller.budget(request, 1)
         for chance in chances:
             budget.stops_after(None, chance)
-        controller.observe(one, record(len(chances), accepted)._replace(depth=len(chances)))
+        controller.observe(request, record(len(chances), accepted)._replace(depth=len(chances)))
 
     round_of([0.9, 0.8, 0.7], 3)
     round_of([0.95, 0.5, 0.4], 1)  # .4 was never verified
@@ -212,7 +212,7 @@ def distributions() -> dict[str, Distribution]:
     return {mode: joint_distribution(tables()[0], params, PROMPT, 4) for mode, params in MODES.items()}
 
 
-def made(spec: str) -> Controller:
+def build(spec: str) -> Controller:
     controller: Controller = build_controller(spec)
     return controller
 
@@ -224,7 +224,7 @@ def made(spec: str) -> Controller:
 def test_controllers_keep_the_distribution(spec: str, shape: str) -> None:
     """False alarm 1e-4."""
     target, draft = tables()
-    speculative = engine(target, ModelDrafter(draft, **DRAFTERS[shape]), None, made(spec), max_batch=4)  # type: ignore[arg-type]
+    speculative = engine(target, ModelDrafter(draft, **DRAFTERS[shape]), None, build(spec), max_batch=4)  # type: ignore[arg-type]
     assert sampled_p_value(speculative, MODES, distributions(), PROMPT, 4, 300) > FALSE_ALARM
 
 
@@ -232,7 +232,7 @@ def test_controllers_keep_the_distribution(spec: str, shape: str) -> None:
 def test_controllers_keep_greedy_outputs(spec: str) -> None:
     target, draft = tables()
     requests = [Request(prompt, max_new_tokens=40) for prompt in (PROMPT, [3], [2, 2, 2])]
-    speculative = engine(target, ModelDrafter(draft, k=4), None, made(spec))
+    speculative = engine(target, ModelDrafter(draft, k=4), None, build(spec))
     assert outputs(speculative, requests) == outputs(engine(target), requests)
 
 
@@ -245,7 +245,7 @@ def group() -> RouterDrafter:
 @pytest.mark.parametrize("spec", ["auto", "bandit,c=0.1"])
 def test_a_controller_that_picks_drafters_keeps_the_distribution(spec: str, batch: int) -> None:
     """False alarm 1e-4."""
-    picking = engine(tables()[0], group(), None, made(spec), max_batch=batch)
+    picking = engine(tables()[0], group(), None, build(spec), max_batch=batch)
     assert sampled_p_value(picking, MODES, distributions(), PROMPT, 4, 300) > FALSE_ALARM
 
 
@@ -253,25 +253,25 @@ def test_auto_over_a_group_keeps_greedy_outputs_and_seeds() -> None:
     target = tables()[0]
     prompts = (PROMPT, [3], [2, 2, 2])
     greedy = [Request(prompt, max_new_tokens=40) for prompt in prompts]
-    assert outputs(engine(target, group(), None, made("auto")), greedy) == outputs(engine(target), greedy)
+    assert outputs(engine(target, group(), None, build("auto")), greedy) == outputs(engine(target), greedy)
     seeded = [Request(prompt, MODES["T=1"], 40, seed=i) for i, prompt in enumerate(prompts)]
-    used = engine(target, group(), None, made("auto"))
+    used = engine(target, group(), None, build("auto"))
     outputs(used, [Request(prompt, MODES["T=1"], 40) for prompt in prompts])  # it has learned from others
-    alone = [outputs(engine(target, group(), None, made("auto")), [request])[0] for request in seeded]
+    alone = [outputs(engine(target, group(), None, build("auto")), [request])[0] for request in seeded]
     assert outputs(used, seeded) == alone
 
 
 @pytest.mark.parametrize("watches", [True, False])
 def test_a_controller_is_told_of_the_rounds_that_it_watches(watches: bool) -> None:
-    controller = made("constant")
+    controller = build("constant")
     controller.watches = watches
-    told = []
-    controller.observe = lambda context, record: told.append(record)  # type: ignore[method-assign]
+    records = []
+    controller.observe = lambda context, record: records.append(record)  # type: ignore[method-assign]
     outputs(engine(tables()[0], group(), None, controller), [Request(PROMPT, max_new_tokens=20)])
-    assert bool(told) == watches
+    assert bool(records) == watches
 
 
 def test_auto_keeps_nothing_of_a_finished_request() -> None:
-    controller = made("auto")
+    controller = build("auto")
     outputs(engine(tables()[0], group(), None, controller), [Request(PROMPT, max_new_tokens=20)])
     assert not controller._seen  # type: ignore[attr-defined]

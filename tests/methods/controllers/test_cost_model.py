@@ -164,9 +164,9 @@ def test_a_profile_stands_for_some_rounds_and_is_corrected_by_more() -> None:
     assert {len(seen) for seen in costs.rounds.samples.values()} == {SURE}
 
 
-@pytest.mark.parametrize(("size", "found"), [(1, 1), (16, 16), (17, 18), (31, 32), (33, 36), (100, 104)])
-def test_buckets(size: int, found: int) -> None:
-    assert bucket(size) == found
+@pytest.mark.parametrize(("size", "expected"), [(1, 1), (16, 16), (17, 18), (31, 32), (33, 36), (100, 104)])
+def test_buckets(size: int, expected: int) -> None:
+    assert bucket(size) == expected
 
 
 # -- measured costs, as profiles store them --------------------------------------------------------------------------

@@ -44,8 +44,8 @@ def test_a_plan_by_hand() -> None:
 def test_one_request_gets_the_best_of_every_stretch_and_a_batch_does_not_wait() -> None:
     """A draft for one of eight is waited for by all; plain rounds in the rest of the text are then no slower."""
     slow = replace(MODEL, seconds=0.9)
-    found = [best_plan([COPY, slow], batch, Costs(node_s=0.02))[0] for batch in (1, 8)]
-    assert [[draft.member for draft in plan.drafts] for plan in found] == [[1, 0], [1]]
+    plans = [best_plan([COPY, slow], batch, Costs(node_s=0.02))[0] for batch in (1, 8)]
+    assert [[draft.member for draft in plan.drafts] for plan in plans] == [[1, 0], [1]]
 
 
 def test_the_best_length_of_every_member() -> None:

@@ -97,8 +97,8 @@ def test_the_head_sees_the_state_behind_the_token() -> None:
     tree = propose(ModelDrafter(draft, k=3), Budget(8, 64, stop=HeadStop(net, 0.5)))
     for depth, seen in enumerate(net.seen, 1):
         text = torch.tensor([[*PROMPT, *tree.tokens[1 : depth + 1]]])
-        wanted = TargetParts(draft).features(text, ("last",))["last"][0, -1:]
-        assert torch.allclose(seen.double(), wanted, atol=1e-6)
+        expected = TargetParts(draft).features(text, ("last",))["last"][0, -1:]
+        assert torch.allclose(seen.double(), expected, atol=1e-6)
     assert len(net.seen) == 2
 
 
@@ -328,8 +328,8 @@ def test_the_built_in_head_is_small_and_says_what_it_is() -> None:
         assert word in card, word
     measured = json.loads((ZOO / "specdec_pp/drafter.json").read_text())["measured"]
     assert measured["loss"] < measured["constant_loss"] and report["corpus"]["held"]["documents"] > 0
-    said = [group[1] for group in measured["calibration"]]
-    assert said[-1] > said[0] + 0.1  # what it believes in is accepted more often
+    accepted = [group[1] for group in measured["calibration"]]
+    assert accepted[-1] > accepted[0] + 0.1  # what it believes in is accepted more often
 
 
 def test_the_built_in_head_is_that_of_the_built_in_draft_model() -> None:

@@ -63,7 +63,7 @@ def distribution(*chances: float) -> Tensor:
     return torch.tensor(chances, dtype=torch.float64)
 
 
-def made(spec: str) -> Controller:
+def build(spec: str) -> Controller:
     controller: Controller = build_controller(spec)
     return controller
 
@@ -132,13 +132,15 @@ def test_draft_verify_holds_greedy_requests_to_more() -> None:
 
 
 def test_draft_verify_learns_per_request() -> None:
-    controller, one, other = DraftVerifyController(threshold=0.5, k=4), context(), context()
+    controller, first, second = DraftVerifyController(threshold=0.5, k=4), context(), context()
     controller.attach(Limits("toy", 8, 64))
-    controller.observe(one, record(4, 0))
-    controller.observe(one, record(0, 0))
-    assert (controller.bar(one).value, controller.bar(other).value) == pytest.approx((0.501, 0.5))
+    controller.observe(first, record(4, 0))
+    controller.observe(first, record(0, 0))
+    assert (controller.bar(first).value, controller.bar(second).value) == pytest.approx((0.501, 0.5))
     edge = distribution(0.5005, 0.4995)
-    assert controller.budget(one, 2).stops_after(edge, 0.5) and not controller.budget(other, 2).stops_after(edge, 0.5)
+    assert controller.budget(first, 2).stops_after(edge, 0.5) and not controller.budget(second, 2).stops_after(
+        edge, 0.5
+    )
 
 
 @pytest.mark.parametrize(("k", "limit", "cap"), [(None, 6, 6), (4, 6, 4), (9, 6, 6)])
@@ -193,7 +195,7 @@ def test_svip_never_changes() -> None:
 
 def test_the_five_rules_disagree() -> None:
     uniform7 = torch.full((7,), 1 / 7, dtype=torch.float64)
-    for found, stops in [
+    for q, stops in [
         (distribution(0.96, 0.04), (False, False, False, False, False)),
         (distribution(0.7, 0.3), (False, False, False, True, False)),
         (distribution(0.55, 0.45), (False, False, False, True, True)),
@@ -201,7 +203,7 @@ def test_the_five_rules_disagree() -> None:
         (distribution(0.45, 0.35, 0.2), (True, True, False, True, True)),
         (uniform7, (True, True, True, True, True)),
     ]:
-        assert tuple(rule(found, float(found.max())) for rule in RULES) == stops
+        assert tuple(rule(q, float(q.max())) for rule in RULES) == stops
 
 
 def test_ucb1_by_hand() -> None:
@@ -261,7 +263,7 @@ def test_tapout_ignores_rounds_without_drafts() -> None:
 )
 def test_bad_options_of_stop_rules(spec: str) -> None:
     with pytest.raises(ValueError, match=rf"^{spec.partition(',')[0]} needs"):
-        made(spec)
+        build(spec)
 
 
 # -- in the engine ---------------------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ def test_drafts_are_as_long_as_the_draft_is_sure(name: str, temperature: float) 
     """The same distribution everywhere: a sharp one is drafted to the end, a flat one gives one token a round."""
     for chances, length in [((0.965, *(0.005,) * 7), 4), ((0.125,) * 8, 1)]:
         target, draft = fixed_tables(chances, chances)
-        controller = made(f"{name},threshold=0.6" if name == "adaedl" else name)
+        controller = build(f"{name},threshold=0.6" if name == "adaedl" else name)
         request = Request([1], SamplingParams(temperature=temperature), max_new_tokens=40)
         (run,) = serve(engine(target, ModelDrafter(draft, k=4), None, controller), [request])
         drafted, rounds = run.stats.num_draft_tokens, run.stats.num_drafts
@@ -313,19 +315,19 @@ def test_a_draft_model_shows_the_distribution_of_the_request(draw: str) -> None:
     plain, cool = SamplingParams(temperature=1.0), SamplingParams(temperature=0.5)
     q = draft.distribution([0, 1]).double()
     for params, expected in [(SamplingParams(), q), (plain, q), (cool, q**2 / (q**2).sum())]:
-        found, chance = shown(target, ModelDrafter(draft, k=1, draw=draw), [0, 1], params)[0]
-        assert found is not None
-        torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+        shown_q, chance = shown(target, ModelDrafter(draft, k=1, draw=draw), [0, 1], params)[0]
+        assert shown_q is not None
+        torch.testing.assert_close(shown_q.double(), expected, atol=1e-6, rtol=0)
         assert min(abs(chance - other) for other in expected.tolist()) < 1e-6
 
 
 def test_a_request_with_noise_shows_how_sure_the_race_is() -> None:
     """q times 1 / E, made to sum to one: as the softmax of the logits is shown for a greedy request."""
     target, draft = tables()
-    found, chance = shown(target, ModelDrafter(draft, k=1), [0, 1], SamplingParams(temperature=1.0), seed=6)[0]
+    q, chance = shown(target, ModelDrafter(draft, k=1), [0, 1], SamplingParams(temperature=1.0), seed=6)[0]
     weights = draft.distribution([0, 1]).double() / Noise(6).exponentials(0, 4)
-    assert found is not None
-    torch.testing.assert_close(found, weights / weights.sum(), atol=1e-6, rtol=0)
+    assert q is not None
+    torch.testing.assert_close(q, weights / weights.sum(), atol=1e-6, rtol=0)
     assert chance == pytest.approx(float((weights / weights.sum()).max()), abs=1e-6)
 
 
@@ -346,10 +348,10 @@ def test_drafters_with_a_network_show_whole_distributions(name: str, temperature
     }
     seen = shown(target, drafters[name](), PROMPT, SamplingParams(temperature=temperature))
     assert len(seen) == 3
-    for found, chance in seen:
-        assert found is not None and found.shape == (32,)
-        assert float(found.sum()) == pytest.approx(1.0, abs=1e-5)
-        assert 0.0 < chance < 1.0 and float((found - chance).abs().min()) < 1e-9
+    for q, chance in seen:
+        assert q is not None and q.shape == (32,)
+        assert float(q.sum()) == pytest.approx(1.0, abs=1e-5)
+        assert 0.0 < chance < 1.0 and float((q - chance).abs().min()) < 1e-9
 
 
 def test_counting_drafters_show_frequencies_and_no_distribution() -> None:
@@ -357,7 +359,7 @@ def test_counting_drafters_show_frequencies_and_no_distribution() -> None:
     target = MarkovTable(lambda _: (0.2,) * 5, 5)
     tokens = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 0, 1, 2]
     seen = shown(target, SuffixDrafter(), tokens, SamplingParams())
-    assert seen and all(found is None for found, _ in seen)
+    assert seen and all(q is None for q, _ in seen)
     assert seen[0][1] == pytest.approx(2 / 3, abs=0.2)
 
 
@@ -366,7 +368,7 @@ def test_rules_work_with_counted_drafts(name: str) -> None:
     """No distribution is needed, and the output is accepted."""
     target = MarkovTable(tables()[0].distribution, 4)
     requests = [Request(PROMPT * 3, max_new_tokens=30), Request([2, 1] * 6, max_new_tokens=30)]
-    speculative = engine(target, SuffixDrafter(), None, made(name))
+    speculative = engine(target, SuffixDrafter(), None, build(name))
     assert outputs(speculative, requests) == outputs(engine(target), requests)
 
 
@@ -389,7 +391,7 @@ def distributions() -> dict[str, Distribution]:
 def test_rules_keep_the_distribution(spec: str, batch: int) -> None:
     """False alarm 1e-4."""
     target, draft = tables()
-    speculative = engine(target, ModelDrafter(draft, k=3), None, made(spec), max_batch=batch)
+    speculative = engine(target, ModelDrafter(draft, k=3), None, build(spec), max_batch=batch)
     assert sampled_p_value(speculative, MODES, distributions(), PROMPT, 4, 200) > FALSE_ALARM
 
 
@@ -398,7 +400,7 @@ def test_rules_keep_greedy_outputs_in_a_batch(spec: str) -> None:
     target, draft = tables()
     requests = [Request(prompt, max_new_tokens=30) for prompt in (PROMPT, [3], [2, 2, 2], [1, 0])]
     for shape in ({"k": 4}, {"tree": "2x2x1"}):
-        speculative = engine(target, ModelDrafter(draft, **shape), None, made(spec), max_batch=3)  # type: ignore[arg-type]
+        speculative = engine(target, ModelDrafter(draft, **shape), None, build(spec), max_batch=3)  # type: ignore[arg-type]
         assert outputs(speculative, requests) == outputs(engine(target), requests)
 
 
@@ -406,8 +408,8 @@ def test_rules_keep_greedy_outputs_in_a_batch(spec: str) -> None:
 def test_a_seed_fixes_the_output_in_any_company(spec: str) -> None:
     target, draft = tables()
     requests = [Request(PROMPT, SamplingParams(temperature=1.0), 25, seed=seed) for seed in range(4)]
-    alone = [outputs(engine(target, ModelDrafter(draft, k=3), None, made(spec)), [r])[0] for r in requests]
-    assert outputs(engine(target, ModelDrafter(draft, k=3), None, made(spec)), requests) == alone
+    alone = [outputs(engine(target, ModelDrafter(draft, k=3), None, build(spec)), [r])[0] for r in requests]
+    assert outputs(engine(target, ModelDrafter(draft, k=3), None, build(spec)), requests) == alone
 
 
 class Dropping(ModelDrafter):
@@ -430,5 +432,5 @@ def dropped(tree: TokenTree, budget: Budget) -> TokenTree:
 
 def test_a_rule_that_drops_the_token_is_caught() -> None:
     target, draft = tables()
-    wrong = engine(target, Dropping(draft, k=3), None, made("svip,threshold=0.35"), max_batch=8)
+    wrong = engine(target, Dropping(draft, k=3), None, build("svip,threshold=0.35"), max_batch=8)
     assert sampled_p_value(wrong, MODES, distributions(), PROMPT, 4, 450) < CAUGHT

@@ -97,7 +97,7 @@ class World:
                 total_s, nodes, member if depth else -1, depth,
             )  # fmt: skip
             if self.shows and depth and not self.members[member].is_free:
-                free = [i for i, one in enumerate(self.members) if one.is_free]
+                free = [i for i, candidate in enumerate(self.members) if candidate.is_free]
                 context.beside = {i: self.beside(i, context, 1 + accepted) for i in free}
                 context.tokens.extend([0] * (1 + accepted))
             elif grows:

@@ -64,9 +64,9 @@ def started(
 
 def taps_of(model: LanguageModel, tokens: Sequence[int], taps: Sequence[str]) -> dict[str, Tensor]:
     sequence = model.open()
-    found = model.prefill(sequence, tokens, taps)
+    states = model.prefill(sequence, tokens, taps)
     model.release(sequence)
-    return found
+    return states
 
 
 @torch.no_grad()

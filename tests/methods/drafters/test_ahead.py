@@ -62,16 +62,16 @@ def test_a_forked_process_drafts_ahead_in_a_thread_of_its_own() -> None:
     target, draft = llamas()
     request, drafter = Request(PROMPT, max_new_tokens=20), AheadDrafter(draft, k=3, target=target)
     serving = engine(target, drafter)
-    wanted = outputs(serving, [request])
-    told: Any = multiprocessing.get_context("fork").SimpleQueue()
-    child = multiprocessing.get_context("fork").Process(target=lambda: told.put(outputs(serving, [request])))
+    expected = outputs(serving, [request])
+    queue: Any = multiprocessing.get_context("fork").SimpleQueue()
+    child = multiprocessing.get_context("fork").Process(target=lambda: queue.put(outputs(serving, [request])))
     child.start()
     child.join(60)
     if child.is_alive():
         child.kill()
         child.join()
-    assert child.exitcode == 0 and told.get() == wanted
-    assert drafter.hits and outputs(serving, [request]) == wanted
+    assert child.exitcode == 0 and queue.get() == expected
+    assert drafter.hits and outputs(serving, [request]) == expected
 
 
 @pytest.mark.parametrize("seed", [None, 4])

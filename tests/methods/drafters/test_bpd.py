@@ -84,8 +84,8 @@ GOLDEN = {
 def test_worked_by_hand(norm: str) -> None:
     states = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
     with torch.no_grad():
-        found = by_hand(norm)(states, [2, 3])
-    assert torch.allclose(found, torch.tensor(GOLDEN[norm]), atol=1e-4)
+        output = by_hand(norm)(states, [2, 3])
+    assert torch.allclose(output, torch.tensor(GOLDEN[norm]), atol=1e-4)
 
 
 def test_a_head_alone_is_the_head_among_all() -> None:
@@ -133,8 +133,8 @@ def test_the_proposal_is_the_chain_of_the_heads() -> None:
     drafter = BpdDrafter(net, TargetParts(llamas()[0]))
     states = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
     tree = drafter.propose(context_with(states), Budget(max_depth=8))
-    wanted = drafter.logits(states[-1:], 3)[:, 0].argmax(-1).tolist()
-    assert list(tree.tokens) == [PROMPT[-1], *wanted] and tree.is_chain
+    expected = drafter.logits(states[-1:], 3)[:, 0].argmax(-1).tolist()
+    assert list(tree.tokens) == [PROMPT[-1], *expected] and tree.is_chain
     assert tree.kind is Kind.POINT and tree.q is None
     assert (drafter.max_depth, drafter.max_nodes, drafter.traits.draws_trees) == (K - 1, K - 1, False)
 
@@ -156,9 +156,9 @@ def test_a_doubtful_token_is_the_last_one() -> None:
     state = torch.randn(1, 16, generator=torch.Generator().manual_seed(2))
     sure = torch.softmax(drafter.logits(state, 3)[:, 0].float(), -1).max(-1).values.tolist()
     for threshold in (0.0, min(sure[:2]) + 1e-4, 1.0):
-        wanted = next((i + 1 for i, p in enumerate(sure) if p < threshold), 3)
+        expected = next((i + 1 for i, p in enumerate(sure) if p < threshold), 3)
         tree = drafter.propose(context_with(state), Budget(max_depth=8, min_confidence=threshold))
-        assert tree.num_drafts == wanted
+        assert tree.num_drafts == expected
     run = serve(engine(llamas()[0], drafter, None, ConfidenceController(1.0)), [Request(PROMPT, max_new_tokens=8)])[0]
     assert run.stats.num_draft_tokens <= run.stats.num_drafts
 
@@ -198,10 +198,10 @@ def memorised(right: int) -> BpdHeads:
         net.up.bias.copy_(torch.randn(net.up.bias.shape, generator=torch.Generator().manual_seed(1)))
         units = F.relu(net.up.double()(states))
         for head in range(2, K + 1):
-            said = tokens[head : head + len(states)]
-            said = said if head <= right else (said + 1) % parts.vocab_size
+            labels = tokens[head : head + len(states)]
+            labels = labels if head <= right else (labels + 1) % parts.vocab_size
             rows = slice((head - 2) * parts.hidden_size, (head - 1) * parts.hidden_size)
-            net.down.weight[rows] = torch.linalg.lstsq(units, saying[:, said].T - states).solution.T
+            net.down.weight[rows] = torch.linalg.lstsq(units, saying[:, labels].T - states).solution.T
     return net.float()
 
 
@@ -283,11 +283,11 @@ def test_the_loss_of_a_head_place_by_place(head: int, labels: str) -> None:
             for place in range(batch.length + 1 - head):
                 state = batch.taps["last"][row, place].float()[None]
                 state = state if head == 1 else recipe.net(state, [head])[0]
-                said = torch.log_softmax(state @ recipe.parts.head.weight.float().T, -1)[0]
+                log_probs = torch.log_softmax(state @ recipe.parts.head.weight.float().T, -1)[0]
                 if head == 1 or labels == "text":
-                    losses.append(-said[batch.tokens[row, place + head]])
+                    losses.append(-log_probs[batch.tokens[row, place + head]])
                 else:
-                    losses.append(-(distributions[row, place + head - 1] * said).sum())
+                    losses.append(-(distributions[row, place + head - 1] * log_probs).sum())
         assert len(losses) == 2 * (10 - head)
         assert float(recipe.head_loss(batch, head)) == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
 
@@ -366,11 +366,11 @@ def test_lossy_rules_from_exact_to_everything(folder: Path, exact: str, everythi
     }
     llm = ft.load("builtin", verifier=exact, **options)
     plain = llm.plain.generate(prompt, max_new_tokens=18, ignore_eos=True)
-    found = llm.generate(prompt, max_new_tokens=18, ignore_eos=True)
-    assert found.token_ids == plain.token_ids and found.stats.mean_acceptance_length < 3
-    found = ft.load("builtin", verifier=everything, **options).generate(prompt, max_new_tokens=18, ignore_eos=True)
-    assert found.token_ids != plain.token_ids
-    assert found.stats.mean_acceptance_length == 3 and found.stats.num_drafts == 6
+    output = llm.generate(prompt, max_new_tokens=18, ignore_eos=True)
+    assert output.token_ids == plain.token_ids and output.stats.mean_acceptance_length < 3
+    output = ft.load("builtin", verifier=everything, **options).generate(prompt, max_new_tokens=18, ignore_eos=True)
+    assert output.token_ids != plain.token_ids
+    assert output.stats.mean_acceptance_length == 3 and output.stats.num_drafts == 6
 
 
 @pytest.mark.parametrize("verifier", ["top_k,k=3", "distance,eps=2", "min_block,min_accepted=1"])

@@ -109,10 +109,10 @@ def test_recorded_distributions_are_the_distributions_of_the_prefixes(inner: Dra
 def test_greedy_chains_are_what_the_model_would_write() -> None:
     _, draft = llamas()
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    wanted = outputs(engine(llamas()[1]), [Request(prompt, max_new_tokens=12)])[0]
+    expected = outputs(engine(llamas()[1]), [Request(prompt, max_new_tokens=12)])[0]
     for inner in (NgramDrafter(), ModelDrafter(llamas()[0], k=3), ModelDrafter(llamas()[0], tree="3x2")):
         tree = propose(cascade(inner, draft, k=12), SamplingParams(), prompt=prompt)
-        assert (list(tree.tokens[1:]), tree.kind, tree.q) == (wanted, Kind.POINT, None)
+        assert (list(tree.tokens[1:]), tree.kind, tree.q) == (expected, Kind.POINT, None)
 
 
 def test_with_noise_guesses_change_the_time_but_not_the_chain() -> None:
@@ -455,16 +455,16 @@ def test_the_middle_must_share_the_tokenizer(tmp_path: Path) -> None:
         tokenizer.save_pretrained(tmp_path / name)
         return tokenizer
 
-    mine = save("target", ["<unk>", "one", "two"])
+    target_tokenizer = save("target", ["<unk>", "one", "two"])
     save("draft", ["<unk>", "one", "zwei"])
     target = llamas()[0]
     with pytest.raises(ValueError, match="another tokenizer than the target"):
-        build_drafter(f"cascade:{tmp_path}/draft", target, target_source="x", tokenizer=mine)
+        build_drafter(f"cascade:{tmp_path}/draft", target, target_source="x", tokenizer=target_tokenizer)
     drafter: Any = build_drafter(
         f"cascade:{tmp_path}/target,k=6,inner=(cascade:{tmp_path}/target,k=3,inner=(ngram,n=2,k=3))",
         target,
         target_source="x",
-        tokenizer=mine,
+        tokenizer=target_tokenizer,
     )
     assert (drafter.k, drafter.inner.k, drafter.inner.inner.n) == (6, 3, 2)
 

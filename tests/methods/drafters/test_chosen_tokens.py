@@ -43,9 +43,9 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("target") / "llama"
-    new_model("llama").save_pretrained(found)
-    return found
+    path = tmp_path_factory.mktemp("target") / "llama"
+    new_model("llama").save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def context_of(target: LanguageModel, tokenizer: Any = None) -> BuildContext:
 
 
 def ids_of(vocab: str, target: LanguageModel, known: list[int] | None = None) -> list[int] | None:
-    found = chosen_ids(vocab, context_of(target), VOCAB, known or ())
-    return None if found is None else found.tolist()
+    ids = chosen_ids(vocab, context_of(target), VOCAB, known or ())
+    return None if ids is None else ids.tolist()
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ def test_a_model_without_hidden_states() -> None:
 
 def test_what_a_model_tells_of_its_drafts(folder: Path) -> None:
     llm = ft.load(str(folder), drafter=f"model:{folder},k=3,vocab=9", tokenizer=None)
-    (told,) = llm.describe()["drafts"]
-    assert told == {"drafter": f"model:{folder},k=3,vocab=9", "weights": "float32", "vocabulary": 9}
+    (report,) = llm.describe()["drafts"]
+    assert report == {"drafter": f"model:{folder},k=3,vocab=9", "weights": "float32", "vocabulary": 9}
     assert ft.load(str(folder), drafter=None, tokenizer=None).describe()["drafts"] == []
     group = ft.load(str(folder), drafter="router,drafters=(ngram|(early_exit,layer=1))", tokenizer=None)
     assert group.describe()["drafts"] == [

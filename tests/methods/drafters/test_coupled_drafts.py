@@ -139,8 +139,8 @@ def check_races(tree: TokenTree, context: Context, logits: Callable[[list[int]],
     """Points, and the children of every node the first in the race, in its order."""
     check_points(tree)
     for node in range(len(tree)):
-        path, found = path_of(tree, node), children_of(tree, node)
-        assert found == race(context, logits(path), path, len(found)), node
+        path, siblings = path_of(tree, node), children_of(tree, node)
+        assert siblings == race(context, logits(path), path, len(siblings)), node
 
 
 # -- what races are made of ------------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ def test_the_ranking_is_the_race(params: SamplingParams) -> None:
         logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         drafts = [2, 5, 2][: seed % 4]
         text = [*context.tokens, *drafts]
-        found = best(ranked(context.sampler, logits[None], [len(text)], [text])[0], 12)
-        assert found == race(context, logits, drafts, 12)
+        winners = best(ranked(context.sampler, logits[None], [len(text)], [text])[0], 12)
+        assert winners == race(context, logits, drafts, 12)
 
 
 def test_rows_without_hope_are_left_alone() -> None:
@@ -162,11 +162,11 @@ def test_rows_without_hope_are_left_alone() -> None:
     sampler = request(SamplingParams(temperature=1.0, processors=(forbids(*range(6), after=4),))).sampler
     rows = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     prefixes = [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
-    found = ranked(sampler, rows, [9, 9, 10], prefixes)
-    assert best(found[1], 3) == [] and bool((found[1] == -torch.inf).all())
+    scores = ranked(sampler, rows, [9, 9, 10], prefixes)
+    assert best(scores[1], 3) == [] and bool((scores[1] == -torch.inf).all())
     for row in (0, 2):
         assert torch.equal(
-            found[row], ranked(sampler, rows[row : row + 1], [9 + row // 2], [prefixes[row]])[0].double()
+            scores[row], ranked(sampler, rows[row : row + 1], [9 + row // 2], [prefixes[row]])[0].double()
         )
     assert best(torch.tensor([0.0, -torch.inf, 1.0]), 3) == [2, 0]
     rows[1, 2] = torch.nan
@@ -182,9 +182,9 @@ def test_rows_of_several_requests_race_each_on_its_noise() -> None:
     ahead = [0, 0, 1, 1, 2, 0]
     logits = torch.randn(6, 20, generator=generator)
     before = logits.clone()
-    found = best_ahead(logits, owners, ahead, 4)
+    winners = best_ahead(logits, owners, ahead, 4)
     assert torch.equal(logits, before)
-    for row, (context, skipped, tokens) in enumerate(zip(owners, ahead, found, strict=True)):
+    for row, (context, skipped, tokens) in enumerate(zip(owners, ahead, winners, strict=True)):
         if context.sampler.noise is None:
             assert tokens == logits[row].topk(4).indices.tolist()
         else:
@@ -246,17 +246,21 @@ def test_a_stop_by_confidence_suppresses_later_tokens_only() -> None:
             text = [*context.tokens, *path_of(whole, node)]
             ranking = ranked(context.sampler, next_logits(draft, text)[None], [len(text)], None)[0]
             shares.append(float(ranking.softmax(-1).max()))
-        wanted = next((i + 1 for i, share in enumerate(shares) if share < 0.5), 5)
-        assert short.num_drafts == wanted
-        lengths.add(wanted)
+        expected = next((i + 1 for i, share in enumerate(shares) if share < 0.5), 5)
+        assert short.num_drafts == expected
+        lengths.add(expected)
     assert len(lengths) > 2
 
 
 def common_letters(size: int) -> tuple[Vocabulary, Vocabulary, dict[int, int]]:
     """A target's vocabulary, a draft model's in another order with every third letter missing, and the pairs."""
-    mine = [chr(97 + i).encode() for i in range(size)]
-    theirs = [(mine[i] if i % 3 != 2 else mine[i] * 2) for i in (3 * i % size for i in range(size))]
-    return Vocabulary(mine), Vocabulary(theirs), {mine.index(t): i for i, t in enumerate(theirs) if t in mine}
+    letters = [chr(97 + i).encode() for i in range(size)]
+    shuffled = [(letters[i] if i % 3 != 2 else letters[i] * 2) for i in (3 * i % size for i in range(size))]
+    return (
+        Vocabulary(letters),
+        Vocabulary(shuffled),
+        {letters.index(t): i for i, t in enumerate(shuffled) if t in letters},
+    )
 
 
 @pytest.mark.parametrize("options", [{"k": 3}, {"tree": "4x3"}])
@@ -264,9 +268,9 @@ def common_letters(size: int) -> tuple[Vocabulary, Vocabulary, dict[int, int]]:
 def test_draft_models_of_another_vocabulary(options: dict[str, Any], mode: str) -> None:
     size = 7
     draft = tables(vocab=size)[1]
-    mine, theirs, pairs = common_letters(size)
+    target_vocab, draft_vocab, pairs = common_letters(size)
     for seed in range(5):
-        drafter, context = SharedVocabDrafter(draft, theirs, mine, **options), request(MODES[mode], seed)
+        drafter, context = SharedVocabDrafter(draft, draft_vocab, target_vocab, **options), request(MODES[mode], seed)
         tree = propose(drafter, context)
         read = list(drafter.read(request(MODES[mode], seed)))
 
@@ -309,8 +313,8 @@ def watched(drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def check_choices(choices: Sequence[Choice]) -> None:
     assert choices
-    for one in choices:
-        assert one.chosen == race(one.context, one.logits.double(), one.drafts, one.width)
+    for choice in choices:
+        assert choice.chosen == race(choice.context, choice.logits.double(), choice.drafts, choice.width)
 
 
 def layer_of(target: LanguageModel) -> dict[str, Any]:
@@ -355,7 +359,9 @@ def test_drafters_that_grow_as_the_model_drafter_does(name: str, mode: str, monk
     with watched(drafter, monkeypatch) as choices:
         serve(engine(target, drafter), [Request(PROMPT, MODES[mode], 16, seed=3)])
     check_choices(choices)
-    assert {len(one.drafts) for one in choices} >= {0, 1} and len({len(one.context.tokens) for one in choices}) > 2
+    assert {len(choice.drafts) for choice in choices} >= {0, 1} and len(
+        {len(choice.context.tokens) for choice in choices}
+    ) > 2
 
 
 # -- feature drafters ------------------------------------------------------------------------------------------------
@@ -374,8 +380,8 @@ def features(target: LanguageModel, family: str, **options: Any) -> FeatureDraft
         "eagle": (EagleDrafter, EagleNet, EagleConfig),
         "mtp": (MtpDrafter, MtpNet, MtpConfig),
     }[family]
-    made: FeatureDrafter = cls(FeatureModel(random_net(make(shape(**layer))), parts, target), **options)
-    return made
+    drafter: FeatureDrafter = cls(FeatureModel(random_net(make(shape(**layer))), parts, target), **options)
+    return drafter
 
 
 GROWN = [
@@ -396,9 +402,9 @@ def test_dynamic_trees(family: str, grow: str, mode: str, monkeypatch: pytest.Mo
     score, scored = FeatureDrafter._sure, dict[int, tuple[Any, Sequence[int], Tensor]]()
 
     def noted(self: FeatureDrafter, tree: Any, nodes: Sequence[int], logits: Tensor) -> Tensor:
-        found = score(self, tree, nodes, logits)
-        scored[id(found)] = tree, nodes, logits
-        return found
+        candidates = score(self, tree, nodes, logits)
+        scored[id(candidates)] = tree, nodes, logits
+        return candidates
 
     def checked(self: FeatureDrafter, sure: Tensor) -> Any:
         tokens, values = find(self, sure)
@@ -418,7 +424,7 @@ def test_dynamic_trees(family: str, grow: str, mode: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(FeatureDrafter, "_sure", noted)
     monkeypatch.setattr(FeatureDrafter, "_best", checked)
     trees: list[TokenTree] = []
-    speculative = engine(target, drafter, on_round=lambda runs, found, verdicts, times: trees.extend(found))
+    speculative = engine(target, drafter, on_round=lambda runs, round_trees, verdicts, times: trees.extend(round_trees))
     serve(speculative, [Request(PROMPT, MODES[mode], 12, seed=seed) for seed in range(2)])
     drafted = [tree for tree in trees if len(tree) > 1]
     assert len(seen_by) > 8 and any(not tree.is_chain for tree in drafted)
@@ -436,13 +442,13 @@ class Oracle(TableModel):
         self.target, self.first = target, first
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        found = []
+        answers = []
         for feed, rows in zip(feeds, super().forward(feeds), strict=True):
             last = range(len(feed.sequence.scratch_tokens) - len(rows.logits), len(feed.sequence.scratch_tokens))
             texts = ([self.first, *self._prefix(feed.sequence, node)] for node in last)
             logits = torch.stack([next_logits(self.target, text) for text in texts])
-            found.append(Rows(logits, {"state": torch.zeros(len(logits), 2)}))
-        return found
+            answers.append(Rows(logits, {"state": torch.zeros(len(logits), 2)}))
+        return answers
 
 
 @each_mode
@@ -553,10 +559,10 @@ def test_bpd(params: SamplingParams) -> None:
 
 def written(model: LanguageModel, context: Context, count: int, drafts: Sequence[int] = ()) -> list[int]:
     """What plain decoding of ``model`` writes behind the text and ``drafts`` with the request's noise."""
-    found = list(drafts)
+    tokens = list(drafts)
     for _ in range(count):
-        found += race(context, next_logits(model, [*context.tokens, *found]), found, 1)
-    return found[len(drafts) :]
+        tokens += race(context, next_logits(model, [*context.tokens, *tokens]), tokens, 1)
+    return tokens[len(drafts) :]
 
 
 INNER: dict[str, Callable[[LanguageModel], Drafter]] = {
@@ -590,7 +596,7 @@ def test_the_guesses_inside_a_cascade_race_too(monkeypatch: pytest.MonkeyPatch) 
         forwards[draw] = draft.forward_calls
         if draw == "iid":
             check_choices(choices)
-            assert {len(one.context.tokens) for one in choices} > {
+            assert {len(choice.context.tokens) for choice in choices} > {
                 8,
                 9,
                 10,
@@ -629,15 +635,15 @@ def test_look_ahead_tokens(draw: str, params: SamplingParams) -> None:
         context = request(params, seed)
         drafter.start(context)
         first = drafter.propose(context, LOOSE)
-        said = torch.randn(len(first), 32, generator=torch.Generator().manual_seed(seed))
-        scores = Scores(said, first, list(context.tokens), context.sampler)
+        logits = torch.randn(len(first), 32, generator=torch.Generator().manual_seed(seed))
+        scores = Scores(logits, first, list(context.tokens), context.sampler)
         context.tokens.append(7)
         drafter.observe(context, first, scores, Verdict((), 7, next_is_bonus=True))
         tree = drafter.propose(context, LOOSE)
         drafts = list(tree.tokens[1 : 1 + tree.num_drafts])
         assert len(drafts) == 3 and tree.kind is Kind.POINT and tree.q is None
         for place, token in enumerate(drafts):
-            row, before = said[1 + place], drafts[:place]
+            row, before = logits[1 + place], drafts[:place]
             if draw == "iid":
                 assert [token] == race(context, row, before, 1)
             else:
@@ -671,8 +677,10 @@ def test_swift(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
             assert tree.num_drafts <= budget.max_nodes and len(rows) == 3
             for path, logits in rows.items():
                 node = len(path)
-                found = children_of(tree, node)
-                assert found == race(run.context, logits, path, len(found)) and found[0] == tree.tokens[node + 1]
+                siblings = children_of(tree, node)
+                assert (
+                    siblings == race(run.context, logits, path, len(siblings)) and siblings[0] == tree.tokens[node + 1]
+                )
             assert any(len(children) > 1 for children in tree.children) or budget.max_nodes == 4
         speculative.close()
 
@@ -697,12 +705,12 @@ def test_jacobi_iterates_towards_the_text_of_the_seed() -> None:
 
 def test_jacobi_drafts_the_same_in_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the winners are looked up one by one, when the text of the round is accepted already."""
-    found = []
+    trees = []
     for large in (scores_module.LARGE, 2):
         monkeypatch.setattr(scores_module, "LARGE", large)
         speculative = engine(llamas()[0], JacobiDrafter(m=4))
-        found.append(rounds(speculative, [Request(PROMPT, T1, 24, seed=seed) for seed in range(3)]))
-    assert found[0] == found[1] and len(found[0]) > 20
+        trees.append(rounds(speculative, [Request(PROMPT, T1, 24, seed=seed) for seed in range(3)]))
+    assert trees[0] == trees[1] and len(trees[0]) > 20
 
 
 # -- points, impossible tokens, the likeliest ------------------------------------------------------------------------
@@ -722,7 +730,7 @@ TABLES: dict[str, Callable[[LanguageModel, LanguageModel], Drafter]] = {
 def rounds(speculative: Engine, requests: Sequence[Request]) -> list[TokenTree]:
     """All trees with drafts of these requests."""
     trees: list[TokenTree] = []
-    speculative.on_round = lambda runs, found, verdicts, times: trees.extend(found)
+    speculative.on_round = lambda runs, round_trees, verdicts, times: trees.extend(round_trees)
     serve(speculative, requests)
     return [tree for tree in trees if tree.num_drafts]
 
@@ -744,7 +752,7 @@ def test_an_ensemble_joins_the_races_of_its_members() -> None:
     tree = propose(EnsembleDrafter(members), context)
     paths = {tuple(path_of(tree, node)) for node in range(1, len(tree))}
     alone = [propose(member, request(seed=4)) for member in members]
-    assert paths == {tuple(path_of(one, node)) for one in alone for node in range(1, len(one))}
+    assert paths == {tuple(path_of(member_tree, node)) for member_tree in alone for node in range(1, len(member_tree))}
     assert len(paths) == tree.num_drafts  # none twice
 
 
@@ -807,10 +815,10 @@ def test_nothing_is_drafted_where_nothing_is_possible(tree: str) -> None:
     leaves = 0
     for seed in range(10):
         context = request(SamplingParams(temperature=1.0, processors=(forbids(*range(6), after=4),)), seed)
-        found = propose(ModelDrafter(draft, tree=tree), context)
-        for node in range(1, len(found)):
-            assert found.tokens[node] != 4 or not found.children[node]
-            leaves += found.tokens[node] == 4 and found.depths[node] < 3
+        proposal = propose(ModelDrafter(draft, tree=tree), context)
+        for node in range(1, len(proposal)):
+            assert proposal.tokens[node] != 4 or not proposal.children[node]
+            leaves += proposal.tokens[node] == 4 and proposal.depths[node] < 3
     assert leaves > 4
 
 
@@ -826,11 +834,11 @@ def test_look_ahead_tokens_end_where_nothing_is_possible() -> None:
         context = request(T1, seed)
         drafter.start(context)
         first = drafter.propose(context, LOOSE)
-        said = torch.randn(len(first), 32, generator=torch.Generator().manual_seed(seed))
-        scores = Scores(said, first, list(context.tokens), context.sampler)
+        logits = torch.randn(len(first), 32, generator=torch.Generator().manual_seed(seed))
+        scores = Scores(logits, first, list(context.tokens), context.sampler)
         context.tokens.append(7)
         drafter.observe(context, first, scores, Verdict((), 7, next_is_bonus=True))
-        (winner,) = race(context, said[1], (), 1)
+        (winner,) = race(context, logits[1], (), 1)
         context.sampler = Sampler(shut_behind(winner), len(PROMPT), Noise(seed))
         tree = drafter.propose(context, LOOSE)
         assert tree.tokens[1 : 1 + tree.num_drafts] == (winner,)
@@ -862,15 +870,15 @@ def test_greedy_drafts_are_the_likeliest_tokens(seed: int | None, mode: str) -> 
         for node in range(len(tree)):
             text = [*context.tokens, *path_of(tree, node)]
             q = Sampler(MODES[mode], len(PROMPT)).distribution(next_logits(draft, text), text)
-            found = children_of(tree, node)
-            assert found == q.argsort(descending=True)[: len(found)].tolist()
+            siblings = children_of(tree, node)
+            assert siblings == q.argsort(descending=True)[: len(siblings)].tolist()
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3", "mtp"])
 def test_greedy_dynamic_trees_do_not_depend_on_the_seed(family: str) -> None:
     target = HuggingFaceModel(llamas()[0].model)
-    found = []
+    trees = []
     for params, seed in ((SamplingParams(), None), (T1, 0), (T1, 1)):
         speculative = engine(target, features(target, family, nodes=6, depth=3, width=3, draw="greedy"))
-        found.append(rounds(speculative, [Request(PROMPT, params, 8, seed=seed)])[0])
-    assert found[0] == found[1] == found[2] and found[0].num_drafts == 6
+        trees.append(rounds(speculative, [Request(PROMPT, params, 8, seed=seed)])[0])
+    assert trees[0] == trees[1] == trees[2] and trees[0].num_drafts == 6

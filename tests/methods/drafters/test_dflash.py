@@ -67,19 +67,19 @@ def test_the_network_is_transformers_own(layers: list[str]) -> None:
     stock, net = stock_twin(layers)
     model = target()
     parts = TargetParts(model)
-    mine = BlockModel(net, parts, model)
-    sequence, cache, length = mine.open(), DFlashCache(config=stock.config), 0
+    block_model = BlockModel(net, parts, model)
+    sequence, cache, length = block_model.open(), DFlashCache(config=stock.config), 0
     cache.activate_past_recording()
     generator = torch.Generator().manual_seed(1)
     for new in (9, 1, 3):
         taps = [torch.randn(new, 16, generator=generator) for _ in range(2)]
         anchor = new + 10
-        mine.forward([Feed(sequence, [0] * new, wanted=0, states=net.context(taps))])
-        mine.commit(sequence, range(new))
-        got = mine.blocks([sequence], [anchor], 4)[0].taps["state"]
+        block_model.forward([Feed(sequence, [0] * new, wanted=0, states=net.context(taps))])
+        block_model.commit(sequence, range(new))
+        got = block_model.blocks([sequence], [anchor], 4)[0].taps["state"]
         cache.set_previous_accepted_tokens(new)
         ids = torch.tensor([[anchor, 7, 7, 7]])
-        wanted = stock(
+        expected = stock(
             noise_embeds=parts.embed.weight[ids].float(),
             context_hidden_states=torch.cat(taps, -1)[None],
             position_ids=torch.arange(length, length + new + 4)[None],
@@ -87,7 +87,7 @@ def test_the_network_is_transformers_own(layers: list[str]) -> None:
         ).last_hidden_state[0]
         cache.crop(-4)
         length += new
-        assert torch.allclose(got, wanted, atol=1e-5), float((got - wanted).abs().max())
+        assert torch.allclose(got, expected, atol=1e-5), float((got - expected).abs().max())
 
 
 @pytest.mark.parametrize("changes", [{}, {"reach": "0,3"}, {"causal": "1"}, {"sinks": True, "own_mask": True}])
@@ -96,20 +96,20 @@ def test_rounds_through_the_cache_equal_a_fresh_pass(changes: dict[str, Any]) ->
     model = target()
     parts = TargetParts(model)
     net = random_net(DflashDrafter, model, **changes)
-    mine = BlockModel(net, parts, model)
+    block_model = BlockModel(net, parts, model)
     places = torch.randn(12, 16, generator=torch.Generator().manual_seed(2))
-    texts = [mine.open() for _ in range(2)]
+    texts = [block_model.open() for _ in range(2)]
     at = [0, 0]
     for news in ((1, 4), (3, 1), (7, 2)):  # texts of two lengths in one call
         feeds = [Feed(s, [5] * n, wanted=0, states=places[a : a + n]) for s, n, a in zip(texts, news, at, strict=True)]
-        mine.forward(feeds)
+        block_model.forward(feeds)
         for index, new in enumerate(news):
-            mine.commit(texts[index], range(new))
+            block_model.commit(texts[index], range(new))
             at[index] += new
-        got = mine.blocks(texts, [9, 11], 4)
+        got = block_model.blocks(texts, [9, 11], 4)
         for index, anchor in enumerate((9, 11)):
-            wanted = whole_pass(net, parts, places[: at[index]], anchor, 4)
-            assert torch.allclose(got[index].taps["state"], wanted, atol=1e-5)
+            expected = whole_pass(net, parts, places[: at[index]], anchor, 4)
+            assert torch.allclose(got[index].taps["state"], expected, atol=1e-5)
     assert [len(text.tokens) for text in texts] == [11, 7] and not texts[0].scratch_tokens
 
 
@@ -161,13 +161,13 @@ def test_the_hidden_state_of_the_last_token_is_not_asked_for() -> None:
 
 def paths_by_hand(tables: list[dict[int, dict[int, float]]], count: int) -> set[tuple[int, ...]]:
     """The likeliest prefixes, by trying all; ``tables[slot][before][token]`` is a log-probability."""
-    found = []
+    candidates = []
     for depth in range(1, len(tables) + 1):
         for path in product(range(6), repeat=depth):
             steps = zip(range(depth), (0, *path), path, strict=False)
             values = [tables[slot].get(before, {}).get(token, -math.inf) for slot, before, token in steps]
-            found.append((sum(values), path))
-    return {path for value, path in sorted(found, reverse=True)[:count] if value > -math.inf}
+            candidates.append((sum(values), path))
+    return {path for value, path in sorted(candidates, reverse=True)[:count] if value > -math.inf}
 
 
 @pytest.mark.parametrize("count", [1, 4, 9, 20])

@@ -31,14 +31,14 @@ def fresh(model: Any, **changes: Any) -> Any:
 def test_it_begins_as_dflash_bit_for_bit() -> None:
     model = target()
     net, plain = fresh(model)
-    one, other = drafter_of(Dflash2Drafter, model, net), drafter_of(DflashDrafter, model, plain)
+    dflash2, dflash = drafter_of(Dflash2Drafter, model, net), drafter_of(DflashDrafter, model, plain)
     for params in (SamplingParams(), SamplingParams(temperature=0.8)):
-        mine, theirs = started(one, model, params=params), started(other, model, params=params)
+        context, plain_context = started(dflash2, model, params=params), started(dflash, model, params=params)
         for _ in range(3):
-            tree, wanted = one.propose(mine, Budget(3, 9)), other.propose(theirs, Budget(3, 9))
-            assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
-            if wanted.q is not None:
-                assert tree.q is not None and torch.equal(tree.q, wanted.q)
+            tree, expected = dflash2.propose(context, Budget(3, 9)), dflash.propose(plain_context, Budget(3, 9))
+            assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
+            if expected.q is not None:
+                assert tree.q is not None and torch.equal(tree.q, expected.q)
 
 
 @torch.no_grad()
@@ -53,12 +53,12 @@ def test_a_convolution_by_hand() -> None:
     got = torch.stack([conv(y, kernels) for kernels in conv.kernels(u)])
     z = conv.kernel_projection(u).view(8, 2, 3, 4)
     for side, row, channel in product(range(2), range(8), range(16)):
-        wanted = 0.0
+        expected = 0.0
         for tap in range(3):
             if row % 4 >= tap:
                 kernel = conv.base_kernel[side, tap, channel] + z[row, side, tap, channel // 4]
-                wanted += float(kernel * y[0, row - tap, channel])
-        assert float(got[side, 0, row, channel]) == pytest.approx(wanted, abs=1e-4)
+                expected += float(kernel * y[0, row - tap, channel])
+        assert float(got[side, 0, row, channel]) == pytest.approx(expected, abs=1e-4)
 
 
 @torch.no_grad()
@@ -72,8 +72,8 @@ def test_nothing_leaks_over_a_blocks_start() -> None:
     positions, masks = torch.arange(8)[None], [torch.zeros(1, 1, 8, 8)] * 2
 
     def states(rows: Tensor) -> Tensor:
-        found: Tensor = net(rows, positions, masks, lambda layer, key, value: (key, value))[0]
-        return found
+        output: Tensor = net(rows, positions, masks, lambda layer, key, value: (key, value))[0]
+        return output
 
     changed = x.clone()
     changed[0, 3] += 1
@@ -109,22 +109,22 @@ def test_chains_have_the_product_of_q_as_their_distribution() -> None:
     drafter = drafter_of(Dflash2Drafter, model, net)
     context = started(drafter, model, [1, 2, 3, 4], params)
     candidates, score = scores(drafter, model, context)
-    wanted: dict[tuple[int, ...], float] = {}
+    expected: dict[tuple[int, ...], float] = {}
     for path in product(*candidates):
         chance = 1.0
         for place, token in enumerate(path):
             before = path[place - 1] if place else 4
             weights = {c: math.exp(score(place, before, c) / 0.7) for c in candidates[place]}
             chance *= weights[token] / sum(weights.values())
-        wanted[path] = chance
+        expected[path] = chance
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(rounds):
         tree = drafter.propose(context, Budget(3, 3))
         counts[tuple(tree.tokens[1:])] += 1
         assert tree.q is not None and torch.allclose(tree.q.sum(-1), torch.ones(3).to(tree.q))
         assert all(int((row > 0).sum()) <= 3 for row in tree.q)
-    assert set(counts) <= set(wanted)
-    assert sum(abs(counts[path] / rounds - chance) for path, chance in wanted.items()) / 2 < 0.05
+    assert set(counts) <= set(expected)
+    assert sum(abs(counts[path] / rounds - chance) for path, chance in expected.items()) / 2 < 0.05
 
 
 @torch.no_grad()

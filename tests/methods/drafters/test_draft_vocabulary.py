@@ -129,8 +129,8 @@ def test_the_ids_are_stored_with_the_drafter(method: str, monkeypatch: pytest.Mo
 
     def size(options: str = "") -> int:
         drafter: Any = build_drafter(f"{method}:{tmp_path}{options}", recipe.target)
-        found: int = (drafter.model.project if method == "eagle" else drafter.head).size
-        return found
+        count: int = (drafter.model.project if method == "eagle" else drafter.head).size
+        return count
 
     assert (size(), size(",vocab=5"), size(",vocab=32")) == (12, 5, 32)
     with pytest.raises(ValueError, match="vocab is how many tokens can be guessed"):
@@ -150,6 +150,8 @@ def test_labels_over_few_tokens_are_the_targets_distribution_among_them(monkeypa
         among = whole[IDS] / whole[IDS].sum()
         return -(among * torch.log_softmax(logits[row], -1)).sum(), int(whole.argmax()) in IDS
 
-    wanted = [value for value, counts in map(distance, range(5)) if counts]
-    assert 0 < len(wanted) < 5
-    assert float(labels.distance(logits, texts, columns)) == pytest.approx(float(torch.stack(wanted).mean()), rel=1e-4)
+    distances = [value for value, counts in map(distance, range(5)) if counts]
+    assert 0 < len(distances) < 5
+    assert float(labels.distance(logits, texts, columns)) == pytest.approx(
+        float(torch.stack(distances).mean()), rel=1e-4
+    )

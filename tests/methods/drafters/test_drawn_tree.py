@@ -41,11 +41,11 @@ def spread(size: int = 8) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("places", "wanted"), [(Levels((3, 2)), [3, 6]), (Ranks([(0,), (1,), (0, 0), (0, 1)]), [2, 2])]
+    ("places", "expected"), [(Levels((3, 2)), [3, 6]), (Ranks([(0,), (1,), (0, 0), (0, 1)]), [2, 2])]
 )
-def test_the_shape_is_the_one_that_was_asked_for(places: Any, wanted: list[int]) -> None:
+def test_the_shape_is_the_one_that_was_asked_for(places: Any, expected: list[int]) -> None:
     tree = DrawnTree(context(), places, LOOSE, 64).grow(lambda node: spread())
-    assert [Counter(tree.depths)[level] for level in (1, 2)] == wanted
+    assert [Counter(tree.depths)[level] for level in (1, 2)] == expected
     assert tree.kind is Kind.WITHOUT_REPLACEMENT and tree.q is not None
     for children in tree.children:
         tokens = [tree.tokens[child] for child in children]
@@ -123,7 +123,7 @@ def test_who_gets_a_drawn_tree(name: str) -> None:
     for request, drawn in ((sampled, True), (Request(PROMPT, SAMPLED, 12, seed=3), False), (Request(PROMPT), False)):
         trees: list[TokenTree] = []
         running = engine(target, drafter)
-        running.on_round = lambda runs, made, *_, seen=trees: seen.extend(made)  # type: ignore[misc]
+        running.on_round = lambda runs, round_trees, *_, seen=trees: seen.extend(round_trees)  # type: ignore[misc]
         serve(running, [request])
         kinds = {tree.kind for tree in trees if len(tree) > 2}
         assert kinds == ({Kind.WITHOUT_REPLACEMENT} if drawn else {Kind.POINT})

@@ -27,12 +27,12 @@ def test_without_a_correction_it_is_dflash_from_the_anchor(head: str) -> None:
     plain = random_net(DflashDrafter, model, from_anchor=True)
     net = DsparkNet(DsparkConfig(**shape_of(model, head=head, top=32)))  # W2 begins as zeros
     net.load_state_dict(plain.state_dict(), strict=False)
-    one, other = drafter_of(DsparkDrafter, model, net.eval()), drafter_of(DflashDrafter, model, plain)
+    dspark, dflash = drafter_of(DsparkDrafter, model, net.eval()), drafter_of(DflashDrafter, model, plain)
     for params in (SamplingParams(), SamplingParams(temperature=0.8)):
-        mine, theirs = (started(drafter, model, params=params) for drafter in (one, other))
+        context, plain_context = (started(drafter, model, params=params) for drafter in (dspark, dflash))
         for _ in range(3):
-            tree, wanted = one.propose(mine, Budget(4, 9)), other.propose(theirs, Budget(4, 9))
-            assert (tree.tokens, tree.parents) == (wanted.tokens, wanted.parents)
+            tree, expected = dspark.propose(context, Budget(4, 9)), dflash.propose(plain_context, Budget(4, 9))
+            assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
             assert max(tree.depths) <= 4
 
 
@@ -59,7 +59,7 @@ def chances(drafter: Any, model: Any, context: Any, depth: int) -> dict[tuple[in
                 read = torch.tanh(out)
         return w2 @ read
 
-    found = {}
+    by_path = {}
     for path in product(range(len(w2)), repeat=depth):
         chance = 1.0
         for place, token in enumerate(path):
@@ -70,8 +70,8 @@ def chances(drafter: Any, model: Any, context: Any, depth: int) -> dict[tuple[in
                 break
             weights = torch.exp(scores[kept] / T)
             chance *= float(torch.exp(scores[token] / T) / weights.sum())
-        found[path] = chance
-    return found
+        by_path[path] = chance
+    return by_path
 
 
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
@@ -80,14 +80,14 @@ def test_chains_by_enumeration(head: str) -> None:
     model, rounds = target(5), 3000
     drafter = drafter_of(DsparkDrafter, model, random_net(DsparkDrafter, model, mask_token=4, head=head, top=4, rank=3))
     context = started(drafter, model, [1, 2, 3, 4], SamplingParams(temperature=T))
-    wanted = chances(drafter, model, context, 3)
-    assert sum(wanted.values()) == pytest.approx(1, abs=1e-4)
+    expected = chances(drafter, model, context, 3)
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(rounds):
         tree = drafter.propose(context, Budget(3, 3))
         counts[tuple(tree.tokens[1:])] += 1
         assert tree.q is not None and torch.allclose(tree.q.sum(-1), torch.ones(3).to(tree.q))
-    assert sum(abs(counts[path] / rounds - chance) for path, chance in wanted.items()) / 2 < 0.06
+    assert sum(abs(counts[path] / rounds - chance) for path, chance in expected.items()) / 2 < 0.06
 
 
 @torch.no_grad()

@@ -55,10 +55,10 @@ def new_drafter(target: HuggingFaceModel, share_head: bool = False, **options: A
 
 def toy_recipe(kind: type[FeatureRecipe], **settings: str) -> FeatureRecipe:
     target = HuggingFaceModel(llama(dtype=torch.float32))
-    made = kind(target, TargetParts(target), settings)
-    fill(made.net)
-    made.net.eval()
-    return made
+    recipe = kind(target, TargetParts(target), settings)
+    fill(recipe.net)
+    recipe.net.eval()
+    return recipe
 
 
 def toy_batch(recipe: FeatureRecipe, length: int = 12, texts: int = 2) -> Batch:
@@ -109,18 +109,18 @@ def test_rows_see_nothing_of_each_other_nor_of_what_follows() -> None:
     some = torch.tensor([[0, 3, 7], [2, 3, 5]])
     whole = list(recipe.unrolled(batch, features, every, STEPS))
     part = list(recipe.unrolled(batch, features, some, STEPS))
-    for one, other in zip(whole, part, strict=True):
-        assert torch.allclose(one[torch.arange(2)[:, None], some], other, atol=1e-5)
+    for output, other in zip(whole, part, strict=True):
+        assert torch.allclose(output[torch.arange(2)[:, None], some], other, atol=1e-5)
     later = features.clone()
     later[:, 4:] += 1
     changed = list(recipe.unrolled(batch, later, every, STEPS))
-    for one, other in zip(whole, changed, strict=True):
-        assert torch.allclose(one[:, :4], other[:, :4], atol=1e-5)
-        assert not torch.allclose(one[:, 4:], other[:, 4:], atol=1e-2)
+    for output, other in zip(whole, changed, strict=True):
+        assert torch.allclose(output[:, :4], other[:, :4], atol=1e-5)
+        assert not torch.allclose(output[:, 4:], other[:, 4:], atol=1e-2)
     earlier = features.clone()
     earlier[:, 0] += 1
-    for one, other in zip(whole, recipe.unrolled(batch, earlier, every, STEPS), strict=True):
-        assert float((one[:, 1:] - other[:, 1:]).abs().amax(-1).min()) > 1e-4  # true places are seen at every step
+    for output, other in zip(whole, recipe.unrolled(batch, earlier, every, STEPS), strict=True):
+        assert float((output[:, 1:] - other[:, 1:]).abs().amax(-1).min()) > 1e-4  # true places are seen at every step
 
 
 def test_the_gradient_flows_through_the_steps() -> None:
@@ -156,7 +156,7 @@ def test_the_loss_is_the_distance_from_the_target_within_the_draft_vocabulary() 
     batch = toy_batch(recipe)
     columns = torch.arange(1, 12).expand(2, -1)
     output = true_features(recipe, batch)[:, :-1].detach()
-    found = recipe.agreement(recipe.labels(batch, columns - 1, 1), output, columns)
+    loss = recipe.agreement(recipe.labels(batch, columns - 1, 1), output, columns)
     parts, total, count = recipe.parts, 0.0, 0
     for text in range(2):
         for i, column in enumerate(columns[0].tolist()):
@@ -166,7 +166,7 @@ def test_the_loss_is_the_distance_from_the_target_within_the_draft_vocabulary() 
             within = distribution[::2] / distribution[::2].sum()
             guess = torch.log_softmax(draft_logits(recipe.net, parts, recipe.net.head_state(output[text, i])), -1)
             total, count = total - float((within * guess).sum()), count + 1
-    assert 0 < count < 22 and abs(float(found) - total / count) < 1e-4
+    assert 0 < count < 22 and abs(float(loss) - total / count) < 1e-4
     batch.learned = torch.zeros_like(batch.tokens, dtype=torch.bool)
     nothing = recipe.agreement(recipe.labels(batch, columns - 1, 1), output, columns)
     assert float(nothing) == 0  # and no division by zero
@@ -266,11 +266,11 @@ def fresh_head(drafter: Eagle3Drafter, target: HuggingFaceModel, tokens: Sequenc
     sequence = target.open()
     taps = target.prefill(sequence, tokens[:-1], drafter.taps)
     target.release(sequence)
-    mine = drafter.model.open()
+    fresh = drafter.model.open()
     with torch.no_grad():
         states = drafter.net.fuse([taps[tap].float() for tap in drafter.net.config.taps])
-    row = drafter.model.forward([Feed(mine, tokens[1:], wanted=1, states=states)])[0]
-    drafter.model.release(mine)
+    row = drafter.model.forward([Feed(fresh, tokens[1:], wanted=1, states=states)])[0]
+    drafter.model.release(fresh)
     return row.logits[-1]
 
 

@@ -68,14 +68,14 @@ def saved(folder: Path, bits: int) -> tuple[Path, MedusaHeads]:
 def test_a_folder_in_8_bits_loads_as_one_in_16(tmp_path: Path) -> None:
     whole, net = saved(tmp_path / "whole", 16)
     small, _ = saved(tmp_path / "small", 8)
-    one, other = MedusaHeads(net.config), MedusaHeads(net.config)
-    load_weights(whole, one)
-    load_weights(small, other)
+    full, rounded = MedusaHeads(net.config), MedusaHeads(net.config)
+    load_weights(whole, full)
+    load_weights(small, rounded)
     sizes = [sum(v.nbytes for v in load_file(folder / "model.safetensors").values()) for folder in (small, whole)]
     assert sizes[0] < 0.6 * sizes[1]
     assert json.loads((small / "drafter.json").read_text()) == json.loads((whole / "drafter.json").read_text())
-    for name, value in one.state_dict().items():
-        error = float((other.state_dict()[name] - value).square().mean().sqrt() / value.square().mean().sqrt())
+    for name, value in full.state_dict().items():
+        error = float((rounded.state_dict()[name] - value).square().mean().sqrt() / value.square().mean().sqrt())
         assert error < 0.01, name
 
 
@@ -131,6 +131,6 @@ def test_training_stores_8_bits_where_that_is_asked_for(tmp_path: Path) -> None:
     assert any(value.dtype == torch.int8 for value in stored.values())
     assert "--weight-bits 8" in (tmp_path / "out" / "README.md").read_text()
     llm = ft.load(drafter=f"pass_tokens:{tmp_path / 'out'}", dtype="float32", controller="constant")
-    found = llm.generate("It was", max_new_tokens=6)
-    assert found.stats.num_draft_tokens > 0
-    assert found.token_ids == llm.plain.generate("It was", max_new_tokens=6).token_ids
+    output = llm.generate("It was", max_new_tokens=6)
+    assert output.stats.num_draft_tokens > 0
+    assert output.token_ids == llm.plain.generate("It was", max_new_tokens=6).token_ids

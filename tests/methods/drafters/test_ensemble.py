@@ -55,9 +55,9 @@ def test_the_worked_example() -> None:
 
 def test_drawn_nodes_keep_their_distributions_and_owners() -> None:
     target, draft = tables()
-    one, other = ModelDrafter(draft, k=2), ModelDrafter(target, k=2)
+    first, last = ModelDrafter(draft, k=2), ModelDrafter(target, k=2)
     context = context_of(PROMPT, temperature=1.0)
-    group = EnsembleDrafter([one, NgramDrafter(n=2, k=2), other])
+    group = EnsembleDrafter([first, NgramDrafter(n=2, k=2), last])
     group.start(context)
     tree = group.propose(context, Budget(2, 64))
     assert tree.kind is Kind.IID and tree.drafters == (-1, 0, 0, 1, 1, 2, 2)

@@ -31,18 +31,20 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def network(net: Any, config: Any, target: HuggingFaceModel, seed: int = 0) -> Any:
-    made = net(config(**asdict(LayerConfig.of_target(target.config))))
+    module = net(config(**asdict(LayerConfig.of_target(target.config))))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in module.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
-    return made.eval()
+    return module.eval()
 
 
 def new_drafter(family: Any, target: HuggingFaceModel, **options: Any) -> FeatureDrafter:
     drafter, net, config = family
-    made: FeatureDrafter = drafter(FeatureModel(network(net, config, target), TargetParts(target), target), **options)
-    return made
+    feature_drafter: FeatureDrafter = drafter(
+        FeatureModel(network(net, config, target), TargetParts(target), target), **options
+    )
+    return feature_drafter
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -51,14 +53,14 @@ def test_place_by_place_equals_the_whole_text(family: Any) -> None:
     _, net, config = family
     target = llamas()[0]
     parts = TargetParts(target)
-    made = network(net, config, target)
+    module = network(net, config, target)
     states = torch.randn(6, parts.hidden_size, generator=torch.Generator().manual_seed(1))
     tokens = PROMPT[:6]
     with torch.no_grad():
         positions = torch.arange(6)[None]
-        whole = made(parts.embedding(tokens).float()[None], states[None], positions)[0]
-        logits = parts.logits(made.head_state(whole).double())
-    model = FeatureModel(made, parts, target)
+        whole = module(parts.embedding(tokens).float()[None], states[None], positions)[0]
+        logits = parts.logits(module.head_state(whole).double())
+    model = FeatureModel(module, parts, target)
     sequence = model.open()
     first = model.forward([Feed(sequence, tokens[:3], states=states[:3])])[0]
     model.commit(sequence, range(3))
@@ -67,8 +69,10 @@ def test_place_by_place_equals_the_whole_text(family: Any) -> None:
     rest = model.forward([Feed(sequence, tokens[3:], states=states[3:])])[0]
     got = torch.cat([first.taps["state"], rest.taps["state"]])
     assert torch.allclose(got, whole, atol=1e-4)
-    mine = torch.cat([first.logits, rest.logits]).double()
-    assert float((mine - logits).abs().max()) < 0.05 * float(logits.std())  # the projection is packed in bfloat16
+    cached_logits = torch.cat([first.logits, rest.logits]).double()
+    assert float((cached_logits - logits).abs().max()) < 0.05 * float(
+        logits.std()
+    )  # the projection is packed in bfloat16
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,9 +107,9 @@ def fresh_head(drafter: FeatureDrafter, target: HuggingFaceModel, tokens: Sequen
     sequence = target.open()
     states = target.prefill(sequence, tokens[:-1], ["last"])["last"].float()
     target.release(sequence)
-    mine = drafter.model.open()
-    row = drafter.model.forward([Feed(mine, tokens[1:], wanted=1, states=states)])[0]
-    drafter.model.release(mine)
+    fresh = drafter.model.open()
+    row = drafter.model.forward([Feed(fresh, tokens[1:], wanted=1, states=states)])[0]
+    drafter.model.release(fresh)
     return row.logits[-1]
 
 

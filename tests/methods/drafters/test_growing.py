@@ -22,8 +22,8 @@ TEXT = [4, 5, 6]
 def growing(budget: Budget | None = None, *, seen: Candidates | None = None, **params: Any) -> Growing:
     sequence: Any = SimpleNamespace(scratch_tokens=[6])
     context = Context(0, list(TEXT), len(TEXT), Sampler(SamplingParams(**params)), Rng(0))
-    made = Budget(4, 16) if budget is None else budget
-    return Growing(context, Levels((2, 1)), made, 16, sequence, draws=False, races=False, seen=seen)
+    limit = Budget(4, 16) if budget is None else budget
+    return Growing(context, Levels((2, 1)), limit, 16, sequence, draws=False, races=False, seen=seen)
 
 
 def test_nodes_have_their_places_paths_and_distributions() -> None:
@@ -34,16 +34,16 @@ def test_nodes_have_their_places_paths_and_distributions() -> None:
     assert tree.length(0) == 3 and tree.length(3) == 5
     assert tree.prefixes([1, 3]) == [[4, 5, 6, 7], [4, 5, 6, 8, 9]]
     assert growing().prefixes([0]) is None, "no distribution depends on the text"
-    made = tree.finished(Kind.IID)
-    assert made.tokens == (6, 7, 8, 9) and made.parents == (-1, 0, 0, 2) and made.kind is Kind.IID
-    assert made.q is not None and len(made.q) == 2 and made.q_rows == (-1, 0, 0, 1)
+    finished = tree.finished(Kind.IID)
+    assert finished.tokens == (6, 7, 8, 9) and finished.parents == (-1, 0, 0, 2) and finished.kind is Kind.IID
+    assert finished.q is not None and len(finished.q) == 2 and finished.q_rows == (-1, 0, 0, 1)
 
 
 def test_points_carry_no_distribution() -> None:
     tree = growing()
     tree.add(0, [7])
-    made = tree.finished()
-    assert made.kind is Kind.POINT and made.q is None and made.tokens == (6, 7)
+    finished = tree.finished()
+    assert finished.kind is Kind.POINT and finished.q is None and finished.tokens == (6, 7)
 
 
 def test_the_frontier_enters_the_scratch_behind_its_parents() -> None:

@@ -37,18 +37,18 @@ def trees_of(kind: Any, net: Any, mode: str, by_path: bool) -> list[Any]:
     params, noise = REQUESTS[mode]
     guesses = drafter.guesses
 
-    def asked(*given: Any) -> Any:
-        made = guesses(*given)
-        made.by_path = made.by_path or by_path
-        return made
+    def asked(*args: Any) -> Any:
+        table = guesses(*args)
+        table.by_path = table.by_path or by_path
+        return table
 
     drafter.guesses = asked
-    found = []
+    trees = []
     for seed in range(4):
         context = started(drafter, model, [3, 1, 4, 1, 5 + seed], params, seed, noise)
         tree = drafter.propose(context, Budget(4, NODES))
-        found.append({tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(1, len(tree))})
-    return found
+        trees.append({tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(1, len(tree))})
+    return trees
 
 
 @pytest.mark.parametrize("mode", REQUESTS)

@@ -101,19 +101,19 @@ def test_without_embeddings_hydra_is_medusa(own: bool) -> None:
             for weight in (hydra.first[i].weight, hydra.residual[i].weight):
                 weight[:, size:] = 0
             hydra.residual[i].weight[:, :size] = torch.eye(size)
-            for mine, other in zip(medusa.blocks[i], [hydra.first[i], *hydra.blocks[i]], strict=True):
-                mine.bias.copy_(other.bias)
-                mine.weight.copy_(other.weight[:, :size])
-        for mine, other in zip(medusa.projections, hydra.projections, strict=True):
-            mine.weight.copy_(other.weight)
+            for medusa_layer, hydra_layer in zip(medusa.blocks[i], [hydra.first[i], *hydra.blocks[i]], strict=True):
+                medusa_layer.bias.copy_(hydra_layer.bias)
+                medusa_layer.weight.copy_(hydra_layer.weight[:, :size])
+        for medusa_layer, hydra_layer in zip(medusa.projections, hydra.projections, strict=True):
+            medusa_layer.weight.copy_(hydra_layer.weight)
     contexts = [context_with(row[None]) for row in states(parts, 5)]
     budgets = [LOOSE] * 5
-    ours = HydraDrafter(hydra, parts, 12).propose_batch(contexts, budgets)
-    theirs = MedusaDrafter(medusa, parts, 12).propose_batch(contexts, budgets)
-    assert ours == theirs and len(ours[0]) == 13
+    hydra_trees = HydraDrafter(hydra, parts, 12).propose_batch(contexts, budgets)
+    medusa_trees = MedusaDrafter(medusa, parts, 12).propose_batch(contexts, budgets)
+    assert hydra_trees == medusa_trees and len(hydra_trees[0]) == 13
     with torch.no_grad():
         hydra.first[1].weight[:, size:] = 1.0  # head 1 now sees what was drafted
-    assert HydraDrafter(hydra, parts, 12).propose_batch(contexts, budgets) != theirs
+    assert HydraDrafter(hydra, parts, 12).propose_batch(contexts, budgets) != medusa_trees
 
 
 # -- the tree --------------------------------------------------------------------------------------------------------
@@ -201,19 +201,19 @@ def test_a_prefix_layer_reads_the_whole_text_round_by_round() -> None:
     net = heads(parts, prefix=True)
     drafter = HydraDrafter(net, parts, nodes=6, target=target)
     assert net.prefix is not None
-    given: list[tuple[list[int], Tensor]] = []
+    inputs: list[tuple[list[int], Tensor]] = []
     read = drafter.read_states
 
     def spied(contexts: Any) -> Tensor:
-        found = read(contexts)
-        given.extend((list(c.tokens), row) for c, row in zip(contexts, found, strict=True))
-        return found
+        rows = read(contexts)
+        inputs.extend((list(c.tokens), row) for c, row in zip(contexts, rows, strict=True))
+        return rows
 
     drafter.read_states = spied  # type: ignore[method-assign]
     prompts = [PROMPT, PROMPT[:2], [7], [5, 6, 7, 8, 9, 1, 2]]
     runs = serve(engine(target, drafter, max_batch=3), [Request(prompt, max_new_tokens=9) for prompt in prompts])
-    assert all(not run.context.state for run in runs) and len(given) > 12
-    for tokens, row in given:
+    assert all(not run.context.state for run in runs) and len(inputs) > 12
+    for tokens, row in inputs:
         text = torch.tensor([tokens[:-1]])
         hidden = parts.features(text, ("last",))["last"]
         with torch.no_grad():
@@ -250,8 +250,8 @@ def test_saved_and_loaded_with_its_prefix_layer(tmp_path: Path) -> None:
     save_drafter(tmp_path, "hydra", asdict(config), net, parts.fingerprint(), {"accuracies": [[0.5, 0.4]] * 3})
     loaded = build_drafter(f"hydra:{tmp_path},nodes=5", target)
     assert isinstance(loaded, HydraDrafter) and loaded.max_nodes == 5
-    ours = HydraDrafter(net, parts, 5, [[0.5, 0.4]] * 3, target=target)
-    runs = [serve(engine(target, drafter), [Request(PROMPT, max_new_tokens=9)])[0] for drafter in (ours, loaded)]
+    original = HydraDrafter(net, parts, 5, [[0.5, 0.4]] * 3, target=target)
+    runs = [serve(engine(target, drafter), [Request(PROMPT, max_new_tokens=9)])[0] for drafter in (original, loaded)]
     assert runs[0].stats.num_draft_tokens == runs[1].stats.num_draft_tokens > 0
     assert runs[0].stats.num_accepted_tokens_per_pos == runs[1].stats.num_accepted_tokens_per_pos
     assert loaded.heads.state_dict().keys() == net.state_dict().keys()
@@ -290,10 +290,10 @@ def test_a_bigram_target_is_learned_whole(settings: dict[str, str]) -> None:
     recipe, measured = trained("hydra", target, 60, {"heads": "3", **settings})
     assert [row[0] for row in measured["accuracies"]] == [1.0] * 3
     run = serve(engine(target, recipe.drafter(measured)), [Request([4, 4], max_new_tokens=20)])[0]
-    wanted = [4]
+    expected = [4]
     for _ in range(20):
-        wanted.append(follower[wanted[-1]])
-    assert run.output == wanted[1:]
+        expected.append(follower[expected[-1]])
+    assert run.output == expected[1:]
     assert run.stats.mean_acceptance_length == 4.0 and run.stats.num_drafts == 5
 
 
@@ -311,7 +311,7 @@ def test_accuracies_are_those_of_every_head_below_a_right_path() -> None:
     recipe.net = heads(parts, heads=2)
     text = torch.randint(parts.vocab_size, (1, 12), generator=torch.Generator().manual_seed(3))
     batch = Batch(text, parts.features(text[:, :-1], ("last",)), parts)
-    found = recipe.measure([batch])["accuracies"]
+    accuracies = recipe.measure([batch])["accuracies"]
     tokens, hidden = text[0].tolist(), batch.taps["last"][0]
     for head in range(2):
         hits = torch.zeros(10)
@@ -319,7 +319,7 @@ def test_accuracies_are_those_of_every_head_below_a_right_path() -> None:
             read = torch.cat([hidden[place], parts.embedding(tokens[place + 1 : place + 2 + head]).flatten()])
             best = parts.logits(recipe.net(head, read[None])).topk(10).indices[0]
             hits += best == parts.logits(hidden[place + 1 + head]).argmax()
-        assert found[head] == pytest.approx((hits / 8).tolist())
+        assert accuracies[head] == pytest.approx((hits / 8).tolist())
 
 
 def test_dropout_is_drawn_from_the_step() -> None:
@@ -332,9 +332,9 @@ def test_dropout_is_drawn_from_the_step() -> None:
     loss = [float(recipe.loss(batch, torch.Generator().manual_seed(seed)).detach()) for seed in (1, 1)]
     assert loss[0] == loss[1]
     place = torch.zeros(1, dtype=torch.long)
-    one, two = (recipe.states(batch, place, place, torch.Generator().manual_seed(seed))[0] for seed in (1, 2))
+    first, second = (recipe.states(batch, place, place, torch.Generator().manual_seed(seed))[0] for seed in (1, 2))
     whole = recipe.states(batch, place, place)[0]  # as when accuracies are measured
-    assert not torch.equal(one, two) and not torch.equal(one, whole) and not torch.equal(two, whole)
+    assert not torch.equal(first, second) and not torch.equal(first, whole) and not torch.equal(second, whole)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

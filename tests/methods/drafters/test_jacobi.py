@@ -71,13 +71,13 @@ def test_the_iteration_is_the_one_of_the_paper(init: str) -> None:
     """Every guess is the target's answer to the guesses before it in the round before."""
     target = MarkovTable(TableModel.random(12, seed=6, sharpness=3.0).distribution, 12)
     m, prompt = 5, [1, 4, 2]
-    text, window, fresh, wanted = list(prompt), [], 0, []
+    text, window, fresh, expected = list(prompt), [], 0, []
     while len(text) < 3 + 60:
         while len(window) < m:
             window.append((window or text)[-1] if init == "repeat" else prompt[fresh % 3])
             fresh += init == "prompt"
         window = window[:m]
-        wanted.append(tuple(window))
+        expected.append(tuple(window))
         answers = [best(target, text + window[:i]) for i in range(m + 1)]
         right = next((i for i in range(m) if window[i] != answers[i]), m)
         text += answers[: right + 1]
@@ -86,7 +86,7 @@ def test_the_iteration_is_the_one_of_the_paper(init: str) -> None:
     run = serve(engine(target, drafter), [Request(prompt, max_new_tokens=60)])[0]
     assert run.output == text[3:63]
     whole = sum(len(p) == m for p in drafter.drafted)  # near the end they are cut to the room that is left
-    assert drafter.drafted[:whole] == wanted[:whole]
+    assert drafter.drafted[:whole] == expected[:whole]
     assert run.stats.num_accepted_tokens > 5
 
 
@@ -113,11 +113,11 @@ def test_budgets_that_change_and_rounds_without_a_draft() -> None:
     assert outputs(engine(llamas()[0], JacobiDrafter(5), controller=OnAndOff()), requests) == plain_greedy()
 
 
-@pytest.mark.parametrize(("k", "nodes", "wanted"), [(3, 64, 3), (64, 2, 2), (64, 64, 5)])
-def test_no_more_than_the_budget(k: int, nodes: int, wanted: int) -> None:
+@pytest.mark.parametrize(("k", "nodes", "expected"), [(3, 64, 3), (64, 2, 2), (64, 64, 5)])
+def test_no_more_than_the_budget(k: int, nodes: int, expected: int) -> None:
     drafter = Recording(m=5)
     serve(engine(counting(), drafter, controller=ConstantController(k, nodes)), [Request([1, 2], max_new_tokens=20)])
-    assert {len(p) for p in drafter.drafted[:5]} == {wanted}
+    assert {len(p) for p in drafter.drafted[:5]} == {expected}
 
 
 def test_the_default_budget_holds_the_window() -> None:

@@ -70,9 +70,9 @@ class Oracle(torch.nn.Module):
         for row in embeddings:
             self.text.append(int((known - row).abs().sum(-1).argmin()))
         name = f"layer:{self.config.start}"
-        with recording(self.target.model, (name,)) as found, torch.no_grad():
+        with recording(self.target.model, (name,)) as inputs, torch.no_grad():
             self.target.model(input_ids=torch.tensor([self.text]), use_cache=False)
-        return found[name][0, -len(embeddings) :]
+        return inputs[name][0, -len(embeddings) :]
 
     def read_out(self, states: Tensor) -> Tensor:
         return states
@@ -155,8 +155,8 @@ def test_the_distribution_is_the_one_that_was_drawn_from(
             with torch.no_grad():
                 states = recipe.rollout(batch, torch.tensor([[root]]))[-1][1]
                 logits = recipe.draft_logits(states[0])
-            wanted = context.sampler.distribution(logits[0], text)
-            assert torch.allclose(tree.q[tree.q_rows[node]], wanted.to(tree.q), atol=1e-5)
+            expected = context.sampler.distribution(logits[0], text)
+            assert torch.allclose(tree.q[tree.q_rows[node]], expected.to(tree.q), atol=1e-5)
         target.release(context.sequence)
 
 
@@ -177,9 +177,11 @@ def test_the_verification_rewrites_what_was_drafted() -> None:
             target.release(fresh)
             if kept is None or read is None:
                 continue
-            for mine, theirs in zip(kept.layers, read.layers, strict=True):
-                assert mine is not None and theirs is not None
-                assert torch.allclose(mine[0], theirs[0], atol=1e-9) and torch.allclose(mine[1], theirs[1], atol=1e-9)
+            for cached, reread in zip(kept.layers, read.layers, strict=True):
+                assert cached is not None and reread is not None
+                assert torch.allclose(cached[0], reread[0], atol=1e-9) and torch.allclose(
+                    cached[1], reread[1], atol=1e-9
+                )
             rounds += 1
     assert rounds > 10
 
@@ -274,19 +276,19 @@ def test_options_and_targets() -> None:
 
 def test_folders(tmp_path: Path) -> None:
     target = model()
-    net, mine = net_for(target, inner=3), TargetParts(target).fingerprint()
+    net, fingerprint = net_for(target, inner=3), TargetParts(target).fingerprint()
     config = asdict(net.config)
-    save_drafter(tmp_path / "good", "jump", config, net, mine)
+    save_drafter(tmp_path / "good", "jump", config, net, fingerprint)
     loaded: Any = build_drafter(f"jump:{tmp_path / 'good'},k=3", target, target_source=target)
     assert (loaded.plan, loaded.taps, loaded.max_depth) == (LayerPlan(2, 3), ("layer:3",), 3)
     for name, value in net.state_dict().items():
         assert torch.equal(loaded.net.state_dict()[name], value.bfloat16().float())
-    save_drafter(tmp_path / "deep", "jump", {**config, "start": 5, "stop": 6, "state": 6}, net, mine)
-    save_drafter(tmp_path / "order", "jump", {**config, "state": 1}, net, mine)
-    save_drafter(tmp_path / "other", "jump", config, net, replace(mine, weights="0"))
-    save_drafter(tmp_path / "narrow", "jump", {**config, "hidden_size": 8}, net, mine)
-    save_drafter(tmp_path / "parts", "jump", config, net_for(target), mine)
-    save_drafter(tmp_path / "mtp", "mtp", config, net, mine)
+    save_drafter(tmp_path / "deep", "jump", {**config, "start": 5, "stop": 6, "state": 6}, net, fingerprint)
+    save_drafter(tmp_path / "order", "jump", {**config, "state": 1}, net, fingerprint)
+    save_drafter(tmp_path / "other", "jump", config, net, replace(fingerprint, weights="0"))
+    save_drafter(tmp_path / "narrow", "jump", {**config, "hidden_size": 8}, net, fingerprint)
+    save_drafter(tmp_path / "parts", "jump", config, net_for(target), fingerprint)
+    save_drafter(tmp_path / "mtp", "mtp", config, net, fingerprint)
     for folder, words in (
         ("none", "not a folder"),
         ("deep", "behind layer 6, and the target has 5"),

@@ -242,8 +242,8 @@ def test_the_adapter_has_read_the_true_state_of_every_token(options: dict[str, A
             assert len(sequence.tokens) + len(unread) == len(text)
             states = exit_states(target, text)
             if len(unread):
-                (found,) = unread.first(len(unread)).values()
-                assert torch.allclose(found.float(), states[len(sequence.tokens) :], atol=1e-5)
+                (rows,) = unread.first(len(unread)).values()
+                assert torch.allclose(rows.float(), states[len(sequence.tokens) :], atol=1e-5)
             check_cache(drafter.adapter, sequence, states[: len(sequence.tokens)])
             checked += len(sequence.tokens)
     assert checked > 200
@@ -255,10 +255,10 @@ def check_cache(adapter: FeatureModel, sequence: Any, states: Tensor) -> None:
     count = len(states)
     if not count:
         return
-    found = [store[0][sequence.row, :, :count].clone() for store in (adapter.cache.keys, adapter.cache.values)]  # type: ignore[index]
+    cached = [store[0][sequence.row, :, :count].clone() for store in (adapter.cache.keys, adapter.cache.values)]  # type: ignore[index]
     net = adapter.model
     _, keys, values = net.attention.heads_of(net.input_layernorm(states[None]), torch.arange(count)[None])
-    assert torch.allclose(found[0], keys[0], atol=1e-4) and torch.allclose(found[1], values[0], atol=1e-4)
+    assert torch.allclose(cached[0], keys[0], atol=1e-4) and torch.allclose(cached[1], values[0], atol=1e-4)
 
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,16 +320,16 @@ def test_layers_run_in_a_round(lean: bool, options: dict[str, Any], controller: 
         before = layer_runs(drafter.adapter)
         trees = propose(contexts, budgets)
         levels = max(trees[0].depths)
-        found.append(levels)
+        counts.append(levels)
         assert layer_runs(drafter.adapter) - before == levels + unread
         return trees
 
     drafter.propose_batch = watched  # type: ignore[method-assign]
     while speculative.busy:
-        found: list[int] = []
+        counts: list[int] = []
         layers, drafts = layer_runs(target), run.stats.num_draft_tokens
         speculative.step()
-        levels = found[0] if found else 0
+        levels = counts[0] if counts else 0
         assert (run.stats.num_draft_tokens > drafts) == (levels > 0)
         assert layer_runs(target) - layers == EXIT * levels + EXIT + (LAYERS - EXIT)
         levels_seen.add(levels)
@@ -458,8 +458,8 @@ def test_a_new_adapter_is_an_early_exit(name: str) -> None:
     recipe = KangarooRecipe(target, parts, {})
     states = exit_states(target, PROMPTS[2], recipe.config.layer)
     with torch.no_grad():
-        mine = recipe.net.head_state(recipe.net(None, states[None], torch.arange(len(states))[None])[0])
-        same = torch.allclose(mine, parts.normed(states), atol=1e-4)
+        normed = recipe.net.head_state(recipe.net(None, states[None], torch.arange(len(states))[None])[0])
+        same = torch.allclose(normed, parts.normed(states), atol=1e-4)
     assert same == (name != "gpt_neox")
 
 
@@ -502,15 +502,15 @@ def test_bad_options() -> None:
 
 def test_folders(tmp_path: Path) -> None:
     target = model()
-    config, net, mine = asdict(config_for(target)), net_for(target), TargetParts(target).fingerprint()
-    save_drafter(tmp_path / "good", "kangaroo", config, net, mine)
+    config, net, fingerprint = asdict(config_for(target)), net_for(target), TargetParts(target).fingerprint()
+    save_drafter(tmp_path / "good", "kangaroo", config, net, fingerprint)
     loaded: Any = build_drafter(f"kangaroo:{tmp_path / 'good'},k=3,eta=0.5", target, target_source=target)
     assert (loaded.layer, loaded.taps, loaded.max_depth, loaded.eta) == (2, ("layer:2",), 3, 0.5)
     for name, value in net.state_dict().items():
         assert torch.equal(loaded.adapter.model.state_dict()[name], value.bfloat16().float())
-    save_drafter(tmp_path / "deep", "kangaroo", {**config, "layer": 7}, net, mine)
-    save_drafter(tmp_path / "other", "kangaroo", config, net, replace(mine, weights="0"))
-    save_drafter(tmp_path / "mtp", "mtp", config, net, mine)
+    save_drafter(tmp_path / "deep", "kangaroo", {**config, "layer": 7}, net, fingerprint)
+    save_drafter(tmp_path / "other", "kangaroo", config, net, replace(fingerprint, weights="0"))
+    save_drafter(tmp_path / "mtp", "mtp", config, net, fingerprint)
     for folder, words in (
         ("none", "not a folder"),
         ("deep", "exit layer from 1 to 4, not 7"),

@@ -60,11 +60,11 @@ def finish(serving: Any, request: Request) -> Running:
 
 def test_forced_tokens_are_drafted_even_where_the_controller_decodes_plainly() -> None:
     target, _ = tables()
-    wanted = finish(engine(target), Request(PROMPT, max_new_tokens=8)).output
-    forcing = Forcing(wanted)
+    expected = finish(engine(target), Request(PROMPT, max_new_tokens=8)).output
+    forcing = Forcing(expected)
     serving = engine(target, KnownDrafter(k=3), controller=Reluctant())
     run = finish(serving, Request(PROMPT, max_new_tokens=8, constraint=forcing))
-    assert run.output == wanted
+    assert run.output == expected
     assert forcing.asked
     assert run.stats.num_accepted_tokens == run.stats.num_draft_tokens >= 5
     assert run.stats.num_drafts == 2  # three drafts and one token of the target's own, twice

@@ -92,30 +92,30 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     parts, net = parts_of_target(), heads()
     config = dataclasses.asdict(MedusaConfig(parts.hidden_size, parts.vocab_size, 3))
     save_drafter(tmp_path, "medusa", config, net, parts.fingerprint(), {"accuracies": [[0.5, 0.1]] * 3})
-    found = read_description(tmp_path, "medusa", parts.fingerprint())
-    other = MedusaHeads(MedusaConfig(**found["config"]))
+    description = read_description(tmp_path, "medusa", parts.fingerprint())
+    other = MedusaHeads(MedusaConfig(**description["config"]))
     load_weights(tmp_path, other)
     for name, value in net.state_dict().items():
         assert torch.equal(other.state_dict()[name], value.bfloat16().float())
-    assert not list(tmp_path.glob(".tmp*")) and found["measured"]["accuracies"][0] == [0.5, 0.1]
+    assert not list(tmp_path.glob(".tmp*")) and description["measured"]["accuracies"][0] == [0.5, 0.1]
 
 
 def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
     parts, net = parts_of_target(), heads()
-    mine = parts.fingerprint()
+    fingerprint = parts.fingerprint()
     config = dataclasses.asdict(MedusaConfig(parts.hidden_size, parts.vocab_size, 3))
     with pytest.raises(ValueError, match="no trained drafter"):
-        read_description(tmp_path, "medusa", mine)
-    save_drafter(tmp_path, "medusa", config, net, mine)
+        read_description(tmp_path, "medusa", fingerprint)
+    save_drafter(tmp_path, "medusa", config, net, fingerprint)
     with pytest.raises(ValueError, match="trained as 'medusa'"):
-        read_description(tmp_path, "hydra", mine)
+        read_description(tmp_path, "hydra", fingerprint)
     for change, words in (
         ({"hidden_size": 9}, "hidden_size"),
         ({"vocab_size": 9}, "vocab_size"),
         ({"weights": "0"}, "weights"),
     ):
         with pytest.raises(ValueError, match=f"another target: .*{words}"):
-            read_description(tmp_path, "medusa", dataclasses.replace(mine, **change))
+            read_description(tmp_path, "medusa", dataclasses.replace(fingerprint, **change))
     tensors = load_file(tmp_path / "model.safetensors")
     name = min(tensors)
     save_file({k: v for k, v in tensors.items() if k != name}, tmp_path / "model.safetensors")
@@ -129,7 +129,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
         load_weights(tmp_path, net)
     (tmp_path / "drafter.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(ValueError, match="damaged"):
-        read_description(tmp_path, "medusa", mine)
+        read_description(tmp_path, "medusa", fingerprint)
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,29 +198,29 @@ def test_greedy_drafts_are_the_likeliest_tokens() -> None:
 def counted(tree: str, draw: str, distribution: Sequence[float], count: int) -> Counter[tuple[int, ...]]:
     _, draft = fixed_tables(distribution, distribution)
     drafter = ModelDrafter(draft, tree=tree, draw=draw)
-    found: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(count):
-        found[tuple(propose(drafter, seed=seed)[1].tokens[1:])] += 1
-    return found
+        counts[tuple(propose(drafter, seed=seed)[1].tokens[1:])] += 1
+    return counts
 
 
 def test_siblings_without_replacement_come_in_sampling_order() -> None:
     """P(a then b) = q(a) q(b) / (1 - q(a)); false alarm 1e-4."""
     distribution = [0.5, 0.3, 0.15, 0.05]
-    found = counted("2", "without_replacement", distribution, 1500)
+    counts = counted("2", "without_replacement", distribution, 1500)
     expected = {(a, b): distribution[a] * distribution[b] / (1 - distribution[a]) for a, b in permutations(range(4), 2)}
-    assert set(found) <= set(expected)
+    assert set(counts) <= set(expected)
     keys = sorted(expected)
-    assert chisquare([found[k] for k in keys], [1500 * expected[k] for k in keys]).pvalue > 1e-4
-    assert found[(1, 0)] > 100  # not sorted by probability
+    assert chisquare([counts[k] for k in keys], [1500 * expected[k] for k in keys]).pvalue > 1e-4
+    assert counts[(1, 0)] > 100  # not sorted by probability
 
 
 def test_independent_siblings_repeat() -> None:
     distribution = [0.5, 0.3, 0.2]
-    found = counted("2", "iid", distribution, 1500)
+    counts = counted("2", "iid", distribution, 1500)
     keys = [(a, b) for a in range(3) for b in range(3)]
     assert (
-        chisquare([found[k] for k in keys], [1500 * distribution[a] * distribution[b] for a, b in keys]).pvalue > 1e-4
+        chisquare([counts[k] for k in keys], [1500 * distribution[a] * distribution[b] for a, b in keys]).pvalue > 1e-4
     )
 
 
@@ -429,12 +429,12 @@ def test_every_token_of_a_large_vocabulary_can_be_drawn(size: int) -> None:
     """By a uniform from the middle of its share: in float32 a sixth of them had none."""
     q = torch.softmax(3 * torch.randn(size, generator=torch.Generator().manual_seed(0)), -1)
     cdf = q.double().cumsum(0)
-    wanted = list(range(0, size, 53))
-    uniforms = [float((cdf[token] - q[token].double() / 2) / cdf[-1]) for token in wanted]
+    tokens = list(range(0, size, 53))
+    uniforms = [float((cdf[token] - q[token].double() / 2) / cdf[-1]) for token in tokens]
     contexts = [Context(0, [0], 1, Sampler(T1, 1), Uniforms([uniform])) for uniform in uniforms]
-    assert drawn_at(q, uniforms) == wanted
-    assert draw_each(q.expand(len(wanted[:40]), -1), contexts[:40]) == wanted[:40]
-    assert [draw_without_replacement(q, 1, context)[0] for context in contexts[-40:]] == wanted[-40:]
+    assert drawn_at(q, uniforms) == tokens
+    assert draw_each(q.expand(len(tokens[:40]), -1), contexts[:40]) == tokens[:40]
+    assert [draw_without_replacement(q, 1, context)[0] for context in contexts[-40:]] == tokens[-40:]
 
 
 def test_a_batch_drafts_what_its_requests_draft_alone() -> None:

@@ -34,9 +34,9 @@ def watched(drafter: ModelDrafter) -> list[TokenTree]:
     propose = drafter.propose_batch
 
     def spied(contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        found = propose(contexts, budgets)
-        trees.extend(found)
-        return found
+        proposals = propose(contexts, budgets)
+        trees.extend(proposals)
+        return proposals
 
     drafter.propose_batch = spied  # type: ignore[method-assign]
     return trees
@@ -47,8 +47,8 @@ def watched(drafter: ModelDrafter) -> list[TokenTree]:
 def test_greedy_and_seeded_requests_get_a_tree_and_their_own_text(tree: str, request_of: Request) -> None:
     target, draft = llamas()
     trees = watched(drafter := ModelDrafter(draft, 4, tree, target=target))
-    given = outputs(engine(target, drafter), [request_of] * 3)
-    assert given == outputs(engine(target), [request_of] * 3)
+    texts = outputs(engine(target, drafter), [request_of] * 3)
+    assert texts == outputs(engine(target), [request_of] * 3)
     assert any(not tree.is_chain for tree in trees) and max(max(tree.depths) for tree in trees) > 2
     assert all(tree.kind is Kind.POINT and tree.num_drafts <= 60 for tree in trees)
 
@@ -86,8 +86,8 @@ def test_where_rows_cost_something_fewer_are_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dynamic, "quick_costs", lambda target: TargetCost({1: 1.0, 64: 40.0}))
     target, draft = llamas()
     trees = watched(drafter := ModelDrafter(draft, 4, "eagle2", target=target))
-    given = outputs(engine(target, drafter), [Request(PROMPT, GREEDY, 24)])
-    assert given == outputs(engine(target), [Request(PROMPT, GREEDY, 24)])
+    texts = outputs(engine(target, drafter), [Request(PROMPT, GREEDY, 24)])
+    assert texts == outputs(engine(target), [Request(PROMPT, GREEDY, 24)])
     assert max(tree.num_drafts for tree in trees) < 20
 
 

@@ -47,18 +47,18 @@ def prompts() -> list[list[int]]:
 
 
 def drafter_of(spec: str, native: bool = True) -> Drafter:
-    found: Any = build_drafter(spec, target())
-    told = found.describe()[0]
-    assert told["forward"] == "native" and told["native_off"] == "", told
+    drafter: Any = build_drafter(spec, target())
+    report = drafter.describe()[0]
+    assert report["forward"] == "native" and report["native_off"] == "", report
     if native:
-        return found  # type: ignore[no-any-return]
-    if isinstance(found, FeatureDrafter | BlockDrafter):
-        found.model.native = None
-    elif isinstance(found, HeadsDrafter):
-        found._native = []
-        if getattr(found, "reader", None) is not None:
-            found.reader.model.native = None  # type: ignore[attr-defined]
-    return found  # type: ignore[no-any-return]
+        return drafter  # type: ignore[no-any-return]
+    if isinstance(drafter, FeatureDrafter | BlockDrafter):
+        drafter.model.native = None
+    elif isinstance(drafter, HeadsDrafter):
+        drafter._native = []
+        if getattr(drafter, "reader", None) is not None:
+            drafter.reader.model.native = None  # type: ignore[attr-defined]
+    return drafter  # type: ignore[no-any-return]
 
 
 def requests(mode: str) -> list[Request]:
@@ -84,27 +84,27 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     return {tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(1, len(tree))}
 
 
-def shared_drafts(mine: Drafter, spec: str, requests: Sequence[Request]) -> list[float]:
+def shared_drafts(drafter: Drafter, spec: str, requests: Sequence[Request]) -> list[float]:
     """Per round the share of paths that the library and the network of a spec both draft behind the same text."""
-    theirs, shares = drafter_of(spec, native=False), list[float]()
+    reference, shares = drafter_of(spec, native=False), list[float]()
 
-    def both(one: Any, other: Any) -> Any:
-        return lambda *given: (one(*given), other(*given))[0]
+    def both(call: Any, twin_call: Any) -> Any:
+        return lambda *args: (call(*args), twin_call(*args))[0]
 
     for name in ("start", "observe", "finish"):
-        setattr(mine, name, both(getattr(mine, name), getattr(theirs, name)))
-    propose = mine.propose_batch
+        setattr(drafter, name, both(getattr(drafter, name), getattr(reference, name)))
+    propose = drafter.propose_batch
 
     def watched(contexts: Sequence[Any], budgets: Sequence[Any]) -> list[TokenTree]:
-        found = propose(contexts, budgets)
-        for tree, twin in zip(found, theirs.propose_batch(contexts, budgets), strict=True):
-            one, other = paths(tree), paths(twin)
-            if other:
-                shares.append(len(one & other) / len(one | other))
-        return found
+        trees = propose(contexts, budgets)
+        for tree, twin in zip(trees, reference.propose_batch(contexts, budgets), strict=True):
+            native_paths, plain_paths = paths(tree), paths(twin)
+            if plain_paths:
+                shares.append(len(native_paths & plain_paths) / len(native_paths | plain_paths))
+        return trees
 
-    mine.propose_batch = watched  # type: ignore[method-assign]
-    serve(engine(target(), mine), requests)
+    drafter.propose_batch = watched  # type: ignore[method-assign]
+    serve(engine(target(), drafter), requests)
     return shares
 
 
@@ -117,10 +117,10 @@ def test_drafts_are_those_of_the_network(spec: str) -> None:
 
 def test_a_wrong_input_is_seen() -> None:
     """The control of the test above: embeddings of other tokens."""
-    mine: Any = drafter_of("eagle3,nodes=8,depth=3")
-    embedding = mine.model.parts.embedding
-    mine.model.parts.embedding = lambda ids: embedding(ids + 1)
-    shares = shared_drafts(mine, "eagle3,nodes=8,depth=3", requests("greedy"))
+    drafter: Any = drafter_of("eagle3,nodes=8,depth=3")
+    embedding = drafter.model.parts.embedding
+    drafter.model.parts.embedding = lambda ids: embedding(ids + 1)
+    shares = shared_drafts(drafter, "eagle3,nodes=8,depth=3", requests("greedy"))
     assert sum(shares) < SHARED * len(shares)
 
 

@@ -32,8 +32,8 @@ TREES = {"glm4_moe": "float64", "deepseek_v3": "float32"}  # Transformers' produ
 
 def states_of(network: Any, tokens: list[int]) -> Tensor:
     with torch.no_grad():
-        found: Tensor = network.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
-    return found
+        states: Tensor = network.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+    return states
 
 
 # -- the network -----------------------------------------------------------------------------------------------------
@@ -44,17 +44,17 @@ def test_what_was_published_is_what_is_loaded(family: str, tmp_path: Path) -> No
     """Every family's module comes back bit for bit, experts stacked again, and computes the same."""
     _, (module,) = save_family(tmp_path, family)
     target = load_model(tmp_path, dtype="float32")
-    (found,) = read_head(TargetParts(target).network)
-    loaded = native_module(TargetParts(target).network, found)
+    (head,) = read_head(TargetParts(target).network)
+    loaded = native_module(TargetParts(target).network, head)
     assert loaded.state_dict().keys() == module.state_dict().keys()
     for name, tensor in module.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert not any(tensor.is_meta for tensor in [*loaded.parameters(), *loaded.buffers()])
-    one, other = torch.randn(2, 5, SIZE), torch.randn(2, 5, SIZE)
+    embeddings, states = torch.randn(2, 5, SIZE), torch.randn(2, 5, SIZE)
     with torch.no_grad():
         places = torch.arange(5).expand(2, 5)
         # Weights at other addresses are summed in another order.
-        assert torch.allclose(loaded(one, other, places), module(one, other, places), atol=1e-5)
+        assert torch.allclose(loaded(embeddings, states, places), module(embeddings, states, places), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "glm4_moe"])
@@ -65,8 +65,8 @@ def test_the_norms_are_the_targets_own_class(family: str, tmp_path: Path) -> Non
     module.norm.weight.data.fill_(0.5)
     x = torch.randn(4, SIZE)
     scale = 1.5 if family.startswith("qwen") else 0.5  # Qwen's are centred at zero
-    wanted = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + network.config.rms_norm_eps) * scale
-    assert torch.allclose(module.norm(x), wanted, atol=1e-6)
+    expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + network.config.rms_norm_eps) * scale
+    assert torch.allclose(module.norm(x), expected, atol=1e-6)
 
 
 def test_the_layer_is_like_the_last_full_attention_layer(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_an_oracle_reproduces_the_targets_head(feed: str, tmp_path: Path) -> Non
         h = states_of(network, PROMPT)
         output = module(torch.randn(1, 8, SIZE), h[None], torch.arange(8)[None])[0]
         got = network.lm_head(module.head_state(output))
-        wanted = network.lm_head(network.model.norm(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)))
-    assert torch.allclose(got, wanted, atol=1e-4)
+        expected = network.lm_head(network.model.norm(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)))
+    assert torch.allclose(got, expected, atol=1e-4)
 
 
 def by_hand(module: NativeModule, network: Any, embeddings: Tensor, states: Tensor, places: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ def by_hand(module: NativeModule, network: Any, embeddings: Tensor, states: Tens
     rotary = network.model.rotary_emb(x[None], places[None])
     mask = torch.full((1, 1, n, n), -torch.inf).triu(1)
     out = module.layer(x[None], position_embeddings=rotary, attention_mask=mask, position_ids=places[None])
-    found: Tensor = module.norm(out[0] if isinstance(out, tuple) else out)[0]
-    return found
+    hidden: Tensor = module.norm(out[0] if isinstance(out, tuple) else out)[0]
+    return hidden
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_5_text"])
@@ -113,20 +113,22 @@ def test_the_first_draft_equals_a_computation_by_hand(family: str, tmp_path: Pat
     model = FeatureModel(native_module(parts.network, read_head(parts.network)[0]), parts, load_model(tmp_path))
     tokens = [*PROMPT[1:], 7]
     with torch.no_grad():
-        wanted = by_hand(module, network, network.get_input_embeddings()(torch.tensor(tokens)), states, torch.arange(8))
+        expected = by_hand(
+            module, network, network.get_input_embeddings()(torch.tensor(tokens)), states, torch.arange(8)
+        )
     sequence = model.open()
     first = model.forward([Feed(sequence, tokens[:5], states=states[:5])])[0]
     model.commit(sequence, range(5))
     rest = model.forward([Feed(sequence, tokens[5:], states=states[5:])])[0]
     got = torch.cat([first.taps["state"], rest.taps["state"]])
-    assert torch.allclose(got, wanted, atol=1e-4)
-    logits = network.lm_head(wanted[-1])
+    assert torch.allclose(got, expected, atol=1e-4)
+    logits = network.lm_head(expected[-1])
     assert float((rest.logits[-1] - logits).detach().abs().max()) < 0.05 * float(logits.detach().std())
     # Planted: the state of the place before gives another answer.
     with torch.no_grad():
         late = by_hand(module, network, network.get_input_embeddings()(torch.tensor(tokens)), states.roll(1, 0),
                        torch.arange(8))  # fmt: skip
-    assert float((late[-1] - wanted[-1]).abs().max()) > 0.1
+    assert float((late[-1] - expected[-1]).abs().max()) > 0.1
 
 
 # -- what it drafts --------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ def test_several_modules_draft_one_token_each(family: str, tmp_path: Path) -> No
     """
     network, modules = save_family(tmp_path, family, count=3)
     parts = TargetParts(load_model(tmp_path, dtype="float32"))
-    loaded = [native_module(parts.network, found) for found in read_head(parts.network)]
+    loaded = [native_module(parts.network, head) for head in read_head(parts.network)]
     model = StackedModel(StackedModules(loaded), parts, load_model(tmp_path))
     states = states_of(network, PROMPT)
     tokens = [*PROMPT[1:], 7]
@@ -219,15 +221,15 @@ def test_several_modules_draft_one_token_each(family: str, tmp_path: Path) -> No
         row = model.forward([Feed(sequence, [draft], states=row.taps["state"][-1:])])[0]
         got.append(row.logits[-1])
     for step, logits in enumerate(got):
-        wanted = network.lm_head(whole_passes(modules, network, states, [*tokens, 11, 12, 13], step)).detach()
-        assert float((logits - wanted).abs().max()) < 0.05 * float(wanted.std()), step
+        expected = network.lm_head(whole_passes(modules, network, states, [*tokens, 11, 12, 13], step)).detach()
+        assert float((logits - expected).abs().max()) < 0.05 * float(expected.std()), step
 
 
 def test_a_tree_of_several_modules_equals_whole_passes_along_its_paths(tmp_path: Path) -> None:
     """Level k of a tree is the k-th module's, on the states of each node's own path; siblings do not see each other."""
     network, modules = save_family(tmp_path, "glm4_moe", count=3)
     parts = TargetParts(load_model(tmp_path, dtype="float32"))
-    loaded = [native_module(parts.network, found) for found in read_head(parts.network)]
+    loaded = [native_module(parts.network, head) for head in read_head(parts.network)]
     model = StackedModel(StackedModules(loaded), parts, load_model(tmp_path))
     states, tokens = states_of(network, PROMPT), [*PROMPT[1:], 7]
     sequence = model.open()
@@ -243,8 +245,8 @@ def test_a_tree_of_several_modules_equals_whole_passes_along_its_paths(tmp_path:
         for (token, parent), logits, state in zip(level, row.logits, row.taps["state"], strict=True):
             paths.append([*paths[parent + 1], token])
             outputs.append(state)
-            wanted = network.lm_head(whole_passes(modules, network, states, [*tokens, *paths[-1]], step)).detach()
-            assert float((logits - wanted).abs().max()) < 0.05 * float(wanted.std()), paths[-1]
+            expected = network.lm_head(whole_passes(modules, network, states, [*tokens, *paths[-1]], step)).detach()
+            assert float((logits - expected).abs().max()) < 0.05 * float(expected.std()), paths[-1]
     with pytest.raises(ValueError, match=r"level by level, not the steps \[1, 4\] at once"):
         model.forward([Feed(sequence, [1, 2], [-1, 6], states=torch.stack(outputs[:2]))])
 
@@ -278,6 +280,6 @@ def test_several_modules_keep_the_text(tmp_path: Path) -> None:
     assert isinstance(llm.drafter.model, StackedModel)  # type: ignore[union-attr]
     assert [o.token_ids for o in llm.generate(prompts, max_new_tokens=20)] == [o.token_ids for o in plain]
     wide = ft.load(tmp_path, "mtp,width=2,nodes=6,depth=3", controller="constant", dtype="float64")
-    found = wide.generate(prompts, max_new_tokens=20)
-    assert [o.token_ids for o in found] == [o.token_ids for o in plain]
-    assert all(o.stats.num_draft_tokens > 3 * o.stats.num_drafts for o in found)
+    outputs = wide.generate(prompts, max_new_tokens=20)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert all(o.stats.num_draft_tokens > 3 * o.stats.num_drafts for o in outputs)

@@ -42,14 +42,14 @@ def test_experts_are_stacked_in_the_order_of_the_class() -> None:
     parts = {f"layer.mlp.experts.{e}.{name}.weight": torch.full((2, 3), 10.0 * e + i)
              for e in range(3) for i, name in enumerate(("gate_proj", "up_proj"))}  # fmt: skip
     parts |= {f"layer.mlp.experts.{e}.down_proj.weight": torch.full((3, 2), float(e)) for e in range(3)}
-    found = fused({**parts, "norm.weight": torch.ones(3)})
-    assert sorted(found) == ["layer.mlp.experts.down_proj", "layer.mlp.experts.gate_up_proj", "norm.weight"]
-    assert found["layer.mlp.experts.gate_up_proj"][:, :, 0].tolist() == [
+    weights = fused({**parts, "norm.weight": torch.ones(3)})
+    assert sorted(weights) == ["layer.mlp.experts.down_proj", "layer.mlp.experts.gate_up_proj", "norm.weight"]
+    assert weights["layer.mlp.experts.gate_up_proj"][:, :, 0].tolist() == [
         [0, 0, 1, 1],
         [10, 10, 11, 11],
         [20, 20, 21, 21],
     ]
-    assert found["layer.mlp.experts.down_proj"][:, 0, 0].tolist() == [0, 1, 2]
+    assert weights["layer.mlp.experts.down_proj"][:, 0, 0].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("lost", ["layer.mlp.experts.1.up_proj.weight", "layer.mlp.experts.0.down_proj.weight"])

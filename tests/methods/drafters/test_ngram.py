@@ -79,10 +79,10 @@ def test_the_growing_index_equals_a_search(match: str, n: int, min_n: int) -> No
 
 def test_requests_have_indices_of_their_own() -> None:
     drafter = NgramDrafter()
-    one, other = context([1, 2, 3, 1]), context([1, 9, 9, 1])
-    assert drafter.propose(one, Budget()).tokens == (1, 2, 3, 1)
-    assert drafter.propose(other, Budget()).tokens == (1, 9, 9, 1)
-    assert drafter.propose(one, Budget()).tokens == (1, 2, 3, 1)
+    first, second = context([1, 2, 3, 1]), context([1, 9, 9, 1])
+    assert drafter.propose(first, Budget()).tokens == (1, 2, 3, 1)
+    assert drafter.propose(second, Budget()).tokens == (1, 9, 9, 1)
+    assert drafter.propose(first, Budget()).tokens == (1, 2, 3, 1)
 
 
 def test_repetition_is_drafted() -> None:
@@ -122,6 +122,6 @@ def test_an_index_that_was_not_asked_for_a_while_catches_up() -> None:
         token = rng.randrange(4)
         late.tokens.append(token)
         eager.tokens.append(token)
-        wanted = drafters[1].propose(eager, Budget(4, 4))
+        expected = drafters[1].propose(eager, Budget(4, 4))
         if round_ % 7 == 6:
-            assert drafters[0].propose(late, Budget(4, 4)) == wanted
+            assert drafters[0].propose(late, Budget(4, 4)) == expected

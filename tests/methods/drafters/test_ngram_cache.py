@@ -69,8 +69,8 @@ def test_counts_grow_with_the_text_as_if_made_at_once() -> None:
     }
     truth = Counter(tuple(text[i : i + 4]) for i in range(len(text) - 3))
     for gram, count in truth.items():
-        found = whole.followers(gram[:3])
-        assert found is not None and found.by_token()[gram[3]] == count == found.of(gram[3])
+        followers = whole.followers(gram[:3])
+        assert followers is not None and followers.by_token()[gram[3]] == count == followers.of(gram[3])
 
 
 def test_table_of_a_text_equals_counting_it() -> None:
@@ -102,16 +102,16 @@ def test_thresholds(followers: list[int], thresholds: Any, expected: int | None)
     cache = NgramCache(range(1, 2))
     for token in followers:
         cache.count([7, token])
-    found = best_follower(cache, [7], thresholds, None)
-    assert (None if found is None else found[0]) == expected
+    follower = best_follower(cache, [7], thresholds, None)
+    assert (None if follower is None else follower[0]) == expected
 
 
 def test_the_static_cache_weighs_candidates_and_ties_go_to_the_smaller_id() -> None:
     cache = NgramCache(range(2, 3))
     for token in (4, 3):
         cache.count([8, 9, token])
-    found = best_follower(cache, [8, 9], LAX, None)
-    assert found == (3, 0.5)
+    follower = best_follower(cache, [8, 9], LAX, None)
+    assert follower == (3, 0.5)
     static = NgramCache(range(2, 3))
     static.count([8, 9, 4])
     assert best_follower(cache, [8, 9], LAX, static.followers([8, 9])) == (4, 0.5)
@@ -164,11 +164,11 @@ def test_counts_of_two_generations_are_added_up() -> None:
             cache.remember(text)
     assert parted.old and parted.new
     for gram in ([1], [2], [1, 2], [3, 1, 2]):
-        one, other = whole.followers(gram), parted.followers(gram)
-        assert one is not None and other is not None
-        assert (one.total, one.by_token(), one.best()) == (other.total, other.by_token(), other.best())
-    one, other = whole.frozen(), parted.frozen()
-    assert all((a == b).all() for a, b in zip(vars(one).values(), vars(other).values(), strict=True))
+        first, second = whole.followers(gram), parted.followers(gram)
+        assert first is not None and second is not None
+        assert (first.total, first.by_token(), first.best()) == (second.total, second.by_token(), second.best())
+    first, second = whole.frozen(), parted.frozen()
+    assert all((a == b).all() for a, b in zip(vars(first).values(), vars(second).values(), strict=True))
 
 
 def test_budget_and_confidence() -> None:

@@ -16,11 +16,11 @@ from foretoken.methods.drafters.ngram import NgramDrafter
 def drafts(drafter: NgramDrafter, text: list[int], step: int) -> dict[int, list[int]]:
     """The draft at every ``step`` tokens of a text that grows."""
     context = Context(0, text[:1], 1, Sampler(SamplingParams(), 1), Rng(0))
-    found = {}
+    chains = {}
     for end in range(1, len(text) + 1, step):
         context.tokens[:] = text[:end]
-        found[end] = list(drafter.propose(context, Budget(max_depth=64)).tokens[1:])
-    return found
+        chains[end] = list(drafter.propose(context, Budget(max_depth=64)).tokens[1:])
+    return chains
 
 
 def plain(text: list[int], sizes: range, k: int, recent: bool) -> list[int]:
@@ -50,15 +50,15 @@ def test_against_a_plain_search(seed: int, n: int, min_n: int, match: str) -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_against_transformers(seed: int) -> None:
-    theirs = PromptLookupCandidateGenerator(max_matching_ngram_size=2, num_output_tokens=10, max_length=10_000)
-    text, found = random_text(seed), 0
+    reference = PromptLookupCandidateGenerator(max_matching_ngram_size=2, num_output_tokens=10, max_length=10_000)
+    text, count = random_text(seed), 0
     for end, draft in drafts(NgramDrafter(n=2, k=10, match="first"), text, step=3).items():
         if end > 1:
             ids = torch.tensor([text[:end]])
-            candidates = theirs.get_candidates(ids)[0][0, end:].tolist()
+            candidates = reference.get_candidates(ids)[0][0, end:].tolist()
             assert draft == candidates, end
-            found += len(candidates)
-    assert found > 20
+            count += len(candidates)
+    assert count > 20
 
 
 def vllm_rule(text: list[int], min_n: int, max_n: int, k: int) -> list[int]:

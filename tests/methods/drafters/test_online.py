@@ -57,8 +57,8 @@ def weights_of(model: LanguageModel) -> list[torch.Tensor]:
     return [weight.detach().clone() for weight in model.model.parameters()]
 
 
-def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def learner_of(drafter: OnlineDrafter) -> Learner:
@@ -122,11 +122,11 @@ def test_only_the_most_likely_tokens_are_stored() -> None:
     mistake, distribution = learner.mistake(3, logits), torch.softmax(logits.float(), -1)
     kept = distribution.topk(4)
     assert mistake.tokens.tolist() == kept.indices.tolist() and mistake.chances.dtype == torch.half
-    found = stored_distribution(mistake)
-    assert float(found.sum()) == pytest.approx(1.0)
-    torch.testing.assert_close(found[kept.indices], kept.values, atol=1e-3, rtol=0)
+    stored = stored_distribution(mistake)
+    assert float(stored.sum()) == pytest.approx(1.0)
+    torch.testing.assert_close(stored[kept.indices], kept.values, atol=1e-3, rtol=0)
     others = torch.ones(32, dtype=torch.bool).index_fill(0, kept.indices, False)
-    torch.testing.assert_close(found[others], (1 - kept.values.sum()).expand(28) / 28, atol=1e-3, rtol=0)
+    torch.testing.assert_close(stored[others], (1 - kept.values.sum()).expand(28) / 28, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(("window", "first"), [(100, 0), (3, 4)])
@@ -137,15 +137,15 @@ def test_the_student_is_asked_before_the_token(window: int, first: int) -> None:
     tokens = [5, 6, 7, 8, 5, 6, 7, 8, 1, 2, 3, 4]
     places = (8, 9, 11)
     lesson = Lesson(tokens, [learner.mistake(t, next_logits(target, tokens[:t])) for t in places])
-    found = learner.losses(lesson).detach()
+    losses = learner.losses(lesson).detach()
 
     def expected(shift: int) -> torch.Tensor:
         rows = [next_logits(draft, tokens[first : t + shift]).float() for t in places]
         distributions = [distribution_at(target, tokens[:t]).log() for t in places]
         return divergence("fkl", torch.stack(distributions), torch.stack(rows))
 
-    torch.testing.assert_close(found, expected(0), atol=5e-3, rtol=0)
-    assert (found - expected(1)).abs().max() > 0.1 and (found - expected(-1)).abs().max() > 0.1
+    torch.testing.assert_close(losses, expected(0), atol=5e-3, rtol=0)
+    assert (losses - expected(1)).abs().max() > 0.1 and (losses - expected(-1)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [(40, 32), (32, 40)])
@@ -320,11 +320,13 @@ def failing_behind_the_first(losses: Callable[[Lesson], torch.Tensor]) -> Callab
 
 def test_an_update_that_fails_half_way_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = llamas(torch.float32)
-    one, other = ([5, 6, 7], [9, 1, 2])
+    lost_text, kept_text = ([5, 6, 7], [9, 1, 2])
     changed = []
     for fails in (False, True):
         learner = Learner(draft, LearnConfig())
-        first, second = (Lesson(text, [learner.mistake(3, next_logits(target, text))]) for text in (one, other))
+        first, second = (
+            Lesson(text, [learner.mistake(3, next_logits(target, text))]) for text in (lost_text, kept_text)
+        )
         if fails:
             losses = learner.losses
             monkeypatch.setattr(learner, "losses", failing_behind_the_first(losses))
@@ -477,15 +479,15 @@ def test_serving_goes_on_while_it_learns(monkeypatch: pytest.MonkeyPatch) -> Non
     learner = learner_of(drafter)
     held, before = Held(learner, monkeypatch), weights_of(drafter.model)
     plain = [outputs(engine(target), [request])[0] for request in stream(4)]
-    busy, requests = engine(target, drafter), list(stream(4))
-    for request, wanted in zip(requests[:3], plain, strict=False):
-        assert outputs(busy, [request])[0] == wanted
+    serving, requests = engine(target, drafter), list(stream(4))
+    for request, expected in zip(requests[:3], plain, strict=False):
+        assert outputs(serving, [request])[0] == expected
         assert held.began.wait(60)
         assert same(weights_of(drafter.model), before) and drafter.report()["updates"] == 0
     held.free.set()
     concurrent.futures.wait([learner._coming] if learner._coming else [])
     assert same(weights_of(drafter.model), before), "it is taken between two rounds, not whenever it is done"
-    assert outputs(busy, [requests[3]])[0] == plain[3]
+    assert outputs(serving, [requests[3]])[0] == plain[3]
     assert drafter.report()["updates"] >= 1 and not same(weights_of(drafter.model), before)
     learner.take(wait=True)
     text = [5, 6, 7, 1, 2]
@@ -498,20 +500,20 @@ def test_serving_goes_on_while_it_learns(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_its_thread_uses_one_processor_and_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = llamas(torch.float32)
     drafter = OnlineDrafter(draft, k=3, target=target, every=1, budget=1.0)
-    learner, found = learner_of(drafter), dict[str, int]()
+    learner, threads = learner_of(drafter), dict[str, int]()
     backward = learner._backward
     monkeypatch.setattr(
-        learner, "_backward", lambda lessons: found.update(learning=torch.get_num_threads()) or backward(lessons)
+        learner, "_backward", lambda lessons: threads.update(learning=torch.get_num_threads()) or backward(lessons)
     )
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
         serve(engine(target, drafter), stream(1))
         learner.take(wait=True)
-        later = threading.Thread(target=lambda: found.update(later=torch.get_num_threads()))
+        later = threading.Thread(target=lambda: threads.update(later=torch.get_num_threads()))
         later.start()
         later.join()
-        assert found == {"learning": 1, "later": 3} and torch.get_num_threads() == 3
+        assert threads == {"learning": 1, "later": 3} and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 
@@ -544,9 +546,9 @@ def test_a_seed_fixes_the_output_whatever_was_learnt(draw: str) -> None:
     request = Request(PROMPTS[0], T1, 30, seed=7)
     learning = online(draft, k=3, draw=draw, target=target, every=1, lr=1e-2, budget=1.0)
     speculative = engine(target, learning)
-    found = {tuple(outputs(speculative, [request])[0]) for _ in range(6)}
+    texts = {tuple(outputs(speculative, [request])[0]) for _ in range(6)}
     assert learning.traits.shares_state and learning.report()["updates"] == 6
-    assert found == {tuple(outputs(engine(target), [request])[0])}
+    assert texts == {tuple(outputs(engine(target), [request])[0])}
 
 
 def test_switched_off_it_is_the_drafter_model() -> None:

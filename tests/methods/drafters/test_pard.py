@@ -27,10 +27,10 @@ MASK = 7
 
 
 def paths_of(tree: TokenTree) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
+    paths: list[tuple[int, ...]] = [()]
     for token, parent in list(zip(tree.tokens, tree.parents, strict=True))[1:]:
-        found.append((*found[parent], token))
-    return found[1:]
+        paths.append((*paths[parent], token))
+    return paths[1:]
 
 
 def started(drafter: PardDrafter | ModelDrafter, tokens: list[int], params: SamplingParams | None = None) -> Context:
@@ -42,18 +42,18 @@ def started(drafter: PardDrafter | ModelDrafter, tokens: list[int], params: Samp
 @torch.no_grad()
 def mask_logits(model: HuggingFaceModel, tokens: list[int], k: int, mask: int = MASK) -> Tensor:
     """[k, V'] by the network's own forward over the whole text and masks."""
-    found: Tensor = model.model(input_ids=torch.tensor([[*tokens, *[mask] * (k - 1)]])).logits[0, -k:]
-    return found
+    logits: Tensor = model.model(input_ids=torch.tensor([[*tokens, *[mask] * (k - 1)]])).logits[0, -k:]
+    return logits
 
 
 def test_one_place_is_what_the_draft_model_drafts() -> None:
     for params in (SamplingParams(), T1):
         _, draft = llamas()
-        one, other = PardDrafter(draft, k=1, mask=MASK, width=1), ModelDrafter(draft, k=1)
-        got, wanted = (d.propose(started(d, PROMPT, params), Budget(4, 8)) for d in (one, other))
-        assert got.tokens == wanted.tokens and got.kind is wanted.kind
-        if wanted.q is not None:
-            assert got.q is not None and torch.equal(got.q, wanted.q)
+        pard, plain = PardDrafter(draft, k=1, mask=MASK, width=1), ModelDrafter(draft, k=1)
+        got, expected = (d.propose(started(d, PROMPT, params), Budget(4, 8)) for d in (pard, plain))
+        assert got.tokens == expected.tokens and got.kind is expected.kind
+        if expected.q is not None:
+            assert got.q is not None and torch.equal(got.q, expected.q)
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 9])
@@ -82,8 +82,8 @@ def test_chains_are_drawn_from_what_they_carry() -> None:
         tree = drafter.propose(context, Budget(2, 2))
         assert tree.kind is Kind.IID and tree.q is not None and torch.allclose(tree.q.double(), rows, atol=1e-6)
         counts[tuple(tree.tokens[1:])] += 1
-    wanted = {p: prod(float(rows[i, token]) for i, token in enumerate(p)) for p in product(range(4), repeat=2)}
-    assert sum(abs(counts[path] / rounds - chance) for path, chance in wanted.items()) / 2 < 0.05
+    expected = {p: prod(float(rows[i, token]) for i, token in enumerate(p)) for p in product(range(4), repeat=2)}
+    assert sum(abs(counts[path] / rounds - chance) for path, chance in expected.items()) / 2 < 0.05
 
 
 def keys_of(model: HuggingFaceModel, sequence: Any) -> list[Tensor]:
@@ -106,8 +106,8 @@ def test_nothing_of_the_masks_stays(accepted: int) -> None:
     sequence, other = context.state[drafter], draft.open()
     assert sequence.tokens == context.tokens[: len(sequence.tokens)] and MASK not in sequence.tokens[len(PROMPT) :]
     draft.prefill(other, sequence.tokens)
-    for kept, wanted in zip(keys_of(draft, sequence), keys_of(draft, other), strict=True):
-        assert torch.allclose(kept, wanted, atol=1e-9)
+    for kept, expected in zip(keys_of(draft, sequence), keys_of(draft, other), strict=True):
+        assert torch.allclose(kept, expected, atol=1e-9)
 
 
 def test_a_text_that_holds_the_mask_may_keep_it() -> None:
@@ -121,8 +121,8 @@ def test_a_text_that_holds_the_mask_may_keep_it() -> None:
     sequence, other = context.state[drafter], draft.open()
     assert len(sequence.tokens) == len(PROMPT) + 2
     draft.prefill(other, sequence.tokens)
-    for kept, wanted in zip(keys_of(draft, sequence), keys_of(draft, other), strict=True):
-        assert torch.allclose(kept, wanted, atol=1e-9)
+    for kept, expected in zip(keys_of(draft, sequence), keys_of(draft, other), strict=True):
+        assert torch.allclose(kept, expected, atol=1e-9)
 
 
 def test_one_forward_a_draft() -> None:

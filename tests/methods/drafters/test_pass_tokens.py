@@ -46,14 +46,14 @@ def a_context(tokens: list[int], **params: Any) -> Context:
     return Context(0, tokens, len(tokens), Sampler(SamplingParams(**params), len(tokens)), Rng(0))
 
 
-def said(*tokens: int, sure: float = 5.0) -> Tensor:
+def logits_of(*tokens: int, sure: float = 5.0) -> Tensor:
     """[n, V] logits whose best tokens are these."""
     return torch.nn.functional.one_hot(torch.tensor(tokens), V).double() * sure
 
 
 def shown(drafter: PassTokensDrafter, context: Context, tree: TokenTree, path: tuple[int, ...], token: int) -> None:
     """A round after which node i's logits say token i."""
-    scores = Scores(said(*range(len(tree))), tree, list(context.tokens), context.sampler)
+    scores = Scores(logits_of(*range(len(tree))), tree, list(context.tokens), context.sampler)
     context.tokens += [*(tree.tokens[node] for node in path), token]
     drafter.observe(context, tree, scores, Verdict(path, token, next_is_bonus=False))
 
@@ -70,8 +70,8 @@ class OnAndOff(Controller):
 class Watched(PassTokensDrafter):
     """Notes, for every round, the text up to the last accepted token and what was said below it."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.notes: list[tuple[list[int], Tensor]] = []
         self.trees: list[TokenTree] = []
 
@@ -189,9 +189,9 @@ def test_draws_follow_the_distribution() -> None:
     state = context.state[drafter]
     counts = torch.zeros(V)
     for _ in range(4000):
-        state.logits = said(7, sure=4.0)
+        state.logits = logits_of(7, sure=4.0)
         counts[drafter.propose(context, Budget(5, 64)).tokens[1]] += 1
-    distribution = torch.softmax(said(7, sure=4.0)[0], -1)
+    distribution = torch.softmax(logits_of(7, sure=4.0)[0], -1)
     assert float((counts / 4000 - distribution).abs().max()) < 0.03
 
 
@@ -216,10 +216,10 @@ def test_drafting_says_what_training_sees(lean: bool) -> None:
         batch = Batch(torch.tensor([[*text, 0]]), {}, recipe.parts)
         columns = torch.tensor([[len(text) - 1, max(0, len(text) - 2)]])
         with torch.no_grad():
-            wanted = recipe.parts.logits(recipe.states(batch, columns))[0]
-        torch.testing.assert_close(logits, wanted[0, : len(logits)], rtol=0, atol=close)
+            expected = recipe.parts.logits(recipe.states(batch, columns))[0]
+        torch.testing.assert_close(logits, expected[0, : len(logits)], rtol=0, atol=close)
         if len(text) > 1:  # one place off is something else
-            assert not torch.allclose(logits, wanted[1, : len(logits)], atol=1e-2)
+            assert not torch.allclose(logits, expected[1, : len(logits)], atol=1e-2)
     target.model.requires_grad_(True)
 
 
@@ -234,7 +234,7 @@ def test_the_loss_is_the_cross_entropy_at_the_right_offsets() -> None:
     for labels in ("text", "target"):
         recipe = PassTokensRecipe(target, parts, {"k": "3", "labels": labels, "decay": "0.5"})
         recipe.net.double()
-        found = recipe.loss(Batch(tokens, taps, parts), torch.Generator().manual_seed(1))
+        loss = recipe.loss(Batch(tokens, taps, parts), torch.Generator().manual_seed(1))
         columns = torch.randint(12 - 3, (2, 4), generator=torch.Generator().manual_seed(1))
         total = 0.0
         for row in range(2):
@@ -245,7 +245,7 @@ def test_the_loss_is_the_cross_entropy_at_the_right_offsets() -> None:
                     distribution = distributions[row, column + i].exp()
                     part = -(distribution * log_q).sum() if labels == "target" else -log_q[tokens[row, column + i + 1]]
                     total += float(part) * 0.5 ** (i - 1) / (2 * 4) / 1.75
-        assert float(found.detach()) == pytest.approx(total, abs=1e-5)
+        assert float(loss.detach()) == pytest.approx(total, abs=1e-5)
     target.model.requires_grad_(True)
 
 
@@ -324,10 +324,10 @@ def test_in_an_ensemble_with_one_that_learns_from_trees(draw: str) -> None:
 
 def test_two_of_them_on_one_target() -> None:
     target = llamas()[0]
-    one, two = drafter_for(target, 2), PassTokensDrafter(net_for(target, 3, seed=5), target)
-    assert (one.first, two.first) == (V, V + 2)
+    first, second = drafter_for(target, 2), PassTokensDrafter(net_for(target, 3, seed=5), target)
+    assert (first.first, second.first) == (V, V + 2)
     plain = outputs(engine(llamas()[0]), [Request(p, max_new_tokens=30) for p in PROMPTS])
-    speculative = engine(target, EnsembleDrafter([one, two]))
+    speculative = engine(target, EnsembleDrafter([first, second]))
     assert outputs(speculative, [Request(p, max_new_tokens=30) for p in PROMPTS]) == plain
 
 

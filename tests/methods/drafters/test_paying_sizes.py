@@ -119,9 +119,11 @@ def test_nothing_is_drafted_behind_a_node_that_is_not_kept(
         if not pruned:
             expand = drafter._expand
             drafter._expand = lambda tree, *more, d=drafter, e=expand: unpruned(d, e, tree, *more)
-        found = trees[pruned] = []
+        shapes = trees[pruned] = []
         running = engine(builtin, drafter)
-        running.on_round = lambda runs, made, _, __, found=found: found.extend((t.tokens, t.parents) for t in made)
+        running.on_round = lambda runs, round_trees, _, __, shapes=shapes: shapes.extend(
+            (t.tokens, t.parents) for t in round_trees
+        )
         before = drafter.model.run_rows
         outputs(running, [Request(PROMPT, SamplingParams(), 24)])
         calls[pruned] = drafter.model.run_rows - before
@@ -169,11 +171,11 @@ def test_the_built_in_rows_are_not_fed_under_every_node(
 
 def test_costs_never_fall_and_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = llamas(torch.float32)[0]
-    found = quick_costs(target)
-    seconds = [found.seconds[count] for count in sorted(found.seconds)]
-    assert seconds == sorted(seconds) and min(found.seconds) == 1
+    costs = quick_costs(target)
+    seconds = [costs.seconds[count] for count in sorted(costs.seconds)]
+    assert seconds == sorted(seconds) and min(costs.seconds) == 1
     monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: pytest.fail("it is known"))
-    assert quick_costs(target) is found
+    assert quick_costs(target) is costs
     assert not any(sequence.tokens for sequence in target._sequences), "nothing is left behind"
 
 

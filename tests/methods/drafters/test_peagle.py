@@ -41,8 +41,8 @@ def fill(net: torch.nn.Module, scale: float = 0.3) -> Any:
 
 def random_net(target: HuggingFaceModel, **changes: Any) -> PeagleNet:
     shape = asdict(LayerConfig.of_target(target.config))
-    told = {"vocab_size": 32, "draft_vocab": len(CHOSEN), "layers": "0,1,2", "num_layers": 2, "mask_token": 7}
-    net: PeagleNet = fill(PeagleNet(PeagleConfig(**{**shape, **told, **changes})))
+    defaults = {"vocab_size": 32, "draft_vocab": len(CHOSEN), "layers": "0,1,2", "num_layers": 2, "mask_token": 7}
+    net: PeagleNet = fill(PeagleNet(PeagleConfig(**{**shape, **defaults, **changes})))
     net.choose(CHOSEN)
     return net
 
@@ -57,9 +57,9 @@ def new_drafter(target: HuggingFaceModel, net: PeagleNet | None = None, **option
 
 def taps_of(model: HuggingFaceModel, tokens: list[int], taps: Any) -> dict[str, Tensor]:
     sequence = model.open()
-    found = model.prefill(sequence, tokens, taps)
+    states = model.prefill(sequence, tokens, taps)
     model.release(sequence)
-    return found
+    return states
 
 
 def started(
@@ -83,8 +83,8 @@ def whole_pass(drafter: PeagleDrafter, model: HuggingFaceModel, tokens: list[int
     if net.embed_tokens is not None:
         embeddings = net.embed_tokens(ids)
     output = net(embeddings[None], features[None], torch.arange(n + k - 1)[None])[0, -k:]
-    found: Tensor = drafter.head(net.head_state(output))
-    return found
+    logits: Tensor = drafter.head(net.head_state(output))
+    return logits
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), T1], ids=["greedy", "sampled"])
@@ -94,12 +94,12 @@ def test_one_place_of_one_layer_is_eagle_3(params: SamplingParams) -> None:
     config = Eagle3Config(**{key: getattr(net.config, key) for key in Eagle3Config.__dataclass_fields__})
     plain = Eagle3Net(config)
     plain.load_state_dict({name: value for name, value in net.state_dict().items() if name != "mask_hidden"})
-    one = new_drafter(target, net, k=1, width=4)
+    drafter = new_drafter(target, net, k=1, width=4)
     other = Eagle3Drafter.of(plain.eval(), TargetParts(target), target, nodes=16, depth=1, width=4)
-    got, wanted = (d.propose(started(d, target, params), Budget(1, 4)) for d in (one, other))
-    assert got.tokens == wanted.tokens and len(got) > 1
-    if wanted.q is not None:
-        assert got.q is not None and torch.allclose(got.q, wanted.q, atol=1e-6)
+    got, expected = (d.propose(started(d, target, params), Budget(1, 4)) for d in (drafter, other))
+    assert got.tokens == expected.tokens and len(got) > 1
+    if expected.q is not None:
+        assert got.q is not None and torch.allclose(got.q, expected.q, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,11 @@ def test_cached_rounds_are_a_fresh_pass(changes: dict[str, Any]) -> None:
                 for tap, rows in taps_of(target, context.tokens[:-1], drafter.taps).items()
             }
             drafter.observe(context, None, None, None)  # type: ignore[arg-type]
-        wanted = torch.zeros(4, 32)
-        wanted[:, CHOSEN] = torch.softmax(whole_pass(drafter, target, context.tokens, 4), -1)
+        expected = torch.zeros(4, 32)
+        expected[:, CHOSEN] = torch.softmax(whole_pass(drafter, target, context.tokens, 4), -1)
         for _ in range(2):
             tree = drafter.propose(context, Budget(4, 4))
-            assert tree.q is not None and torch.allclose(tree.q.float(), wanted, atol=1e-4)
+            assert tree.q is not None and torch.allclose(tree.q.float(), expected, atol=1e-4)
         held = context.state[drafter]
         assert held.tokens == context.tokens[1:] and not held.scratch_tokens
 
@@ -148,30 +148,32 @@ def test_trees_hold_the_likeliest_prefixes(noise: bool) -> None:
 
 
 def _path(tree: Any, node: int) -> list[int]:
-    found: list[int] = []
+    path: list[int] = []
     while node:
-        found.append(tree.tokens[node])
+        path.append(tree.tokens[node])
         node = tree.parents[node]
-    return found[::-1]
+    return path[::-1]
 
 
 def test_chains_carry_what_they_were_drawn_from() -> None:
     target = target_model()
     drafter = new_drafter(target, k=3)
     context = started(drafter, target, T1)
-    wanted = torch.zeros(3, 32)
-    wanted[:, CHOSEN] = torch.softmax(whole_pass(drafter, target, PROMPT, 3), -1)
+    expected = torch.zeros(3, 32)
+    expected[:, CHOSEN] = torch.softmax(whole_pass(drafter, target, PROMPT, 3), -1)
     tree = drafter.propose(context, Budget(3, 3))
-    assert tree.q is not None and torch.allclose(tree.q.float(), wanted, atol=1e-4)
+    assert tree.q is not None and torch.allclose(tree.q.float(), expected, atol=1e-4)
     assert set(tree.tokens[1:]) <= set(CHOSEN.tolist())
 
 
 def toy_recipe(**settings: str) -> PeagleRecipe:
     target = target_model()
-    made = PeagleRecipe(target, TargetParts(target), {"num_layers": "2", "places": "4", "draft_vocab": "8", **settings})
-    fill(made.net)
-    made.net.eval()
-    return made
+    recipe = PeagleRecipe(
+        target, TargetParts(target), {"num_layers": "2", "places": "4", "draft_vocab": "8", **settings}
+    )
+    fill(recipe.net)
+    recipe.net.eval()
+    return recipe
 
 
 def toy_batch(recipe: PeagleRecipe, length: int = 12) -> Batch:
@@ -195,8 +197,8 @@ def test_a_row_of_training_is_a_row_of_drafting(settings: dict[str, str]) -> Non
         for anchor in range(11):
             count = min(3, 10 - anchor)
             tokens = [int(batch.tokens[text, anchor + 1]), *[recipe.config.mask_token] * count]
-            given = torch.cat([features[text, anchor : anchor + 1], model.mask_states(count)])
-            got = model.forward([Feed(sequence, tokens, states=given)])[0].taps["state"]
+            inputs = torch.cat([features[text, anchor : anchor + 1], model.mask_states(count)])
+            got = model.forward([Feed(sequence, tokens, states=inputs)])[0].taps["state"]
             model.commit(sequence, [0])
             for depth in range(1 + count):
                 (row,) = ((anchors == anchor) & (depths == depth)).nonzero()[:, 0].tolist()

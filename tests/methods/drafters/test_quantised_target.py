@@ -61,9 +61,9 @@ def test_heads_of_the_full_weights_draft_for_quantised_ones(folder: Path, old: b
     if old:
         older(folder)
     target = quantised()
-    with pytest.warns(QuantisedTargetWarning, match="not quantised in training and are int8 now") as told:
+    with pytest.warns(QuantisedTargetWarning, match="not quantised in training and are int8 now") as record:
         drafter = build_drafter(f"medusa:{folder}", target)
-    assert len(told) == 1 and "\n" not in str(told[0].message)
+    assert len(record) == 1 and "\n" not in str(record[0].message)
     assert isinstance(drafter, MedusaDrafter)
     request = [Request(PROMPT, SamplingParams(), 20)]
     assert outputs(engine(target, drafter), request) == outputs(engine(target), request)

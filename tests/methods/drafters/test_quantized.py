@@ -63,9 +63,9 @@ def model(name: str = "llama", dtype: torch.dtype = torch.float64, lean: bool = 
 
 @cache
 def builtin() -> HuggingFaceModel:
-    found = load_model("builtin", dtype="float32")
-    assert isinstance(found, HuggingFaceModel)
-    return found
+    loaded = load_model("builtin", dtype="float32")
+    assert isinstance(loaded, HuggingFaceModel)
+    return loaded
 
 
 @pytest.fixture(params=["int8, integers", "int8, bf16", "int4"])
@@ -119,13 +119,13 @@ def test_families(name: str) -> None:
 
 def test_both_forwards_draft_the_same(product: str) -> None:
     """By one product: the fastest is a matter of timing, and two of them round differently."""
-    found = []
+    logits = []
     for lean in (True, False):
         target = model("qwen2", lean=lean)
         view, sequence = OwnWeightsModel(target, Scheme(product)), target.open()
         target.prefill(sequence, prompt_of(7))
-        found.append(view.forward([Feed(sequence, [5, 6, 7], [-1, 0, 0])])[0].logits)
-    torch.testing.assert_close(*found, rtol=0, atol=0.02 * float(found[0].std()))
+        logits.append(view.forward([Feed(sequence, [5, 6, 7], [-1, 0, 0])])[0].logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=0.02 * float(logits[0].std()))
     assert target.forward([Feed(target.open(), [5])])[0].logits.shape == (1, 97)
 
 
@@ -179,12 +179,12 @@ def test_no_trace_of_the_draft_is_left(dtype: torch.dtype) -> None:
     network = new_model("llama", hidden_size=64).to(dtype)
     target = HuggingFaceModel(network, exact="bitwise")
     plain = HuggingFaceModel(network, exact="bitwise")
-    *_, (text, wanted) = rows_after_rounds(plain, None, 20)
+    *_, (text, expected) = rows_after_rounds(plain, None, 20)
     drafted = 0
-    for tokens, found in rows_after_rounds(target, QuantizedDrafter(target, "8", k=3), 5):
+    for tokens, rows in rows_after_rounds(target, QuantizedDrafter(target, "8", k=3), 5):
         assert tokens == text[: len(tokens)]
         drafted = max(drafted, len(tokens))
-        assert all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(rows, expected, strict=True))
     assert drafted > len(PROMPTS[0]) + 6  # drafts were accepted
 
 
@@ -192,7 +192,7 @@ def test_a_draft_that_stays_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPa
     """Without the restatement, what the quantised network wrote would be kept: the check above sees it."""
     network = new_model("llama", hidden_size=64)
     target = HuggingFaceModel(network, exact="bitwise")
-    *_, (_, wanted) = rows_after_rounds(HuggingFaceModel(network, exact="bitwise"), None, 12)
+    *_, (_, expected) = rows_after_rounds(HuggingFaceModel(network, exact="bitwise"), None, 12)
     run = Network.run_all
     whole = LayerPlan(weights=Scheme("8").name)
     QuantizedDrafter(target, "8")
@@ -201,8 +201,8 @@ def test_a_draft_that_stays_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPa
         return run(self, [replace(call, plan=whole) for call in calls])
 
     monkeypatch.setattr(Network, "run_all", quantised)
-    tokens, found = next(rows_after_rounds(target, ScriptedDrafter("1 2 0"), 1))
-    assert not all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(found, wanted, strict=True))
+    tokens, rows = next(rows_after_rounds(target, ScriptedDrafter("1 2 0"), 1))
+    assert not all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(rows, expected, strict=True))
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -228,8 +228,8 @@ def test_forwards_are_put_back_when_a_draft_breaks_off(monkeypatch: pytest.Monke
     def broken(self: Any, x: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
-    for made in available().values():
-        monkeypatch.setattr(made, "product", broken)
+    for kernel in available().values():
+        monkeypatch.setattr(kernel, "product", broken)
     speculative = engine(target, drafter)
     speculative.add(requests()[0])
     with pytest.raises(KeyboardInterrupt):
@@ -311,14 +311,14 @@ def test_the_set_holds_what_the_dequantised_weights_say(lean: bool) -> None:
     """Layer by layer against the readable twin; the vocabulary projection is int8 even with bits=4."""
     target = model("qwen2", torch.float32, lean=lean)
     weights = QuantisedWeights(target.forwards, Scheme("4"))
-    made = weights.all_products
-    assert len(made) == (3 * 4 + 1 if lean else 3 * 7 + 1)
-    assert [one.bits for one in made] == [4] * (len(made) - 1) + [8]
+    products = weights.all_products
+    assert len(products) == (3 * 4 + 1 if lean else 3 * 7 + 1)
+    assert [kernel.bits for kernel in products] == [4] * (len(products) - 1) + [8]
     twins = QuantisedWeights(target.forwards, Scheme("4"))
     x = torch.randn(3, 64)
-    for one, twin in zip(made, twins.all_products, strict=True):
-        if one.shape[1] == 64:
-            torch.testing.assert_close(one(x), twin(x), rtol=0, atol=0)
+    for kernel, twin in zip(products, twins.all_products, strict=True):
+        if kernel.shape[1] == 64:
+            torch.testing.assert_close(kernel(x), twin(x), rtol=0, atol=0)
     assert weights.nbytes < target.weight_bytes / 3
 
 
@@ -329,8 +329,8 @@ def test_drafts_take_activations_of_as_many_bits_as_they_are_told(activations: s
     drafter = build_drafter(f"quantized,bits=8,activations={activations}", target, target_source=target)
     products = drafter.model.weights.all_products
     assert products and {product.activations for product in products} == {int(activations)}
-    wanted = [Request([3, 5, 7], GREEDY, 12, ignore_eos=True)]
-    assert outputs(engine(target, drafter), wanted) == outputs(engine(target), wanted)
+    batch = [Request([3, 5, 7], GREEDY, 12, ignore_eos=True)]
+    assert outputs(engine(target, drafter), batch) == outputs(engine(target), batch)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

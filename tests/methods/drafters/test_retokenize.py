@@ -58,22 +58,22 @@ def test_equal_tokenizers_draft_the_greedy_chain(params: SamplingParams) -> None
     letters = Vocabulary([chr(97 + i).encode() for i in range(32)])
     both = [RetokenizeDrafter(draft, letters, letters, k=4), ModelDrafter(draft, k=4, draw="greedy")]
     requests = [Request(prompt, params, 30, seed=i) for i, prompt in enumerate([[3, 1, 4], [1], [5, 9, 2, 6]])]
-    mine, wanted = (serve(engine(target, drafter), requests) for drafter in both)
-    for one, other in zip(mine, wanted, strict=True):
-        assert one.output == other.output
-        assert one.origins == other.origins
-        assert one.stats.num_draft_tokens == other.stats.num_draft_tokens
+    runs, expected = (serve(engine(target, drafter), requests) for drafter in both)
+    for run, reference in zip(runs, expected, strict=True):
+        assert run.output == reference.output
+        assert run.origins == reference.origins
+        assert run.stats.num_draft_tokens == reference.stats.num_draft_tokens
 
 
 def test_the_builtin_draft_model() -> None:
     """Ordinary code is tokenized as the draft model writes it, so as much is accepted as without the way round."""
     prompt = "import os\n\n\ndef main():\n    for name in os.listdir(path):\n"
-    one, other = (
+    direct, translated = (
         ft.load("builtin", drafter=f"{name},k=3", controller="constant").generate(prompt, max_new_tokens=24)
         for name in ("model", "retokenize")
     )
-    assert one.token_ids == other.token_ids
-    assert one.stats.num_accepted_tokens == other.stats.num_accepted_tokens > 0
+    assert direct.token_ids == translated.token_ids
+    assert direct.stats.num_accepted_tokens == translated.stats.num_accepted_tokens > 0
 
 
 # -- both directions -------------------------------------------------------------------------------------------------
@@ -114,21 +114,21 @@ def test_no_border_no_draft() -> None:
 @pytest.mark.parametrize("other", ["zoo", "bytes"])
 def test_the_draft_models_text_is_the_targets(kind: str, other: str, lookbehind: int) -> None:
     """However the text arrives, whole characters of it are what the draft model reads."""
-    mine, theirs = vocabulary(kind), vocabulary(other)
-    drafter = RetokenizeDrafter(Writer(mine), mine, theirs, lookbehind=lookbehind)
-    ids = theirs.encode(TEXT)
+    draft_vocab, target_vocab = vocabulary(kind), vocabulary(other)
+    drafter = RetokenizeDrafter(Writer(draft_vocab), draft_vocab, target_vocab, lookbehind=lookbehind)
+    ids = target_vocab.encode(TEXT)
     context = started(drafter, ids[:1])
     at = 1
     while at < len(ids):
         step = 1 + at % 3
         context.tokens += ids[at : at + step]
         at += step
-        text = mine.bytes_of(own(drafter, context)).removeprefix(b"<s>")
-        wanted = theirs.bytes_of(context.tokens).decode(errors="ignore").encode()
+        text = draft_vocab.bytes_of(own(drafter, context)).removeprefix(b"<s>")
+        expected = target_vocab.bytes_of(context.tokens).decode(errors="ignore").encode()
         if kind != "words":  # which has not all the words that parts of a text make
-            assert text.removeprefix(b" ") == wanted
+            assert text.removeprefix(b" ") == expected
     if lookbehind == 10 and kind != "words":
-        assert own(drafter, context) == mine.encode_text(TEXT)
+        assert own(drafter, context) == draft_vocab.encode_text(TEXT)
 
 
 def test_repeated_text_is_counted_right() -> None:
@@ -146,10 +146,10 @@ def test_repeated_text_is_counted_right() -> None:
 def test_a_writer_of_the_same_text_is_followed(kind: str, k: int) -> None:
     """What a draft model that knows the text proposes is right, but for the words that a draft cuts short."""
     start = 12
-    theirs, mine = vocabulary("zoo"), vocabulary(kind)
-    ids = theirs.encode(TEXT)
-    drafter = RetokenizeDrafter(Writer(mine), mine, theirs, k=k)
-    (run,) = serve(engine(Writer(theirs), drafter), [Request(ids[:start], SamplingParams(), 55)])
+    target_vocab, draft_vocab = vocabulary("zoo"), vocabulary(kind)
+    ids = target_vocab.encode(TEXT)
+    drafter = RetokenizeDrafter(Writer(draft_vocab), draft_vocab, target_vocab, k=k)
+    (run,) = serve(engine(Writer(target_vocab), drafter), [Request(ids[:start], SamplingParams(), 55)])
     assert run.output == ids[start : start + 55]
     if kind != "words" or k == 6:  # words alone cannot go on from the middle of one
         assert run.stats.num_drafts <= {1: 43, 3: 29, 6: 18}[k]
@@ -194,26 +194,29 @@ def test_bytes_that_are_no_character_are_passed_over() -> None:
 
 
 def test_one_beginning_of_text_only() -> None:
-    mine, theirs = vocabulary("pieces"), vocabulary("zoo")
-    drafter = RetokenizeDrafter(Writer(mine), mine, theirs)
-    ids = theirs.encode(TEXT)
+    draft_vocab, target_vocab = vocabulary("pieces"), vocabulary("zoo")
+    drafter = RetokenizeDrafter(Writer(draft_vocab), draft_vocab, target_vocab)
+    ids = target_vocab.encode(TEXT)
     context = started(drafter, ids[:5])
     for token in ids[5:40]:
         context.tokens.append(token)
-        found = own(drafter, context)
-        assert found[0] == mine.roles["bos"] and found.count(mine.roles["bos"]) == 1
-    back = RetokenizeDrafter(Writer(theirs), theirs, mine)
-    assert own(back, started(back, mine.encode_text(TEXT))) == theirs.encode(" " + TEXT)
+        draft_ids = own(drafter, context)
+        assert draft_ids[0] == draft_vocab.roles["bos"] and draft_ids.count(draft_vocab.roles["bos"]) == 1
+    back = RetokenizeDrafter(Writer(target_vocab), target_vocab, draft_vocab)
+    assert own(back, started(back, draft_vocab.encode_text(TEXT))) == target_vocab.encode(" " + TEXT)
 
 
 def test_special_tokens_are_translated_by_role() -> None:
-    mine, theirs = vocabulary("pieces"), vocabulary("zoo")
-    drafter = RetokenizeDrafter(Writer(mine), mine, theirs)
-    found = own(drafter, started(drafter, [*theirs.encode("return"), theirs.roles["eos"], *theirs.encode(" n")]))
-    assert found.count(mine.roles["eos"]) == 1
-    ender = TableModel(lambda prefix: torch.eye(len(mine))[mine.roles["eos"]], len(mine))
-    context = started(ends := RetokenizeDrafter(ender, mine, theirs, k=2), theirs.encode("return n"))
-    assert drafts(ends, context) == [theirs.roles["eos"]] * 2
+    draft_vocab, target_vocab = vocabulary("pieces"), vocabulary("zoo")
+    drafter = RetokenizeDrafter(Writer(draft_vocab), draft_vocab, target_vocab)
+    draft_ids = own(
+        drafter,
+        started(drafter, [*target_vocab.encode("return"), target_vocab.roles["eos"], *target_vocab.encode(" n")]),
+    )
+    assert draft_ids.count(draft_vocab.roles["eos"]) == 1
+    ender = TableModel(lambda prefix: torch.eye(len(draft_vocab))[draft_vocab.roles["eos"]], len(draft_vocab))
+    context = started(ends := RetokenizeDrafter(ender, draft_vocab, target_vocab, k=2), target_vocab.encode("return n"))
+    assert drafts(ends, context) == [target_vocab.roles["eos"]] * 2
 
 
 # -- the draft model's cache and its calls ---------------------------------------------------------------------------
@@ -223,11 +226,13 @@ def check_cache(model: HuggingFaceModel, sequence: SequenceState) -> None:
     fresh = HuggingFaceModel(llama(noise=0.3))
     other = fresh.open()
     fresh.prefill(other, sequence.tokens)
-    for mine, theirs in ((model.cache.keys, fresh.cache.keys), (model.cache.values, fresh.cache.values)):
-        for one, two in zip(mine, theirs, strict=True):
-            assert one is not None and two is not None
+    for layers, fresh_layers in ((model.cache.keys, fresh.cache.keys), (model.cache.values, fresh.cache.values)):
+        for layer, fresh_layer in zip(layers, fresh_layers, strict=True):
+            assert layer is not None and fresh_layer is not None
             count = len(sequence.tokens)
-            torch.testing.assert_close(one[sequence.row, :, :count], two[other.row, :, :count], rtol=0, atol=1e-11)
+            torch.testing.assert_close(
+                layer[sequence.row, :, :count], fresh_layer[other.row, :, :count], rtol=0, atol=1e-11
+            )
 
 
 def test_what_was_rewritten_is_rewound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,16 +58,17 @@ def test_find_and_longest(seed: int) -> None:
     rng = random.Random(seed)
     lengths = Counter[int]()
     for _ in range(150):
-        wanted = [rng.randrange(4) for _ in range(rng.randrange(1, 9))]
-        low, high = store.find(wanted)
-        places = [i for i in range(len(flat)) if flat[i : i + len(wanted)] == wanted]
+        pattern = [rng.randrange(4) for _ in range(rng.randrange(1, 9))]
+        low, high = store.find(pattern)
+        places = [i for i in range(len(flat)) if flat[i : i + len(pattern)] == pattern]
         assert sorted(store.order[low:high].tolist()) == places
         best = max(
-            (n for n in range(2, len(wanted) + 1) if store.find(wanted[-n:])[1] > store.find(wanted[-n:])[0]), default=0
+            (n for n in range(2, len(pattern) + 1) if store.find(pattern[-n:])[1] > store.find(pattern[-n:])[0]),
+            default=0,
         )
-        length, low, high = store.longest(wanted, max_n=6, min_n=2)
+        length, low, high = store.longest(pattern, max_n=6, min_n=2)
         assert length == min(best, 6)
-        assert (low, high) == (store.find(wanted[-length:]) if length else (0, 0))
+        assert (low, high) == (store.find(pattern[-length:]) if length else (0, 0))
         lengths[length] += 1
     assert len(lengths) > 3
 
@@ -89,11 +90,11 @@ def test_the_trie_holds_the_most_frequent_prefixes(seed: int) -> None:
     truth = Counter(tuple(row[:n]) for row in cut for n in range(1, len(row) + 1))
     guess = most_frequent(np.where(np.array(rows) == 9, SEPARATOR, np.array(rows)).astype(np.int32), 20)
     tree = guess.tree(0)
-    found = {tuple(tree.tokens[n] for n in tree.path(n)[1:]): guess.scores[n - 1] for n in range(1, len(tree))}
-    assert len(found) == len(tree) - 1 == min(20, len(truth))
-    for path, score in found.items():
+    scores = {tuple(tree.tokens[n] for n in tree.path(n)[1:]): guess.scores[n - 1] for n in range(1, len(tree))}
+    assert len(scores) == len(tree) - 1 == min(20, len(truth))
+    for path, score in scores.items():
         assert score == pytest.approx(truth[path] / 60)
-    assert sorted(truth.values(), reverse=True)[:20] == sorted((truth[p] for p in found), reverse=True)
+    assert sorted(truth.values(), reverse=True)[:20] == sorted((truth[p] for p in scores), reverse=True)
 
 
 def test_a_draft_with_words() -> None:

@@ -119,7 +119,7 @@ def test_what_copies_is_noted_beside_a_network_that_was_named(member: int | None
     budget = Budget(3, 64, member=member, otherwise=Budget(3, 64, member=1) if member == 0 else None)
     (tree,) = router.propose_batch([context], [budget])
     assert len(tree) > 1
-    assert {index: list(one.tokens) for index, one in context.beside.items()} == (
+    assert {index: list(proposal.tokens) for index, proposal in context.beside.items()} == (
         {1: [1, 2, 3, 0, 1]} if member == 0 else {}
     )
 
@@ -128,19 +128,19 @@ def test_what_copies_is_noted_beside_a_network_that_was_named(member: int | None
 
 
 class Copying(SourceDrafter):
-    """Guesses what it is told to, text by text."""
+    """Makes the guesses of a function of the text."""
 
     name = "copying"
 
     def __init__(self, guess: Callable[[list[int]], Guess]) -> None:
-        self.told, self.max_depth, self.max_nodes = guess, 4, 4
+        self.guess, self.max_depth, self.max_nodes = guess, 4, 4
 
     def open(self, context: Context) -> NgramSource:
-        told = self.told
+        guess = self.guess
 
         class Source(NgramSource):
             def propose(self, budget: Budget) -> Guess:
-                return told(self.text)
+                return guess(self.text)
 
         return Source()
 
@@ -277,7 +277,7 @@ def test_members_that_do_not_look_are_shown_nothing(monkeypatch: pytest.MonkeyPa
     calls: list[str] = []
     monkeypatch.setattr(SourceDrafter, "observe", lambda self, *_: calls.append(self.name))
     alone, along = NgramDrafter(), SuffixDrafter(share=True)
-    assert tuple(one.traits.learns for one in (alone, along, ModelDrafter(draft, k=2))) == (False, True, False)
+    assert tuple(drafter.traits.learns for drafter in (alone, along, ModelDrafter(draft, k=2))) == (False, True, False)
     router = RouterDrafter([alone, along, ModelDrafter(draft, k=3)], costs=(0.0, 0.0, 0.0))
     serve(engine(target, router), [Request(PROMPT, SamplingParams(), 20)])
     assert set(calls) == {"suffix"}

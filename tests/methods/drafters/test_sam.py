@@ -83,13 +83,13 @@ def test_a_datastore_answers_as_the_automaton_does(seed: int) -> None:
     rng = random.Random(seed)
     texts = [[rng.randrange(3) for _ in range(rng.randrange(1, 40))] for _ in range(5)]
     automaton, datastore = AutomatonCorpus(texts), DatastoreCorpus(Datastore.from_documents(texts))
-    found = 0
+    hits = 0
     for _ in range(100):
         context = [rng.randrange(4) for _ in range(rng.randrange(1, 15))]
-        mine, theirs = automaton.after(context, 6), datastore.after(context, 6)
-        assert mine == theirs
-        found += bool(mine[1])
-    assert found > 20
+        answer, reference = automaton.after(context, 6), datastore.after(context, 6)
+        assert answer == reference
+        hits += bool(answer[1])
+    assert hits > 20
 
 
 def test_a_match_at_the_end_of_a_text_copies_nothing_of_the_next() -> None:

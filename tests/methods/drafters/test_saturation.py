@@ -45,14 +45,14 @@ def drafted(target: HuggingFaceModel, drafter: EarlyExitDrafter, mode: str = "gr
     def spied(contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         nonlocal layers
         before = layer_runs(target)
-        found = propose(contexts, budgets)
+        proposals = propose(contexts, budgets)
         layers += int(layer_runs(target) - before)
-        trees.extend(found)
-        return found
+        trees.extend(proposals)
+        return proposals
 
     drafter.propose_batch = spied  # type: ignore[method-assign]
-    given = outputs(engine(target, drafter), requests(mode))
-    assert given == outputs(engine(target), requests(mode))
+    texts = outputs(engine(target, drafter), requests(mode))
+    assert texts == outputs(engine(target), requests(mode))
     return trees, layers
 
 
@@ -80,21 +80,21 @@ def test_a_token_that_is_always_saturated_exits_first() -> None:
     target = model()
     always = EarlyExitDrafter(target, layer=2, k=4, until="hidden", threshold=1e-9)
     fixed = EarlyExitDrafter(target, layer=2, k=4)
-    (found, layers), (wanted, expected) = drafted(target, always), drafted(target, fixed)
-    assert [t.tokens for t in found] == [t.tokens for t in wanted] and layers == expected
+    (trees, layers), (fixed_trees, expected) = drafted(target, always), drafted(target, fixed)
+    assert [t.tokens for t in trees] == [t.tokens for t in fixed_trees] and layers == expected
 
 
 def test_hidden_states_that_stand_still_are_saturated() -> None:
     """Layers from the third on do nothing: the first test behind one of them holds, and nothing runs past it."""
     target = model(silent_from=2)
-    found, layers = drafted(target, EarlyExitDrafter(target, layer=1, k=4, until="hidden", threshold=0.9999, step=1))
-    levels = sum(1 for tree in found if tree.num_drafts)
-    assert layers > 0 and all(t.num_drafts == 0 or t.depths[-1] for t in found) and levels
+    trees, layers = drafted(target, EarlyExitDrafter(target, layer=1, k=4, until="hidden", threshold=0.9999, step=1))
+    levels = sum(1 for tree in trees if tree.num_drafts)
+    assert layers > 0 and all(t.num_drafts == 0 or t.depths[-1] for t in trees) and levels
     deepest, most = drafted(
         target, EarlyExitDrafter(target, layer=1, k=4, until="margin", threshold=1.0, step=1, most=5)
     )
     assert layers < most
-    assert [t.tokens for t in found] == [t.tokens for t in deepest], "what they add is nothing"
+    assert [t.tokens for t in trees] == [t.tokens for t in deepest], "what they add is nothing"
 
 
 def test_tokens_exit_at_different_layers() -> None:

@@ -69,17 +69,17 @@ def test_equal_vocabularies_draft_as_the_model_drafter(options: dict[str, Any], 
     same = Vocabulary([chr(97 + i).encode() for i in range(32)])
     for seed in range(3):
         prompt = [3, 1, 4, 1, 5]
-        mine = propose(SharedVocabDrafter(draft, same, same, **options), prompt, params, seed)
-        wanted = propose(ModelDrafter(draft, **options), prompt, params, seed)
-        assert (mine.tokens, mine.parents, mine.kind, mine.q_rows) == (
-            wanted.tokens,
-            wanted.parents,
-            wanted.kind,
-            wanted.q_rows,
+        tree = propose(SharedVocabDrafter(draft, same, same, **options), prompt, params, seed)
+        expected = propose(ModelDrafter(draft, **options), prompt, params, seed)
+        assert (tree.tokens, tree.parents, tree.kind, tree.q_rows) == (
+            expected.tokens,
+            expected.parents,
+            expected.kind,
+            expected.q_rows,
         )
-        assert (mine.q is None) == (wanted.q is None)
-        if mine.q is not None and wanted.q is not None:
-            assert torch.equal(mine.q, wanted.q)
+        assert (tree.q is None) == (expected.q is None)
+        if tree.q is not None and expected.q is not None:
+            assert torch.equal(tree.q, expected.q)
 
 
 def test_the_builtin_draft_model_drafts_as_the_model_drafter() -> None:
@@ -92,9 +92,9 @@ def test_the_builtin_draft_model_drafts_as_the_model_drafter() -> None:
             for t in (0.0, 0.8)
             for name in ("model", "shared_vocab")
         ]
-        for one, other in (runs[:2], runs[2:]):
-            assert one.token_ids == other.token_ids
-            assert one.stats.num_accepted_tokens_per_pos == other.stats.num_accepted_tokens_per_pos
+        for output, reference in (runs[:2], runs[2:]):
+            assert output.token_ids == reference.token_ids
+            assert output.stats.num_accepted_tokens_per_pos == reference.stats.num_accepted_tokens_per_pos
 
 
 # -- the distribution
@@ -108,8 +108,8 @@ def test_the_distribution_is_the_draft_models_over_the_common_tokens() -> None:
     draft = TableModel(lambda prefix: [0.1, 0.1, 0.1, 0.3, 0.4], 5)
     tree = propose(SharedVocabDrafter(draft, DRAFT, TARGET, k=2), [0, 1, 2])
     assert tree.q is not None
-    wanted = torch.tensor([3, 0, 1, 0, 4], dtype=torch.float64) / 8
-    torch.testing.assert_close(tree.q, wanted.expand(2, 5))
+    expected = torch.tensor([3, 0, 1, 0, 4], dtype=torch.float64) / 8
+    torch.testing.assert_close(tree.q, expected.expand(2, 5))
     assert set(tree.tokens[1:]) <= {0, 2, 4}
 
 
@@ -132,12 +132,12 @@ def test_the_draft_model_reads_its_own_ids_in_trees() -> None:
     for node in range(1, len(tree)):
         path = [3, 1, 4, *(own[tree.tokens[i]] for i in tree.path(tree.parents[node])[1:])]
         distribution = draft.distribution(path)
-        wanted = torch.zeros(5, dtype=torch.float64)
-        for token, theirs in own.items():
-            wanted[token] = distribution[theirs]
-        found = tree.distribution(node)
-        assert found is not None
-        torch.testing.assert_close(found, wanted / wanted.sum())
+        expected = torch.zeros(5, dtype=torch.float64)
+        for token, draft_token in own.items():
+            expected[token] = distribution[draft_token]
+        q = tree.distribution(node)
+        assert q is not None
+        torch.testing.assert_close(q, expected / expected.sum())
 
 
 def test_a_greedy_tree_wider_than_what_is_common() -> None:

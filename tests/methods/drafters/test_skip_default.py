@@ -82,8 +82,8 @@ def test_the_first_request_measures_and_the_text_is_the_targets_own() -> None:
         request = [Request(prompt, params, 16, seed=i, ignore_eos=True) for i, prompt in enumerate(PROMPTS)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NothingToSkipWarning)
-            given = outputs(engine(target, drafter), request)
-        assert given == outputs(engine(target), request)
+            texts = outputs(engine(target, drafter), request)
+        assert texts == outputs(engine(target), request)
     assert drafter.is_decided and drafter.plan == drafter.skips.plan
 
 
@@ -110,13 +110,13 @@ def test_it_is_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_it_is_measured_again_where_the_machine_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skip_default, "WORTH_KEEPING_S", 0.0)
-    found = [Choice(SkipSet(mlp=frozenset({layer})), 0.9, 1.5) for layer in (1, 2)]
-    monkeypatch.setattr(skip_default, "measured_set", lambda *args: found[0])
+    choices = [Choice(SkipSet(mlp=frozenset({layer})), 0.9, 1.5) for layer in (1, 2)]
+    monkeypatch.setattr(skip_default, "measured_set", lambda *args: choices[0])
     monkeypatch.setattr(skip_default, "is_busy", lambda: True)
-    assert default_set(target_with_silent_sublayers(), None) == found[0]
+    assert default_set(target_with_silent_sublayers(), None) == choices[0]
     monkeypatch.setattr(skip_default.KEPT, "known", {})  # another process
-    monkeypatch.setattr(skip_default, "measured_set", lambda *args: found[1])
-    assert default_set(target_with_silent_sublayers(), None) == found[1]
+    monkeypatch.setattr(skip_default, "measured_set", lambda *args: choices[1])
+    assert default_set(target_with_silent_sublayers(), None) == choices[1]
 
 
 def test_it_says_when_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +125,9 @@ def test_it_says_when_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):  # also when it was remembered
         with pytest.warns(
             NothingToSkipWarning, match="no set of sublayers pays .* 0.62 of plain .* 31% of its drafts"
-        ) as told:
+        ) as record:
             default_set(target, None)
-        assert "\n" not in str(told[0].message)
+        assert "\n" not in str(record[0].message)
     monkeypatch.setattr(skip_default.KEPT, "known", {})
     monkeypatch.setattr(skip_default, "measured_set", lambda *args: Choice(SkipSet(mlp=frozenset({1})), 0.9, 1.2))
     with warnings.catch_warnings():

@@ -82,9 +82,9 @@ def check_against_a_fresh_one(model: Any, state: SparseState, shape: dict[str, A
         sparse.commit(fresh, range(len(state.tokens) - count))
     slots = sparse._slots(fresh)
     assert slots == model._slots(state)
-    kept, wanted = ([*each.cache.keys, *each.cache.values] for each in (model, sparse))
-    for mine, right in zip(kept, wanted, strict=True):
-        torch.testing.assert_close(mine[state.row, :, :slots], right[0, :, :slots], rtol=0, atol=1e-10)
+    kept, expected = ([*each.cache.keys, *each.cache.values] for each in (model, sparse))
+    for cached, right in zip(kept, expected, strict=True):
+        torch.testing.assert_close(cached[state.row, :, :slots], right[0, :, :slots], rtol=0, atol=1e-10)
 
 
 # -- a needle --------------------------------------------------------------------------------------------------------

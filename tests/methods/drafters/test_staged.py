@@ -163,11 +163,11 @@ def test_what_every_node_was_drawn_from_is_the_models_own(
 def test_greedy_trees_are_the_draft_models_own() -> None:
     draft = tables()[1]
     for shape in ("3x2x1", "2x1x2x1"):
-        mine, its = (
+        staged_tree, model_tree = (
             propose(staged(draft, tree=shape), SamplingParams()),
             propose(ModelDrafter(draft, tree=shape, draw="greedy"), SamplingParams()),
         )
-        assert paths(mine) == paths(its)
+        assert paths(staged_tree) == paths(model_tree)
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:

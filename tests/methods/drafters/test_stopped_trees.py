@@ -61,9 +61,9 @@ class Watched:
         propose = drafter.propose_batch
 
         def watched(contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-            found = propose(contexts, budgets)
-            self.trees += found
-            return found
+            proposals = propose(contexts, budgets)
+            self.trees += proposals
+            return proposals
 
         drafter.propose_batch = watched  # type: ignore[method-assign]
 
@@ -92,13 +92,13 @@ def test_nothing_hangs_below_a_token_after_which_the_rule_stops(family: str, par
 
     watched = Watched(drafter)
     request = [Request(PROMPT, params, 24, seed=3)]
-    given = outputs(engine(target, drafter, None, Even()), request)
+    texts = outputs(engine(target, drafter, None, Even()), request)
     assert seen
     for tree in watched.trees:
         inner = set(tree.parents) - {-1, 0}
         assert all(tree.tokens[node] % 2 for node in inner), "an even token has no children"
     assert any(tree.num_drafts > 1 for tree in watched.trees)
-    assert given == outputs(engine(target), request)
+    assert texts == outputs(engine(target), request)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -131,6 +131,6 @@ def test_a_rule_that_never_stops_changes_no_tree() -> None:
 def test_a_rule_that_reads_a_draft_model_is_refused(family: str) -> None:
     """Heads have no draft model whose hidden states it could read."""
     target = llamas()[0]
-    with pytest.raises(ValueError, match=f"drafter '{family}' has none: use drafter model:PATH") as told:
+    with pytest.raises(ValueError, match=f"drafter '{family}' has none: use drafter model:PATH") as error:
         engine(target, build(family, target), None, SpecdecPpController(nn.Linear(16, 1)))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)

@@ -78,11 +78,11 @@ def test_it_ends_after_the_most_measurements(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_same_scores_give_the_same_search() -> None:
-    one, other = SkipSearch(10), SkipSearch(10)
+    first, second = SkipSearch(10), SkipSearch(10)
     for i in range(60):
-        candidate = one.candidate()
-        assert candidate == other.candidate()
-        for search in (one, other):
+        candidate = first.candidate()
+        assert candidate == second.candidate()
+        for search in (first, second):
             search.record(candidate, (i * 7 % 11) / 20)
 
 
@@ -136,8 +136,8 @@ def test_the_whole_model_predicts_its_own_greedy_text() -> None:
     target.prefill(other, tokens[:-9])
     rows = target.forward_part([Feed(other, tokens[-9:-1])], skips.plan)[0]
     target.release(other)
-    wanted = [int(a) == b for a, b in zip(rows.logits.argmax(-1), tokens[-8:], strict=True)]
-    assert measured == sum(wanted) / 8 and 0 < measured < 1
+    hits = [int(a) == b for a, b in zip(rows.logits.argmax(-1), tokens[-8:], strict=True)]
+    assert measured == sum(hits) / 8 and 0 < measured < 1
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -27,17 +27,17 @@ MASK, SCALE, LAYERS = 7, 0.5, (-1, 1)
 WEIGHT = torch.randn(16, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def told(network: Any, folder: Path, layers: tuple[int, ...] = LAYERS, weight: Tensor = WEIGHT) -> Any:
+def with_projection(network: Any, folder: Path, layers: tuple[int, ...] = LAYERS, weight: Tensor = WEIGHT) -> Any:
     """A copy of a network that is said to be in a folder with a projection."""
-    made = copy.deepcopy(network)
+    twin = copy.deepcopy(network)
     save_file({"target_proj.weight": weight}, folder / FILE)
-    made.config._name_or_path = str(folder)
-    made.config.pard_token, made.config.pard2_scale, made.config.pard2_target_layers = MASK, SCALE, list(layers)
-    return made
+    twin.config._name_or_path = str(folder)
+    twin.config.pard_token, twin.config.pard2_scale, twin.config.pard2_target_layers = MASK, SCALE, list(layers)
+    return twin
 
 
 def pair(folder: Path, lean: bool = True) -> tuple[HuggingFaceModel, HuggingFaceModel]:
-    return llamas()[0], HuggingFaceModel(told(llama(noise=0.3), folder), lean=lean)
+    return llamas()[0], HuggingFaceModel(with_projection(llama(noise=0.3), folder), lean=lean)
 
 
 def drafter_of(folder: Path, **options: Any) -> tuple[HuggingFaceModel, PardDrafter]:
@@ -53,8 +53,8 @@ def by_hand(target: HuggingFaceModel, network: Any, tokens: list[int], k: int, s
     before = torch.cat([states.new_zeros(shift, states.shape[1]), states])[: len(tokens)]
     before = torch.cat([before, before[-1:].expand(k - 1, -1)])
     embedded = network.get_input_embeddings()(torch.tensor([[*tokens, *[MASK] * (k - 1)]]))
-    found: Tensor = network(inputs_embeds=embedded + before @ WEIGHT.T * SCALE).logits[0, -k:]
-    return found
+    logits: Tensor = network(inputs_embeds=embedded + before @ WEIGHT.T * SCALE).logits[0, -k:]
+    return logits
 
 
 def best(
@@ -63,8 +63,8 @@ def best(
     """The chain of the best tokens by hand, as long as the tree."""
     if len(tree) == 1:
         return []
-    found: list[int] = by_hand(target, drafter.model.model, tokens, len(tree) - 1, shift).argmax(-1).tolist()
-    return found
+    chain: list[int] = by_hand(target, drafter.model.model, tokens, len(tree) - 1, shift).argmax(-1).tolist()
+    return chain
 
 
 class Seen:
@@ -121,15 +121,15 @@ def test_texts_are_exact_with_and_without_states(tmp_path: Path, params: Samplin
 
 
 def test_the_public_forward_is_the_lean_one(tmp_path: Path) -> None:
-    found = []
+    drafts = []
     for lean in (True, False):
         target, draft = pair(tmp_path, lean)
         assert draft.is_lean == lean
         drafter = PardDrafter(draft, k=4, width=1, target=target)
         seen = Seen(drafter)
         serve(engine(target, drafter), [Request(PROMPT, max_new_tokens=20)])
-        found.append([tree.tokens for _, tree in seen.rounds])
-    assert found[0] == found[1]
+        drafts.append([tree.tokens for _, tree in seen.rounds])
+    assert drafts[0] == drafts[1]
 
 
 def test_a_text_that_was_read_before_is_gone_on_with(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     save_file({"other": WEIGHT}, tmp_path / FILE)
     with pytest.raises(ValueError, match=r"holds no matrix target_proj\.weight"):
         read_projection(tmp_path / FILE)
-    wide = HuggingFaceModel(told(llama(noise=0.3), tmp_path, weight=WEIGHT[:, :16].contiguous()))
+    wide = HuggingFaceModel(with_projection(llama(noise=0.3), tmp_path, weight=WEIGHT[:, :16].contiguous()))
     with pytest.raises(ValueError, match=r"projects 16 numbers .* 2 x 16: .*; taps=false drafts without them"):
         PardDrafter(wide, target=target)
     with pytest.raises(CapabilityError, match="reads tokens only, and no states beside them"):

@@ -95,9 +95,9 @@ def test_without_updates_rows_say_what_the_target_says_of_noise(lean: bool) -> N
     target = HuggingFaceModel(llama(), lean=lean)
     text, noise = [3, 1, 4, 1, 5], [9, 2, 6]
     with torch.no_grad():
-        wanted = llama()(input_ids=torch.tensor([[*text, *noise]])).logits[0, -4:]
-    found = drafted_logits(target, net_for(target, size=0.0), text, noise)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        expected = llama()(input_ids=torch.tensor([[*text, *noise]])).logits[0, -4:]
+    logits = drafted_logits(target, net_for(target, size=0.0), text, noise)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -112,9 +112,9 @@ def test_the_root_has_the_bits_that_it_has_without_updates(lean: bool, dtype: to
         forwards.fast = forwards.fast.twin
     plain = target.forward([Feed(sequence, [text[-1], *noise])])[0].logits
     target.release(sequence)
-    found = drafted_logits(target, net_for(target), text, noise)
-    assert torch.equal(found[0], plain[0])
-    assert all(not torch.allclose(found[i], plain[i], atol=0.05) for i in (1, 2, 3))
+    logits = drafted_logits(target, net_for(target), text, noise)
+    assert torch.equal(logits[0], plain[0])
+    assert all(not torch.allclose(logits[i], plain[i], atol=0.05) for i in (1, 2, 3))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "phi3", "olmo2", "gpt_neox", "opt", "qwen3_moe"])
@@ -123,8 +123,8 @@ def test_families_draft_alike_on_every_forward(name: str) -> None:
     network = new_model(name, hidden_size=64).to(torch.float32 if name == "qwen3_moe" else torch.float64)
     target, public = HuggingFaceModel(network), HuggingFaceModel(network, lean=False)
     net, text = net_for(target, size=0.2), prompt_of(7)
-    found, wanted = (drafted_logits(model, net, text, [9, 2, 6]) for model in (target, public))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3 * float(wanted.std()))
+    logits, expected = (drafted_logits(model, net, text, [9, 2, 6]) for model in (target, public))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3 * float(expected.std()))
     assert outputs(engine(target, UnoDrafter(target, net)), requests(SEEDED["greedy"])) == outputs(
         engine(public), requests(SEEDED["greedy"])
     )
@@ -145,8 +145,8 @@ def test_rows_of_a_batch_are_what_they_are_alone(lean: bool) -> None:
         feeds = [
             Feed(sequence, [text[-1], *ids]) for sequence, text, ids in zip(sequences, PROMPTS, noise, strict=True)
         ]
-        for rows, wanted in zip(GatedModel(target, net).forward(feeds), alone, strict=True):
-            torch.testing.assert_close(rows.logits, wanted, rtol=0, atol=1e-9)
+        for rows, expected in zip(GatedModel(target, net).forward(feeds), alone, strict=True):
+            torch.testing.assert_close(rows.logits, expected, rtol=0, atol=1e-9)
         for sequence in sequences:
             sequence.clear_scratch()
             target.release(sequence)
@@ -207,10 +207,10 @@ def rows_after_rounds(target: HuggingFaceModel, drafter: Any, rounds: int) -> It
 def test_committed_rows_have_the_bits_of_plain_decoding(dtype: torch.dtype) -> None:
     network = new_model("llama", hidden_size=64).to(dtype)
     target, plain = (HuggingFaceModel(network, exact="bitwise") for _ in range(2))
-    *_, (text, wanted) = rows_after_rounds(plain, None, 24)
-    for tokens, found in rows_after_rounds(target, drafter_for(target, size=0.05), 6):
+    *_, (text, expected) = rows_after_rounds(plain, None, 24)
+    for tokens, rows in rows_after_rounds(target, drafter_for(target, size=0.05), 6):
         assert tokens == text[: len(tokens)]
-        assert all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(rows, expected, strict=True))
     assert len(tokens) >= len(PROMPTS[0]) + 2 * 5
 
 
@@ -218,7 +218,7 @@ def test_noise_that_stays_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPatc
     """Planted: what the draft wrote at the drafts' places is kept by the verification."""
     network = new_model("llama", hidden_size=64)
     target, plain = (HuggingFaceModel(network, exact="bitwise") for _ in range(2))
-    *_, (_, wanted) = rows_after_rounds(plain, None, 16)
+    *_, (_, expected) = rows_after_rounds(plain, None, 16)
     drafter = drafter_for(target)
     rightly = target.forward
 
@@ -229,9 +229,9 @@ def test_noise_that_stays_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(target, "forward", kept)
     monkeypatch.setattr(type(target), "commit", _commit_anything)
     same = [
-        all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(found, wanted, strict=True))
-        for tokens, found in rows_after_rounds(target, drafter, 3)
-        if len(tokens) <= wanted[0].shape[1]
+        all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(rows, expected, strict=True))
+        for tokens, rows in rows_after_rounds(target, drafter, 3)
+        if len(tokens) <= expected[0].shape[1]
     ]
     assert not all(same)
 
@@ -312,9 +312,9 @@ def test_drawn_drafts_carry_what_they_were_drawn_from() -> None:
     context = context_on(target, [4, 9, 2], T1)
     tree = UnoDrafter(target, net).propose(context, Budget(5, 8))
     noise = net.config.filler(torch.tensor([3, 4])).tolist()
-    wanted = torch.softmax(drafted_logits(target, net, [4, 9, 2], noise), -1)
+    expected = torch.softmax(drafted_logits(target, net, [4, 9, 2], noise), -1)
     assert tree.kind is Kind.IID and tree.q is not None
-    torch.testing.assert_close(tree.q.double(), wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(tree.q.double(), expected, rtol=0, atol=1e-6)
 
 
 # -- noise, shape, cost ------------------------------------------------------------------------------------------------
@@ -407,20 +407,20 @@ def test_the_loss_is_at_the_right_places() -> None:
     chosen: list[tuple[Tensor, Tensor]] = []
     states = recipe.states
     recipe.states = lambda b, columns, ids: chosen.append((columns, ids)) or states(b, columns, ids)  # type: ignore
-    found = recipe.loss(batch, torch.Generator().manual_seed(1))
+    loss = recipe.loss(batch, torch.Generator().manual_seed(1))
     ((columns, ids),) = chosen
-    wanted = torch.softmax(parts.logits(batch.taps["last"])[0].double(), -1)
+    target_probs = torch.softmax(parts.logits(batch.taps["last"])[0].double(), -1)
     total = 0.0
     for group, column in enumerate(columns[0].tolist()):
-        said = torch.log_softmax(
+        log_probs = torch.log_softmax(
             drafted_logits(target, recipe.net, tokens[0, : column + 1].tolist(), ids[0, group].tolist()), -1
         )
         for i in (1, 2):
-            p, log_q = wanted[column + i], said[i]
+            p, log_q = target_probs[column + i], log_probs[i]
             part = -0.25 * (p * log_q).sum() + 0.75 * 0.5 * (p - log_q.exp()).abs().sum()
             total += float(part) * 0.5 ** (i - 1) / 1.5 / columns.shape[1]
-    assert float(found.detach()) == pytest.approx(total, abs=1e-4)
-    found.backward()
+    assert float(loss.detach()) == pytest.approx(total, abs=1e-4)
+    loss.backward()
     assert all(weight.grad is not None for weight in recipe.net.parameters())
     assert all(weight.grad is None for weight in target.model.parameters())
     target.model.requires_grad_(True)
@@ -499,8 +499,8 @@ def test_some_layers_alone_are_updated(parts: str, names: set[str]) -> None:
         for weight in recipe.net.parameters():
             weight.normal_(std=0.2)
     public = HuggingFaceModel(llama(), lean=False)
-    found, wanted = (drafted_logits(model, recipe.net, [3, 1, 4], [9, 2]) for model in (target, public))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    logits, expected = (drafted_logits(model, recipe.net, [3, 1, 4], [9, 2]) for model in (target, public))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -97,9 +97,9 @@ def test_pairs_spell_the_same_and_none_is_used_twice(kind: str) -> None:
     target, draft = vocabulary("zoo"), vocabulary(kind)
     pairs = common_tokens(target, draft)
     assert len(set(pairs.values())) == len(pairs) > 25
-    for mine, theirs in pairs.items():
-        if mine != target.roles["eos"]:
-            assert target.spellings[mine] == draft.spellings[theirs]
+    for target_id, draft_id in pairs.items():
+        if target_id != target.roles["eos"]:
+            assert target.spellings[target_id] == draft.spellings[draft_id]
     assert pairs[target.roles["eos"]] == draft.roles["eos"]  # <|endoftext|> and </s>: by role
 
 

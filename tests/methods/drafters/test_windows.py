@@ -68,10 +68,10 @@ MAKE: dict[str, Make] = {
 def trees(drafter: Any, target: Any, texts: list[list[int]]) -> list[tuple[Any, Any]]:
     """What is drafted for texts together."""
     contexts = [started(drafter, target, text) for text in texts]
-    made = drafter.propose_batch(contexts, [Budget(4, 8)] * len(texts))
+    proposals = drafter.propose_batch(contexts, [Budget(4, 8)] * len(texts))
     for context in contexts:
         drafter.finish(context)
-    return [(tree.tokens, tree.parents) for tree in made]
+    return [(tree.tokens, tree.parents) for tree in proposals]
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -79,11 +79,11 @@ def test_only_the_window_is_read(name: str) -> None:
     """What stands in the other slots does not matter, not even NaN, and what stands in the window does."""
     target = block_target()
     drafter = MAKE[name](target, window=6, sink=2)
-    wanted = logits_behind(drafter, target, None)
-    assert torch.isfinite(wanted).all()
-    assert torch.equal(logits_behind(drafter, target, slice(2, len(LONG) - 1 - 6 - 4), torch.nan), wanted)
+    expected = logits_behind(drafter, target, None)
+    assert torch.isfinite(expected).all()
+    assert torch.equal(logits_behind(drafter, target, slice(2, len(LONG) - 1 - 6 - 4), torch.nan), expected)
     for inside in (slice(0, 2), slice(len(LONG) - 4, len(LONG) - 2)):
-        assert not torch.allclose(logits_behind(drafter, target, inside, 9.0), wanted, atol=1e-3)
+        assert not torch.allclose(logits_behind(drafter, target, inside, 9.0), expected, atol=1e-3)
 
 
 @torch.inference_mode()
@@ -98,8 +98,8 @@ def logits_behind(drafter: Any, target: Any, slots: slice | None, value: float =
     if isinstance(drafter, DflashDrafter | DsparkDrafter):
         return model.blocks([sequence], [context.root], drafter.net.config.block)[0].taps["state"]
     state = torch.ones(1, TargetParts(target).hidden_size)
-    found: Tensor = model.forward([Feed(sequence, [5], states=state)])[0].logits
-    return found
+    logits: Tensor = model.forward([Feed(sequence, [5], states=state)])[0].logits
+    return logits
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -158,11 +158,11 @@ def test_a_trained_window_is_kept() -> None:
     assert not torch.allclose(logits_behind(drafter, target, None), logits_behind(free, target, None))
     sliding = network(MtpNet, MtpConfig, target)
     sliding.mask = LayerMask("sliding", 3)
-    found = [
+    logits = [
         logits_behind(MtpDrafter(FeatureModel(sliding, TargetParts(target), target), window=size), target, None)
         for size in (1, 0)
     ]
-    assert torch.equal(*found)
+    assert torch.equal(*logits)
 
 
 def two_rows(start: int) -> RowPlan:
@@ -187,8 +187,8 @@ def test_masks_against_the_definition(sink: int) -> None:
     for text, start in enumerate(starts):
         for column, slot in enumerate(slots):
             read = slot >= start - size or slot < sink
-            wanted = mask[text, 0, :, slot] if read else torch.full((2,), unseen(torch.float32))
-            assert torch.equal(shown[text, 0, :, column], wanted)
+            expected = mask[text, 0, :, slot] if read else torch.full((2,), unseen(torch.float32))
+            assert torch.equal(shown[text, 0, :, column], expected)
             for row in range(2):
                 place = start + row
                 read = slot <= place and (slot >= place - size or slot < sink)

@@ -227,8 +227,8 @@ def test_nodes_are_looked_at_as_long_as_they_may_pay(batch: int) -> None:
         costs, most = TargetCost(seconds), 40
         values = sorted((draws.random() ** draws.choice([1, 4, 12]) for _ in range(most)), reverse=True)
         paying = PayingNodes(costs, batch, most)
-        told = list(itertools.takewhile(paying.add, values))
-        assert paying.count == paying_count(values, costs, batch) <= max(len(told), 1)
+        prefix = list(itertools.takewhile(paying.add, values))
+        assert paying.count == paying_count(values, costs, batch) <= max(len(prefix), 1)
         assert paying.start().count == 1
-        looked_at += len(told)
+        looked_at += len(prefix)
     assert looked_at < 0.8 * 300 * most, "it stops early"

@@ -33,9 +33,9 @@ def test_no_tree_of_the_same_size_expects_more(seed: int) -> None:
             for chosen in itertools.combinations(everything, nodes)
             if is_tree(list(chosen))
         )
-        mine = medusa_choices(accuracies, nodes)
-        assert len(mine) == nodes and is_tree(mine)
-        assert sum(value(p, accuracies) for p in mine) == pytest.approx(best)
+        choices = medusa_choices(accuracies, nodes)
+        assert len(choices) == nodes and is_tree(choices)
+        assert sum(value(p, accuracies) for p in choices) == pytest.approx(best)
 
 
 def test_every_beginning_is_a_tree_of_its_own() -> None:

@@ -38,17 +38,17 @@ def is_closed(choices: Sequence[Choice]) -> bool:
 
 def every_tree(nodes: int, depth: int, width: int) -> list[list[Choice]]:
     """All closed sets of ``nodes`` places within ``depth`` levels and ``width`` ranks."""
-    found: set[frozenset[Choice]] = {frozenset()}
+    trees: set[frozenset[Choice]] = {frozenset()}
     for _ in range(nodes):
         larger = set()
-        for tree in found:
+        for tree in trees:
             for parent in [(), *tree]:
                 if len(parent) < depth:
                     rank = sum(choice[:-1] == parent for choice in tree if choice)
                     if rank < width:
                         larger.add(tree | {(*parent, rank)})
-        found = larger
-    return [sorted(tree, key=lambda choice: (len(choice), choice)) for tree in found]
+        trees = larger
+    return [sorted(tree, key=lambda choice: (len(choice), choice)) for tree in trees]
 
 
 # -- Medusa ----------------------------------------------------------------------------------------------------------
@@ -93,8 +93,8 @@ def test_full_levels() -> None:
 def vector(seed: int, width: int, falling: bool) -> list[float]:
     rng = random.Random(seed)
     weights = [rng.random() for _ in range(width)]
-    found = [weight / (sum(weights) + rng.random()) for weight in weights]
-    return sorted(found, reverse=True) if falling else found
+    chances = [weight / (sum(weights) + rng.random()) for weight in weights]
+    return sorted(chances, reverse=True) if falling else chances
 
 
 @pytest.mark.parametrize("falling", [True, False])
@@ -108,9 +108,9 @@ def test_the_programme_equals_brute_force(seed: int, falling: bool) -> None:
         trees = every_tree(nodes, depth, 3)
         exact = max((expected_length(tree, rows) for tree in trees), default=-math.inf)
         assert solved.best[depth][nodes + 1] == pytest.approx(exact)
-        mine = solved.choices(nodes, depth)
-        assert is_closed(mine) and len(mine) <= nodes and max(map(len, mine)) <= depth
-        assert expected_length(mine, rows) == pytest.approx(solved.expected_length(nodes, depth))
+        choices = solved.choices(nodes, depth)
+        assert is_closed(choices) and len(choices) <= nodes and max(map(len, choices)) <= depth
+        assert expected_length(choices, rows) == pytest.approx(solved.expected_length(nodes, depth))
 
 
 def test_a_rank_that_was_never_right_does_not_hide_those_behind_it() -> None:
@@ -228,8 +228,8 @@ def test_more_than_was_solved_for() -> None:
 
 
 def test_a_spec_is_the_tree() -> None:
-    made = make("tree", "sequoia,nodes=4,depth=4,acceptance=0.6 0.2 0.1")
-    assert isinstance(made, Sequoia) and made.choices() == [(0,), (0, 0), (0, 0, 0), (1,)]
+    tree = make("tree", "sequoia,nodes=4,depth=4,acceptance=0.6 0.2 0.1")
+    assert isinstance(tree, Sequoia) and tree.choices() == [(0,), (0, 0), (0, 0, 0), (1,)]
     assert find("tree", "sequoia").load() is Sequoia
 
 
@@ -238,12 +238,12 @@ def test_a_spec_is_the_tree() -> None:
 
 def counted(counts: Callable[[Choice], int]) -> set[Choice]:
     """The places that counts describe."""
-    found: set[Choice] = set()
+    places: set[Choice] = set()
     level: list[Choice] = [()]
     while level:
         level = [(*place, rank) for place in level for rank in range(counts(place))]
-        found |= set(level)
-    return found
+        places |= set(level)
+    return places
 
 
 def test_counts_describe_the_tree() -> None:

@@ -163,12 +163,12 @@ def test_deterministic_trees_merge_into_a_trie() -> None:
 
 
 def test_drawn_trees_keep_every_node_and_its_distribution() -> None:
-    one = TokenTree.chain(9, [1, 2], torch.tensor([[0.1, 0.9, 0.0], [0.3, 0.3, 0.4]]))
-    other = TokenTree.chain(9, [1], torch.tensor([[0.5, 0.5, 0.0]]))
-    both, _ = merge([one, other])
+    first = TokenTree.chain(9, [1, 2], torch.tensor([[0.1, 0.9, 0.0], [0.3, 0.3, 0.4]]))
+    second = TokenTree.chain(9, [1], torch.tensor([[0.5, 0.5, 0.0]]))
+    both, _ = merge([first, second])
     assert (both.tokens, both.parents, both.kind) == ((9, 1, 2, 1), (-1, 0, 1, 0), Kind.IID)
     assert both.drafters == (-1, 0, 0, 1)
-    for node, distribution in ((1, one.distribution(1)), (2, one.distribution(2)), (3, other.distribution(1))):
+    for node, distribution in ((1, first.distribution(1)), (2, first.distribution(2)), (3, second.distribution(1))):
         assert both.distribution(node).tolist() == distribution.tolist()  # type: ignore[union-attr]
 
 

@@ -298,9 +298,9 @@ def target_distribution(tables: Tables, length: int) -> Distribution:
     return distribution
 
 
-def total_variation(one: Distribution, other: Distribution) -> float:
+def total_variation(p: Distribution, q: Distribution) -> float:
     """Half the sum of absolute differences."""
-    return 0.5 * sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in {*one, *other})
+    return 0.5 * sum(abs(p.get(key, 0.0) - q.get(key, 0.0)) for key in {*p, *q})
 
 
 def bias(

@@ -133,9 +133,9 @@ def test_the_winner_has_the_targets_distribution(vocab: int, params: SamplingPar
     if vocab > 4:
         weights[0] = 0.0
     p, noise, count = Sampler(params).distribution(weights.log(), ()), Noise(vocab), 5000
-    found = [fast(root_scores(weights.log(), position, noise, params)).next_token for position in range(count)]
-    assert found[:500] == [plain(root_scores(weights.log(), i, noise, params)).next_token for i in range(500)]
-    counts = np.bincount(found, minlength=vocab)
+    winners = [fast(root_scores(weights.log(), position, noise, params)).next_token for position in range(count)]
+    assert winners[:500] == [plain(root_scores(weights.log(), i, noise, params)).next_token for i in range(500)]
+    counts = np.bincount(winners, minlength=vocab)
     assert not counts[(p == 0).numpy()].any()
     possible = (p > 0).numpy()
     assert chisquare(counts[possible], count * p.numpy()[possible]).pvalue > FALSE_ALARM
@@ -181,12 +181,12 @@ def test_pairs_of_tokens_follow_the_target_whatever_was_drafted(shape: tuple[int
         tree = raced_tree(target, shape, sampler)
         rows = torch.stack([target.p(prefix) for prefix in prefixes(tree)]).log()
         scores = Scores(rows, tree, (0,), sampler)
-        found = emitted(scores, fast(scores))
-        accepted = len(found) > 1
+        tokens = emitted(scores, fast(scores))
+        accepted = len(tokens) > 1
         if not accepted:  # the next round, on the noise of the next position
-            after = Scores(target.p((found[0],)).log()[None], TokenTree.root_only(found[0]), (0, found[0]), sampler)
-            found.append(fast(after).next_token)
-        cells[int(accepted), found[0], found[1]] += 1
+            after = Scores(target.p((tokens[0],)).log()[None], TokenTree.root_only(tokens[0]), (0, tokens[0]), sampler)
+            tokens.append(fast(after).next_token)
+        cells[int(accepted), tokens[0], tokens[1]] += 1
     assert chisquare(cells.sum((0, 2)), count * target.p(()).numpy()).pvalue > FALSE_ALARM
     statistic = freedom = 0.0
     for accepted, first in np.ndindex(2, 3):
@@ -292,7 +292,7 @@ def test_ties_go_to_the_lower_id(large: bool, dtype: torch.dtype, monkeypatch: p
     for row, winner in zip(rows, (1, 0, 2), strict=True):
         two = [root_scores(row, 0, Flat(0)) for _ in range(2)]
         assert fast(two[0]).next_token == winner
-        assert [one.next_token for one in verify_batch([RULE] * 2, two, [Rng(0)] * 2)] == [winner] * 2
+        assert [verdict.next_token for verdict in verify_batch([RULE] * 2, two, [Rng(0)] * 2)] == [winner] * 2
         if dtype is torch.float64:
             assert plain(root_scores(row, 0, Flat(0))).next_token == winner
 
@@ -375,9 +375,9 @@ def test_a_named_rule_gives_unseeded_requests_noise() -> None:
 
 def mixed(seed: int) -> list[tuple[Verifier, Scores]]:
     """Requests with noise of all recipes, greedy ones, and unseeded ones under the rules that they get."""
-    found: list[tuple[Verifier, Scores]] = []
+    requests: list[tuple[Verifier, Scores]] = []
     for i, params in enumerate([*RECIPES, *RECIPES[:4]]):
-        found.append((RULE, random_scores(seed + i, params, Noise(seed + 3 * i), nodes=(14, 1, 5)[i % 3])))
+        requests.append((RULE, random_scores(seed + i, params, Noise(seed + 3 * i), nodes=(14, 1, 5)[i % 3])))
     for i, (verifier, params) in enumerate(
         [
             (GreedyVerifier(), SamplingParams()),
@@ -388,13 +388,13 @@ def mixed(seed: int) -> list[tuple[Verifier, Scores]]:
             (PointVerifier(), T1),
         ]
     ):
-        found.append((verifier, random_scores(seed + 50 + i, params, None)))
+        requests.append((verifier, random_scores(seed + 50 + i, params, None)))
     for i in range(2):
         chain = grow(Tables(5, seed=seed + i), (1, 1, 1), Kind.IID, Coins(Rng(seed + i)))
         rows = torch.stack([Tables(5, seed=seed).p(prefix) for prefix in prefixes(chain)]).log()
-        found.append((BlockVerifier(), Scores(rows, chain, (0,), Sampler(T1, 1))))
-    order = np.random.default_rng(seed).permutation(len(found))
-    return [found[i] for i in order]
+        requests.append((BlockVerifier(), Scores(rows, chain, (0,), Sampler(T1, 1))))
+    order = np.random.default_rng(seed).permutation(len(requests))
+    return [requests[i] for i in order]
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
@@ -402,17 +402,17 @@ def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.Mon
     """Also when every vocabulary counts as large, where races are run one by one."""
     accepted = 0
     for seed in range(0, 1200, 100):
-        alone = [rule.verify(one.tree, one, Rng(i)) for i, (rule, one) in enumerate(mixed(seed))]
+        alone = [rule.verify(request.tree, request, Rng(i)) for i, (rule, request) in enumerate(mixed(seed))]
         with monkeypatch.context() as patch:
             if large:
                 patch.setattr(scores_module, "LARGE", 2)
             verifiers, scores = zip(*mixed(seed), strict=True)
             rngs = [Rng(i) for i in range(len(scores))]
             assert verify_batch(verifiers, scores, rngs) == alone
-        for verifier, one in zip(verifiers, scores, strict=True):
-            assert (one.chosen is None) or one.sampler.fixed
+        for verifier, request in zip(verifiers, scores, strict=True):
+            assert (request.chosen is None) or request.sampler.fixed
             if verifier is RULE:
-                assert one.batched_p is None
+                assert request.batched_p is None
         accepted += sum(len(verdict.path) for verdict in alone)
     assert accepted > 80
 
@@ -428,11 +428,11 @@ def test_the_races_of_a_batch_are_run_by_one_call_per_recipe(monkeypatch: pytest
     monkeypatch.setattr(Sampler, "log_probs", counted)
     recipes = cycle([T1, RECIPES[1]])
     scores = [random_scores(seed, next(recipes), Noise(seed), nodes=3 + seed) for seed in range(6)]
-    verify_batch([RULE] * 6, [chained(one) for one in scores], [Rng(0)] * 6)
+    verify_batch([RULE] * 6, [chained(request) for request in scores], [Rng(0)] * 6)
     assert sorted(calls) == [3 + 5 + 7, 4 + 6 + 8]
     calls.clear()
     verify_batch([RULE] * 6, scores, [Rng(0)] * 6)  # of trees only the nodes that walks reach are raced
-    assert not calls and not any(one.tree.is_chain for one in scores)
+    assert not calls and not any(request.tree.is_chain for request in scores)
 
 
 # -- large vocabularies, other precisions ----------------------------------------------------------------------------
@@ -488,8 +488,8 @@ def test_a_long_tail_races() -> None:
     weights = torch.full((size,), 0.25 / size)
     weights[0] = 0.75
     noise = Noise(0)
-    found = [fast(root_scores(weights.log(), position, noise)).next_token for position in range(600)]
-    tail = [token for token in found if token]
+    tokens = [fast(root_scores(weights.log(), position, noise)).next_token for position in range(600)]
+    tail = [token for token in tokens if token]
     assert abs(len(tail) - 150) < 4 * (600 * 0.25 * 0.75) ** 0.5
     counts = np.bincount(np.array(tail) * 8 // size, minlength=8)
     assert chisquare(counts).pvalue > FALSE_ALARM

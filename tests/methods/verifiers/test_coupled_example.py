@@ -61,21 +61,21 @@ def run(seed: int = SEED, **draft: object) -> tuple[Running, list[tuple[int, ...
 
 
 def test_two_siblings() -> None:
-    found, rounds = run(tree="2")
+    request, rounds = run(tree="2")
     assert rounds[0] == (1, 0)
-    assert found.origins[:2] == ["accepted", "bonus"]
+    assert request.origins[:2] == ["accepted", "bonus"]
 
 
 def test_a_chain_of_one() -> None:
-    found, rounds = run(k=1)
+    request, rounds = run(k=1)
     assert rounds[0] == (1,) and rounds[1][0] == 0
-    assert found.origins == ["recovered", "accepted", "bonus"]
+    assert request.origins == ["recovered", "accepted", "bonus"]
 
 
 def test_no_draft() -> None:
-    found, rounds = run()
+    request, rounds = run()
     assert rounds[:2] == [(1,), (0,)]
-    assert found.origins == ["plain"] * 3
+    assert request.origins == ["plain"] * 3
 
 
 def test_the_text_is_the_same() -> None:
@@ -103,23 +103,23 @@ def accepted(verifier: str, shape: tuple[int, ...], kind: Kind) -> float:
 
 
 def test_acceptance_over_all_seeds() -> None:
-    one = float(coupled_acceptance(P, Q))
+    acceptance = float(coupled_acceptance(P, Q))
     distinct = Kind.WITHOUT_REPLACEMENT
     for text, value in (
-        ("`0.2 + 3/13 + 0.2 = 0.631`", one),
+        ("`0.2 + 3/13 + 0.2 = 0.631`", acceptance),
         ("`rejection` has 0.7,", accepted("rejection", (1,), Kind.IID)),
         ("has 0.29,", accepted("match", (1,), Kind.IID)),
         ("`(1 - TV) / (1 + TV)` is 0.538.", float(coupled_lower_bound(P, Q))),
         ("accepted with 0.889,", float(candidates_acceptance(P, Q, 2))),
         ("`without_replacement` has 0.82.", accepted("without_replacement", (2,), distinct)),
-        ("`0.631 + 0.631^2 = 1.029`", one + one**2),
+        ("`0.631 + 0.631^2 = 1.029`", acceptance + acceptance**2),
         ("`rejection` 1.19,", accepted("rejection", (1, 1), Kind.IID)),
         ("`block` 1.25.", accepted("block", (1, 1), Kind.IID)),
     ):
         assert text in PAGE
         number = re.findall(r"\d+\.\d+", text)[-1]
         assert float(number) == pytest.approx(value, abs=0.51 * 10 ** -len(number.partition(".")[2]))
-    assert one == pytest.approx(0.2 + 3 / 13 + 0.2)
+    assert acceptance == pytest.approx(0.2 + 3 / 13 + 0.2)
 
 
 def test_the_engine_accepts_that_often() -> None:
@@ -128,7 +128,7 @@ def test_the_engine_accepts_that_often() -> None:
         target, model = fixed_tables(P, Q)
         requests = [Request(PROMPT, SamplingParams(temperature=1.0), 2, seed=seed) for seed in range(4000)]
         runs = serve(engine(target, ModelDrafter(model, **draft)), requests)  # type: ignore[arg-type]
-        share = sum(found.origins[0] == "accepted" for found in runs) / len(runs)
+        share = sum(request.origins[0] == "accepted" for request in runs) / len(runs)
         error = (float(expected * (1 - expected)) / len(runs)) ** 0.5
         assert share == pytest.approx(float(expected), abs=4.5 * error)
 

@@ -93,7 +93,7 @@ class TargetTables(Tables):
 
 def drafts(build: Build, budget: Budget | None = None, prompt: Sequence[int] = PROMPT) -> Drafts:
     """Every tree that a drafter makes of the prompt, with its probability."""
-    found: dict[tuple[int, ...], tuple[TokenTree, float]] = {}
+    trees: dict[tuple[int, ...], tuple[TokenTree, float]] = {}
 
     def draft(coins: Coins) -> TokenTree:
         context = Context(0, list(prompt), len(prompt), T1, Rng(0))
@@ -105,8 +105,8 @@ def drafts(build: Build, budget: Budget | None = None, prompt: Sequence[int] = P
 
     for tree, weight in outcomes(draft):
         key = (*tree.tokens, *tree.parents)
-        found[key] = (tree, weight + (found[key][1] if key in found else 0.0))
-    return list(found.values())
+        trees[key] = (tree, weight + (trees[key][1] if key in trees else 0.0))
+    return list(trees.values())
 
 
 def check_recorded_distributions(trees: Drafts, table: TableModel) -> None:

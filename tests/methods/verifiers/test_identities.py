@@ -32,9 +32,9 @@ def rule(name: str) -> Verifier:
     return registry.make("verifier", name)  # type: ignore[no-any-return]
 
 
-def same_rule(one: str, other: str, kind: Kind, shape: tuple[int, ...], tables: Tables) -> bool:
+def same_rule(rule_a: str, rule_b: str, kind: Kind, shape: tuple[int, ...], tables: Tables) -> bool:
     trees = drafts(tables, shape, kind)
-    first, second = (emitted(rule(name).decide, tables, trees) for name in (one, other))
+    first, second = (emitted(rule(name).decide, tables, trees) for name in (rule_a, rule_b))
     return total_variation(first, second) < TINY
 
 

@@ -40,12 +40,12 @@ def remembered_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases() -> list[tuple[str, Kind, tuple[int, ...]]]:
-    found = []
+    rows = []
     for name in SAMPLING:
         rule: Verifier = registry.make("verifier", name)
         shapes = CHAINS if rule.chains_only else CHAINS + TREES
-        found += [(name, kind, shape) for kind in Kind if kind in rule.kinds for shape in shapes]
-    return found
+        rows += [(name, kind, shape) for kind in Kind if kind in rule.kinds for shape in shapes]
+    return rows
 
 
 @pytest.mark.parametrize(("name", "kind", "shape"), cases())

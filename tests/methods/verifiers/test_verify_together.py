@@ -30,12 +30,12 @@ MIXED = [
 def batch_of(seed: int, kind: Kind, chains: bool, size: int = 40, races: bool = False) -> list[Scores]:
     """Chains, trees where the rule takes them, and requests without a draft; with noise where the rule ``races``."""
     shapes = cycle([(1, 1, 1), (1,) if chains else (3, 2), (1, 1)])
-    found = [
+    batch = [
         random_scores(seed + i, kind, shape, params, size, races)
         for i, (params, shape) in enumerate(zip(MIXED, shapes, strict=False))
     ]
     root = TokenTree.root_only(0)
-    return [*found, *(Scores(one.logits[:1], root, (0,), one.sampler) for one in found)]
+    return [*batch, *(Scores(scores.logits[:1], root, (0,), scores.sampler) for scores in batch)]
 
 
 @pytest.mark.parametrize(("name", "kind"), [pair for name in ALL for pair in kinds_of(name)])
@@ -45,8 +45,8 @@ def test_verdicts_of_a_batch_are_those_of_its_requests(name: str, kind: Kind) ->
     for seed in range(0, 300, 15):
         many = batch_of(seed, kind, verifier.chains_only, races=verifier.races)
         if verifier.greedy_only:
-            many = [one for one in many if one.sampler.greedy] * 3
-        one_by_one = [Scores(one.logits, one.tree, one.prefix, one.sampler) for one in many]
+            many = [request for request in many if request.sampler.greedy] * 3
+        one_by_one = [Scores(request.logits, request.tree, request.prefix, request.sampler) for request in many]
         rngs, others = ([Rng(seed + i) for i in range(len(many))] for _ in range(2))
         verdicts = verify_batch([verifier] * len(many), many, rngs)
         assert verdicts == [
@@ -68,11 +68,11 @@ def test_every_request_has_its_own_rule() -> None:
 def test_distributions_and_weights_are_made_once() -> None:
     many = [random_scores(i, Kind.IID, (1, 1), MIXED[0]) for i in range(3)]
     verify_batch([BlockVerifier()] * 3, many, [Rng(i) for i in range(3)])
-    for one in many:
-        assert one.batched_p is not None and one.tree.q is not None and one.weights is not None
-        assert torch.equal(one.batched_p, one.sampler.distributions(one.logits, None))
-        assert one.weights[0] == [float(one.batched_p[i, x]) for i, x in enumerate(one.tree.tokens[1:])]
-        assert one.weights[1] == [float(one.tree.q[i, x]) for i, x in enumerate(one.tree.tokens[1:])]
+    for scores in many:
+        assert scores.batched_p is not None and scores.tree.q is not None and scores.weights is not None
+        assert torch.equal(scores.batched_p, scores.sampler.distributions(scores.logits, None))
+        assert scores.weights[0] == [float(scores.batched_p[i, x]) for i, x in enumerate(scores.tree.tokens[1:])]
+        assert scores.weights[1] == [float(scores.tree.q[i, x]) for i, x in enumerate(scores.tree.tokens[1:])]
 
 
 def test_a_rule_with_a_verify_of_its_own_is_asked() -> None:
@@ -83,7 +83,7 @@ def test_a_rule_with_a_verify_of_its_own_is_asked() -> None:
             return Verdict((), 7, next_is_bonus=False)
 
     many = [random_scores(i, Kind.IID, (1, 1), MIXED[0]) for i in range(3)]
-    assert {one.next_token for one in verify_batch([Stubborn()] * 3, many, [Rng(i) for i in range(3)])} == {7}
+    assert {verdict.next_token for verdict in verify_batch([Stubborn()] * 3, many, [Rng(i) for i in range(3)])} == {7}
 
 
 def test_what_draws_twice_does_not_draw_last() -> None:
@@ -111,9 +111,9 @@ def test_draws_made_together(size: int, dtype: torch.dtype) -> None:
         pairs = list(zip(distributions, uniforms, strict=True))
         assert draw_all(pairs) == [draw(distribution, u) for distribution, u in pairs]
         ends = [(distribution, 1.0 - 2.0**-53) for distribution in distributions]
-        found = draw_all(ends)
-        assert found == [draw(distribution, u) for distribution, u in ends]
-        assert all(float(distribution[token]) > 0 for (distribution, _), token in zip(ends, found, strict=True))
+        tokens = draw_all(ends)
+        assert tokens == [draw(distribution, u) for distribution, u in ends]
+        assert all(float(distribution[token]) > 0 for (distribution, _), token in zip(ends, tokens, strict=True))
 
 
 def test_no_draws() -> None:

@@ -60,15 +60,15 @@ def test_accepted_tokens(spec: str, shape: tuple[int, ...], kind: Kind, accepted
 
 def paths(name: str, tree: TokenTree, tables: FixedTables = TABLES) -> dict[tuple[tuple[int, ...], int], float]:
     rule = registry.make("verifier", name)
-    found: dict[tuple[tuple[int, ...], int], float] = {}
+    chances: dict[tuple[tuple[int, ...], int], float] = {}
     for verdict, chance in outcomes(lambda coins: rule.decide(tree, scores_of(tree, tables), coins)):
         path = tuple(tree.tokens[node] for node in verdict.path)
-        found[path, verdict.next_token] = found.get((path, verdict.next_token), 0.0) + chance
-    return found
+        chances[path, verdict.next_token] = chances.get((path, verdict.next_token), 0.0) + chance
+    return chances
 
 
-def chance_of(found: dict[tuple[tuple[int, ...], int], float], path: tuple[int, ...]) -> float:
-    return sum(chance for (tokens, _), chance in found.items() if tokens == path)
+def chance_of(chances: dict[tuple[tuple[int, ...], int], float], path: tuple[int, ...]) -> float:
+    return sum(chance for (tokens, _), chance in chances.items() if tokens == path)
 
 
 def test_block_page() -> None:
@@ -90,12 +90,12 @@ def test_traversal_page() -> None:
 
 
 def test_point_and_without_replacement_pages() -> None:
-    found = paths("point", TokenTree((0, 0, 1), (-1, 0, 0)))
-    assert chance_of(found, (0,)) == pytest.approx(0.5) and chance_of(found, (1,)) == pytest.approx(0.3)
-    assert found[(), 2] == pytest.approx(0.2)
+    chances = paths("point", TokenTree((0, 0, 1), (-1, 0, 0)))
+    assert chance_of(chances, (0,)) == pytest.approx(0.5) and chance_of(chances, (1,)) == pytest.approx(0.3)
+    assert chances[(), 2] == pytest.approx(0.2)
     tree = TokenTree((0, 2, 1), (-1, 0, 0), WOR, TABLES.q(())[None], (-1, 0, 0))
-    found = paths("without_replacement", tree)
-    assert chance_of(found, (2,)) == pytest.approx(0.4) and found[(), 0] == pytest.approx(0.6)
+    chances = paths("without_replacement", tree)
+    assert chance_of(chances, (2,)) == pytest.approx(0.4) and chances[(), 0] == pytest.approx(0.6)
 
 
 def test_greedy_page() -> None:
@@ -118,8 +118,8 @@ def test_kseq_page() -> None:
 @pytest.mark.parametrize(("lenience", "distribution"), [(0.8, [0.4125, 0.3375, 0.25]), (0.5, [0.2727, 0.3273, 0.4])])
 def test_lenient_page(lenience: float, distribution: list[float]) -> None:
     rule = registry.make("verifier", f"lenient,lenience={lenience}").decide
-    found = emitted(rule, TABLES, drafts(TABLES, (1,), Kind.IID))
-    first = [sum(chance for tokens, chance in found.items() if tokens[0] == x) for x in range(3)]
+    chances = emitted(rule, TABLES, drafts(TABLES, (1,), Kind.IID))
+    first = [sum(chance for tokens, chance in chances.items() if tokens[0] == x) for x in range(3)]
     assert first == pytest.approx(distribution, abs=6e-5)
 
 
