@@ -26,7 +26,7 @@ def tokenizer(adds: bool) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(
-    ("adds", "text", "special", "wanted"),
+    ("adds", "text", "special", "expected"),
     [
         (True, "hi you", True, [BOS, HI, YOU]),
         (True, "<s>hi you", True, [BOS, HI, YOU]),
@@ -39,11 +39,11 @@ def tokenizer(adds: bool) -> PreTrainedTokenizerFast:
         (False, "<s><s>hi", True, [BOS, BOS, HI]),
     ],
 )
-def test_ids_of_a_text(adds: bool, text: str, special: bool, wanted: list[int]) -> None:
+def test_ids_of_a_text(adds: bool, text: str, special: bool, expected: list[int]) -> None:
     known = tokenizer(adds)
     if adds and special and text.startswith("<s>"):
-        assert known(text)["input_ids"] == [BOS, *wanted]  # the fault that is mended
-    assert ids_with_one_bos(text, known, special) == wanted
+        assert known(text)["input_ids"] == [BOS, *expected]  # the fault that is mended
+    assert ids_with_one_bos(text, known, special) == expected
 
 
 def test_a_prompt_of_the_library() -> None:

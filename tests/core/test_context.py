@@ -35,8 +35,8 @@ def test_uniforms_are_handed_out_again(before: int, after: int) -> None:
     rng.tests = [(0.5, 0.25)]
     rng.uniforms(before)
     mark = rng.mark()
-    wanted = rng.uniforms(after)
+    expected = rng.uniforms(after)
     rng.tests += [(0.1, 0.2)] * after
     rng.back_to(mark)
-    assert rng.uniforms(after) == wanted and rng.tests == [(0.5, 0.25)]
+    assert rng.uniforms(after) == expected and rng.tests == [(0.5, 0.25)]
     assert rng.uniforms(9) == Rng(7).uniforms(before + after + 9)[-9:]

@@ -73,40 +73,42 @@ def test_what_counts_as_messages() -> None:
 
 
 def test_one_conversation_gives_an_output_and_a_list_of_them_a_list() -> None:
-    one = llm(chat_tokenizer())
+    chat_llm = llm(chat_tokenizer())
     options: dict[str, Any] = {"max_new_tokens": 9}
-    expected = [one.generate(render(c, one.tokenizer), **options).token_ids for c in (ASK, OTHER)]
+    expected = [chat_llm.generate(render(c, chat_llm.tokenizer), **options).token_ids for c in (ASK, OTHER)]
     assert expected[0] != expected[1]
-    assert one.generate(ASK, **options).token_ids == one.chat(ASK, **options).token_ids == expected[0]
-    assert [out.token_ids for out in one.generate([ASK, OTHER], **options)] == expected
-    assert [out.token_ids for out in one.chat([ASK, OTHER], **options)] == expected
-    assert [out.token_ids for out in one.chat([OTHER], **options)] == expected[1:]
-    mixed = one.generate([ASK, "return n", render(OTHER, one.tokenizer)], **options)
+    assert chat_llm.generate(ASK, **options).token_ids == chat_llm.chat(ASK, **options).token_ids == expected[0]
+    assert [out.token_ids for out in chat_llm.generate([ASK, OTHER], **options)] == expected
+    assert [out.token_ids for out in chat_llm.chat([ASK, OTHER], **options)] == expected
+    assert [out.token_ids for out in chat_llm.chat([OTHER], **options)] == expected[1:]
+    mixed = chat_llm.generate([ASK, "return n", render(OTHER, chat_llm.tokenizer)], **options)
     assert [mixed[0].token_ids, mixed[2].token_ids] == expected
-    assert [token for piece in one.stream(ASK, **options) for token in piece.token_ids] == expected[0]
-    moody = render(ASK, one.tokenizer, mood="gently")
+    assert [token for piece in chat_llm.stream(ASK, **options) for token in piece.token_ids] == expected[0]
+    moody = render(ASK, chat_llm.tokenizer, mood="gently")
     assert (
-        one.chat(ASK, template_kwargs={"mood": "gently"}, **options).token_ids
-        == one.generate(moody, **options).token_ids
+        chat_llm.chat(ASK, template_kwargs={"mood": "gently"}, **options).token_ids
+        == chat_llm.generate(moody, **options).token_ids
     )
 
 
 def test_seeds_and_samples_of_conversations() -> None:
-    one = llm(chat_tokenizer())
+    chat_llm = llm(chat_tokenizer())
     options: dict[str, Any] = {"max_new_tokens": 9, "temperature": 1.0}
-    alone = [[one.generate(c, seed=s + i, **options).token_ids for i in range(2)] for c, s in ((ASK, 5), (OTHER, 8))]
+    alone = [
+        [chat_llm.generate(c, seed=s + i, **options).token_ids for i in range(2)] for c, s in ((ASK, 5), (OTHER, 8))
+    ]
     assert alone[0][0] != alone[0][1]
-    assert [out.token_ids for out in one.chat(ASK, n=2, seed=5, **options)] == alone[0]
-    groups: Any = one.chat([ASK, OTHER], n=2, seed=[5, 8], **options)
+    assert [out.token_ids for out in chat_llm.chat(ASK, n=2, seed=5, **options)] == alone[0]
+    groups: Any = chat_llm.chat([ASK, OTHER], n=2, seed=[5, 8], **options)
     assert [[out.token_ids for out in group] for group in groups] == alone
 
 
 def test_the_background_engine_takes_conversations() -> None:
-    one = llm(chat_tokenizer())
-    expected = one.generate(ASK, max_new_tokens=6).token_ids
+    chat_llm = llm(chat_tokenizer())
+    expected = chat_llm.generate(ASK, max_new_tokens=6).token_ids
 
     async def asked() -> tuple[list[int], list[int]]:
-        background = AsyncLlm(one)
+        background = AsyncLlm(chat_llm)
         await background.start()
         whole = await background.generate(ASK, max_new_tokens=6)
         pieces = [piece async for piece in background.stream(ASK, max_new_tokens=6)]
@@ -181,12 +183,12 @@ def test_tools_reach_the_template_or_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("keywords", "words"),
     [([1], "not a list"), ({"tokenize": True}, "'tokenize', which is set here"), ({1: 2}, "1 is no name")],
 )
-def test_what_a_template_reads_is_a_mapping(given: Any, words: str) -> None:
+def test_what_a_template_reads_is_a_mapping(keywords: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"template_kwargs must be a mapping .*{words}"):
-        llm(chat_tokenizer()).chat([USER], template_kwargs=given)
+        llm(chat_tokenizer()).chat([USER], template_kwargs=keywords)
 
 
 def test_models_without_a_template_or_a_tokenizer_say_so() -> None:

@@ -15,19 +15,19 @@ from foretoken.core.io.documents import iter_documents, iter_records
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
-def rows(file: Path, *found: Any) -> Path:
-    file.write_text("".join(json.dumps(row) + "\n" for row in found))
+def rows(file: Path, *items: Any) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in items))
     return file
 
 
-def said(file: Path) -> list[list[tuple[str, Any]]]:
+def turns_of(file: Path) -> list[list[tuple[str, Any]]]:
     """Who says what in the conversations of a file."""
-    found = [record.row for record in iter_records([file])]
-    return [[(one["role"], one["content"]) for one in row["messages"]] if row else [] for row in found]
+    records = [record.row for record in iter_records([file])]
+    return [[(turn["role"], turn["content"]) for turn in row["messages"]] if row else [] for row in records]
 
 
 @pytest.mark.parametrize(
-    ("row", "wanted"),
+    ("row", "turns"),
     [
         ({"prompt": "q", "response": "a"}, [("user", "q"), ("assistant", "a")]),
         ({"prompt": "q", "completion": "a", "output": None}, [("user", "q"), ("assistant", "a")]),
@@ -42,9 +42,9 @@ def said(file: Path) -> list[list[tuple[str, Any]]]:
         ({"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}, [("user", "q"), ("assistant", "a")]),
     ],
 )
-def test_a_question_and_its_answer_are_a_chat(row: Any, wanted: Any, tmp_path: Path) -> None:
+def test_a_question_and_its_answer_are_a_chat(row: Any, turns: Any, tmp_path: Path) -> None:
     file = rows(tmp_path / "a.jsonl", row)
-    assert said(file) == [wanted]
+    assert turns_of(file) == [turns]
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1 is a conversation"):
         list(iter_documents([file]))
 
@@ -55,8 +55,8 @@ def test_tools_of_a_question_stay(tmp_path: Path) -> None:
 
 
 def test_a_text_or_a_lone_prompt_is_a_text(tmp_path: Path) -> None:
-    found = [{"text": "whole", "instruction": "q", "output": "a"}, {"prompt": "def f():", "test": "f()"}, {"text": ""}]
-    assert list(iter_documents([rows(tmp_path / "a.jsonl", *found)])) == ["whole", "def f():"]
+    items = [{"text": "whole", "instruction": "q", "output": "a"}, {"prompt": "def f():", "test": "f()"}, {"text": ""}]
+    assert list(iter_documents([rows(tmp_path / "a.jsonl", *items)])) == ["whole", "def f():"]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_a_question_that_cannot_be_told_is_refused(row: Any, words: str, tmp_pat
         list(iter_records([rows(tmp_path / "a.jsonl", CHAT, row)]))
 
 
-@pytest.mark.parametrize("found", [[{"question": "lost"}, CHAT], [CHAT, {"question": "lost"}]])
-def test_a_row_of_another_shape_is_refused_before_and_behind_a_chat(found: list[Any], tmp_path: Path) -> None:
-    rows(tmp_path / "a.jsonl", *found)
-    line = found.index({"question": "lost"}) + 1
+@pytest.mark.parametrize("items", [[{"question": "lost"}, CHAT], [CHAT, {"question": "lost"}]])
+def test_a_row_of_another_shape_is_refused_before_and_behind_a_chat(items: list[Any], tmp_path: Path) -> None:
+    rows(tmp_path / "a.jsonl", *items)
+    line = items.index({"question": "lost"}) + 1
     with pytest.raises(ValueError, match=rf"a\.jsonl, line {line} has no conversation: a row is an object"):
         list(iter_records([tmp_path]))
 
@@ -125,8 +125,8 @@ def test_compressed_files_are_read_and_others_are_refused_by_name(tmp_path: Path
 
 def test_a_conversation_is_the_same_whatever_numbers_it_carries(tmp_path: Path) -> None:
     turns = [{**message, "turn_id": 7} for message in CHAT["messages"]]
-    found = [CHAT, {"id": 1, **CHAT}, {"messages": turns, "unfinished": [1]}, {**CHAT, "tools": [{"name": "f"}]}]
-    same, numbered, turned, other = (one.content for one in iter_records([rows(tmp_path / "a.jsonl", *found)]))
+    items = [CHAT, {"id": 1, **CHAT}, {"messages": turns, "unfinished": [1]}, {**CHAT, "tools": [{"name": "f"}]}]
+    same, numbered, turned, other = (record.content for record in iter_records([rows(tmp_path / "a.jsonl", *items)]))
     assert same == numbered == turned != other
 
 
@@ -134,7 +134,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     chats, text = tmp_path / "a.jsonl", tmp_path / "a.txt"
     chats.write_text(json.dumps(CHAT) + "\r\n" + json.dumps(CHAT), encoding="utf-8-sig")
     text.write_text("one", encoding="utf-8-sig")
-    assert len(said(chats)) == 2
+    assert len(turns_of(chats)) == 2
     assert list(iter_documents([text])) == ["one"]
 
 

@@ -75,9 +75,9 @@ def test_a_tensor_file_that_cannot_be_written_names_its_place(tmp_path: Path) ->
 
 
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space") as found, replacing(tmp_path / "place"):
+    with pytest.raises(OSError, match="No space") as error, replacing(tmp_path / "place"):
         raise OSError(28, "No space left on device")  # as a write does, which knows no name
-    assert found.value.filename == str(tmp_path / "place")
+    assert error.value.filename == str(tmp_path / "place")
 
 
 def test_weights_and_what_describes_them(tmp_path: Path) -> None:

@@ -52,11 +52,11 @@ def scores_of(kind: str, dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_candidates_are_enough(name: str, kind: str, temperature: float) -> None:
     filters, scores = FILTERS[name], scores_of(kind)
-    wanted = filters.cut(torch.softmax(scores / temperature, -1), scores)
+    expected = filters.cut(torch.softmax(scores / temperature, -1), scores)
     left = filters.filtered(scores, temperature)
     if (kind, name) != ("even", "top_k"):  # which of tokens that rounding alone tells apart
-        assert torch.equal(left > 0, wanted > 0)
-    torch.testing.assert_close(left, wanted, rtol=1e-12, atol=1e-15)
+        assert torch.equal(left > 0, expected > 0)
+    torch.testing.assert_close(left, expected, rtol=1e-12, atol=1e-15)
     logs = filters.logs(scores, temperature)
     assert torch.equal(logs > -torch.inf, left > 0)
     torch.testing.assert_close(logs.exp(), left, rtol=1e-12, atol=1e-15)
@@ -124,5 +124,5 @@ def test_the_winner_of_what_is_kept_is_the_largest_of_the_ranking(name: str, kin
         rows, lengths = scores_of(kind, dtype), [3, 4, 5, 5, 90]
         for seed in range(4):
             sampler = Sampler(params, 3, Noise(seed))
-            wanted = sampler.ranking(rows, lengths, None).argmax(-1).tolist()
-            assert sampler.winners(rows, lengths, None) == wanted
+            expected = sampler.ranking(rows, lengths, None).argmax(-1).tolist()
+            assert sampler.winners(rows, lengths, None) == expected

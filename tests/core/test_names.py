@@ -13,7 +13,7 @@ NAMES = ["model", "ngram", "ngram_cache", "eagle", "eagle3", "medusa"]
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "hint"),
     [
         ("ngrm", "did you mean ngram? "),
         ("NGRAM", "did you mean ngram? "),
@@ -22,8 +22,8 @@ NAMES = ["model", "ngram", "ngram_cache", "eagle", "eagle3", "medusa"]
         ("", ""),
     ],
 )
-def test_what_was_probably_meant(name: str, said: str) -> None:
-    assert did_you_mean(name, NAMES) == said
+def test_what_was_probably_meant(name: str, hint: str) -> None:
+    assert did_you_mean(name, NAMES) == hint
 
 
 def test_three_names_at_most() -> None:

@@ -66,24 +66,24 @@ def test_those_of_some_tokens(source: str) -> None:
     tokens = torch.tensor([0, 1, 5, 6, 7, 4000, 40_001, 151_935])
     for seed, position in product((0, SEEDS - 1), (0, 2**40)):
         noise = Noise(seed)
-        wanted = noise.exponentials(position, 151_936)[tokens]
-        assert torch.equal(noise.source.exponentials_of(seed, position, tokens), wanted)
+        expected = noise.exponentials(position, 151_936)[tokens]
+        assert torch.equal(noise.source.exponentials_of(seed, position, tokens), expected)
         assert torch.equal(noise.gumbels_of(position, tokens), gumbels(noise, position, 151_936)[tokens])
         assert len(noise.gumbels_of(position, tokens[:0])) == 0
 
 
 def test_sources_differ_in_the_last_bit_at_most() -> None:
     for seed, position, size in ((3, 0, 7), (SEEDS - 1, 2**40, 200_001)):
-        one, other = (gumbels(Noise(seed, source), position, size) for source in (NumPySource(), noise_source()))
-        torch.testing.assert_close(one, other, rtol=5e-16, atol=5e-16)
+        plain, default = (gumbels(Noise(seed, source), position, size) for source in (NumPySource(), noise_source()))
+        torch.testing.assert_close(plain, default, rtol=5e-16, atol=5e-16)
 
 
 def test_torchs_generator_is_left_alone() -> None:
     torch.manual_seed(5)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(5)
     gumbels(Noise(1), 0, 100)
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_no_number_comes_twice() -> None:
@@ -91,8 +91,8 @@ def test_no_number_comes_twice() -> None:
     seeds = [0, 1, 2, 3, 2**32, 2**32 + 1, 2**63, SEEDS - 1]
     positions = [0, 1, 2, 3, 4, 255, 256, 2**16, 2**32, 2**40]
     each = [Noise(seed).exponentials(position, 300) for seed in seeds for position in positions]
-    found = torch.cat([*each, Noise(0).exponentials(5, 20_000)])
-    assert len(found.unique()) == len(found)
+    numbers = torch.cat([*each, Noise(0).exponentials(5, 20_000)])
+    assert len(numbers.unique()) == len(numbers)
 
 
 def test_gumbels_are_minus_the_logarithm() -> None:
@@ -117,8 +117,13 @@ def philox(key: int, block: int, position: int) -> list[int]:
     """Four 64-bit words of Philox4x64-10 (Salmon et al. 2011), in its plainest form."""
     words, keys, full = [block, 0, position, 0], [key, 0], 2**64
     for _ in range(10):
-        one, other = words[0] * 0xD2E7470EE14C6C93, words[2] * 0xCA5A826395121157
-        words = [other // full ^ words[1] ^ keys[0], other % full, one // full ^ words[3] ^ keys[1], one % full]
+        product0, product2 = words[0] * 0xD2E7470EE14C6C93, words[2] * 0xCA5A826395121157
+        words = [
+            product2 // full ^ words[1] ^ keys[0],
+            product2 % full,
+            product0 // full ^ words[3] ^ keys[1],
+            product0 % full,
+        ]
         keys = [(keys[0] + 0x9E3779B97F4A7C15) % full, (keys[1] + 0xBB67AE8584CAA73B) % full]
     return words
 
@@ -126,8 +131,8 @@ def philox(key: int, block: int, position: int) -> list[int]:
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (5, 7), (SEEDS - 1, 2**33)])
 def test_the_generator_is_philox(seed: int, position: int) -> None:
     words = [word for block in range(1, 4) for word in philox(seed, block, position)]
-    wanted = [-np.log(((word >> 12) + 0.5) * 2.0**-52) for word in words]
-    assert Noise(seed).exponentials(position, 12).tolist() == pytest.approx(wanted, rel=1e-13)
+    expected = [-np.log(((word >> 12) + 0.5) * 2.0**-52) for word in words]
+    assert Noise(seed).exponentials(position, 12).tolist() == pytest.approx(expected, rel=1e-13)
 
 
 # -- the distribution ------------------------------------------------------------------------------------------------
@@ -145,10 +150,10 @@ def sample(what: str, count: int, start: int = 0) -> np.ndarray[Any, np.dtype[np
 
 @pytest.mark.parametrize(("axis", "count"), [("tokens", 200_000), ("positions", COUNT), ("seeds", COUNT)])
 def test_the_numbers_are_exponential(axis: str, count: int) -> None:
-    found = sample(axis, count)
-    assert kstest(found, expon.cdf).pvalue > FALSE_ALARM
-    assert np.isfinite(found).all() and (found > 0).all()
-    assert kstest(found[::2] * 1.1, expon.cdf).pvalue < FALSE_ALARM  # so the test sees an error of a tenth
+    numbers = sample(axis, count)
+    assert kstest(numbers, expon.cdf).pvalue > FALSE_ALARM
+    assert np.isfinite(numbers).all() and (numbers > 0).all()
+    assert kstest(numbers[::2] * 1.1, expon.cdf).pvalue < FALSE_ALARM  # so the test sees an error of a tenth
 
 
 class Extreme:
@@ -173,10 +178,10 @@ def test_bits_become_numbers_inside_the_interval(monkeypatch: pytest.MonkeyPatch
 def test_the_extremes_are_finite() -> None:
     logs = Noise(0).source.negative_logs
     numbers = logs(torch.tensor([2.0**-53, 1 - 2.0**-53, 0.5, 5e-17], dtype=torch.float64))
-    wanted = [53 * np.log(2), 2.0**-53, np.log(2), -np.log(5e-17)]
-    np.testing.assert_allclose(numbers.numpy(), wanted, rtol=4e-16)
+    expected = [53 * np.log(2), 2.0**-53, np.log(2), -np.log(5e-17)]
+    np.testing.assert_allclose(numbers.numpy(), expected, rtol=4e-16)
     raced = logs(numbers.clone())
-    np.testing.assert_allclose(raced.numpy(), -np.log(wanted), rtol=4e-16)
+    np.testing.assert_allclose(raced.numpy(), -np.log(expected), rtol=4e-16)
 
 
 # -- independence ----------------------------------------------------------------------------------------------------
@@ -190,11 +195,11 @@ def test_neighbours_are_independent(step: tuple[int, int, int]) -> None:
     """Of the numbers themselves by their correlation; of winners among four tokens by chi-square on all pairs."""
     pairs, winners = [], []
     for i in range(COUNT // 8):
-        one = Noise(10 + i).exponentials(2 * i, 17)
-        other = Noise(10 + i + step[0]).exponentials(2 * i + step[1], 17)
-        pairs.append(torch.stack([one[:16], other[step[2] : 16 + step[2]]]))
+        numbers = Noise(10 + i).exponentials(2 * i, 17)
+        neighbours = Noise(10 + i + step[0]).exponentials(2 * i + step[1], 17)
+        pairs.append(torch.stack([numbers[:16], neighbours[step[2] : 16 + step[2]]]))
         if not step[2]:
-            winners.append(torch.stack([row[:16].view(4, 4).argmin(-1) for row in (one, other)]))
+            winners.append(torch.stack([row[:16].view(4, 4).argmin(-1) for row in (numbers, neighbours)]))
     first, second = torch.cat(pairs, -1).numpy()
     scores = norm.ppf(expon.cdf(first)), norm.ppf(expon.cdf(second))
     assert abs(np.corrcoef(*scores)[0, 1]) * len(first) ** 0.5 < 4
@@ -207,10 +212,10 @@ def test_neighbours_are_independent(step: tuple[int, int, int]) -> None:
 
 def test_dependence_is_noticed() -> None:
     """The two tests above on streams that share a twentieth of their numbers."""
-    one, other = Noise(0).exponentials(0, COUNT * 2), Noise(1).exponentials(0, COUNT * 2)
-    other[::20] = one[::20]
-    scores = norm.ppf(expon.cdf(one.numpy())), norm.ppf(expon.cdf(other.numpy()))
-    assert abs(np.corrcoef(*scores)[0, 1]) * len(one) ** 0.5 > 4
+    first, second = Noise(0).exponentials(0, COUNT * 2), Noise(1).exponentials(0, COUNT * 2)
+    second[::20] = first[::20]
+    scores = norm.ppf(expon.cdf(first.numpy())), norm.ppf(expon.cdf(second.numpy()))
+    assert abs(np.corrcoef(*scores)[0, 1]) * len(first) ** 0.5 > 4
 
 
 # -- seeds -----------------------------------------------------------------------------------------------------------
@@ -227,7 +232,7 @@ def test_bad_seeds(seed: Any) -> None:
 def test_all_64_bits_are_seeds_and_count(seed: int) -> None:
     check_seed(seed)
     others = [(seed ^ (1 << bit)) for bit in range(64)]
-    numbers = {float(Noise(one).exponentials(0, 1)) for one in [seed, *others]}
+    numbers = {float(Noise(key).exponentials(0, 1)) for key in [seed, *others]}
     assert len(numbers) == 65
 
 
@@ -269,11 +274,11 @@ def test_the_cache_is_bounded(size: int) -> None:
 
 
 def test_what_is_kept_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+    positions: list[int] = []
     exponentials = Noise.exponentials
 
     def counted(self: Noise, position: int, size: int) -> Tensor:
-        made.append(position)
+        positions.append(position)
         return exponentials(self, position, size)
 
     monkeypatch.setattr(Noise, "exponentials", counted)
@@ -281,7 +286,7 @@ def test_what_is_kept_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(3):
         for position in range(6):
             gumbels(noise, position, 50)
-    assert made == list(range(6))
+    assert positions == list(range(6))
 
 
 def test_what_is_text_is_forgotten_and_comes_again_the_same() -> None:

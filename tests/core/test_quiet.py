@@ -67,7 +67,7 @@ def test_a_variable_that_forbids_bars_brings_no_warning(
     with NO_BARS.changed():
         pass
     assert bars() == (False, False)
-    assert not [str(one.message) for one in recwarn]
+    assert not [str(warning.message) for warning in recwarn]
 
 
 def test_blocks_that_overlap_in_two_threads() -> None:

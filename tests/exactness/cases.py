@@ -120,8 +120,8 @@ def near_sighted(draft: LanguageModel) -> LanguageModel:
 def guessing_few(drafter: Any, model: LanguageModel) -> Drafter:
     """A drafter with the network ``model`` that guesses every second token only."""
     drafter.head = few_tokens(model)
-    made: Drafter = drafter
-    return made
+    guesser: Drafter = drafter
+    return guesser
 
 
 def medusa(
@@ -147,9 +147,9 @@ def kangaroo(target: LanguageModel, few: bool = False, **options: Any) -> Kangar
     parts = TargetParts(target)
     net = random_weights(KangarooNet(KangarooConfig(**dataclasses.asdict(LayerConfig.of_target(parts.config)))))
     head = few_tokens(target, first=0) if few else None
-    made = KangarooDrafter(target, FeatureModel(net, parts, target, head), **options)
-    made.head = head
-    return made
+    built = KangarooDrafter(target, FeatureModel(net, parts, target, head), **options)
+    built.head = head
+    return built
 
 
 def jump(target: LanguageModel, few: bool = False, state: int = 2, width: int = 0, **options: Any) -> JumpDrafter:
@@ -185,10 +185,10 @@ def feature_drafter(
     parts = TargetParts(target)
     shape = dataclasses.asdict(LayerConfig.of_target(parts.config))
     head = few_tokens(target) if few else None
-    made: Drafter = drafter(
+    built: Drafter = drafter(
         FeatureModel(random_weights(net(config(**shape))), parts, target, head), nodes=5, depth=3, **options
     )
-    return made
+    return built
 
 
 def native_mtp(target: LanguageModel, count: int = 1, few: bool = False, **options: Any) -> MtpDrafter:
@@ -217,8 +217,13 @@ def peagle(target: LanguageModel, shape: dict[str, Any], **options: Any) -> Peag
     """A random network of two layers that can guess every second token, or what ``shape`` says."""
     parts = TargetParts(target)
     layer = dataclasses.asdict(LayerConfig.of_target(parts.config))
-    told = {"vocab_size": parts.vocab_size, "draft_vocab": parts.vocab_size // 2, "layers": "0,1,2", "num_layers": 2}
-    config = PeagleConfig(**{**layer, **told, "places": 3, **shape})
+    defaults = {
+        "vocab_size": parts.vocab_size,
+        "draft_vocab": parts.vocab_size // 2,
+        "layers": "0,1,2",
+        "num_layers": 2,
+    }
+    config = PeagleConfig(**{**layer, **defaults, "places": 3, **shape})
     net = random_weights(PeagleNet(config))
     net.choose(torch.arange(config.guessed) if not config.draft_vocab else torch.arange(config.draft_vocab) * 2 + 1)
     return PeagleDrafter.of(net, parts, target, **{"nodes": 5, **options})
@@ -232,8 +237,8 @@ def block(drafter: Any, target: LanguageModel, shape: dict[str, Any], **options:
         **{**layer, "vocab_size": parts.vocab_size, "layers": 2, "taps": "1,2", "block": 4, **shape}
     )
     net = random_weights(drafter.net_class(config))
-    made: Drafter = drafter.of(net, parts, target, **{"nodes": 5, **options})
-    return made
+    built: Drafter = drafter.of(net, parts, target, **{"nodes": 5, **options})
+    return built
 
 
 BLOCKS: dict[Any, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
@@ -274,8 +279,8 @@ def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassToke
 
 def uno(target: Any, few: bool = False, shape: dict[str, Any] | None = None, **options: Any) -> UnoDrafter:
     """Random updates of the target's layers, noise from all of its tokens."""
-    told = {"places": 4, "rank": 2, "mask_token": target.vocab_size, **(shape or {})}
-    net = UnoNet(UnoConfig(target.vocab_size, target.num_layers, linear_shapes(target.model), **told))
+    settings = {"places": 4, "rank": 2, "mask_token": target.vocab_size, **(shape or {})}
+    net = UnoNet(UnoConfig(target.vocab_size, target.num_layers, linear_shapes(target.model), **settings))
     return UnoDrafter(
         target, random_weights(net, 0.3), **{"nodes": 6, **options}, head=few_tokens(target) if few else None
     )
@@ -284,12 +289,12 @@ def uno(target: Any, few: bool = False, shape: dict[str, Any] | None = None, **o
 def grown(target: LanguageModel, draft: LanguageModel, tree: str, draw: str) -> ModelDrafter:
     """A tree that follows the draft's confidence, for a machine where rows are free: how many nodes pay would depend on
     how many requests share a call, and distributions are enumerated in calls of any size."""
-    made = ModelDrafter(draft, 3, tree, draw, target)
-    assert made.dynamic is not None
-    made.dynamic.costs = TargetCost({1: 1.0, 64: 1.0})
-    if isinstance(made.dynamic.growth, CostAware):
-        made.dynamic.growth.cost = made.dynamic.costs.relative
-    return made
+    drafter = ModelDrafter(draft, 3, tree, draw, target)
+    assert drafter.dynamic is not None
+    drafter.dynamic.costs = TargetCost({1: 1.0, 64: 1.0})
+    if isinstance(drafter.dynamic.growth, CostAware):
+        drafter.dynamic.growth.cost = drafter.dynamic.costs.relative
+    return drafter
 
 
 def _trained(method: str, target: LanguageModel, draft: LanguageModel) -> Drafter:
@@ -750,8 +755,8 @@ CASES: dict[str, list[Case]] = {
     ],
     **{
         kind.name: [
-            Case(label, lambda target, draft, k=kind, b=given: block(k, target, b[0], **b[1]), network=True)  # type: ignore[misc]
-            for label, given in shapes.items()
+            Case(label, lambda target, draft, k=kind, s=settings: block(k, target, s[0], **s[1]), network=True)  # type: ignore[misc]
+            for label, settings in shapes.items()
         ]
         for kind, shapes in BLOCKS.items()
     },

@@ -63,9 +63,9 @@ class Watched(float):
     @classmethod
     def of(cls, value: float, cuts: list[float], scale: float = 1.0) -> Watched:
         """``value`` is ``scale`` times the uniform; the cuts are the uniform's."""
-        made = cls(value)
-        made.cuts, made.scale = cuts, scale
-        return made
+        watched = cls(value)
+        watched.cuts, watched.scale = cuts, scale
+        return watched
 
     def __mul__(self, other: float) -> Watched:
         return Watched.of(float(self) * other, self.cuts, self.scale * other)
@@ -118,19 +118,19 @@ class Points:
         """The uniform next to ``value``, if it is near."""
         at = bisect_left(self.values, value)
         around = self.values[max(at - 1, 0) : at + 1]
-        best = min(around, key=lambda one: abs(one - value), default=None)
+        best = min(around, key=lambda uniform: abs(uniform - value), default=None)
         return best if best is not None and abs(best - value) < self.NEAR else None
 
     def note(self, sums: Tensor, goals: Tensor) -> None:
         """Running sums [V] or [n, V] in which goals [m] or [n, m], multiples of uniforms, are searched."""
-        rows, wanted = (sums, goals) if sums.dim() > 1 else (sums[None], goals[None])
-        for row, row_goals in zip(rows.double(), wanted.double(), strict=True):
+        rows, goal_rows = (sums, goals) if sums.dim() > 1 else (sums[None], goals[None])
+        for row, row_goals in zip(rows.double(), goal_rows.double(), strict=True):
             steps = (row / row[-1]).tolist()
             for goal in (row_goals / row[-1]).tolist():
-                found = self.nearest(goal)
-                if found is None:
+                uniform = self.nearest(goal)
+                if uniform is None:
                     raise AssertionError(f"{goal} is no uniform of this round")
-                self.cuts[found] += steps[:-1]
+                self.cuts[uniform] += steps[:-1]
 
 
 class BoxRng(Rng):
@@ -165,7 +165,7 @@ def watching(points: Points) -> Iterator[None]:
 
 def split(box: Box, used: Sequence[Watched]) -> tuple[float, list[Box]]:
     """The weight of the box around the point ``used`` on which nothing changes, and the boxes that are left over."""
-    mine: Box = []
+    inside: Box = []
     others: list[Box] = []
     weight = 1.0
     for index, point in enumerate(used):
@@ -178,8 +178,8 @@ def split(box: Box, used: Sequence[Watched]) -> tuple[float, list[Box]]:
             if piece[0] <= float(point) < piece[1]:
                 own = piece
             else:
-                others.append([*mine, piece])
-        mine.append(own)
+                others.append([*inside, piece])
+        inside.append(own)
         weight *= own[1] - own[0]
     return weight, others
 
@@ -211,7 +211,7 @@ def written(
     are more than ``most``."""
     points, request = Points(), Request(prompt, params, length)
     boxes: list[Box] = [[]]
-    found: dict[tuple[int, ...], float] = defaultdict(float)
+    chances: dict[tuple[int, ...], float] = defaultdict(float)
     count = 0
     with watching(points):
         while boxes:
@@ -220,15 +220,15 @@ def written(
             chosen, boxes = boxes[-BATCH:], boxes[:-BATCH]
             for box, run in zip(chosen, play(engine, points, request, chosen), strict=True):
                 weight, others = split(box, run.context.rng.used)  # type: ignore[attr-defined]
-                found[tuple(run.output)] += weight
+                chances[tuple(run.output)] += weight
                 boxes += others
                 count += 1
-    return dict(found), count
+    return dict(chances), count
 
 
-def total_variation(one: Mapping[tuple[int, ...], float], other: Mapping[tuple[int, ...], float]) -> float:
+def total_variation(p: Mapping[tuple[int, ...], float], q: Mapping[tuple[int, ...], float]) -> float:
     """Half the sum of absolute differences."""
-    return 0.5 * sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in {*one, *other})
+    return 0.5 * sum(abs(p.get(key, 0.0) - q.get(key, 0.0)) for key in {*p, *q})
 
 
 def reference(
@@ -252,13 +252,13 @@ def differences(
     lengths: Sequence[int] = LENGTHS,
 ) -> dict[str, Found]:
     """What was found in each mode, for the longest texts that have not too many boxes, the shortest at least."""
-    found: dict[str, Found] = {}
+    results: dict[str, Found] = {}
     for mode in modes:
         for length in lengths:
-            result = written(engine, SAMPLED_MODES[mode], length, prompt, MANY if mode in found else 10**6)
+            result = written(engine, SAMPLED_MODES[mode], length, prompt, MANY if mode in results else 10**6)
             if result is None:
                 break
-            found[mode] = Found(total_variation(result[0], right[mode][length]), length, result[1])
-            if result[1] > FEW or found[mode].difference > TINY:
+            results[mode] = Found(total_variation(result[0], right[mode][length]), length, result[1])
+            if result[1] > FEW or results[mode].difference > TINY:
                 break
-    return found
+    return results

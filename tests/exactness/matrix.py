@@ -81,16 +81,16 @@ def rows_by_name() -> Iterator[tuple[str, Case]]:
 @cache
 def pairs(greedy: bool) -> list[Pair]:
     """Every case with every lossless verifier that the engine lets follow it, ``auto`` first."""
-    found = []
+    combined = []
     models = {True: llamas(vocab=4), False: tables()}  # one pair for all: nothing is decoded here
     for name, case in rows():
         with only_built():
             drafter: Drafter = case.build(*models[bool(case.network)])
         fitting = verifiers_for(drafter.traits.proposals, greedy=False)
-        found += [
+        combined += [
             pair_of(name, case, drafter, verifier) for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))
         ]
-    return found
+    return combined
 
 
 def pair_of(name: str, case: Case, drafter: Drafter, verifier: str) -> Pair:

@@ -49,7 +49,7 @@ class ChainRule(Verifier):
     def accepts(self, p: Tensor, q: Tensor, x: int, coins: Coins) -> bool:
         return coins.accept(float(p[x]), float(q[x]))
 
-    def rest(self, p: Tensor, q: Tensor) -> Tensor:
+    def residual(self, p: Tensor, q: Tensor) -> Tensor:
         return residual(p, q)
 
     def bonus_row(self, tree: TokenTree) -> int:
@@ -60,7 +60,7 @@ class ChainRule(Verifier):
             p, q, x = scores.p(node - 1), tree.distribution(node), tree.tokens[node]
             assert q is not None
             if not self.accepts(p, q, x, coins):
-                return Verdict(tuple(range(1, node)), coins.draw(self.rest(p, q)), False)
+                return Verdict(tuple(range(1, node)), coins.draw(self.residual(p, q)), False)
         return Verdict(tuple(range(1, len(tree))), coins.draw(scores.p(self.bonus_row(tree))), True)
 
 
@@ -70,14 +70,14 @@ class Swapped(ChainRule):
 
 
 class NoResidual(ChainRule):
-    def rest(self, p: Tensor, q: Tensor) -> Tensor:
+    def residual(self, p: Tensor, q: Tensor) -> Tensor:
         return p
 
 
 class ResidualAsItIs(ChainRule):
     """Not normalised: a uniform beyond the sum finds the last token."""
 
-    def rest(self, p: Tensor, q: Tensor) -> Tensor:
+    def residual(self, p: Tensor, q: Tensor) -> Tensor:
         rest = (p - q).clamp(min=0.0)
         rest[-1] += 1.0 - rest.sum()
         return rest
@@ -132,8 +132,8 @@ class PlainDrafter(Drafter):
     def order(self, distribution: Tensor, siblings: list[int]) -> list[int]:
         return siblings
 
-    def told(self, distributions: Tensor) -> Tensor:
-        """What it says its draws came from, of a chain."""
+    def stated(self, distributions: Tensor) -> Tensor:
+        """The distributions that it says the draws of a chain came from."""
         return distributions
 
     def ends(self, distribution: Tensor, token: int, budget: Budget) -> tuple[bool, bool]:
@@ -161,7 +161,7 @@ class PlainDrafter(Drafter):
             if stays:
                 drafts.append(token)
                 distributions.append(distribution)
-        return TokenTree.chain(context.root, drafts, self.told(torch.stack(distributions)) if drafts else None)
+        return TokenTree.chain(context.root, drafts, self.stated(torch.stack(distributions)) if drafts else None)
 
     def siblings(self, context: Context) -> TokenTree:
         distribution = self.distribution(context, ())
@@ -194,7 +194,7 @@ class SharperDraw(PlainDrafter):
 class DistributionOfTheWrongRow(PlainDrafter):
     """Every draw is said to come from the distribution of the place after it."""
 
-    def told(self, distributions: Tensor) -> Tensor:
+    def stated(self, distributions: Tensor) -> Tensor:
         return distributions.roll(-1, 0)
 
 
@@ -303,16 +303,16 @@ class Cell:
 
     def difference(self, right: Reference) -> float:
         """The total variation that the exact cell finds, the largest of all sampling modes."""
-        busy = self.engine(BATCH)
+        speculative = self.engine(BATCH)
         with self.plant():
-            return max(found.difference for found in differences(busy, right).values())
+            return max(result.difference for result in differences(speculative, right).values())
 
     def chance(self) -> float:
         """The p-value of the sampled cell."""
-        busy = self.engine(SAMPLED_BATCH)
+        speculative = self.engine(SAMPLED_BATCH)
         right = models()[0]
         with self.plant():
-            return sampled_chance(busy, right, self.mode)
+            return sampled_chance(speculative, right, self.mode)
 
 
 def chain(draft: LanguageModel) -> Drafter:

@@ -50,8 +50,8 @@ def distribution_holds(
 ) -> bool:
     """Whether every outcome has the probability that the target gives it."""
     speculative = engine(target, drafter, verifier, max_batch=BATCH)
-    found = differences(speculative, reference(target, modes, prompt, lengths), modes, prompt, lengths)
-    return all(one.difference < TINY for one in found.values())
+    results = differences(speculative, reference(target, modes, prompt, lengths), modes, prompt, lengths)
+    return all(result.difference < TINY for result in results.values())
 
 
 # -- distributions

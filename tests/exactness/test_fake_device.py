@@ -46,9 +46,9 @@ def cuda() -> Iterator[Device]:
 
 def models(device: str, **options: bool) -> tuple[LanguageModel, LanguageModel]:
     """The toy target and the draft model near it."""
-    found = [HuggingFaceModel(copy.deepcopy(llama(noise=noise)).to(device), **options) for noise in (0.0, 0.3)]
-    assert all(model.device.type == device for model in found)
-    return found[0], found[1]
+    pair = [HuggingFaceModel(copy.deepcopy(llama(noise=noise)).to(device), **options) for noise in (0.0, 0.3)]
+    assert all(model.device.type == device for model in pair)
+    return pair[0], pair[1]
 
 
 def texts(
@@ -58,28 +58,28 @@ def texts(
     with fake_cuda() if device == "cuda" else nullcontext(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         target, draft = models(device, **options)
-        made: Verifier | None = None if verifier is None else registry.make("verifier", verifier)
+        rule: Verifier | None = None if verifier is None else registry.make("verifier", verifier)
         modes = MODES if verifier not in ("greedy",) else MODES[:1] * 4
         requests = [
             Request(prompt, mode, 10, seed=i if seeded else None)
             for i, (prompt, mode) in enumerate(zip(PROMPTS, modes, strict=True))
         ]
-        lossy = made is not None and not made.lossless
+        lossy = rule is not None and not rule.lossless
         drafter = None if build is None else build(target, draft)
-        return outputs(engine(target, drafter, made, max_batch=2, allow_lossy=lossy), requests)
+        return outputs(engine(target, drafter, rule, max_batch=2, allow_lossy=lossy), requests)
 
 
 def cases() -> list[tuple[str, Case]]:
     """All but what has been trained (which differs in its weights alone), what trains while it drafts (gradients are
     beyond the stand-in) and quantised weights, which are the CPU's."""
-    found = [
+    chosen = [
         (name, case)
         for name, case in rows()
         if not case.label.startswith("trained") and name not in ("online", "quantized")
     ]
-    assert {name for name, _ in found} == CASES.keys() - {"online", "quantized"}
+    assert {name for name, _ in chosen} == CASES.keys() - {"online", "quantized"}
     untaught = Case("untaught", lambda target, draft: OnlineDrafter(draft, target=target, k=3, every=10**6))
-    return [*found, ("online", untaught)]
+    return [*chosen, ("online", untaught)]
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +94,8 @@ each_case = pytest.mark.parametrize("case", [case for _, case in cases()], ids=[
 @each_case
 @pytest.mark.parametrize("seeded", [True, False])
 def test_every_drafter(case: Case, seeded: bool) -> None:
-    wanted = texts("cpu", case.build, seeded=seeded)
-    assert texts("cuda", case.build, seeded=seeded) == wanted
+    expected = texts("cpu", case.build, seeded=seeded)
+    assert texts("cuda", case.build, seeded=seeded) == expected
 
 
 def test_quantised_weights_are_refused(cuda: Device) -> None:
@@ -120,14 +120,14 @@ PROPOSALS: dict[str, Build] = {
 
 def pairs() -> list[tuple[str, str]]:
     """Every verifier, lossy ones too, with every kind of proposal that it takes."""
-    found = []
+    combined = []
     for proposal, build in PROPOSALS.items():
         drafter = build(*models("cpu"))
         fitting = verifiers_for(drafter.traits.proposals, greedy=False)
         lossy = [row.name for row in registry.rows("verifier") if not row.lossless and _takes(row.name, drafter)]
-        found += [(proposal, verifier) for verifier in (*fitting, *lossy, "greedy")]
-    assert {verifier for _, verifier in found} == {row.name for row in registry.rows("verifier")}
-    return found
+        combined += [(proposal, verifier) for verifier in (*fitting, *lossy, "greedy")]
+    assert {verifier for _, verifier in combined} == {row.name for row in registry.rows("verifier")}
+    return combined
 
 
 def _takes(verifier: str, drafter: Drafter) -> bool:
@@ -137,5 +137,5 @@ def _takes(verifier: str, drafter: Drafter) -> bool:
 
 @pytest.mark.parametrize(("proposal", "verifier"), pairs())
 def test_every_verifier(proposal: str, verifier: str) -> None:
-    wanted = texts("cpu", PROPOSALS[proposal], verifier)
-    assert texts("cuda", PROPOSALS[proposal], verifier) == wanted
+    expected = texts("cpu", PROPOSALS[proposal], verifier)
+    assert texts("cuda", PROPOSALS[proposal], verifier) == expected

@@ -27,8 +27,8 @@ class OverAll(ModelDrafter):
     """Tells the verifier a q that gives tokens a chance which could not be drawn."""
 
     def _finished(self, tree: Growing) -> TokenTree:
-        made = super()._finished(tree)
-        return made if made.q is None else replace(made, q=0.5 * made.q + 0.5 / self.vocab_size)
+        finished = super()._finished(tree)
+        return finished if finished.q is None else replace(finished, q=0.5 * finished.q + 0.5 / self.vocab_size)
 
 
 @pytest.mark.parametrize("tree", ["", "2x2"])
@@ -37,8 +37,8 @@ def test_a_distribution_over_all_tokens_is_caught(tree: str) -> None:
     right = reference(target, ["T=1"])
 
     def difference(drafter: Drafter) -> float:
-        busy = engine(target, guessing_few(drafter, draft), max_batch=BATCH)
-        return differences(busy, right, ["T=1"])["T=1"].difference
+        speculative = engine(target, guessing_few(drafter, draft), max_batch=BATCH)
+        return differences(speculative, right, ["T=1"])["T=1"].difference
 
     assert difference(ModelDrafter(draft, k=3, tree=tree)) < TINY
     assert difference(OverAll(draft, k=3, tree=tree)) > CAUGHT
@@ -46,9 +46,9 @@ def test_a_distribution_over_all_tokens_is_caught(tree: str) -> None:
 
 def even_tokens_only(input_ids: Tensor, scores: Tensor) -> Tensor:
     """A processor that allows nothing that the drafts could be."""
-    found = scores.clone()
-    found[:, 1::2] = -torch.inf
-    return found
+    filtered = scores.clone()
+    filtered[:, 1::2] = -torch.inf
+    return filtered
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -24,9 +24,9 @@ REQUESTS = [
 
 def cases() -> list[tuple[str, Case]]:
     """All but the trained ones, which differ in their weights alone."""
-    found = [(name, case) for name, case in rows() if not case.label.startswith("trained")]
-    assert {name for name, _ in found} == CASES.keys()
-    return found
+    chosen = [(name, case) for name, case in rows() if not case.label.startswith("trained")]
+    assert {name for name, _ in chosen} == CASES.keys()
+    return chosen
 
 
 @cache
@@ -42,11 +42,11 @@ def graphed(draft_too: bool) -> tuple[HuggingFaceModel, HuggingFaceModel]:
 @pytest.mark.parametrize(("name", "case"), cases(), ids=[f"{name}.{case.label}" for name, case in cases()])
 def test_every_drafter(name: str, case: Case) -> None:
     target, draft = HuggingFaceModel(llama()), HuggingFaceModel(llama(noise=0.3))
-    wanted = outputs(engine(target, case.build(target, draft), max_batch=2), REQUESTS)
+    expected = outputs(engine(target, case.build(target, draft), max_batch=2), REQUESTS)
     target, draft = graphed(name != "online")  # its draft model is trained while it drafts, and has none
     recordings = target.graphs.recorder.recordings
-    before = sum(made.replays for made in recordings)
-    assert outputs(engine(target, case.build(target, draft), max_batch=2), REQUESTS) == wanted
+    before = sum(recording.replays for recording in recordings)
+    assert outputs(engine(target, case.build(target, draft), max_batch=2), REQUESTS) == expected
     assert target.graphs_off == "" and not target._sequences
     # What a part of the layers has drafted the others go on with, which is no step of its own.
-    assert sum(made.replays for made in recordings) > before or name in ("early_exit", "kangaroo")
+    assert sum(recording.replays for recording in recordings) > before or name in ("early_exit", "kangaroo")

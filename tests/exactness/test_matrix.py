@@ -47,8 +47,8 @@ GREEDY_PAIRS, SAMPLED_PAIRS = pairs(greedy=True), pairs(greedy=False)
 AUTO_PAIRS = [pair for pair in SAMPLED_PAIRS if pair.auto]
 
 
-def each(found: list[Pair]) -> Any:
-    return pytest.mark.parametrize("pair", found, ids=lambda pair: pair.id)
+def each(cells: list[Pair]) -> Any:
+    return pytest.mark.parametrize("pair", cells, ids=lambda pair: pair.id)
 
 
 @pytest.mark.parametrize("name", [row.name for row in registry.rows("drafter")])
@@ -89,14 +89,14 @@ def test_plain_greedy_equals_transformers(dtype: torch.dtype) -> None:
         "repetition": {"repetition_penalty": 1.3},
         "processor": {"logits_processor": LogitsProcessorList([ban])},  # type: ignore[list-item]
     }
-    for request, mine in zip(greedy_requests(), plain_greedy(dtype), strict=True):
+    for request, tokens in zip(greedy_requests(), plain_greedy(dtype), strict=True):
         mode = next(name for name, params in GREEDY_MODES.items() if params is request.params)
         if mode in keywords:
             ids = torch.tensor([list(request.prompt)])
-            theirs = llama(dtype=dtype).generate(
+            generated = llama(dtype=dtype).generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, **keywords[mode]
             )
-            assert mine == theirs[0, ids.shape[1] :].tolist(), (mode, request.prompt)
+            assert tokens == generated[0, ids.shape[1] :].tolist(), (mode, request.prompt)
 
 
 def test_the_greedy_texts_are_not_trivial() -> None:
@@ -144,8 +144,8 @@ def test_the_distribution_is_exactly_the_targets(pair: Pair) -> None:
     """Every outcome of drafting, verification and plain draws, with its probability: nothing is sampled."""
     target, draft = toy_models(pair.case)
     speculative = engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=BATCH)
-    found = differences(speculative, own_distributions(pair.case.network))
-    assert max(one.difference for one in found.values()) < TINY, found
+    results = differences(speculative, own_distributions(pair.case.network))
+    assert max(result.difference for result in results.values()) < TINY, results
 
 
 @cache

@@ -136,61 +136,61 @@ class Mix:
         return engine(target, case.build(target, draft), None, controller, tokenizer=Letters(), **self.options)
 
 
-def check_same(run: Running, wanted: Running) -> None:
+def check_same(run: Running, expected: Running) -> None:
     """Tokens, reason, log-probabilities and what an explanation says of the text."""
     assert run.error is None, run.error
-    assert run.output == wanted.output
+    assert run.output == expected.output
     assert (run.finish_reason, run.stopper.reason, run.stopper.cut) == (
-        wanted.finish_reason,
-        wanted.stopper.reason,
-        wanted.stopper.cut,
+        expected.finish_reason,
+        expected.stopper.reason,
+        expected.stopper.cut,
     )
     assert len(run.origins) == len(run.output)
-    for mine, theirs in zip(
-        [*run.logprobs, *run.prompt_logprobs], [*wanted.logprobs, *wanted.prompt_logprobs], strict=True
+    for entry, reference in zip(
+        [*run.logprobs, *run.prompt_logprobs], [*expected.logprobs, *expected.prompt_logprobs], strict=True
     ):
-        if mine is None or theirs is None:
-            assert mine is theirs
+        if entry is None or reference is None:
+            assert entry is reference
             continue
-        assert mine.token_id == theirs.token_id and mine.logprob == pytest.approx(theirs.logprob, abs=1e-9)
-        assert [value for _, value in mine.top] == pytest.approx([value for _, value in theirs.top], abs=1e-9)
+        assert entry.token_id == reference.token_id and entry.logprob == pytest.approx(reference.logprob, abs=1e-9)
+        assert [value for _, value in entry.top] == pytest.approx([value for _, value in reference.top], abs=1e-9)
     assert bool(run.rounds) == run.request.explain
 
 
 def play(mix: Mix, case: Case) -> None:
     """Let everybody come, and compare what each has written."""
-    busy = mix.engine(case)
+    serving = mix.engine(case)
     numbers: dict[int, int] = {}
     ids: list[int] = []
     gone: set[int] = set()
     done: set[int] = set()
     for turn in range(ROUNDS):
         while len(ids) < len(mix.arrivals) and mix.arrivals[len(ids)][0] <= turn:
-            ids.append(busy.add(pool(mix.arrivals[len(ids)][1])))
+            ids.append(serving.add(pool(mix.arrivals[len(ids)][1])))
             numbers[ids[-1]] = mix.arrivals[len(ids) - 1][1]
         for place, when in mix.cancelled.items():
             if when == turn and place < len(ids) and ids[place] not in done:
-                busy.cancel(ids[place])
+                serving.cancel(ids[place])
                 gone.add(ids[place])
-        for run, emission in busy.step():
+        for run, emission in serving.step():
             if emission.finish_reason is not None:
                 assert run.id not in gone and run.id not in done
                 done.add(run.id)
                 check_same(run, alone(numbers[run.id]))
-        budget = busy.budget
+        budget = serving.budget
         if budget.limit is not None:
-            assert sum(budget.reserved.values()) + busy.prefix_cache.prefixes.nbytes <= budget.limit
-        if not busy.busy and len(ids) == len(mix.arrivals):
+            assert sum(budget.reserved.values()) + serving.prefix_cache.prefixes.nbytes <= budget.limit
+        if not serving.busy and len(ids) == len(mix.arrivals):
             break
     assert done | gone == set(ids) and not done & gone, "somebody waits for ever"
-    target: Any = busy.target
-    assert not busy.budget.reserved and not target.pool.texts and target.kv_bytes == 0
+    target: Any = serving.target
+    assert not serving.budget.reserved and not target.pool.texts and target.kv_bytes == 0
 
 
 @pytest.mark.parametrize("number", range(MIXES))
 @pytest.mark.parametrize("case", [case for _, case in rows()], ids=[f"{name}.{case.label}" for name, case in rows()])
 def test_every_request_of_a_random_mix_writes_what_it_writes_alone(case: Case, number: int) -> None:
-    mix = Mix(1_000 * number + [one for _, one in rows()].index(case))
+    mix = Mix(1_000 * number + [row_case for _, row_case in rows()].index(case))
     try:
         play(mix, case)
     except AssertionError as error:
@@ -201,11 +201,11 @@ def test_the_pool_has_every_option() -> None:
     """Else the mixes would show less than they say."""
     every = [pool(i) for i in range(POOL)]
     for name in ("stop", "prediction", "stop_token_ids", "min_tokens", "constraint", "explain", "priority"):
-        assert any(getattr(one, name) for one in every), name
+        assert any(getattr(entry, name) for entry in every), name
     reasons = {alone(i).finish_reason for i in range(POOL)}
     assert reasons == {"stop", "length"}
-    assert any(one.logprobs == 3 and one.prompt_logprobs for one in every)
-    assert {len(alone(i).output) == one.max_new_tokens for i, one in enumerate(every)} == {True, False}
+    assert any(entry.logprobs == 3 and entry.prompt_logprobs for entry in every)
+    assert {len(alone(i).output) == entry.max_new_tokens for i, entry in enumerate(every)} == {True, False}
 
 
 def scaled_restore(patch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def requests(params: SamplingParams = T1, seeds: int = 4) -> list[Request]:
 def differences(speculative: Engine, plain: Engine, params: SamplingParams = T1) -> int:
     """How many texts of a handful of seeds and prompts differ from seeded plain decoding."""
     both = zip(outputs(speculative, requests(params)), outputs(plain, requests(params)), strict=True)
-    return sum(one != other for one, other in both)
+    return sum(text != plain_text for text, plain_text in both)
 
 
 def rate(runs: Sequence[Running]) -> float:
@@ -78,8 +78,8 @@ def rate(runs: Sequence[Running]) -> float:
 def pair_chance(speculative: Engine, target: LanguageModel, params: SamplingParams = T1, texts: int = TEXTS) -> float:
     """How likely a right engine is to miss the joint distribution of the first two output tokens that much."""
     exact: Distribution = joint_distribution(target, params, PROMPTS[0], TOKENS)
-    found = outputs(speculative, [Request(PROMPTS[0], params, TOKENS, seed=seed) for seed in range(texts)])
-    return p_value({"": found}, {"": exact}, TOKENS)
+    written = outputs(speculative, [Request(PROMPTS[0], params, TOKENS, seed=seed) for seed in range(texts)])
+    return p_value({"": written}, {"": exact}, TOKENS)
 
 
 # -- the right code --------------------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ def test_noise_that_depends_on_the_tree_is_caught(place: Any, monkeypatch: pytes
     target, draft = tables()
     plain = outputs(engine(target), requests())
     monkeypatch.setattr(Scores, "lengths", property(place))
-    found = outputs(engine(target, tree(draft)), requests())
-    assert sum(one != other for one, other in zip(found, plain, strict=True)) >= CAUGHT_TEXTS
+    texts = outputs(engine(target, tree(draft)), requests())
+    assert sum(text != plain_text for text, plain_text in zip(texts, plain, strict=True)) >= CAUGHT_TEXTS
 
 
 def test_noise_from_a_stream_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,8 +208,8 @@ def test_an_unfiltered_draft_changes_no_text(build: Build, monkeypatch: pytest.M
     def patch() -> None:
         begin = ModelDrafter._begin
 
-        def begun(self: ModelDrafter, *given: Any) -> Growing:
-            growing = begin(self, *given)
+        def begun(self: ModelDrafter, *args: Any) -> Growing:
+            growing = begin(self, *args)
             growing.sampler = unfiltered(growing.sampler)
             return growing
 
@@ -238,10 +238,12 @@ def test_an_unfiltered_race_in_the_batched_call_alone_is_caught(monkeypatch: pyt
     """Of one request the target filters, of several it does not: their texts depend on the company."""
     target, draft = tables()
     fixed = batched.fixed_tokens
-    monkeypatch.setattr(batched, "fixed_tokens", lambda each, *rest: fixed([unfiltered(one) for one in each], *rest))
+    monkeypatch.setattr(
+        batched, "fixed_tokens", lambda each, *rest: fixed([unfiltered(sampler) for sampler in each], *rest)
+    )
     alone = outputs(engine(target, max_batch=1), requests(FILTERS))
     together = outputs(engine(target, chain(draft), max_batch=8), requests(FILTERS))
-    assert sum(one != other for one, other in zip(alone, together, strict=True)) >= CAUGHT_TEXTS
+    assert sum(text != batch_text for text, batch_text in zip(alone, together, strict=True)) >= CAUGHT_TEXTS
 
 
 def test_temperature_forgotten_in_the_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +274,8 @@ def test_a_race_in_float16_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sampler, "with_noise", lambda self, logs, lengths: with_noise(self, logs, lengths).half())
     # One request per round: the batched call has no part in it.
     assert pair_chance(engine(target, chain(q), max_batch=1), target) < CAUGHT
-    found = outputs(engine(target, chain(q), max_batch=1), requests())
-    assert sum(one != other for one, other in zip(found, plain, strict=True)) >= CAUGHT_TEXTS
+    texts = outputs(engine(target, chain(q), max_batch=1), requests())
+    assert sum(text != plain_text for text, plain_text in zip(texts, plain, strict=True)) >= CAUGHT_TEXTS
 
 
 MANY = 4096
@@ -298,7 +300,9 @@ def test_noise_of_11_bits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = outputs(engine(flat), asked)
     monkeypatch.setattr(Noise, "exponentials", coarse)
     assert chance() < CAUGHT
-    assert sum(one != other for one, other in zip(outputs(engine(flat), asked), plain, strict=True)) > 60
+    assert (
+        sum(output != plain_text for output, plain_text in zip(outputs(engine(flat), asked), plain, strict=True)) > 60
+    )
 
 
 # -- walks that look at the candidates -------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def own(network: bool) -> Reference:
 
 def largest(pair: Pair, target: LanguageModel, draft: LanguageModel) -> float:
     speculative = engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=BATCH)
-    return max(one.difference for one in differences(speculative, own(pair.case.network)).values())
+    return max(result.difference for result in differences(speculative, own(pair.case.network)).values())
 
 
 @pytest.mark.parametrize("pair", PROPOSING, ids=lambda pair: pair.id)
@@ -73,13 +73,13 @@ def test_every_cell_sees_scores_of_the_wrong_node(pair: Pair, monkeypatch: pytes
     forward = type(target).forward
 
     def shifted(self: Any, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        found = forward(self, feeds, taps)
+        outputs = forward(self, feeds, taps)
         if self is target:
-            for index, (feed, rows) in enumerate(zip(feeds, found, strict=True)):
+            for index, (feed, rows) in enumerate(zip(feeds, outputs, strict=True)):
                 parents = feed.parents or range(-1, len(feed.tokens) - 1)
                 if len(rows.logits) == len(feed.tokens) > 1:
-                    found[index] = replace(rows, logits=rows.logits[[max(parent, 0) for parent in parents]])
-        return found
+                    outputs[index] = replace(rows, logits=rows.logits[[max(parent, 0) for parent in parents]])
+        return outputs
 
     monkeypatch.setattr(type(target), "forward", shifted)
     assert largest(pair, target, draft) > CAUGHT
@@ -89,9 +89,9 @@ def test_every_cell_sees_scores_of_the_wrong_node(pair: Pair, monkeypatch: pytes
 def test_every_cell_sees_draws_from_something_else_than_q(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = toy_models(pair.case)
     own(pair.case.network)
-    found = planted_draws(monkeypatch)
+    called = planted_draws(monkeypatch)
     assert largest(pair, target, draft) > CAUGHT
-    assert found
+    assert called
 
 
 def planted_draws(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -102,14 +102,14 @@ def planted_draws(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     called: list[str] = []
     for name in ("draw_iid", "draw_each", "draw_without_replacement"):
-        right_one = getattr(drawing, name)
+        right_draw = getattr(drawing, name)
 
-        def wrong(distribution: Tensor, *more: Any, one: Any = right_one, name: str = name) -> Any:
+        def wrong(distribution: Tensor, *more: Any, draw: Any = right_draw, name: str = name) -> Any:
             called.append(name)
-            return one(distribution**2, *more)
+            return draw(distribution**2, *more)
 
         for module in [m for key, m in sys.modules.items() if key.startswith("foretoken.methods.drafters")]:
-            if getattr(module, name, None) is right_one:
+            if getattr(module, name, None) is right_draw:
                 monkeypatch.setattr(module, name, wrong)
     return called
 

@@ -97,8 +97,8 @@ def controllers() -> list[str]:
 def test_every_controller_leaves_the_text_of_the_seed(controller: str, drafter: str) -> None:
     """However much is drafted, and whatever clock or bandit decides it."""
     target, draft = llamas()
-    made: Controller = build_controller(controller)
-    speculative = engine(target, drafters(target, draft)[drafter], None, made, max_batch=4)
+    built: Controller = build_controller(controller)
+    speculative = engine(target, drafters(target, draft)[drafter], None, built, max_batch=4)
     assert outputs(speculative, requests()) == plain()
 
 
@@ -111,8 +111,8 @@ class Erratic(ConstantController):
 
     def budget(self, context, batch_size):  # type: ignore[no-untyped-def]
         self.calls += 1
-        found = super().budget(context, batch_size)
-        return replace(found, max_depth=self.calls * 7 % 6, max_nodes=1 + self.calls * 5 % 9)
+        usual = super().budget(context, batch_size)
+        return replace(usual, max_depth=self.calls * 7 % 6, max_nodes=1 + self.calls * 5 % 9)
 
 
 @pytest.mark.parametrize("drafter", ["chain", "tree", "dynamic", "union"])
@@ -122,13 +122,13 @@ def test_any_lengths_and_sizes_give_the_text_of_the_seed(drafter: str) -> None:
     assert outputs(speculative, requests()) == plain()
 
 
-def joined_one_by_one(speculative: Engine, wanted: list[Request]) -> list[list[int]]:
+def joined_one_by_one(speculative: Engine, seeded: list[Request]) -> list[list[int]]:
     """A request joins every second round, beside greedy and unseeded ones, one of which is cancelled half-way."""
     done: dict[int, Running] = {}
     ids: list[int] = []
     others = [Request(PROMPTS[0], SamplingParams(), 12), Request(PROMPTS[3], SamplingParams(temperature=1.0), 40)]
     cancelled = [speculative.add(request) for request in others][-1]
-    waiting, turn = list(wanted), 0
+    waiting, turn = list(seeded), 0
     while waiting or speculative.busy:
         if waiting and turn % 2 == 0:
             ids.append(speculative.add(waiting.pop(0)))
@@ -162,5 +162,5 @@ def test_seeds_and_modes_make_different_texts() -> None:
     assert len({tuple(text) for text in texts}) == len(texts)
     target, _ = llamas()
     sampled = SamplingParams(temperature=1.0)
-    one, same, other = outputs(engine(target), [Request(PROMPTS[0], sampled, 20, seed=seed) for seed in (4, 4, 5)])
-    assert one == same != other
+    first, same, other = outputs(engine(target), [Request(PROMPTS[0], sampled, 20, seed=seed) for seed in (4, 4, 5)])
+    assert first == same != other

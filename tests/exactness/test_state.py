@@ -37,9 +37,9 @@ def fresh_prefill(noise: float, tokens: list[int], window: Window) -> list[torch
     model = fresh_model(noise, window)
     sequence = model.open()
     model.prefill(sequence, tokens)
-    found = [part.clone() for part in stored(sequence, len(tokens))]
+    parts = [part.clone() for part in stored(sequence, len(tokens))]
     model.release(sequence)
-    return found
+    return parts
 
 
 def stored(sequence: SequenceState, count: int) -> list[torch.Tensor]:
@@ -51,8 +51,8 @@ def check_cache(model: HuggingFaceModel, sequence: SequenceState, noise: float) 
     count = len(sequence.tokens)
     if count == 0:
         return
-    for mine, fresh in zip(stored(sequence, count), fresh_prefill(noise, sequence.tokens, model.window), strict=True):
-        torch.testing.assert_close(mine, fresh, rtol=0, atol=1e-11)
+    for cached, fresh in zip(stored(sequence, count), fresh_prefill(noise, sequence.tokens, model.window), strict=True):
+        torch.testing.assert_close(cached, fresh, rtol=0, atol=1e-11)
 
 
 def check_draft_model(run: Running, drafter: Drafter, target: HuggingFaceModel) -> None:
@@ -128,12 +128,12 @@ def test_joining_and_leaving_requests_change_nothing(name: str, case: Case) -> N
 
 
 def steps(shared: Engine, count: int) -> dict[int, list[int]]:
-    found = {}
+    texts = {}
     for _ in range(count):
         for run, emission in shared.step():
             if emission.finish_reason is not None:
-                found[run.id] = run.output
-    return found
+                texts[run.id] = run.output
+    return texts
 
 
 @each_case

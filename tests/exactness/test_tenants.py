@@ -67,14 +67,14 @@ def requests(salt: str) -> list[Request]:
     ]
 
 
-def drafts(busy: Engine, salt: str) -> list[list[list[int]]]:
+def drafts(serving: Engine, salt: str) -> list[list[list[int]]]:
     """Every tree that was scored for a tenant's requests, which come one after the other, and what was written."""
-    found = []
+    traces = []
     for request in requests(salt):
-        (run,) = serve(busy, [request])
+        (run,) = serve(serving, [request])
         assert run.error is None, run.error
-        found.append([*(trace.tokens for trace in run.rounds), run.output])
-    return found
+        traces.append([*(trace.tokens for trace in run.rounds), run.output])
+    return traces
 
 
 def make(build: Build) -> Engine:
@@ -101,11 +101,11 @@ def test_nothing_of_one_tenant_is_drafted_for_another(build: Build) -> None:
 def test_a_tenant_learns_from_itself(build: Build) -> None:
     """Else the test above would see no difference between sharing and not."""
     salt = "" if build is SHARING["online"] else "a"
-    busy = make(build)
-    first = [drafts(busy, salt) for _ in range(3)][-1]
+    serving = make(build)
+    first = [drafts(serving, salt) for _ in range(3)][-1]
     again = make(build)
     assert first != drafts(again, salt), "nothing was learned"
-    assert [found[-1] for found in first] == [found[-1] for found in drafts(again, salt)], "a draft changed the text"
+    assert [trace[-1] for trace in first] == [trace[-1] for trace in drafts(again, salt)], "a draft changed the text"
 
 
 def test_every_drafter_that_shares_is_among_the_tested() -> None:
@@ -159,9 +159,9 @@ def test_tenants_that_grow_together_keep_to_their_room() -> None:
 def test_a_flood_of_salts_keeps_memory_bounded() -> None:
     target, _ = llamas()
     suffix, recycling = SuffixDrafter(k=4, tokens=300), RecyclingDrafter(nodes=6)
-    busy = engine(target, EnsembleDrafter([suffix, recycling]))
+    serving = engine(target, EnsembleDrafter([suffix, recycling]))
     for i in range(100):
-        serve(busy, [Request([1, 2, 3, i % 32], max_new_tokens=12, cache_salt=f"salt {i}")])
+        serve(serving, [Request([1, 2, 3, i % 32], max_new_tokens=12, cache_salt=f"salt {i}")])
     assert len(recycling.tenants) == 16
     kept = [suffix.tenants.of(f"salt {i}").size for i in range(99, 70, -1)]
     assert kept[0] > 0 and kept[-1] == 0
@@ -174,9 +174,9 @@ def computed(run: Running) -> tuple[int, int]:
     return run.stats.num_prompt_tokens_computed, run.stats.num_prompt_tokens
 
 
-def traced(busy: Engine, prompt: list[int]) -> tuple[Running, list[list[int]]]:
+def traced(serving: Engine, prompt: list[int]) -> tuple[Running, list[list[int]]]:
     """A run and the trees of its rounds."""
-    (run,) = serve(busy, [Request(prompt, max_new_tokens=16, explain=True)])
+    (run,) = serve(serving, [Request(prompt, max_new_tokens=16, explain=True)])
     assert run.error is None, run.error
     return run, [trace.tokens for trace in run.rounds]
 
@@ -184,11 +184,11 @@ def traced(busy: Engine, prompt: list[int]) -> tuple[Running, list[list[int]]]:
 def second_turn(keeping: Engine, cold: Engine, first: list[int], more: list[int]) -> None:
     """Where a beginning was taken over, by the target and by its drafter, drafts and text are those of an engine that
     read all of it."""
-    (run, mine), (_, wanted) = traced(keeping, first), traced(cold, first)
-    assert mine == wanted
+    (run, trees), (_, expected) = traced(keeping, first), traced(cold, first)
+    assert trees == expected
     prompt = [*first, *run.output, *more]
-    (second, mine), (fresh, wanted) = traced(keeping, prompt), traced(cold, prompt)
-    assert second.output == fresh.output and mine == wanted
+    (second, trees), (fresh, expected) = traced(keeping, prompt), traced(cold, prompt)
+    assert second.output == fresh.output and trees == expected
     assert computed(second) == (len(more) + 1, len(prompt)) and computed(fresh) == (len(prompt), len(prompt))
     reads, anew = (run.stats.num_draft_prompt_tokens_computed for run in (second, fresh))
     if keeping.drafter is not None and not keeping.drafter.traits.shares_state:  # else its weights may have changed
@@ -238,10 +238,10 @@ def test_heads_read_a_long_text_in_pieces_and_none_without_drafts(name: str, cas
     prompt = [(7 * i + i * i // 3) % 31 for i in range(90)]
     (plain,) = serve(engine(llamas()[0]), [Request(prompt, max_new_tokens=24)])
     target, draft = llamas()
-    busy = engine(target, case.build(target, draft), prefix_bytes=ROOM, prefill_chunk=16)
+    serving = engine(target, case.build(target, draft), prefix_bytes=ROOM, prefill_chunk=16)
     for most, tokens in ((0, 24), (None, 1), (None, 24)):
         request = Request(prompt, max_new_tokens=tokens, max_draft_tokens=most, explain=True)
-        (run,) = serve(busy, [request])
+        (run,) = serve(serving, [request])
         assert run.output == plain.output[:tokens]
         read = run.stats.num_draft_prompt_tokens_computed
         if most == 0 or tokens == 1:

@@ -92,12 +92,12 @@ def test_training_made_another_target_whose_exits_guess_better() -> None:
 
 
 def test_plain_output_is_that_of_transformers() -> None:
-    for prompt, mine in zip(PROMPTS, plain(torch.float64), strict=False):
+    for prompt, tokens in zip(PROMPTS, plain(torch.float64), strict=False):
         ids = torch.tensor([prompt])
-        theirs = trained_llama(32).generate(
+        generated = trained_llama(32).generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS
         )
-        assert mine == theirs[0, len(prompt) :].tolist()
+        assert tokens == generated[0, len(prompt) :].tolist()
 
 
 AUTO_ROWS = [pair for pair in rows(greedy=False) if pair.auto]
@@ -123,16 +123,16 @@ def test_greedy_under_every_verifier(pair: Pair) -> None:
 def test_the_distribution_is_exactly_the_targets(pair: Pair) -> None:
     model = target(4)
     speculative = engine(model, pair.case.build(model, model), pair.make_verifier(), max_batch=BATCH)
-    found = differences(speculative, distributions())
-    assert max(one.difference for one in found.values()) < TINY, found
+    results = differences(speculative, distributions())
+    assert max(result.difference for result in results.values()) < TINY, results
 
 
 def test_the_distribution_is_not_that_of_the_base() -> None:
     """The negative control: the untrained target's distributions do not describe the texts."""
     model = target(4)
     base = reference(HuggingFaceModel(llama(4)))
-    found = differences(engine(model, EarlyExitDrafter(model, 1, k=3), max_batch=BATCH), base, ["T=1"])
-    assert found["T=1"].difference > CAUGHT
+    results = differences(engine(model, EarlyExitDrafter(model, 1, k=3), max_batch=BATCH), base, ["T=1"])
+    assert results["T=1"].difference > CAUGHT
 
 
 @each(AUTO_ROWS)

@@ -31,8 +31,8 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     caches = (library._loaded, library.function, layouts.has_layout, quantised.available)
     monkeypatch.delenv(library.SWITCH, raising=False)
     monkeypatch.setitem(library.ALLOWED, "native", (request.param,))
-    for one in caches:
-        one.cache_clear()
+    for function in caches:
+        function.cache_clear()
     yield request.param
-    for one in caches:
-        one.cache_clear()
+    for function in caches:
+        function.cache_clear()

@@ -38,10 +38,10 @@ def outputs(model: HuggingFaceModel) -> list[Rows]:
     return rows
 
 
-def compare(got: list[Rows], wanted: list[Rows], tolerance: float) -> None:
-    for mine, theirs in zip(got, wanted, strict=True):
-        assert mine.taps.keys() == theirs.taps.keys()
-        pairs = [(mine.logits, theirs.logits), *((mine.taps[k], theirs.taps[k]) for k in mine.taps)]
+def compare(got: list[Rows], expected: list[Rows], tolerance: float) -> None:
+    for rows, reference in zip(got, expected, strict=True):
+        assert rows.taps.keys() == reference.taps.keys()
+        pairs = [(rows.logits, reference.logits), *((rows.taps[k], reference.taps[k]) for k in rows.taps)]
         for left, right in pairs:
             assert left.shape == right.shape
             if len(left):

@@ -30,12 +30,12 @@ PROMPTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5, 6], [9], [11, 12, 13, 14, 15, 16, 17, 18,
 def t5(seed: int = 1, config: Any = T5Config, model: Any = T5ForConditionalGeneration, **shape: Any) -> Any:
     """A model in float64, with small embeddings and large attention, so that a token does not just repeat itself."""
     torch.manual_seed(seed)
-    made = model(config(**{**SHAPE, **shape})).double().eval()
+    network = model(config(**{**SHAPE, **shape})).double().eval()
     with torch.no_grad():
-        for name, weight in made.named_parameters():
+        for name, weight in network.named_parameters():
             if weight.ndim > 1:
                 weight.copy_(torch.randn_like(weight) * _scale(name, weight.shape[-1]))
-    return made
+    return network
 
 
 def _scale(name: str, width: int) -> float:

@@ -49,8 +49,8 @@ class Subject:
 
     def distance(self, text: Sequence[int], logits: Tensor) -> float:
         """Largest difference, in standard deviations of the logits."""
-        wanted = self.after(text)
-        return float((wanted - logits).abs().max() / wanted.std())
+        expected = self.after(text)
+        return float((expected - logits).abs().max() / expected.std())
 
     def check_nodes(self, before: Sequence[int], sequence: SequenceState, logits: Tensor) -> None:
         """``logits`` [n, V] are those of the last n scratch nodes behind the committed text ``before``."""
@@ -165,8 +165,8 @@ def test_commit_then_continue_is_a_fresh_prefill(subject: Subject) -> None:
     fresh = subject.at(text)
     for store in (subject.model.cache.keys, subject.model.cache.values):
         for buffer in store:
-            mine, wanted = buffer[sequence.row, :, : len(text)], buffer[fresh.row, :, : len(text)]
-            assert float((mine - wanted).abs().max() / wanted.std()) < 1e-4
+            stored, expected = buffer[sequence.row, :, : len(text)], buffer[fresh.row, :, : len(text)]
+            assert float((stored - expected).abs().max() / expected.std()) < 1e-4
 
 
 def test_ragged_batch_is_separate_runs(subject: Subject) -> None:
@@ -203,11 +203,11 @@ def test_growing_level_by_level_is_one_call(subject: Subject) -> None:
     prompt = prompt_of(11)
     whole, grown = subject.at(prompt), subject.at(prompt)
     tokens, parents = [3, 4, 5, 6, 4, 3, 4], [-1, 0, 0, 1, 1, 2, 5]
-    (wanted,) = subject.forward(Feed(whole, tokens, parents))
+    (expected,) = subject.forward(Feed(whole, tokens, parents))
     got = []
     for start, end in ((0, 1), (1, 3), (3, 6), (6, 7)):
         got += subject.forward(Feed(grown, tokens[start:end], parents[start:end]))
-    assert float((torch.cat(got) - wanted).abs().max() / wanted.std()) < 1e-4
+    assert float((torch.cat(got) - expected).abs().max() / expected.std()) < 1e-4
     subject.check_nodes(prompt, grown, torch.cat(got))
 
 
@@ -263,9 +263,9 @@ def test_taps_are_the_hidden_states(subject: Subject) -> None:
     # Fed as a tree beside another row: the chain's nodes are 0, 2, 3.
     rows, _ = subject.model.forward([Feed(sequence, [3, 9, 4, 5], [-1, -1, 0, 2]), Feed(other, [5])], names)
     for name in names:
-        wanted = states[-1 if name == "last" else int(name[6:])][0]
+        expected = states[-1 if name == "last" else int(name[6:])][0]
         got = torch.cat([prefilled[name], rows.taps[name][[0, 2, 3]]])
-        assert float((got - wanted).abs().max() / wanted.std()) < 1e-4, name
+        assert float((got - expected).abs().max() / expected.std()) < 1e-4, name
     before_norm = subject.model.forward([Feed(sequence, [7])], [f"layer:{layers}", "last"])[0].taps
     assert not torch.allclose(before_norm[f"layer:{layers}"], before_norm["last"])
 

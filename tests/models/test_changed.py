@@ -36,7 +36,7 @@ def truth(model: Any) -> list[int]:
     return text[len(PROMPT) :]
 
 
-def said(llm: Llm) -> list[int]:
+def answer(llm: Llm) -> list[int]:
     return list(llm.generate(PROMPT, **SHORT).token_ids)
 
 
@@ -173,7 +173,7 @@ def test_the_next_text_is_that_of_the_changed_network(change: Callable[[Any], No
         model.tie_weights()
     llms = [ft.load(model, drafter=drafter) for drafter in DRAFTERS]
     before = truth(model)
-    assert all(said(llm) == before for llm in llms)
+    assert all(answer(llm) == before for llm in llms)
     change(model)
     after = truth(model)
     assert after != before or change is round_trip, "a change that changes nothing shows nothing"
@@ -191,11 +191,11 @@ def test_a_forward_that_is_put_on_a_class_is_run(monkeypatch: pytest.MonkeyPatch
     model, ids = llama(eos=None), torch.tensor([PROMPT])
     llm, kept = ft.load(model, drafter="ngram"), ft.CustomGenerate(drafter="ngram")
 
-    def check(wanted: list[int]) -> None:
-        assert said(llm) == said(ft.load(model, drafter="ngram")) == wanted
+    def check(expected: list[int]) -> None:
+        assert answer(llm) == answer(ft.load(model, drafter="ngram")) == expected
         for hook in (kept, ft.custom_generate):
-            found = model.generate(ids, max_new_tokens=12, do_sample=False, custom_generate=hook)
-            assert found[0, len(PROMPT) :].tolist() == wanted
+            output = model.generate(ids, max_new_tokens=12, do_sample=False, custom_generate=hook)
+            assert output[0, len(PROMPT) :].tolist() == expected
 
     before = truth(model)
     check(before)
@@ -211,9 +211,9 @@ def test_a_hook_that_is_taken_away_gives_the_lean_forward_back() -> None:
     llm = ft.load(model, drafter=None)
     before = truth(model)
     handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * -2.0)
-    assert said(llm) == truth(model) != before and not llm.target.is_lean  # type: ignore[attr-defined]
+    assert answer(llm) == truth(model) != before and not llm.target.is_lean  # type: ignore[attr-defined]
     handle.remove()
-    assert said(llm) == before and llm.target.is_lean  # type: ignore[attr-defined]
+    assert answer(llm) == before and llm.target.is_lean  # type: ignore[attr-defined]
 
 
 def test_hooks_that_are_there_from_the_beginning_are_called() -> None:
@@ -221,7 +221,7 @@ def test_hooks_that_are_there_from_the_beginning_are_called() -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: calls.append(1))
     llm = ft.load(model, drafter=None)
     calls.clear()
-    assert said(llm) == truth(model) and calls
+    assert answer(llm) == truth(model) and calls
     assert not llm.target.is_lean  # type: ignore[attr-defined]
 
 
@@ -230,7 +230,7 @@ def test_hidden_states_that_were_asked_for_once_cost_nothing_later() -> None:
     model = llama(eos=None)
     llm = ft.load(model, drafter=None)
     model(torch.tensor([PROMPT]), output_hidden_states=True, output_attentions=True)
-    said(llm)
+    answer(llm)
     assert llm.target.is_lean and llm.target.weights_version == 0  # type: ignore[attr-defined]
     assert ft.load(model, drafter=None).target.is_lean  # type: ignore[attr-defined]
 
@@ -261,11 +261,11 @@ def test_models_that_are_loaded_and_packed_here(tied: bool, dtype: str, tmp_path
 
 def unpacked(network: Any) -> dict[str, torch.Tensor]:
     """All weights, those of packed layers included."""
-    found = dict(network.state_dict())
+    weights = dict(network.state_dict())
     for name, module in network.named_modules():
         if hasattr(module, "projection"):
-            found[f"{name}.weight"] = module.weight
-    return found
+            weights[f"{name}.weight"] = module.weight
+    return weights
 
 
 def test_requests_that_run_while_the_model_changes_end_with_an_error() -> None:
@@ -275,7 +275,7 @@ def test_requests_that_run_while_the_model_changes_end_with_an_error() -> None:
     stream = llm.stream(PROMPT, **SHORT)
     next(stream)
     new_state(model)
-    assert said(llm) == truth(model)
+    assert answer(llm) == truth(model)
     with pytest.raises(ValueError, match=r"the model was changed .* while this request ran: ask again"):
         list(stream)
     stream = llm.stream(PROMPT, **SHORT)
@@ -283,7 +283,7 @@ def test_requests_that_run_while_the_model_changes_end_with_an_error() -> None:
     steps(model)
     with pytest.raises(ValueError, match="the model was changed"):  # noticed when it ends
         list(stream)
-    assert said(llm) == truth(model)
+    assert answer(llm) == truth(model)
 
 
 def test_the_hook_ends_a_call_whose_model_changes() -> None:
@@ -303,11 +303,11 @@ def test_the_hook_ends_a_call_whose_model_changes() -> None:
 def test_a_draft_model_that_is_handed_in_and_trained_is_followed() -> None:
     model, draft = llama(eos=None), llama(eos=None, seed=1)
     llm = ft.load(model, drafter=ModelDrafter(wrap(draft), k=3), controller="constant,k=3")
-    wanted = truth(model)
-    assert said(llm) == wanted
+    expected = truth(model)
+    assert answer(llm) == expected
     draft.load_state_dict(model.state_dict())
     again = llm.generate(PROMPT, **SHORT)
-    assert list(again.token_ids) == wanted
+    assert list(again.token_ids) == expected
     assert again.stats.num_accepted_tokens == again.stats.num_draft_tokens > 0, "it is the target now"
 
 
@@ -327,10 +327,10 @@ def test_a_resized_vocabulary_is_told(family: str) -> None:
 def test_a_draft_model_whose_vocabulary_is_resized_is_told() -> None:
     draft = llama(eos=None, seed=1)
     llm = ft.load(llama(eos=None), drafter=ModelDrafter(wrap(draft), k=3), controller="constant,k=3")
-    said(llm)
+    answer(llm)
     draft.resize_token_embeddings(draft.config.vocab_size + 9, mean_resizing=False)
     with pytest.raises(ValueError, match=r"the vocabulary has changed from .* load the model again"):
-        said(llm)
+        answer(llm)
 
 
 @pytest.mark.parametrize("family", ["bloom", "qwen3_next"])

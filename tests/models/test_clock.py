@@ -35,10 +35,10 @@ def test_only_a_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(device: str) -> Engine:
     """An engine with one request, after its prefill and first round."""
     target, draft = (HuggingFaceModel(copy.deepcopy(llama(noise=noise)).to(device)) for noise in (0.0, 0.3))
-    found = engine(target, ModelDrafter(draft, k=2))
-    found.add(Request([1, 2, 3], SamplingParams(), 30))
-    found.step()
-    return found
+    serving = engine(target, ModelDrafter(draft, k=2))
+    serving.add(Request([1, 2, 3], SamplingParams(), 30))
+    serving.step()
+    return serving
 
 
 def test_every_section_of_a_round_ends_with_the_device_done() -> None:

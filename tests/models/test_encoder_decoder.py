@@ -48,9 +48,9 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def target(network: Any) -> EncoderDecoderModel:
-    found = wrap(network)
-    assert isinstance(found, EncoderDecoderModel)
-    return found
+    model = wrap(network)
+    assert isinstance(model, EncoderDecoderModel)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +124,8 @@ def test_ngrams_are_found_in_what_the_encoder_reads(target: EncoderDecoderModel,
     copied = llm.generate([*answer, 2], max_new_tokens=3, ignore_eos=True)
     assert list(copied.token_ids) == written(target, None, [[*answer, 2]])[0][:3]
     tree = NgramDrafter(n=1, k=3)
-    found = _proposed(target, tree, [5, 6, 7, 8], [6])
-    assert found == [7, 8, 0]  # behind the input comes what the decoder begins with
+    drafts = _proposed(target, tree, [5, 6, 7, 8], [6])
+    assert drafts == [7, 8, 0]  # behind the input comes what the decoder begins with
 
 
 def _proposed(target: EncoderDecoderModel, drafter: NgramDrafter, prompt: list[int], output: list[int]) -> list[int]:
@@ -216,8 +216,8 @@ def test_an_input_is_read_once(network: Any, plain: list[list[int]], chunk: int 
 
 def test_penalties_and_processors_see_the_answer_alone(network: Any, target: EncoderDecoderModel) -> None:
     """As Transformers has it: what the encoder reads is not penalised."""
-    (found,) = written(target, "ngram,k=3", PROMPTS[:1], repetition_penalty=1.7)
-    assert found == by_transformers(network, PROMPTS[0], NEW, repetition_penalty=1.7)
+    (answer,) = written(target, "ngram,k=3", PROMPTS[:1], repetition_penalty=1.7)
+    assert answer == by_transformers(network, PROMPTS[0], NEW, repetition_penalty=1.7)
     lengths: list[int] = []
 
     def note(ids: Tensor, scores: Tensor) -> Tensor:
@@ -273,11 +273,11 @@ def test_heads_on_the_decoder_draft(target: EncoderDecoderModel, plain: list[lis
 def test_states_of_texts_are_those_of_the_decoder(target: EncoderDecoderModel) -> None:
     """A text is the answer to its own first half."""
     tokens = torch.tensor([[3, 9, 14, 20, 5, 6]])
-    found = TargetParts(target).features(tokens, ("last", "layer:0"))
+    states = TargetParts(target).features(tokens, ("last", "layer:0"))
     parts = TargetParts(target)
-    logits = parts.logits(found["last"])
+    logits = parts.logits(states["last"])
     torch.testing.assert_close(logits[0, -1], fresh(target, [3, 9, 14], tokens[0].tolist()))
-    torch.testing.assert_close(found["layer:0"], parts.embedding(tokens))
+    torch.testing.assert_close(states["layer:0"], parts.embedding(tokens))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -296,9 +296,9 @@ def test_other_families_are_refused_in_one_line(network: Any) -> None:
     for config, model in ((UMT5Config, UMT5ForConditionalGeneration), (MarianConfig, MarianMTModel)):
         shape = {**SHAPE, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
                  "decoder_attention_heads": 4, "decoder_ffn_dim": 32, "encoder_ffn_dim": 32}  # fmt: skip
-        with pytest.raises(CapabilityError, match="positions are no bias by distance that all layers share") as told:
+        with pytest.raises(CapabilityError, match="positions are no bias by distance that all layers share") as error:
             wrap(model(config(**shape)))
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(error.value)
     without = t5(decoder_start_token_id=None, num_layers=1, num_decoder_layers=1)
     without.generation_config.decoder_start_token_id = None
     with pytest.raises(CapabilityError, match=r"t5: config\.json names no decoder_start_token_id"):
@@ -348,5 +348,5 @@ def test_a_changed_network_is_noticed(plain: list[list[int]]) -> None:
     assert list(llm.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True).token_ids) == plain[0]
     with torch.no_grad():
         model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.mul_(-1)
-    found = llm.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True)
-    assert list(found.token_ids) == by_transformers(model, PROMPTS[0], NEW) != plain[0]
+    output = llm.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True)
+    assert list(output.token_ids) == by_transformers(model, PROMPTS[0], NEW) != plain[0]

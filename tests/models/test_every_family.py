@@ -52,10 +52,10 @@ def random_model(family: str) -> Any:
     kind = getattr(transformers, name if isinstance(name, str) else name[0])
     try:
         known = {*CONFIG_MAPPING[family]().to_dict(), *inspect.signature(CONFIG_MAPPING[family]).parameters}
-        given = {key: value for key, value in SMALL.items() if key in known}
-        if "qk_rope_head_dim" in given:
-            given.pop("head_dim", None)
-        config = CONFIG_MAPPING[family](**given)
+        options = {key: value for key, value in SMALL.items() if key in known}
+        if "qk_rope_head_dim" in options:
+            options.pop("head_dim", None)
+        config = CONFIG_MAPPING[family](**options)
         if getattr(config, "is_decoder", None) is False:
             config.is_decoder = True
         with torch.device("meta"):
@@ -98,8 +98,8 @@ def test_a_family_is_exact_or_refused(family: str) -> None:
         return
     plain = llm.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True).token_ids
     if llm.target.capabilities.rollback:  # the text of others may depend on how it was cut
-        for mine, (token, ahead) in zip(plain, reference, strict=True):
-            if mine != token:
+        for written, (token, ahead) in zip(plain, reference, strict=True):
+            if written != token:
                 assert ahead < TIE, f"{plain} instead of {[token for token, _ in reference]}"
                 break
     for drafter in ("ngram", "lookahead"):

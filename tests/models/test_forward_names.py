@@ -14,8 +14,8 @@ def test_each_kind_of_model_has_its_own_name() -> None:
     assert TableModel.random(4).describe()["forward"] == "table"
     file = object.__new__(LlamaCppModel)  # opening one takes a compiled llama.cpp, which is not everywhere
     file.threads, file.dtype = 3, "Q4_0"
-    told = file.describe()
-    assert (told["forward"], told["threads"], told["weights"], told["exactness"]) == (
+    report = file.describe()
+    assert (report["forward"], report["threads"], report["weights"], report["exactness"]) == (
         "llama.cpp",
         3,
         "Q4_0",

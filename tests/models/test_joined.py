@@ -59,9 +59,9 @@ def round_of(model: StatefulModel, sequences: Any, counts: Any, kept: Any, step:
     before = model.num_forwards
     rows = model.forward([Feed(s, chain) for s, chain in zip(sequences, chains, strict=True)])
     forwards, off = model.num_forwards - before, 0.0
-    for sequence, chain, found, count in zip(sequences, chains, rows, kept, strict=True):
-        wanted = plain_logits(model.model, [*sequence.tokens, *chain])[-len(chain) :]
-        off = max(off, float((found.logits - wanted).abs().max()))
+    for sequence, chain, row, count in zip(sequences, chains, rows, kept, strict=True):
+        expected = plain_logits(model.model, [*sequence.tokens, *chain])[-len(chain) :]
+        off = max(off, float((row.logits - expected).abs().max()))
         model.commit(sequence, range(count))
     return off, forwards
 
@@ -123,15 +123,15 @@ def test_padding_that_recurrences_read_is_seen(qwen: Any, monkeypatch: pytest.Mo
 
 def test_shorter_chains_keep_their_hidden_states(qwen: Any) -> None:
     together, alone = StatefulModel(qwen), StatefulModel(qwen, joined=False)
-    for one, other in zip(
+    for row, other in zip(
         *(
             model.forward([Feed(s, prompt_of(1 + 2 * i, seed=i)) for i, s in enumerate(texts_of(model))], ("last",))
             for model in (together, alone)
         ),
         strict=True,
     ):
-        assert one.taps["last"].shape == other.taps["last"].shape
-        assert float((one.taps["last"] - other.taps["last"]).abs().max()) < TOLERANCE
+        assert row.taps["last"].shape == other.taps["last"].shape
+        assert float((row.taps["last"] - other.taps["last"]).abs().max()) < TOLERANCE
 
 
 def test_a_text_that_grows_token_by_token_as_drafts_do(qwen: Any) -> None:
@@ -143,9 +143,9 @@ def test_a_text_that_grows_token_by_token_as_drafts_do(qwen: Any) -> None:
     for step in range(4):
         parents = [step - 1] if step else None
         rows = model.forward([Feed(s, [chain[step]], parents) for s, chain in zip(sequences, chains, strict=True)])
-        for sequence, chain, found in zip(sequences, chains, rows, strict=True):
-            wanted = plain_logits(model.model, [*sequence.tokens, *chain[: step + 1]])[-1:]
-            assert float((found.logits - wanted).abs().max()) < TOLERANCE
+        for sequence, chain, row in zip(sequences, chains, rows, strict=True):
+            expected = plain_logits(model.model, [*sequence.tokens, *chain[: step + 1]])[-1:]
+            assert float((row.logits - expected).abs().max()) < TOLERANCE
     assert model.num_forwards == before + 4
     for kept, sequence in enumerate(sequences):
         model.commit(sequence, range(kept + 1))
@@ -159,10 +159,10 @@ def test_hidden_states_are_those_of_each_text(qwen: Any) -> None:
         model.forward([Feed(s, prompt_of(2, seed=i)) for i, s in enumerate(texts_of(model))], ("last", "layer:2"))
         for model in (together, alone)
     ]
-    for one, other in zip(*rows, strict=True):
+    for row, other in zip(*rows, strict=True):
         for name in ("last", "layer:2"):
-            assert one.taps[name].shape == other.taps[name].shape == (2, 48)
-            assert float((one.taps[name] - other.taps[name]).abs().max()) < TOLERANCE
+            assert row.taps[name].shape == other.taps[name].shape == (2, 48)
+            assert float((row.taps[name] - other.taps[name]).abs().max()) < TOLERANCE
 
 
 def test_logits_that_nobody_wants(qwen: Any) -> None:
@@ -203,13 +203,13 @@ def test_texts_of_a_batch_are_those_of_texts_alone(qwen: Any, drafter: Any) -> N
     """Greedy and seeded, of different lengths, so that they end and are joined in changing company."""
     prompts = [prompt_of(length, seed=i) * 2 for i, length in enumerate((6, 3, 9, 4))]
     for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
-        one, other = (  # a drafter that has seen the texts would guess them
+        batched, separate = (  # a drafter that has seen the texts would guess them
             ft.load(StatefulModel(qwen), drafter=drafter, prefix_cache=False, controller="constant") for _ in range(2)
         )
-        together = one.generate(prompts, max_new_tokens=16, **options)  # type: ignore[arg-type]
-        alone = [other.generate(prompt, max_new_tokens=16, **options) for prompt in prompts]  # type: ignore[arg-type]
+        together = batched.generate(prompts, max_new_tokens=16, **options)  # type: ignore[arg-type]
+        alone = [separate.generate(prompt, max_new_tokens=16, **options) for prompt in prompts]  # type: ignore[arg-type]
         assert [out.token_ids for out in together] == [out.token_ids for out in alone]
-        assert one.target.num_forwards < 0.7 * other.target.num_forwards  # type: ignore[attr-defined]
+        assert batched.target.num_forwards < 0.7 * separate.target.num_forwards  # type: ignore[attr-defined]
 
 
 # -- the self-test -----------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "reason"),
     [
         (wrong_mask, "differ"),
         (old_states, "differ"),
@@ -255,11 +255,11 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_goes_wrong_is_found_at_load(
-    qwen: Any, untried: None, fault: Any, said: str, monkeypatch: pytest.MonkeyPatch
+    qwen: Any, untried: None, fault: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
     model = StatefulModel(qwen)
-    assert said in model.joined_off and model.refused[0].why == model.joined_off
+    assert reason in model.joined_off and model.refused[0].why == model.joined_off
     monkeypatch.undo()
     sequences, before = texts_of(model), model.num_forwards
     model.forward([Feed(s, [1]) for s in sequences])

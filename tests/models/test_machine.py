@@ -36,9 +36,9 @@ def test_other_processes_are_not_counted() -> None:
     assert machine._THREAD_CLOCK is time.perf_counter or seconds < 0.04
 
 
-@pytest.mark.parametrize(("quick", "wanted"), [((2, 5, 9), 1.0), ((1, 2, 5), 9.0), ((2, 5), 9.0)])
+@pytest.mark.parametrize(("quick", "expected"), [((2, 5, 9), 1.0), ((1, 2, 5), 9.0), ((2, 5), 9.0)])
 def test_a_time_is_that_of_the_quickest_quarter(
-    quick: tuple[int, ...], wanted: float, monkeypatch: pytest.MonkeyPatch
+    quick: tuple[int, ...], expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third of eight calls counts, and the one that warms up does not; a clock of our own."""
     now, calls = [0.0], [0]
@@ -49,7 +49,7 @@ def test_a_time_is_that_of_the_quickest_quarter(
 
     monkeypatch.setattr(machine, "perf_counter", lambda: now[0])
     monkeypatch.setattr(machine, "_THREAD_CLOCK", lambda: now[0])
-    assert timed({"work": [work], "nothing": [lambda: None]}, 8) == {"work": wanted, "nothing": 0.0}
+    assert timed({"work": [work], "nothing": [lambda: None]}, 8) == {"work": expected, "nothing": 0.0}
 
 
 def kept(tmp_path: Path, kind: str = "one", stamp: str = "") -> KeptResults:
@@ -76,8 +76,8 @@ def test_results_of_other_stamps_are_kept_apart_as_long_as_they_are_few(tmp_path
     for stamp in "abcde":
         kept(tmp_path, stamp=stamp).keep("name", stamp)
     kept(tmp_path, stamp="b").keep("other", 1)
-    found = [kept(tmp_path, stamp=stamp).stored() for stamp in "abcde"]
-    assert found == [{}, {"name": "b", "other": 1}, {"name": "c"}, {"name": "d"}, {"name": "e"}]
+    results = [kept(tmp_path, stamp=stamp).stored() for stamp in "abcde"]
+    assert results == [{}, {"name": "b", "other": 1}, {"name": "c"}, {"name": "d"}, {"name": "e"}]
     assert kept(tmp_path, "two").stored() == {"a": 0}
 
 

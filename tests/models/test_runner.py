@@ -51,15 +51,15 @@ def runner() -> TreeRunner:
 
 def test_rows_are_those_of_the_tree() -> None:
     model = runner()
-    one, other = model.open(), model.open()
-    model.prefill(one, [3, 1, 4])
-    first, second = model.forward([Feed(one, [5, 9, 2], [-1, 0, 0]), Feed(other, [6, 5], wanted=1)], ["last"])
+    text, second_text = model.open(), model.open()
+    model.prefill(text, [3, 1, 4])
+    first, second = model.forward([Feed(text, [5, 9, 2], [-1, 0, 0]), Feed(second_text, [6, 5], wanted=1)], ["last"])
     assert first.logits.argmax(-1).tolist() == [(5 + 3) % V, (9 + 4) % V, (2 + 4) % V]  # siblings share a position
     assert second.logits.argmax(-1).tolist() == [(5 + 1) % V]
     assert first.taps["last"].flatten().tolist() == [4, 5, 5]  # the text, the path above, itself
-    model.commit(one, [0, 2])
-    assert one.tokens == [3, 1, 4, 5, 2] and not one.scratch_tokens
-    assert model.forward([Feed(one, [7])])[0].logits.argmax(-1).tolist() == [(7 + 5) % V]
+    model.commit(text, [0, 2])
+    assert text.tokens == [3, 1, 4, 5, 2] and not text.scratch_tokens
+    assert model.forward([Feed(text, [7])])[0].logits.argmax(-1).tolist() == [(7 + 5) % V]
 
 
 def test_it_says_what_the_forward_says() -> None:
@@ -82,12 +82,12 @@ def test_a_forward_that_fails_leaves_the_tree_as_it_was(monkeypatch: pytest.Monk
 def test_runners_share_a_network_and_nothing_else() -> None:
     model = HuggingFaceModel(llama())
     other = TreeRunner(model.forwards, TreeCache(model.cache.num_layers, 64))
-    found = []
+    logits = []
     for each in (model, other):
         text = each.open()
         each.prefill(text, [3, 1, 4])
-        found.append(each.forward([Feed(text, [5, 9, 2], [-1, 0, 0])])[0].logits)
-    assert torch.equal(*found)
+        logits.append(each.forward([Feed(text, [5, 9, 2], [-1, 0, 0])])[0].logits)
+    assert torch.equal(*logits)
     assert len(model._sequences) == len(other._sequences) == 1 and other.run_rows == 6
 
 

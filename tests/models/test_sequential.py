@@ -159,8 +159,8 @@ def test_chain_logits_and_taps_are_the_plain_ones(target: SequentialModel) -> No
         target.commit(sequence, [0])
         text = prompt
     (rows,) = target.forward([Feed(sequence, [9])], ["last"])
-    wanted = plain_logits(target.model, [*text, 9])[-1]
-    assert float((rows.logits[0] - wanted).abs().max() / wanted.std()) < 1e-4
+    expected = plain_logits(target.model, [*text, 9])[-1]
+    assert float((rows.logits[0] - expected).abs().max() / expected.std()) < 1e-4
     assert rows.taps["last"].shape == (1, target.config.hidden_size)
     target.commit(sequence, [0])
     with pytest.raises(ValueError, match=f"from 0 to {layers}"):

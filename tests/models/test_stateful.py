@@ -45,15 +45,15 @@ def worst(model: StatefulModel, sequence: SequenceState) -> float:
         return 0.0
     model.read(fresh, sequence.tokens[: state.length], 0)
     pairs = zip(tensors_of(state.cache), tensors_of(fresh.cache), strict=True)
-    return max(float((mine - theirs).abs().max()) for (_, mine), (_, theirs) in pairs)
+    return max(float((stored - reread).abs().max()) for (_, stored), (_, reread) in pairs)
 
 
 def verify(model: StatefulModel, sequence: SequenceState, root: int, drafts: Sequence[int], accepted: int) -> float:
     """One round with a forced verdict; the largest difference of its logits to a fresh forward."""
     (rows,) = model.forward([Feed(sequence, [root, *drafts])])
-    wanted = plain_logits(model.model, [*sequence.tokens, root, *drafts])[-len(drafts) - 1 :]
+    expected = plain_logits(model.model, [*sequence.tokens, root, *drafts])[-len(drafts) - 1 :]
     model.commit(sequence, range(1 + accepted))
-    return float((rows.logits - wanted).abs().max())
+    return float((rows.logits - expected).abs().max())
 
 
 VERDICTS = [*range(K + 1), 0, 2, K, 1]
@@ -146,8 +146,8 @@ def test_drafting_one_by_one_and_catching_up(qwen: Any, replay: str) -> None:
         (rows,) = model.forward([Feed(sequence, unread, wanted=1)])
         drafts = prompt_of(3, seed=accepted)
         for i, draft in enumerate(drafts):
-            wanted = plain_logits(model.model, [*text, *drafts[:i]])[-1:]
-            assert float((rows.logits - wanted).abs().max()) < TOLERANCE
+            expected = plain_logits(model.model, [*text, *drafts[:i]])[-1:]
+            assert float((rows.logits - expected).abs().max()) < TOLERANCE
             (rows,) = model.forward([Feed(sequence, [draft])])
         text = [*text, *drafts[:accepted], 7]
     model.catch_up(sequence, text)
@@ -163,10 +163,10 @@ def test_taps_prefill_and_rewind(qwen: Any, replay: str, monkeypatch: pytest.Mon
     whole, sequence = model.open(), model.open()
     text = prompt_of(11)
     taps = model.prefill(sequence, text, ["layer:2", "last"])
-    wanted = model.forward([Feed(whole, text)], ["layer:2", "last"])[0]
+    expected = model.forward([Feed(whole, text)], ["layer:2", "last"])[0]
     for name, rows in taps.items():
         assert rows.shape == (11, 48)
-        assert float((rows - wanted.taps[name]).abs().max()) < TOLERANCE
+        assert float((rows - expected.taps[name]).abs().max()) < TOLERANCE
     verify(model, sequence, 5, [6, 7, 8], 0)
     (rows,) = model.forward([Feed(sequence, [9, 10])], ["last"])  # lazily, a token is read again in front of them
     assert rows.taps["last"].shape == (2, 48)
@@ -195,8 +195,8 @@ def test_a_forward_that_breaks_off_leaves_a_text_that_can_go_on(qwen: Any, monke
         with pytest.raises(KeyboardInterrupt):
             model.forward([Feed(sequence, [4])])
     (rows,) = model.forward([Feed(sequence, [4])])  # the scratch in front of it is read again, too
-    wanted = plain_logits(qwen, [*sequence.tokens, 3, 4])[-1:]
-    assert float((rows.logits - wanted).abs().max()) < TOLERANCE
+    expected = plain_logits(qwen, [*sequence.tokens, 3, 4])[-1:]
+    assert float((rows.logits - expected).abs().max()) < TOLERANCE
     model.commit(sequence, [0])
     assert worst(model, sequence) < TOLERANCE
 
@@ -353,8 +353,8 @@ def test_planted_faults_are_caught(fault: str, dtype: torch.dtype, monkeypatch: 
     model.prefill(sequence, prompt_of(13))
     verify(model, sequence, 5, [6, 7, 8], 1)
     (rows,) = model.forward([Feed(sequence, [9, 10])])
-    wanted = plain_logits(model.model, [*sequence.tokens, 9, 10])[-2:]
-    assert float((rows.logits - wanted).abs().max()) > 0.05  # a test of states would see it
+    expected = plain_logits(model.model, [*sequence.tokens, 9, 10])[-2:]
+    assert float((rows.logits - expected).abs().max()) > 0.05  # a test of states would see it
     with pytest.raises(CapabilityError, match=r"differ from a fresh reading|RuntimeError"):
         StatefulModel(again)
     assert not wrap(again).capabilities.rollback

@@ -36,9 +36,9 @@ def test_checkpoints_of_other_widths_draft(target_width: int, draft_width: int, 
     draft = save(new_model("llama", vocab_size=draft_width, seed=1), tmp_path / "draft")
     prompt = [*prompt_of(6), target_width - 1, 4]
     llm = ft.load(target, drafter=f"model:{draft},{options}", controller="constant", dtype="float32")
-    wanted = llm.plain.generate(prompt, max_new_tokens=40, ignore_eos=True)
+    expected = llm.plain.generate(prompt, max_new_tokens=40, ignore_eos=True)
     greedy = llm.generate(prompt, max_new_tokens=40, ignore_eos=True)
-    assert greedy.token_ids == wanted.token_ids
+    assert greedy.token_ids == expected.token_ids
     assert greedy.stats.num_draft_tokens > 0
     for seed in range(5):
         biased = {target_width - 1: 2.0, 5: -1.0}

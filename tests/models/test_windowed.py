@@ -27,25 +27,25 @@ def model(forward: str, monkeypatch: pytest.MonkeyPatch) -> HuggingFaceModel:
         if library.why_not() is not None:
             pytest.skip(str(library.why_not()))
         monkeypatch.setattr("foretoken.models.linear.packing.fastest_layout", lambda *_: "native")
-        found = HuggingFaceModel(model_of("llama", hidden_size=96, intermediate_size=160, head_dim=32).bfloat16())
+        target = HuggingFaceModel(model_of("llama", hidden_size=96, intermediate_size=160, head_dim=32).bfloat16())
     else:
-        found = HuggingFaceModel(llama(32), lean=forward == "lean")
-    assert found.forward_name == forward, found.native_off
-    return found
+        target = HuggingFaceModel(llama(32), lean=forward == "lean")
+    assert target.forward_name == forward, target.native_off
+    return target
 
 
 @torch.inference_mode()
-def scored(found: Any, nodes: Feed = TREE, slots: slice | None = None, value: float = 0.0) -> Tensor:
+def scored(target: Any, nodes: Feed = TREE, slots: slice | None = None, value: float = 0.0) -> Tensor:
     """Logits of some nodes behind a text that was read token by token, when slots of the cache hold something else."""
-    sequence = found.open()
+    sequence = target.open()
     for token in TEXT:
-        found.prefill(sequence, [token])
+        target.prefill(sequence, [token])
     if slots is not None:
         for stored in (*sequence.cache.keys, *sequence.cache.values):
             stored[sequence.row, :, slots] = value
     feed = Feed(sequence, nodes.tokens, nodes.parents)
-    logits: Tensor = found.forward([feed])[0].logits
-    found.release(sequence)
+    logits: Tensor = target.forward([feed])[0].logits
+    target.release(sequence)
     return logits
 
 
@@ -55,22 +55,22 @@ def scored(found: Any, nodes: Feed = TREE, slots: slice | None = None, value: fl
 def test_only_the_window_is_read(forward: str, sink: int, nodes: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = model(forward, monkeypatch)
     near = whole.windowed(Window(6, sink))
-    wanted = scored(near, nodes)
-    assert torch.isfinite(wanted).all()
-    assert torch.equal(scored(near, nodes, slice(sink, len(TEXT) - 6), 9.0), wanted)
-    assert not torch.allclose(scored(whole, nodes), wanted, atol=1e-3)  # it matters
+    expected = scored(near, nodes)
+    assert torch.isfinite(expected).all()
+    assert torch.equal(scored(near, nodes, slice(sink, len(TEXT) - 6), 9.0), expected)
+    assert not torch.allclose(scored(whole, nodes), expected, atol=1e-3)  # it matters
     for inside in (slice(len(TEXT) - 6, len(TEXT) - 5), *([slice(0, 1)] if sink else [])):
-        assert not torch.equal(scored(near, nodes, inside, 9.0), wanted)
+        assert not torch.equal(scored(near, nodes, inside, 9.0), expected)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_a_window_as_long_as_the_text_changes_nothing(forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = model(forward, monkeypatch)
-    wanted = scored(whole)
-    assert torch.equal(scored(whole.windowed(Window(len(TEXT) + 1))), wanted)
+    expected = scored(whole)
+    assert torch.equal(scored(whole.windowed(Window(len(TEXT) + 1))), expected)
     assert whole.window == Window()  # the model itself stays as it is
     near = scored(whole.windowed(Window(len(TEXT))))  # the second level's rows are one place further on
-    assert torch.equal(near[0], wanted[0]) and not torch.equal(near[1:], wanted[1:])
+    assert torch.equal(near[0], expected[0]) and not torch.equal(near[1:], expected[1:])
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -81,13 +81,13 @@ def test_a_row_does_not_depend_on_what_is_read_together(forward: str, monkeypatc
         sequence, text = near.open(), list(TEXT)
         for size in pieces:
             near.prefill(sequence, [text.pop(0) for _ in range(size)])
-        found: Tensor = near.forward([Feed(sequence, [5])])[0].logits
+        logits: Tensor = near.forward([Feed(sequence, [5])])[0].logits
         near.release(sequence)
-        return found
+        return logits
 
-    wanted = behind([1] * len(TEXT))
+    expected = behind([1] * len(TEXT))
     for pieces in ([len(TEXT)], [7, 17], [20, 1, 3]):
-        torch.testing.assert_close(behind(pieces), wanted, atol=2e-2 if forward == "native" else 1e-5, rtol=1e-3)
+        torch.testing.assert_close(behind(pieces), expected, atol=2e-2 if forward == "native" else 1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -100,14 +100,14 @@ def test_texts_of_one_call_have_windows_of_their_own(forward: str, monkeypatch: 
         for sequence, text in zip(opened, chosen, strict=True):
             for token in text:
                 near.prefill(sequence, [token])
-        found = near.forward([Feed(sequence, [5, 6], [-1, -1]) for sequence in opened])
+        outputs = near.forward([Feed(sequence, [5, 6], [-1, -1]) for sequence in opened])
         for sequence in opened:
             near.release(sequence)
-        return [rows.logits for rows in found]
+        return [rows.logits for rows in outputs]
 
     together = logits(texts)
-    for text, found in zip(texts, together, strict=True):
-        torch.testing.assert_close(found, logits([text])[0], atol=2e-2 if forward == "native" else 1e-5, rtol=1e-3)
+    for text, row in zip(texts, together, strict=True):
+        torch.testing.assert_close(row, logits([text])[0], atol=2e-2 if forward == "native" else 1e-5, rtol=1e-3)
 
 
 def test_no_more_slots_are_handed_out_than_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,8 +72,8 @@ def test_growing_keeps_contents_and_fills_with_zeros() -> None:
 def test_growing_doubles_towards_the_limit_and_never_shrinks() -> None:
     cache = TreeCache(1, max_slots=3 * CHUNK)
     sizes = []
-    for wanted in (1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, 5, 4 * CHUNK):
-        cache.reserve(1, wanted)
+    for slots in (1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, 5, 4 * CHUNK):
+        cache.reserve(1, slots)
         sizes.append(cache.num_slots // CHUNK)
     assert sizes == [1, 1, 2, 3, 3, 4]
 

@@ -33,11 +33,11 @@ def stored(cache: HostCache) -> Sequence[Tensor]:
 @pytest.mark.parametrize("select", ["retrieval", "recent"])
 def test_drafts_over_a_cold_cache_change_no_text(lean: bool, select: str) -> None:
     """Texts end one after the other, and rows move, grow, and go to other rectangles meanwhile."""
-    wanted = outputs(engine(HuggingFaceModel(copy.deepcopy(llama()))), REQUESTS)
+    expected = outputs(engine(HuggingFaceModel(copy.deepcopy(llama()))), REQUESTS)
     with fake_cuda():
         target = HuggingFaceModel(copy.deepcopy(llama()).to("cuda"), lean=lean)
         drafter = SparseKvDrafter(target, k=3, budget=24, chunk=4, select=select, rebuild=6, offload=True)
-        assert outputs(engine(target, drafter), REQUESTS) == wanted
+        assert outputs(engine(target, drafter), REQUESTS) == expected
         cold, hot = target.cache, drafter.model.cache  # type: ignore[attr-defined]
         assert isinstance(cold, HostCache) and target.kv_peak_bytes > 0
         sequence = target.open()

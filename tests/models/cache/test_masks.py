@@ -64,13 +64,13 @@ def test_one_row(layer: LayerMask, chain: bool) -> None:
         row = plan(rng, rng.randrange(0, 9), size, rng.randrange(1, size + 1), chain)
         used = row.committed + size
         mask = additive_mask([row], layer, row.new, used, torch.float32, torch.device("cpu"))
-        wanted = brute_force([row], layer, row.new, used)
+        expected = brute_force([row], layer, row.new, used)
         if mask is None:
-            assert wanted.all()
+            assert expected.all()
         else:
             assert mask.shape == (1, 1, row.new, used)
-            assert torch.equal(mask[0] == 0, wanted)
-            assert mask[0][~wanted].eq(unseen(torch.float32)).all()
+            assert torch.equal(mask[0] == 0, expected)
+            assert mask[0][~expected].eq(unseen(torch.float32)).all()
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
@@ -84,12 +84,12 @@ def test_ragged_rows(layer: LayerMask) -> None:
         used = max(row.committed + len(row.parents) - row.new for row in rows) + width
         mask = additive_mask(rows, layer, width, used, torch.bfloat16, torch.device("cpu"))
         assert mask is not None
-        wanted = brute_force(rows, layer, width, used)
+        expected = brute_force(rows, layer, width, used)
         for b, row in enumerate(rows):
-            assert torch.equal(mask[b, 0, : row.new] == 0, wanted[b, : row.new])
+            assert torch.equal(mask[b, 0, : row.new] == 0, expected[b, : row.new])
             # Padding must see something, or its softmax is NaN and spreads through the batch.
             assert (mask[b, 0] == 0).any(-1).all()
-            assert row.new == 0 or torch.equal(torch.from_numpy(row_allowed(row, layer, used)), wanted[b, : row.new])
+            assert row.new == 0 or torch.equal(torch.from_numpy(row_allowed(row, layer, used)), expected[b, : row.new])
 
 
 def test_no_mask_for_one_plain_token() -> None:

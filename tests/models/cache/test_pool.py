@@ -52,17 +52,17 @@ def fresh(tokens: tuple[int, ...], lean: bool) -> tuple[Tensor, ...]:
     return tuple(part.clone() for part in stored(sequence))
 
 
-def check(found: HuggingFaceModel) -> None:
+def check(target: HuggingFaceModel) -> None:
     """Every text's row is its own, and holds what reading the text alone gives."""
-    for band in found.pool.caches:
-        assert [one.row for one in band.texts] == list(range(len(band.texts)))
-        assert all(one.cache is band for one in band.texts)
+    for band in target.pool.caches:
+        assert [sequence.row for sequence in band.texts] == list(range(len(band.texts)))
+        assert all(sequence.cache is band for sequence in band.texts)
         assert len(band.texts) <= band.num_rows
-    for one in found.pool.texts:
-        assert one.num_slots <= one.cache.num_slots
-        if one.tokens:
-            for mine, wanted in zip(stored(one), fresh(tuple(one.tokens), found.is_lean), strict=True):
-                torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-11)
+    for sequence in target.pool.texts:
+        assert sequence.num_slots <= sequence.cache.num_slots
+        if sequence.tokens:
+            for cached, expected in zip(stored(sequence), fresh(tuple(sequence.tokens), target.is_lean), strict=True):
+                torch.testing.assert_close(cached, expected, rtol=0, atol=1e-11)
 
 
 def tree(rng: random.Random, nodes: int) -> tuple[list[int], list[int]]:
@@ -72,13 +72,13 @@ def tree(rng: random.Random, nodes: int) -> tuple[list[int], list[int]]:
 
 def path(rng: random.Random, sequence: SequenceState) -> list[int]:
     """A random path of the scratch, from the last committed token down."""
-    found: list[int] = []
+    nodes: list[int] = []
     while True:
-        above = found[-1] if found else -1
+        above = nodes[-1] if nodes else -1
         children = [i for i, parent in enumerate(sequence.scratch_parents) if parent == above]
         if not children or rng.random() < 0.2:
-            return found
-        found.append(rng.choice(children))
+            return nodes
+        nodes.append(rng.choice(children))
 
 
 # -- contents --------------------------------------------------------------------------------------------------------
@@ -88,41 +88,41 @@ def path(rng: random.Random, sequence: SequenceState) -> list[int]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_rows_equal_fresh_prefills_whatever_comes_grows_and_goes(lean: bool, seed: int) -> None:
     rng = random.Random(seed)
-    busy = model(lean)
+    target = model(lean)
     texts: list[SequenceState] = []
     seen: set[int] = set()
     for step in range(60):
         choice = rng.random()
         if len(texts) < 2 or (choice < 0.25 and len(texts) < 9):
-            opened = busy.open()
-            busy.prefill(opened, text(rng.choice([0, 1, 3, 40, 63, 64, 65, 200, 500, 900]), rng.randrange(40)))
+            opened = target.open()
+            target.prefill(opened, text(rng.choice([0, 1, 3, 40, 63, 64, 65, 200, 500, 900]), rng.randrange(40)))
             texts.append(opened)
         elif choice < 0.4:
-            busy.release(texts.pop(rng.randrange(len(texts))))
+            target.release(texts.pop(rng.randrange(len(texts))))
         else:
             chosen = rng.sample(texts, rng.randint(1, len(texts)))
-            busy.forward([Feed(one, *tree(rng, rng.choice([1, 2, 9, 70]))) for one in chosen])
-            for one in chosen:
-                busy.commit(one, path(rng, one))
-        seen.add(len(busy.pool.caches))
+            target.forward([Feed(sequence, *tree(rng, rng.choice([1, 2, 9, 70]))) for sequence in chosen])
+            for sequence in chosen:
+                target.commit(sequence, path(rng, sequence))
+        seen.add(len(target.pool.caches))
         if step % 6 == 5:
-            check(busy)
-    check(busy)
+            check(target)
+    check(target)
     assert max(seen) > 1, "no text ever had to move"
-    for one in texts:
-        busy.release(one)
-    assert busy.kv_bytes == 0 and len(busy.pool.caches) == 1
+    for sequence in texts:
+        target.release(sequence)
+    assert target.kv_bytes == 0 and len(target.pool.caches) == 1
 
 
 def in_two_bands(lean: bool) -> tuple[HuggingFaceModel, list[SequenceState]]:
     """Five short texts and two long ones, the short ones not in the order of their rows."""
-    found = model(lean)
-    texts = [found.open() for _ in range(8)]
-    for seed, (one, length) in enumerate(zip(texts, (5, 700, 33, 1, 60, 900, 12, 20), strict=True)):
-        found.prefill(one, text(length, seed))
-    found.release(texts.pop(2))
+    target = model(lean)
+    texts = [target.open() for _ in range(8)]
+    for seed, (sequence, length) in enumerate(zip(texts, (5, 700, 33, 1, 60, 900, 12, 20), strict=True)):
+        target.prefill(sequence, text(length, seed))
+    target.release(texts.pop(2))
     assert len(by_cache(texts)) > 1
-    return found, texts
+    return target, texts
 
 
 def nearly_equal(left: Rows, right: Rows) -> None:
@@ -141,9 +141,9 @@ def test_one_forward_over_several_bands_equals_separate_ones(lean: bool, idle: S
     together, texts = in_two_bands(lean)
     chosen = [i for i in range(len(texts)) if i not in idle]
     rng.shuffle(chosen)
-    found = together.forward([Feed(texts[i], *trees[i]) for i in chosen], TAPS)
+    outputs = together.forward([Feed(texts[i], *trees[i]) for i in chosen], TAPS)
     separate, others = in_two_bands(lean)
-    for i, rows in zip(chosen, found, strict=True):
+    for i, rows in zip(chosen, outputs, strict=True):
         nearly_equal(rows, separate.forward([Feed(others[i], *trees[i])], TAPS)[0])
     for i in chosen:
         keep = path(random.Random(i), texts[i])
@@ -156,76 +156,78 @@ def test_one_forward_over_several_bands_equals_separate_ones(lean: bool, idle: S
 @both_forwards
 def test_parts_of_the_logits_and_growing_scratch_survive_a_move(lean: bool) -> None:
     """A scratch tree that is continued, and so takes its text to another rectangle, means what it meant."""
-    found, texts = in_two_bands(lean)
+    target, texts = in_two_bands(lean)
     short, alone = texts[0], model(lean)
     other = alone.open()
     alone.prefill(other, short.tokens)
     for nodes, parents, wanted in ((tree(random.Random(1), 8)[0], None, None), (text(300, 1), None, 2), ([5], [3], 1)):
-        mine = found.forward([Feed(short, nodes, parents, wanted), Feed(texts[4], [7], [0] * 0 or None)], TAPS)[0]
-        nearly_equal(mine, alone.forward([Feed(other, nodes, parents, wanted)], TAPS)[0])
+        moved = target.forward([Feed(short, nodes, parents, wanted), Feed(texts[4], [7], [0] * 0 or None)], TAPS)[0]
+        nearly_equal(moved, alone.forward([Feed(other, nodes, parents, wanted)], TAPS)[0])
         assert short.scratch_tokens == other.scratch_tokens
     keep = [0, 1, 2, 3, len(short.scratch_tokens) - 1]
-    found.commit(short, keep)
-    found.commit(texts[4], [])
-    check(found)
+    target.commit(short, keep)
+    target.commit(texts[4], [])
+    check(target)
 
 
 def test_a_text_that_outgrows_its_band_moves_and_takes_its_tokens_along() -> None:
-    found = model()
-    growing, *others = (found.open() for _ in range(6))
-    for seed, one in enumerate(others):
-        found.prefill(one, text(50, seed))
+    target = model()
+    growing, *others = (target.open() for _ in range(6))
+    for seed, sequence in enumerate(others):
+        target.prefill(sequence, text(50, seed))
     first, bands = growing.cache, {id(growing.cache)}
     rng = random.Random(3)
     while len(growing.tokens) < 1_000:
-        found.forward([Feed(growing, text(17, len(growing.tokens))), *(Feed(one, [1], wanted=0) for one in others)])
-        found.commit(growing, range(rng.randint(8, 17)))
-        for one in others:
-            found.commit(one, [])
+        target.forward(
+            [Feed(growing, text(17, len(growing.tokens))), *(Feed(sequence, [1], wanted=0) for sequence in others)]
+        )
+        target.commit(growing, range(rng.randint(8, 17)))
+        for sequence in others:
+            target.commit(sequence, [])
         bands.add(id(growing.cache))
-    assert growing.cache is not first and all(one.cache is first for one in others)
+    assert growing.cache is not first and all(sequence.cache is first for sequence in others)
     assert first.num_slots <= SHORT
-    check(found)
+    check(target)
 
 
 def test_new_texts_stay_out_of_a_long_rectangle() -> None:
-    found = model()
-    long = found.open()
-    found.prefill(long, text(1_500, 0))
-    short = found.open()
-    found.prefill(short, text(20, 1))
+    target = model()
+    long = target.open()
+    target.prefill(long, text(1_500, 0))
+    short = target.open()
+    target.prefill(short, text(20, 1))
     assert short.cache is not long.cache and short.cache.num_slots == CHUNK
-    check(found)
+    check(target)
 
 
 def test_texts_of_like_length_share_a_rectangle() -> None:
-    found = model()
-    texts = [found.open() for _ in range(4)]
-    for seed, one in enumerate(texts):
-        found.prefill(one, text(700 + 10 * seed, seed))
-    wanted = sum(len(one.tokens) for one in texts) * found.kv_bytes_per_token
-    assert found.kv_bytes <= SLACK * wanted
-    assert len({id(one.cache) for one in texts}) <= 2
-    check(found)
+    target = model()
+    texts = [target.open() for _ in range(4)]
+    for seed, sequence in enumerate(texts):
+        target.prefill(sequence, text(700 + 10 * seed, seed))
+    needed = sum(len(sequence.tokens) for sequence in texts) * target.kv_bytes_per_token
+    assert target.kv_bytes <= SLACK * needed
+    assert len({id(sequence.cache) for sequence in texts}) <= 2
+    check(target)
 
 
 def test_a_forward_that_fails_leaves_every_band_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, texts = in_two_bands(lean=True)
-    before = [(list(one.tokens), list(one.scratch_tokens)) for one in texts]
+    target, texts = in_two_bands(lean=True)
+    before = [(list(sequence.tokens), list(sequence.scratch_tokens)) for sequence in texts]
 
     def failing(calls: object) -> None:
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(found.forwards, "run_all", failing)
+        patch.setattr(target.forwards, "run_all", failing)
         with pytest.raises(MemoryError, match="planted"):
-            found.forward([Feed(one, text(200, i)) for i, one in enumerate(texts)])
-    assert [(one.tokens, one.scratch_tokens) for one in texts] == before
-    check(found)
-    found.forward([Feed(one, [3, 4]) for one in texts])
-    for one in texts:
-        found.commit(one, [0])
-    check(found)
+            target.forward([Feed(sequence, text(200, i)) for i, sequence in enumerate(texts)])
+    assert [(sequence.tokens, sequence.scratch_tokens) for sequence in texts] == before
+    check(target)
+    target.forward([Feed(sequence, [3, 4]) for sequence in texts])
+    for sequence in texts:
+        target.commit(sequence, [0])
+    check(target)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -234,41 +236,41 @@ def test_a_forward_that_fails_leaves_every_band_as_it_was(monkeypatch: pytest.Mo
 @both_forwards
 @pytest.mark.parametrize("place", [0, 7, 15])
 def test_a_long_text_among_short_ones_costs_what_its_tokens_need(lean: bool, place: int) -> None:
-    found = model(lean)
-    texts = [found.open() for _ in range(16)]
-    for i, one in enumerate(texts):
-        found.prefill(one, text(3_000 if i == place else 100, i))
-    needed = (3_000 + 15 * 100) * found.kv_bytes_per_token
-    assert needed <= found.kv_bytes <= found.kv_peak_bytes <= 1.5 * needed
-    for one in texts[::2]:
-        found.release(one)
-    check(found)
-    for one in texts[1::2]:
-        found.release(one)
-    assert found.kv_bytes == 0
+    target = model(lean)
+    texts = [target.open() for _ in range(16)]
+    for i, sequence in enumerate(texts):
+        target.prefill(sequence, text(3_000 if i == place else 100, i))
+    needed = (3_000 + 15 * 100) * target.kv_bytes_per_token
+    assert needed <= target.kv_bytes <= target.kv_peak_bytes <= 1.5 * needed
+    for sequence in texts[::2]:
+        target.release(sequence)
+    check(target)
+    for sequence in texts[1::2]:
+        target.release(sequence)
+    assert target.kv_bytes == 0
 
 
 def test_what_a_long_text_held_is_given_back_when_it_ends() -> None:
-    found = model()
-    texts = [found.open() for _ in range(4)]
-    for i, one in enumerate(texts):
-        found.prefill(one, text(2_000 if i == 1 else 60, i))
-    found.release(texts.pop(1))
-    needed = sum(len(one.tokens) for one in texts) * found.kv_bytes_per_token
-    assert found.kv_bytes <= 4 * needed  # a rectangle grows by chunks of 64 slots, and a text has 60 tokens
-    check(found)
+    target = model()
+    texts = [target.open() for _ in range(4)]
+    for i, sequence in enumerate(texts):
+        target.prefill(sequence, text(2_000 if i == 1 else 60, i))
+    target.release(texts.pop(1))
+    needed = sum(len(sequence.tokens) for sequence in texts) * target.kv_bytes_per_token
+    assert target.kv_bytes <= 4 * needed  # a rectangle grows by chunks of 64 slots, and a text has 60 tokens
+    check(target)
 
 
 def test_memory_follows_a_crowd_that_comes_and_goes() -> None:
-    found = model()
-    texts = [found.open() for _ in range(40)]
-    for i, one in enumerate(texts):
-        found.prefill(one, text(90, i % 5))
-    full = found.kv_bytes
+    target = model()
+    texts = [target.open() for _ in range(40)]
+    for i, sequence in enumerate(texts):
+        target.prefill(sequence, text(90, i % 5))
+    full = target.kv_bytes
     while len(texts) > 4:
-        found.release(texts.pop(len(texts) // 2))
-    assert found.kv_bytes <= full / 4
-    check(found)
+        target.release(texts.pop(len(texts) // 2))
+    assert target.kv_bytes <= full / 4
+    check(target)
 
 
 # -- networks over hidden states -------------------------------------------------------------------------------------
@@ -280,17 +282,17 @@ def test_networks_over_hidden_states_run_over_several_bands() -> None:
     net = EagleNet(EagleConfig(**dataclasses.asdict(LayerConfig.of_target(parts.config))))
     together, alone = FeatureModel(net, parts, target), FeatureModel(net, parts, target)
     states = torch.randn(700, parts.hidden_size, generator=torch.Generator().manual_seed(0))
-    feeds, wanted = [], []
+    feeds, expected = [], []
     for seed, length in enumerate((700, 5, 40)):
-        one, other = together.open(), alone.open()
-        for model_, sequence in ((together, one), (alone, other)):
+        first, second = together.open(), alone.open()
+        for model_, sequence in ((together, first), (alone, second)):
             model_.forward([Feed(sequence, text(length, seed), wanted=0, states=states[:length])])
             model_.commit(sequence, range(length))
-        feeds.append(Feed(one, [3, 4], states=states[:2]))
-        wanted += alone.forward([Feed(other, [3, 4], states=states[:2])])
+        feeds.append(Feed(first, [3, 4], states=states[:2]))
+        expected += alone.forward([Feed(second, [3, 4], states=states[:2])])
     assert len(together.pool.caches) > 1
-    for mine, right in zip(together.forward(feeds), wanted, strict=True):
-        torch.testing.assert_close(mine.logits, right.logits)
+    for rows, right in zip(together.forward(feeds), expected, strict=True):
+        torch.testing.assert_close(rows.logits, right.logits)
 
 
 @both_forwards

@@ -46,12 +46,12 @@ def test_attention_without_its_mask_is_seen_before_it_decodes(monkeypatch: pytes
     assert isinstance(wrap(model), HuggingFaceModel)
     with monkeypatch.context() as patched:
         patched.setattr(runner, "RowPlan", _blind(runner.RowPlan))
-        found = wrap(new_model("phi3"), lean=False)
-    assert isinstance(found, SequentialModel)
-    assert "its logits of several tokens differ" in found.capabilities.missing["rollback"]
+        target = wrap(new_model("phi3"), lean=False)
+    assert isinstance(target, SequentialModel)
+    assert "its logits of several tokens differ" in target.capabilities.missing["rollback"]
     with pytest.raises(CapabilityError, match="phi3: its logits of several tokens differ"):
-        ft.load(found, "ngram")
-    plain = ft.load(found, None).generate([5, 6, 7], max_new_tokens=6, ignore_eos=True).token_ids
+        ft.load(target, "ngram")
+    plain = ft.load(target, None).generate([5, 6, 7], max_new_tokens=6, ignore_eos=True).token_ids
     assert plain == ft.load(model, None).generate([5, 6, 7], max_new_tokens=6, ignore_eos=True).token_ids
 
 
@@ -103,9 +103,9 @@ def scaled_per_call(model: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantised_layers_that_scale_a_call_are_no_bidirectional_model(dtype: torch.dtype) -> None:
     model = scaled_per_call(new_model("llama").to(dtype))
-    found = wrap(model)
-    assert isinstance(found, SequentialModel)
-    assert "quantised layers scale all tokens of a call together" in found.capabilities.missing["rollback"]
+    target = wrap(model)
+    assert isinstance(target, SequentialModel)
+    assert "quantised layers scale all tokens of a call together" in target.capabilities.missing["rollback"]
     with pytest.raises(CapabilityError, match="llama: its quantised layers scale all tokens of a call together"):
         ft.load(model, "ngram")
     assert ft.load(model).generate([5, 6, 7], max_new_tokens=6, ignore_eos=True).token_ids

@@ -153,7 +153,7 @@ def test_the_judge_is_the_network_in_float32() -> None:
     """Weights are widened one module at a time, and are the same objects afterwards."""
     model, twin = deep("llama"), deep("llama").float()
     before = {name: (id(weight), weight.dtype) for name, weight in model.named_parameters()}
-    owner, wide = (HuggingFaceModel(one, lean=False).forwards for one in (model, twin))
+    owner, wide = (HuggingFaceModel(network, lean=False).forwards for network in (model, twin))
     ids = ordinary_ids(owner.vocab_size)
     with widened(model, torch.float32):
         judged = probe_logits(owner, owner.run_public, torch.float32, ids)

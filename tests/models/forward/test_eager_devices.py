@@ -27,13 +27,13 @@ REQUESTS = [Request([3, 4, 5], max_new_tokens=12), Request([6], max_new_tokens=9
 
 def test_a_model_that_accelerate_has_dispatched_runs_eagerly() -> None:
     accelerate = pytest.importorskip("accelerate")
-    wanted = outputs(engine(HuggingFaceModel(copy.deepcopy(llama()))), REQUESTS)
+    expected = outputs(engine(HuggingFaceModel(copy.deepcopy(llama()))), REQUESTS)
     network = accelerate.cpu_offload(copy.deepcopy(llama()), execution_device="cpu")
     model = HuggingFaceModel(network)
     with_graphs(model, "auto", Recordings())
     assert model.graphs is None and model.graphs_off == "its layers are on several devices, and a graph runs on one"
-    assert [one.path for one in model.refused if one.path == "CUDA graphs"] == ["CUDA graphs"]
-    assert outputs(engine(model), REQUESTS) == wanted
+    assert [refusal.path for refusal in model.refused if refusal.path == "CUDA graphs"] == ["CUDA graphs"]
+    assert outputs(engine(model), REQUESTS) == expected
     with pytest.raises(ValueError, match="graphs=True cannot be had: its layers are on several devices"):
         with_graphs(model, True, Recordings())
 
@@ -110,5 +110,5 @@ def test_a_model_that_was_changed_says_that_its_graphs_are_gone(caplog: pytest.L
     with caplog.at_level("WARNING", "foretoken"):
         model.follow()
     assert model.graphs is None and model.describe()["graphs_off"] == "the model was changed after it was loaded"
-    assert "CUDA graphs" in [one.path for one in model.refused]
+    assert "CUDA graphs" in [refusal.path for refusal in model.refused]
     assert type(model.cache) is TreeCache  # the rectangle was for the graphs

@@ -53,7 +53,7 @@ def test_a_session_of_any_shapes(name: str, recorder: str) -> None:
     pair = Pair(MODELS[name](), RECORDERS[recorder](), ROUNDING.get(name, 1e-9))
     any_session(pair, rounds=18, seed=len(name))
     if recorder == "frozen":
-        replays = [made.replays for made in pair.models[1].graphs.recorder.recordings]
+        replays = [recording.replays for recording in pair.models[1].graphs.recorder.recordings]
         assert sum(replays) >= pair.forwards and max(replays) > 1
 
 
@@ -94,18 +94,18 @@ def test_other_families_pass_the_check(name: str) -> None:
 
 def test_a_round_sends_once_and_reads_nothing() -> None:
     """Between a draft and its logits the host sends one tensor and waits twice: before it, and for the result."""
-    with fake_cuda_graphs() as made:
+    with fake_cuda_graphs() as graphs:
         device: Any = torch.cuda.synchronize.__self__  # type: ignore[attr-defined]
         model = HuggingFaceModel(copy.deepcopy(llama()).to("cuda"))
         with_graphs(model, True)
         sequence = model.open()
         model.prefill(sequence, [3, 4, 5])
         for again in (False, True):
-            replays, waits = sum(graph.recording.replays for graph in made), device.synchronised
+            replays, waits = sum(graph.recording.replays for graph in graphs), device.synchronised
             with Capturing() if again else nullcontext():  # the first time something is captured
                 rows = model.forward([Feed(sequence, [5, 6, 7], [-1, -1, 1])])
                 model.commit(sequence, [1, 2])
-            assert sum(graph.recording.replays for graph in made) == replays + 1
+            assert sum(graph.recording.replays for graph in graphs) == replays + 1
             assert device.synchronised == waits + 2
         with Capturing(), pytest.raises(RuntimeError, match="not permitted"):  # the control: this is what is refused
             rows[0].logits.tolist()
@@ -132,10 +132,10 @@ def test_masks(layer: LayerMask) -> None:
         numbers.fill(dict(enumerate(rows)), {i: [1] * row.new for i, row in enumerate(rows)}, {})
         mask = fixed_mask(numbers.tensors(), layer, bucket.slots, torch.float32)
         assert mask.shape == (4, 1, 8, 64)
-        wanted = additive_mask([*rows, RowPlan(0, (), (), 0)], layer, 8, 64, torch.float32, torch.device("cpu"))
-        assert wanted is not None
+        expected = additive_mask([*rows, RowPlan(0, (), (), 0)], layer, 8, 64, torch.float32, torch.device("cpu"))
+        assert expected is not None
         for i, row in enumerate(rows):
-            assert torch.equal(mask[i, 0, : row.new], wanted[i, 0, : row.new])
+            assert torch.equal(mask[i, 0, : row.new], expected[i, 0, : row.new])
         assert bool((mask.max(-1).values == 0).all())  # padding sees something, too
 
 
@@ -198,8 +198,8 @@ def test_a_forward_that_waits_for_the_device() -> None:
     model = HuggingFaceModel(network, lean=False)
     with_graphs(model, "auto", Recordings())
     assert model.graphs is None
-    told = r"its forward waits for the device \((item|_local_scalar_dense)\), which cannot be captured"
-    assert re.fullmatch(told, model.graphs_off)
+    reason = r"its forward waits for the device \((item|_local_scalar_dense)\), which cannot be captured"
+    assert re.fullmatch(reason, model.graphs_off)
     sequence = model.open()
     assert model.forward([Feed(sequence, [1, 2])])[0].logits.shape == (2, 32)
 
@@ -208,10 +208,10 @@ def test_a_forward_that_waits_for_the_device() -> None:
 
 
 def test_on_a_cpu_there_are_none() -> None:
-    told = "graphs=True cannot be had: they need a CUDA device, and the model is on cpu; leave graphs at 'auto'"
+    message = "graphs=True cannot be had: they need a CUDA device, and the model is on cpu; leave graphs at 'auto'"
     with pytest.raises(ValueError) as error:
         ft.load(drafter=None, graphs=True)
-    assert str(error.value) == told
+    assert str(error.value) == message
     target: Any = ft.load(drafter=None).target
     assert target.graphs is None
     assert target.graphs_off == "they need a CUDA device, and the model is on cpu"
@@ -248,19 +248,19 @@ def test_wrong_choices() -> None:
 
 def test_new_weights_and_new_rows_reach_the_steps() -> None:
     model = graphed(copy.deepcopy(llama()))
-    wanted = HuggingFaceModel(llama(noise=0.3))
+    reference = HuggingFaceModel(llama(noise=0.3))
     model.take_weights(llama(noise=0.3))
     rows = torch.randn(2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for change in (lambda _: None, lambda one: one.extra_embeddings(rows)):
-        found = []
-        for one in (model, wanted):
-            change(one)
-            sequence = one.open()
-            one.prefill(sequence, [3, 4])
-            ids = [5, 6] if not one.forwards.extra else [5, 32, 33]
-            found.append(one.forward([Feed(sequence, ids)])[0].logits)
-            one.release(sequence)
-        torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
+    for change in (lambda _: None, lambda target: target.extra_embeddings(rows)):
+        logits = []
+        for target in (model, reference):
+            change(target)
+            sequence = target.open()
+            target.prefill(sequence, [3, 4])
+            ids = [5, 6] if not target.forwards.extra else [5, 32, 33]
+            logits.append(target.forward([Feed(sequence, ids)])[0].logits)
+            target.release(sequence)
+        torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-9)
 
 
 def test_a_sibling_has_none() -> None:
@@ -294,30 +294,30 @@ def test_a_failure_later_on_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warm_up_captures_the_largest_first() -> None:
     model = graphed(llama())
-    made = model.graphs.recorder.recordings
-    made.clear()
+    recordings = model.graphs.recorder.recordings
+    recordings.clear()
     model.graphs.warm_up(batches=(1, 2), rows=(1, 4, 8))
     # Two rows of 8 and of 4 are there since the check, which had them in this order.
     sizes = [bucket.batch * bucket.width for bucket in model.graphs.buckets[-6:]]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 16
-    before = len(made)
+    before = len(recordings)
     pair_of = model.open()
     model.prefill(pair_of, [3, 4])
     model.forward([Feed(pair_of, [5, 6, 7])])
-    assert len(made) == before
+    assert len(recordings) == before
 
 
 def test_two_requests_join_and_leave() -> None:
     """On the stand-in for CUDA, a target and a draft model in one pool; of three requests two run at a time."""
     requests = [Request([3 + i, 4, 5, 3 + i], SamplingParams(temperature=i % 2), 3 + 2 * i, seed=i) for i in range(3)]
     plain = outputs(engine(HuggingFaceModel(llama()), max_batch=2), requests)
-    with fake_cuda_graphs() as made:
+    with fake_cuda_graphs() as graphs:
         target, draft = (HuggingFaceModel(copy.deepcopy(llama(noise=n)).to("cuda")) for n in (0.0, 0.3))
         with_graphs(target, True)
         follow(draft, target)
         assert draft.graphs is not None and draft.graphs.recorder is target.graphs.recorder
         serving = engine(target, ModelDrafter(draft, tree="2x1"), max_batch=2)
         assert outputs(serving, requests) == plain
-        assert sum(graph.recording.replays for graph in made) > len(made) > 8
+        assert sum(graph.recording.replays for graph in graphs) > len(graphs) > 8
         for model in (target, draft):
             assert model.graphs_off == "" and {bucket.batch for bucket in model.graphs.buckets} == {1, 2}

@@ -149,16 +149,16 @@ class Adapted(nn.Linear):
 def test_padding_is_left_out(lean: bool, rows: int, wanted: int | None) -> None:
     """Trees of thirty and three nodes: the lean forward runs 33 rows, the public one twice thirty; same outputs."""
     model = HuggingFaceModel(new_model("llama"), lean=lean)
-    one, both = HuggingFaceModel(new_model("llama"), lean=lean), []
+    reference, both = HuggingFaceModel(new_model("llama"), lean=lean), []
     for count in (30, 3):
-        for which in (model, one):
+        for which in (model, reference):
             sequence = which.open()
             which.prefill(sequence, prompt_of(5 + count))
             both.append((which, Feed(sequence, prompt_of(count, seed=count), wanted=wanted)))
     before = model.run_rows
     together = model.forward([feed for which, feed in both if which is model], TAPS)
     assert model.run_rows - before == rows
-    alone = [one.forward([feed], TAPS)[0] for which, feed in both if which is one]
+    alone = [reference.forward([feed], TAPS)[0] for which, feed in both if which is reference]
     compare(together, alone, 1e-4)
 
 
@@ -180,10 +180,10 @@ def test_norm_is_the_models_own(dtype: torch.dtype) -> None:
     assert own.own and not plain.own
     for scale in (0.0, 1e-4, 1.0, 1e4):
         x = scale * torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        got, wanted = own(x.to(dtype)), plain(x.to(dtype))
+        got, expected = own(x.to(dtype)), plain(x.to(dtype))
         assert got.dtype == dtype and got.shape == x.shape
         exact = x.to(dtype).double()
         exact = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.weight.detach().double()
         # No further from the exact value than PyTorch's own, but for one rounding.
-        worst = float((wanted.double() - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max())
+        worst = float((expected.double() - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max())
         assert float((got.double() - exact).abs().max()) <= worst

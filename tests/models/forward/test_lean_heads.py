@@ -82,9 +82,9 @@ class PlainHead(FeatureModel):
 
 def plain(model: FeatureModel) -> PlainHead:
     """The twin of a head, with the same network."""
-    made = PlainHead(model.model, model.parts, model, project=model.project)
-    made.forwards.dtype = model.dtype
-    return made
+    head = PlainHead(model.model, model.parts, model, project=model.project)
+    head.forwards.dtype = model.dtype
+    return head
 
 
 def outputs(model: FeatureModel) -> list[Rows]:
@@ -176,7 +176,7 @@ needs_kernels = pytest.mark.skipif(
 def test_a_head_in_bfloat16_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is faster the layer runs in bfloat16; its trained weights stay as they are."""
     target = HuggingFaceModel(new_model("llama").float())
-    parts, found, net = TargetParts(target), dict[bool, list[Rows]](), net_of(name, shape=WIDE).float()
+    parts, outputs_of, net = TargetParts(target), dict[bool, list[Rows]](), net_of(name, shape=WIDE).float()
     with torch.no_grad():
         for weight in net.parameters():
             weight.mul_(0.3 if weight.ndim == 2 else 1.0)  # scores of ordinary size
@@ -184,13 +184,13 @@ def test_a_head_in_bfloat16_says_nearly_the_same(name: str, monkeypatch: pytest.
         monkeypatch.setattr(LeanHead, "_gains", lambda self, narrow=narrow: narrow)
         model = FeatureModel(net, parts, target)
         model.native = None
-        found[narrow] = outputs(model)
+        outputs_of[narrow] = outputs(model)
         assert model.forwards.head is not None and model.forwards.head.dtype == (
             torch.bfloat16 if narrow else torch.float32
         )
         assert all(weight.dtype == torch.float32 for weight in model.model.parameters())
-    for one, other in zip(found[False], found[True], strict=True):
-        exact, near = one.taps["state"], other.taps["state"]
+    for wide_rows, narrow_rows in zip(outputs_of[False], outputs_of[True], strict=True):
+        exact, near = wide_rows.taps["state"], narrow_rows.taps["state"]
         assert near.dtype == torch.float32 and not torch.equal(exact, near)
         assert (exact - near).norm() < 0.01 * exact.norm()
 

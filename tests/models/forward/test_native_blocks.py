@@ -40,9 +40,9 @@ def drafter_of(cls: Any, layers: int, own: bool, frequent: tuple[int, ...]) -> H
     with torch.no_grad():
         for weight in net.parameters():
             weight.add_(torch.randn(weight.shape, generator=draws) * 0.1)
-    found: HeadsDrafter = cls(net.float(), TargetParts(target), frequent=frequent)
-    assert found._native and found.native_off == "" and found.describe()[0]["forward"] == "native"
-    return found
+    drafter: HeadsDrafter = cls(net.float(), TargetParts(target), frequent=frequent)
+    assert drafter._native and drafter.native_off == "" and drafter.describe()[0]["forward"] == "native"
+    return drafter
 
 
 def inputs_of(drafter: HeadsDrafter, head: int, rows: int = 5) -> Tensor:
@@ -57,9 +57,9 @@ def off(drafter: HeadsDrafter) -> float:
         inputs = inputs_of(drafter, head)
         with torch.inference_mode():
             exact = drafter.rows(head, inputs)
-        found = native(inputs, 2).whole()
-        assert found.shape == exact.shape
-        worst = max(worst, float((found - exact).norm() / exact.norm()))
+        logits = native(inputs, 2).whole()
+        assert logits.shape == exact.shape
+        worst = max(worst, float((logits - exact).norm() / exact.norm()))
     return worst
 
 
@@ -72,9 +72,9 @@ def test_heads_say_what_their_network_says(level: str, case: Any) -> None:
 def test_best_tokens_are_those_of_the_logits(case: Any) -> None:
     drafter = drafter_of(*case)
     for head, native in enumerate(drafter._native):
-        found = native(inputs_of(drafter, head), 2)
-        logits = drafter.head.widened(found.whole())
-        assert torch.equal(logits.gather(-1, torch.tensor(found.tokens)), logits.topk(2, -1).values)
+        answer = native(inputs_of(drafter, head), 2)
+        logits = drafter.head.widened(answer.whole())
+        assert torch.equal(logits.gather(-1, torch.tensor(answer.tokens)), logits.topk(2, -1).values)
 
 
 @pytest.mark.parametrize("case", CASES[1::4])

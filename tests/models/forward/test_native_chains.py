@@ -75,10 +75,10 @@ def test_chains_are_steps(level: str, name: str) -> None:
     ones, others = texts_of(model), texts_of(model)
     chains = model.chains(feeds_of(ones), COUNTS)
     assert chains == by_steps(model, feeds_of(others), COUNTS) and [len(chain) for chain in chains] == list(COUNTS)
-    for one, other in zip(ones, others, strict=True):
-        assert one.scratch_tokens == other.scratch_tokens and one.scratch_parents == other.scratch_parents
-        assert one.scratch_depths == other.scratch_depths
-        model.commit(one, range(len(one.scratch_tokens)))
+    for sequence, other in zip(ones, others, strict=True):
+        assert sequence.scratch_tokens == other.scratch_tokens and sequence.scratch_parents == other.scratch_parents
+        assert sequence.scratch_depths == other.scratch_depths
+        model.commit(sequence, range(len(sequence.scratch_tokens)))
         model.commit(other, range(len(other.scratch_tokens)))
     rows = [model.forward([Feed(text, [7]) for text in texts]) for texts in (ones, others)]
     assert all(torch.equal(a.logits, b.logits) for a, b in zip(*rows, strict=True))
@@ -108,8 +108,8 @@ def test_chains_of_second_weights_on_the_targets_own_texts() -> None:
     fresh = [target.open() for _ in ones]
     for seed, (text, chain, row) in enumerate(zip(fresh, chains, rows, strict=True)):
         target.prefill(text, prompt_of(LENGTHS[seed], seed=seed))
-        (wanted,) = target.forward([Feed(text, [4, *chain])])
-        assert torch.equal(row.logits, wanted.logits)
+        (expected,) = target.forward([Feed(text, [4, *chain])])
+        assert torch.equal(row.logits, expected.logits)
 
 
 @pytest.mark.parametrize("states", [False, True])
@@ -187,7 +187,7 @@ def test_a_window_that_a_text_does_not_reach_is_none() -> None:
 
 def contexts_of(modes: Sequence[str], sequences: Sequence[Any], drafter: Any) -> list[Context]:
     """Requests whose prompts the target has read."""
-    found = []
+    contexts = []
     for i, (mode, sequence) in enumerate(zip(modes, sequences, strict=True)):
         kind, _, penalty = mode.partition("+")
         temperature, top_p = 0.0 if kind == "greedy" else 0.9, 0.8 if kind == "top_p" else 1.0
@@ -197,8 +197,8 @@ def contexts_of(modes: Sequence[str], sequences: Sequence[Any], drafter: Any) ->
         context = Context(i, tokens, len(tokens) - 2, sampler, Rng(i))
         context.sequence = sequence
         drafter.start(context)
-        found.append(context)
-    return found
+        contexts.append(context)
+    return contexts
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def test_layers_of_one_model_may_have_several_kinds_of_weights() -> None:
     model, four = network("qwen2"), network("qwen2")
     quantise_linears(model, "int8")
     quantise_linears(four, "int4")
-    for mine, other in zip(model.model.layers, four.model.layers, strict=True):
-        mine.self_attn.q_proj, mine.mlp.up_proj = other.self_attn.q_proj, other.mlp.up_proj
+    for layer, other in zip(model.model.layers, four.model.layers, strict=True):
+        layer.self_attn.q_proj, layer.mlp.up_proj = other.self_attn.q_proj, other.mlp.up_proj
     fast, twin = both(model)
     compare(outputs(fast), outputs(twin), TOLERANCE)
 
@@ -107,8 +107,8 @@ def test_many_rows_whose_products_read_other_widths(level: str, wide: int) -> No
     model = new_model("llama", **{**SHAPE, "hidden_size": 512, "intermediate_size": wide}).to(torch.bfloat16)
     fast, twin = both(model)
     text = prompt_of(180)
-    got, wanted = (each.forward([Feed(each.open(), text)])[0].logits.float() for each in (fast, twin))
-    assert float((got - wanted).abs().mean() / wanted.std()) < TOLERANCE
+    got, expected = (each.forward([Feed(each.open(), text)])[0].logits.float() for each in (fast, twin))
+    assert float((got - expected).abs().mean() / expected.std()) < TOLERANCE
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
@@ -136,48 +136,48 @@ def test_a_rows_bits_do_not_depend_on_its_company(level: str, kind: str) -> None
         alone.append(model.forward([Feed(a, [token])])[0].logits[0])
         model.commit(a, [0])
     model.rewind(a, 11)
-    wanted = torch.stack(alone)
+    expected = torch.stack(alone)
     for rows in range(1, 18):
-        assert torch.equal(model.forward([Feed(a, path[:rows])])[0].logits, wanted[:rows])
+        assert torch.equal(model.forward([Feed(a, path[:rows])])[0].logits, expected[:rows])
         model.commit(a, [])
     tree = [path[0], 5, path[1], 6, path[2], 7, path[3], path[4], 8, path[5]]
     rows = model.forward([Feed(c, other[:6]), Feed(b, tree, [-1, 0, 0, 1, 2, 2, 4, 6, 4, 7]), Feed(a, path[:2])])
-    assert torch.equal(rows[1].logits[[0, 2, 4, 6, 7, 9]], wanted[:6])
-    assert torch.equal(rows[2].logits, wanted[:2])
+    assert torch.equal(rows[1].logits[[0, 2, 4, 6, 7, 9]], expected[:6])
+    assert torch.equal(rows[2].logits, expected[:2])
 
 
 def test_threads_change_no_bits(level: str) -> None:
     model, before = HuggingFaceModel(weights("int4")), torch.get_num_threads()
-    found = []
+    logits = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(torch.cat([row.logits for row in outputs(model)]))
+            logits.append(torch.cat([row.logits for row in outputs(model)]))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
 
 
 def test_texts_in_several_caches_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group of rows has a cache, a mask and lengths of its own; the bits are those of a call alone."""
     model, calls = HuggingFaceModel(network("gemma3_text")), []
     real = NativeForward.run_all
-    monkeypatch.setattr(NativeForward, "run_all", lambda self, given: calls.append(given) or real(self, given))
+    monkeypatch.setattr(NativeForward, "run_all", lambda self, inputs: calls.append(inputs) or real(self, inputs))
     short, long = model.open(), model.open()
     model.prefill(short, prompt_of(9))
     model.prefill(long, prompt_of(70, seed=1))
     feeds = [Feed(short, [3, 4, 5], [-1, 0, 0]), Feed(long, [6, 7])]
     model.forward(feeds, ["layer:2", "last"])
-    one = calls[-1][0]
+    first = calls[-1][0]
     sibling = model.sibling()
     other = sibling.open()
     sibling.prefill(other, prompt_of(21, seed=2))
     sibling.forward([Feed(other, [8, 9, 10])], ["layer:2", "last"])
-    two = calls[-1][0]
-    alone = [model.forwards.fast.run(one), model.forwards.fast.run(two)]
-    together = model.forwards.fast.run_all([one, two])
-    for (logits, taps), (wanted, states) in zip(together, alone, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(logits, wanted, strict=True))
+    second = calls[-1][0]
+    alone = [model.forwards.fast.run(first), model.forwards.fast.run(second)]
+    together = model.forwards.fast.run_all([first, second])
+    for (logits, taps), (expected, states) in zip(together, alone, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(logits, expected, strict=True))
         assert taps.keys() == states.keys() and all(torch.equal(taps[name], states[name]) for name in taps)
 
 
@@ -187,9 +187,9 @@ def test_a_forward_in_two_windows_has_the_bits_of_a_whole_one() -> None:
     for sequence in (a, b):
         model.prefill(sequence, prompt_of(13))
     tree, parents = [5, 6, 7, 8], [-1, 0, 0, 1]
-    wanted = model.forward([Feed(a, tree, parents)])[0].logits
+    expected = model.forward([Feed(a, tree, parents)])[0].logits
     model.forward_part([Feed(b, tree[:3], parents[:3])], LayerPlan(stop=2))
-    assert torch.equal(model.forward([Feed(b, tree, parents)])[0].logits, wanted)
+    assert torch.equal(model.forward([Feed(b, tree, parents)])[0].logits, expected)
 
 
 # -- what is not run in it ---------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_a_native_forward_with_other_numbers_is_refused(fault: Fault, monkeypatc
     real = NativeForward.__init__
     monkeypatch.setattr(NativeForward, "__init__", lambda self, twin: (real(self, twin), fault(self))[0])
     refused = HuggingFaceModel(network("gemma3_text", vocab_size=98))
-    assert refused.forward_name == "lean" and [one.path for one in refused.refused] == ["native forward"]
+    assert refused.forward_name == "lean" and [refusal.path for refusal in refused.refused] == ["native forward"]
     assert refused.forwards.native_off == refused.refused[0].why
 
 
@@ -263,5 +263,5 @@ def test_new_weights_are_taken() -> None:
     model.take_weights(other.to(torch.bfloat16))
     assert model.forwards.fast.name == "native"
     fresh = HuggingFaceModel(other)
-    for mine, wanted in zip(outputs(model), outputs(fresh), strict=True):
-        assert torch.equal(mine.logits, wanted.logits)
+    for rows, expected in zip(outputs(model), outputs(fresh), strict=True):
+        assert torch.equal(rows.logits, expected.logits)

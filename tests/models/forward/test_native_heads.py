@@ -62,9 +62,9 @@ def whole(row: Any) -> Tensor:
     return row.whole() if isinstance(row, HeadRows) else row.logits
 
 
-def off(one: Tensor, other: Tensor) -> float:
+def off(x: Tensor, y: Tensor) -> float:
     """The distance of two tensors as a share of their size."""
-    return float((one.float() - other.float()).norm() / other.float().norm())
+    return float((x.float() - y.float()).norm() / y.float().norm())
 
 
 def distance(some: Any, others: Any) -> float:
@@ -80,9 +80,9 @@ def test_a_head_says_what_its_network_says(level: str, name: str) -> None:
     model = head_of(network(name))
     twin = twin_of(model)
     if name == "hydra":  # nothing is projected behind its layer
-        for one in (model, twin):
-            forward = one.forward
-            one.forward = lambda feeds, run=forward: run([dataclasses.replace(f, wanted=0) for f in feeds])  # type: ignore[method-assign]
+        for head in (model, twin):
+            forward = head.forward
+            head.forward = lambda feeds, run=forward: run([dataclasses.replace(f, wanted=0) for f in feeds])  # type: ignore[method-assign]
     rows = outputs(model)
     assert all(isinstance(row, HeadRows) for row in rows)
     assert 0 < distance(rows, outputs(twin)) < NEAR

@@ -193,14 +193,14 @@ def test_headers_that_do_not_fit(
 
 def test_an_unknown_architecture(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = changed(tmp_path, model, with_value("general.architecture", "starcoder2"))
-    said = "is of the architecture 'starcoder2', and llama, qwen2, .* are read here: "
+    message = "is of the architecture 'starcoder2', and llama, qwen2, .* are read here: "
     for installed, backend, remedy in (
         (False, "auto", r"llama.cpp may run it \(pip install 'foretoken\[gguf\]', .*\), or give a Transformers folder"),
         (False, "native", r"backend=llama.cpp may run it \(pip install"),
         (True, "native", "load it with backend=llama.cpp"),
     ):
         monkeypatch.setattr(loading, "has_llama_cpp", lambda installed=installed: installed)
-        refused(file, said + remedy, backend=backend)
+        refused(file, message + remedy, backend=backend)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -304,8 +304,10 @@ def test_a_model_in_parts(tmp_path: Path, model: Any, good: Path) -> None:
     first, second = split(tmp_path, model)
     read: Any = load_model(first, backend="native")
     whole: Any = load_model(good, backend="native")
-    for (name, weight), (_, wanted) in zip(read.model.named_parameters(), whole.model.named_parameters(), strict=True):
-        assert torch.equal(weight, wanted), name
+    for (name, weight), (_, expected) in zip(
+        read.model.named_parameters(), whole.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(weight, expected), name
     refused(second, "is one of 2 parts: give the first, ...-00001-of-....gguf", backend="native")
     moved = first.rename(tmp_path / "renamed.gguf")
     refused(moved, "is one of 2 parts: give the first", backend="native")

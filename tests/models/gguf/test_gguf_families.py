@@ -117,13 +117,13 @@ def texts() -> list[list[int]]:
 def rows(model: Any, tokens: list[int]) -> Tensor:
     """[n, V] logits of a text, by a language model's own forward."""
     sequence = model.open()
-    found = model.forward([Feed(sequence, tokens)])[0].logits.float()
+    logits = model.forward([Feed(sequence, tokens)])[0].logits.float()
     model.release(sequence)
-    return found
+    return logits
 
 
-def near(logits: Tensor, wanted: Tensor) -> bool:
-    return bool((logits - wanted).abs().max() < ROUNDING * wanted.abs().max())
+def near(logits: Tensor, expected: Tensor) -> bool:
+    return bool((logits - expected).abs().max() < ROUNDING * expected.abs().max())
 
 
 def test_every_architecture_is_tried() -> None:
@@ -139,9 +139,9 @@ def test_logits_are_the_transformers_models(tmp_path: Path, name: str) -> None:
     assert isinstance(read, HuggingFaceModel)
     folder = load_model(model)
     for text in texts():
-        wanted = plain_logits(model, text)
-        assert wanted.abs().max() > 1
-        assert near(plain_logits(read.model, text), wanted)
+        expected = plain_logits(model, text)
+        assert expected.abs().max() > 1
+        assert near(plain_logits(read.model, text), expected)
         assert near(rows(read, text), rows(folder, text))
     options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
     text = prompt_of(9, seed=2)
@@ -165,10 +165,10 @@ def test_older_keys_and_numbers_of_rotary_embeddings(tmp_path: Path) -> None:
     betas = {"beta_fast": 4.0, "beta_slow": 2.0}
     yarn = new_model("llama", rope_parameters={**YARN, **betas})
 
-    def told(header: dict[str, Any], tensors: Any) -> None:
+    def with_betas(header: dict[str, Any], tensors: Any) -> None:
         header.update({f"llama.rope.scaling.yarn_{name}": value for name, value in betas.items()})
 
-    read = load_model(write_model(tmp_path / "y.gguf", yarn, change=told), backend="native", dtype="float32")
+    read = load_model(write_model(tmp_path / "y.gguf", yarn, change=with_betas), backend="native", dtype="float32")
     assert near(plain_logits(read.model, text), plain_logits(yarn, text))
     without = load_model(write_model(tmp_path / "w.gguf", yarn), backend="native", dtype="float32")
     assert not near(plain_logits(without.model, text), plain_logits(yarn, text)), "they make a difference"
@@ -180,12 +180,12 @@ def test_logits_are_llama_cpps(tmp_path: Path, name: str) -> None:
     from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
     file = write_model(tmp_path / "m.gguf", original(name))
-    theirs, read = LlamaCppModel(file, cache_type="f32"), load_model(file, backend="native")
+    reference, read = LlamaCppModel(file, cache_type="f32"), load_model(file, backend="native")
     for text in texts():
-        wanted = rows(theirs, text)
-        assert wanted.shape == (len(text), VOCAB)
+        expected = rows(reference, text)
+        assert expected.shape == (len(text), VOCAB)
         rounding = 1e-3 if "gemma" in name else ROUNDING  # their table of GELU is in float16
-        assert (rows(read, text) - wanted).abs().max() < rounding * wanted.abs().max()
+        assert (rows(read, text) - expected).abs().max() < rounding * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
@@ -204,6 +204,6 @@ def test_quantised_files_are_their_numbers(tmp_path: Path, name: str, kind: str)
             tensors[key] = Stored(gguf.dequantize(tensor.data, tensor.kind).copy(), gguf.GGMLQuantizationType.F32)
 
     wide = write_model(tmp_path / "wide.gguf", model, kind, widen)
-    wanted = rows(load_model(wide, backend="native"), prompt_of(20))
-    assert near(rows(load_model(file, backend="native", dtype="float32"), prompt_of(20)), wanted)
-    assert not torch.equal(wanted, rows(load_model(write_model(tmp_path / "f.gguf", model)), prompt_of(20)))
+    expected = rows(load_model(wide, backend="native"), prompt_of(20))
+    assert near(rows(load_model(file, backend="native", dtype="float32"), prompt_of(20)), expected)
+    assert not torch.equal(expected, rows(load_model(write_model(tmp_path / "f.gguf", model)), prompt_of(20)))

@@ -48,24 +48,24 @@ def both(folder: Path, name: str, dtype: torch.dtype) -> tuple[Path, Path]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_are_the_folders(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     folder, file = both(tmp_path, name, dtype)
-    read, wanted = ft.load(file, drafter="ngram", backend="native"), ft.load(folder, drafter=None)
-    assert read.describe()["forward"] == wanted.describe()["forward"]
-    assert read.exactness == wanted.exactness
+    read, reference = ft.load(file, drafter="ngram", backend="native"), ft.load(folder, drafter=None)
+    assert read.describe()["forward"] == reference.describe()["forward"]
+    assert read.exactness == reference.exactness
     for options in ({}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_p": 0.9, "seed": [1, 2, 3]}):
         more: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, **options}
         ids = [output.token_ids for output in read.generate(PROMPTS, **more)]
-        assert ids == [output.token_ids for output in wanted.generate(PROMPTS, **more)]
+        assert ids == [output.token_ids for output in reference.generate(PROMPTS, **more)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_have_the_folders_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     folder, file = both(tmp_path, "llama", dtype)
-    found = []
+    logits = []
     for source in (folder, file):
         model = load_model(source)
         rows = model.forward([Feed(model.open(), PROMPTS[1])])[0]
-        found.append(rows.logits)
-    assert torch.equal(*found)
+        logits.append(rows.logits)
+    assert torch.equal(*logits)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no kernels of our own: {why_not()}")
@@ -82,10 +82,13 @@ def test_the_builtin_target_with_its_tokenizer(tmp_path: Path) -> None:
     builtin: Any = load_model("builtin", dtype="float32")
     file = tmp_path / "builtin.gguf"
     write_gguf(copy.deepcopy(builtin.model), file, load_tokenizer("builtin"))
-    read, wanted = ft.load(file, drafter="ngram", backend="native"), ft.load("builtin", drafter=None, dtype="float32")
+    read, reference = (
+        ft.load(file, drafter="ngram", backend="native"),
+        ft.load("builtin", drafter=None, dtype="float32"),
+    )
     prompt = "def fib(n):\n    a, b = 0, 1\n"
-    assert read.generate(prompt, max_new_tokens=24).text == wanted.generate(prompt, max_new_tokens=24).text
-    assert read.target.eos_token_ids == wanted.target.eos_token_ids
+    assert read.generate(prompt, max_new_tokens=24).text == reference.generate(prompt, max_new_tokens=24).text
+    assert read.target.eos_token_ids == reference.target.eos_token_ids
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

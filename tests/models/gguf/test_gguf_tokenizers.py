@@ -122,12 +122,12 @@ def _end(writer: Any, file: Path, values: dict[str, Any]) -> Path:
 def same_as_llama_cpp(file: Path, texts: Sequence[str] | None = None) -> None:
     from foretoken.models.other.llama_cpp_tokenizer import LlamaCppTokenizer
 
-    ours, theirs = load_tokenizer(file, "native"), LlamaCppTokenizer(file)
-    assert ours is not None
+    tokenizer, reference = load_tokenizer(file, "native"), LlamaCppTokenizer(file)
+    assert tokenizer is not None
     for text in corpus() if texts is None else texts:
         for special in (True, False):
-            wanted = list(theirs.encode(text, add_special_tokens=special))
-            assert ours(text, add_special_tokens=special)["input_ids"] == wanted, repr(text)
+            expected = list(reference.encode(text, add_special_tokens=special))
+            assert tokenizer(text, add_special_tokens=special)["input_ids"] == expected, repr(text)
 
 
 @needs_llama_cpp

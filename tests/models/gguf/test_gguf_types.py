@@ -46,19 +46,19 @@ def test_all_types_are_tried() -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_numbers_are_the_files(kind: str) -> None:
-    raw, wanted = sample(kind)
-    assert same_bits(dequantised(raw, kind), wanted)
+    raw, expected = sample(kind)
+    assert same_bits(dequantised(raw, kind), expected)
     weight = GroupedWeight.of(raw, kind)
     assert weight.shape == (70, WIDTH)
-    assert same_bits(weight.dequantised(), wanted)
-    assert same_bits(weight.dequantised(slice(3, 66, 7)), wanted[3:66:7])
+    assert same_bits(weight.dequantised(), expected)
+    assert same_bits(weight.dequantised(slice(3, 66, 7)), expected[3:66:7])
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_matrices_are_taken_apart_in_slabs(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("foretoken.models.gguf.grouped.AT_ONCE", 9 * WIDTH)  # nine rows together
-    raw, wanted = sample(kind)
-    assert same_bits(GroupedWeight.of(raw, kind).dequantised(), wanted)
+    raw, expected = sample(kind)
+    assert same_bits(GroupedWeight.of(raw, kind).dequantised(), expected)
 
 
 @pytest.mark.parametrize("kind", sorted(PLAIN))
@@ -75,32 +75,32 @@ def test_rows_of_the_embedding(kind: str) -> None:
     if kind in PLAIN:
         numbers = np.random.default_rng(0).normal(size=(70, WIDTH)).astype(np.float32)
         raw = torch.from_numpy(gguf.quantize(numbers, Quant[kind]).view(np.uint8).copy())
-        wanted = torch.from_numpy(gguf.dequantize(raw.numpy(), Quant[kind]).copy())
+        expected = torch.from_numpy(gguf.dequantize(raw.numpy(), Quant[kind]).copy())
     else:
-        raw, wanted = sample(kind)
+        raw, expected = sample(kind)
     table = StoredEmbedding(raw, kind, WIDTH, torch.float32)
     ids = torch.tensor([[69, 0], [3, 3]])
-    assert same_bits(table(ids), wanted[ids])
-    assert same_bits(table.weight, wanted) and table.num_bytes == raw.nbytes
+    assert same_bits(table(ids), expected[ids])
+    assert same_bits(table.weight, expected) and table.num_bytes == raw.nbytes
 
 
 @needs_it
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_kernel_holds_the_files_numbers(kind: str) -> None:
-    raw, wanted = sample(kind)
+    raw, expected = sample(kind)
     product = GroupedProduct(GroupedWeight.of(raw, kind), None)
-    assert same_bits(product.dense(), wanted)
+    assert same_bits(product.dense(), expected)
     for rows in (slice(3, 66, 7), slice(5, 9), slice(31, 65), slice(0, 70, 33), slice(69, None), slice(4, 4)):
-        assert same_bits(product.some(rows), wanted[rows])
+        assert same_bits(product.some(rows), expected[rows])
 
 
 @needs_it
 def test_rows_of_a_tall_matrix_come_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.models.gguf.kernel.AT_ONCE", 64 * WIDTH)
-    raw, wanted = sample("Q6_K", 300)
+    raw, expected = sample("Q6_K", 300)
     product = GroupedProduct(GroupedWeight.of(raw, "Q6_K"), None)
     for rows in (slice(None), slice(30, 290), slice(7, None, 40), slice(0, 300, 150)):
-        assert same_bits(product.some(rows), wanted[rows])
+        assert same_bits(product.some(rows), expected[rows])
 
 
 @needs_it
@@ -110,12 +110,12 @@ def test_products_are_those_of_rounded_activations(level: str, kind: str) -> Non
     bias = torch.linspace(-1, 1, 70)
     product = GroupedProduct(GroupedWeight.of(raw, kind), bias)
     x = activations(11)
-    wanted = integers8.rounded(x) @ weight.double().T + bias.double()
+    expected = integers8.rounded(x) @ weight.double().T + bias.double()
     # Sums are in float32; a weight with a zero is the difference of two larger numbers.
     room = WIDTH * 2.0**-22 * x.double().abs().sum(1, keepdim=True) * 4 * weight.double().abs().amax(1)
-    found = product(x)
-    assert found.dtype == torch.bfloat16
-    assert ((found.double() - wanted).abs() <= HALF_STEP * wanted.abs() + room).all()
+    output = product(x)
+    assert output.dtype == torch.bfloat16
+    assert ((output.double() - expected).abs() <= HALF_STEP * expected.abs() + room).all()
 
 
 @needs_it
@@ -142,9 +142,9 @@ def test_the_largest_integers_do_not_overflow(level: str, kind: str, filled: int
     product = GroupedProduct(GroupedWeight.of(torch.from_numpy(raw), kind), None)
     for sign in (1, -1):
         x = sign * torch.ones(5, WIDTH).bfloat16()
-        wanted = integers8.rounded(x) @ weight.double().T
+        expected = integers8.rounded(x) @ weight.double().T
         room = WIDTH * 2.0**-22 * WIDTH * 4 * weight.double().abs().amax(1)
-        assert ((product(x).double() - wanted).abs() <= HALF_STEP * wanted.abs() + room).all()
+        assert ((product(x).double() - expected).abs() <= HALF_STEP * expected.abs() + room).all()
 
 
 @needs_it
@@ -168,10 +168,10 @@ def test_the_twin_without_kernels(monkeypatch: pytest.MonkeyPatch, kind: str, dt
     product = product_of(GroupedWeight.of(raw, kind), bias, dtype)
     assert isinstance(product, WidenedProduct) and same_bits(product.dense(), weight)
     x = activations(5).to(dtype)
-    wanted = x.double() @ weight.double().T + bias.double()
+    expected = x.double() @ weight.double().T + bias.double()
     rounding = HALF_STEP if dtype == torch.bfloat16 else 0
     room = WIDTH * 2.0**-23 * x.double().abs() @ weight.double().abs().T + 1e-6
-    assert ((product(x).double() - wanted).abs() <= rounding * wanted.abs() + room).all()
+    assert ((product(x).double() - expected).abs() <= rounding * expected.abs() + room).all()
 
 
 @needs_it

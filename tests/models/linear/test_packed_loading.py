@@ -35,8 +35,8 @@ def test_what_has_no_lean_forward_is_packed_layer_by_layer(tmp_path: Path, monke
     assert any(isinstance(m, PackedLinear) for m in model.model.modules())
     sequence = model.open()
     got = model.forward([Feed(sequence, [1, 2, 3, 4])])[0].logits.float()
-    wanted = plain(torch.tensor([[1, 2, 3, 4]])).logits[0].detach().float()
-    assert float((got - wanted).abs().max()) < 0.05 * float(wanted.std())
+    expected = plain(torch.tensor([[1, 2, 3, 4]])).logits[0].detach().float()
+    assert float((got - expected).abs().max()) < 0.05 * float(expected.std())
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_products_of_a_packed_draft_model_are_compiled_when_it_is_loaded(
     assert fresh.tokens == [1, 2, 3] and not fresh.scratch_tokens
 
 
-@pytest.mark.parametrize(("machine", "found"), [("x86_64", False), ("AMD64", False), ("aarch64", True)])
-def test_only_x86_is_asked_what_it_multiplies(machine: str, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("machine", "expected"), [("x86_64", False), ("AMD64", False), ("aarch64", True)])
+def test_only_x86_is_asked_what_it_multiplies(machine: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing.platform, "machine", lambda: machine)
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)
-    assert packing.has_bfloat16.__wrapped__() == found
+    assert packing.has_bfloat16.__wrapped__() == expected

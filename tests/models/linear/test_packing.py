@@ -56,13 +56,13 @@ def test_every_layout_multiplies(layout: str, dtype: torch.dtype, bias: bool, bl
     assert torch.equal(projection.weight, weight) and projection.weight.dtype == dtype
     for rows in (1, 2, 3, 5, 6, 7, 8, 13, 33, 64):
         x, residual = inputs(rows, 64, dtype), inputs(rows, 96, dtype, seed=3)
-        wanted = x.double() @ weight.double().T + (0.0 if offset is None else offset.double())
-        found, added = projection(x), projection.plus(x, residual)
-        assert found.dtype == added.dtype == dtype
+        expected = x.double() @ weight.double().T + (0.0 if offset is None else offset.double())
+        output, added = projection(x), projection.plus(x, residual)
+        assert output.dtype == added.dtype == dtype
         # One rounding to the dtype, for the sum with the residual one more.
         step = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-6
-        assert torch.allclose(found.double(), wanted, rtol=step, atol=step)
-        assert torch.allclose(added.double(), wanted + residual.double(), rtol=2 * step, atol=4 * step)
+        assert torch.allclose(output.double(), expected, rtol=step, atol=step)
+        assert torch.allclose(added.double(), expected + residual.double(), rtol=2 * step, atol=4 * step)
         assert torch.equal(residual, inputs(rows, 96, dtype, seed=3)), "the residual was written to"
         assert torch.equal(x, inputs(rows, 64, dtype)), "the activations were written to"
 
@@ -134,8 +134,8 @@ def test_what_float16_does_not_hold_is_laid_out_otherwise(spoil: Any) -> None:
 
 
 def test_a_weight_of_zeros_is_held() -> None:
-    found = halved(torch.zeros(4, 4))
-    assert found is not None and found.scale == 1.0
+    weight = halved(torch.zeros(4, 4))
+    assert weight is not None and weight.scale == 1.0
 
 
 # -- in place of a model's layers --------------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ def test_packing_a_model_keeps_its_outputs(case: tuple[str, torch.dtype]) -> Non
     assert weight_bytes(packed) <= size == weight_bytes(plain)
     ids = torch.tensor([prompt_of(12)])
     with torch.inference_mode():
-        wanted, got = plain(ids).logits, packed(ids).logits
-    assert float((wanted - got).square().mean().sqrt() / wanted.std()) < 0.05
+        expected, got = plain(ids).logits, packed(ids).logits
+    assert float((expected - got).square().mean().sqrt() / expected.std()) < 0.05
     assert HuggingFaceModel(packed).forwards.fast is None
     assert unpack_linears(packed) == 21 and [n for n, _ in packed.named_modules()] == names
-    for mine, theirs in zip(packed.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    for weight, original in zip(packed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight, original)
 
 
 @pytest.mark.parametrize("layout", usable_layouts(torch.bfloat16))
@@ -184,16 +184,16 @@ def test_fused_projections_take_the_place_of_layers(name: str, layout: str, monk
         p.nbytes for n, p in plain.named_parameters() if n.endswith("bias")
     )  # which widen with the activations
     assert before <= weight_bytes(network) <= before + head + biases
-    theirs = HuggingFaceModel(plain, lean=False)
-    compare(outputs(model), outputs(theirs), 0.1)
+    reference = HuggingFaceModel(plain, lean=False)
+    compare(outputs(model), outputs(reference), 0.1)
     packed_public = HuggingFaceModel(network, lean=False)
-    compare(outputs(packed_public), outputs(theirs), 0.1)
+    compare(outputs(packed_public), outputs(reference), 0.1)
     model.unpack()
     assert not model.is_lean and not any(isinstance(m, PackedLinear) for m in network.modules())
-    for mine, other in zip(network.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    for weight, original in zip(network.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight, original)
     assert num_parameters(network) == num_parameters(plain)
-    compare(outputs(model), outputs(theirs), 1e-6)
+    compare(outputs(model), outputs(reference), 1e-6)
 
 
 def test_a_refused_lean_forward_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +202,8 @@ def test_a_refused_lean_forward_leaves_the_weights_as_they_were(monkeypatch: pyt
     monkeypatch.setattr(Packing, "projection", lambda self, *linears: _scaled(real(self, *linears)))
     monkeypatch.setattr("foretoken.models.forward.public.pack_linears", lambda *_: 0)
     assert not HuggingFaceModel(network, in_place=True).is_lean
-    for mine, other in zip(network.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, other)
+    for weight, original in zip(network.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight, original)
 
 
 def _scaled(projection: Projection) -> Projection:
@@ -216,14 +216,14 @@ def test_the_wrong_rows_are_caught() -> None:
     """The control of :meth:`Home.take_place`: layers that swap their outputs give other logits."""
     plain, network = half_model(torch.bfloat16), half_model(torch.bfloat16)
     mlp = network.model.layers[0].mlp
-    made = Packing("half" if "half" in usable_layouts(torch.bfloat16) else "plain").projection(
+    projection = Packing("half" if "half" in usable_layouts(torch.bfloat16) else "plain").projection(
         mlp.up_proj, mlp.gate_proj
     )
-    Home(network).take_place([mlp.gate_proj, mlp.up_proj], made)
+    Home(network).take_place([mlp.gate_proj, mlp.up_proj], projection)
     ids = torch.tensor([prompt_of(12)])
     with torch.inference_mode():
-        wanted, got = plain(ids).logits, network(ids).logits
-    assert float((wanted - got).square().mean().sqrt() / wanted.std()) > 0.05
+        expected, got = plain(ids).logits, network(ids).logits
+    assert float((expected - got).square().mean().sqrt() / expected.std()) > 0.05
 
 
 def test_a_deeper_model_is_not_walked_through_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,9 +307,9 @@ def test_trained_drafters_find_a_packed_head(measured: str) -> None:
     """A vocabulary projection that was packed still has its weight, for distributions and for gradients."""
     network = half_model(torch.bfloat16, tie_word_embeddings=False)
     plain = network.lm_head.weight.detach().clone()
-    wanted = TargetParts(HuggingFaceModel(half_model(torch.bfloat16, tie_word_embeddings=False))).fingerprint()
+    expected = TargetParts(HuggingFaceModel(half_model(torch.bfloat16, tie_word_embeddings=False))).fingerprint()
     parts = TargetParts(HuggingFaceModel(network, in_place=True))
-    assert parts.fingerprint() == wanted
+    assert parts.fingerprint() == expected
     assert torch.equal(parts.head.weight, plain)
     hidden = torch.randn(3, plain.shape[1], requires_grad=True)
     logits = parts.logits(hidden)

@@ -94,9 +94,9 @@ def test_filled_up_rows_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -
         projection.layout.__class__, "__call__", lambda self, x, bias: seen.append(len(x)) or real(self, x, bias)
     )
     x, residual = torch.randn(1, 16).bfloat16(), torch.zeros(1, 32, dtype=BF16)
-    wanted = x.float() @ weight.float().T
-    for found in (projection(x), projection.plus(x, residual)):
-        assert found.shape == (1, 32) and torch.allclose(found.float(), wanted, rtol=2**-7, atol=2**-7)
+    expected = x.float() @ weight.float().T
+    for output in (projection(x), projection.plus(x, residual)):
+        assert output.shape == (1, 32) and torch.allclose(output.float(), expected, rtol=2**-7, atol=2**-7)
     assert seen == [5, 5]
     projection(torch.zeros(7, 16, dtype=BF16))
     assert seen[-1] == 7
@@ -135,8 +135,8 @@ def test_a_measurement_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_damaged_file_counts_as_none(text: str) -> None:
     results_file().parent.mkdir(parents=True)
     results_file().write_text(text)
-    found = product_times("plain", BF16, 256, 256)
-    assert list(known_times(BF16, [(256, 256)]).values()) == [found]
+    entry = product_times("plain", BF16, 256, 256)
+    assert list(known_times(BF16, [(256, 256)]).values()) == [entry]
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

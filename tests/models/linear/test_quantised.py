@@ -77,21 +77,21 @@ def inputs(rows: int, width: int = 64) -> Tensor:
 
 def test_int8_is_within_half_a_step() -> None:
     w = weight()
-    made = Int8Weight.of(w)
-    assert made.values.dtype == torch.int8 and int(made.values.abs().max()) == 127
-    step = made.scale.float()[:, None]
-    assert bool(((made.dequantised() - w).abs() <= step * 0.51 + (w.abs() - 127 * step).clamp_min(0)).all())
+    stored = Int8Weight.of(w)
+    assert stored.values.dtype == torch.int8 and int(stored.values.abs().max()) == 127
+    step = stored.scale.float()[:, None]
+    assert bool(((stored.dequantised() - w).abs() <= step * 0.51 + (w.abs() - 127 * step).clamp_min(0)).all())
 
 
 @pytest.mark.parametrize("group", [32, 64])
 def test_int4_is_within_half_a_step(group: int) -> None:
     w = weight()
-    made = Int4Weight.of(w, group)
-    assert (int(made.values.min()), int(made.values.max())) == (0, 15)
-    step = made.scale.float().repeat_interleave(group, 1)
+    stored = Int4Weight.of(w, group)
+    assert (int(stored.values.min()), int(stored.values.max())) == (0, 15)
+    step = stored.scale.float().repeat_interleave(group, 1)
     # Scale and zero are rounded to 8 bits: at the ends of the range that adds up to 15 steps / 256.
-    assert bool(((made.dequantised() - w).abs() <= 0.6 * step + 0.004 * w.abs().max()).all())
-    assert float((made.dequantised() - w).abs().mean() / step.mean()) < 0.3
+    assert bool(((stored.dequantised() - w).abs() <= 0.6 * step + 0.004 * w.abs().max()).all())
+    assert float((stored.dequantised() - w).abs().mean() / step.mean()) < 0.3
 
 
 def test_a_wide_weight_is_quantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,15 +117,15 @@ def test_a_row_of_zeros_stays_zero() -> None:
 def test_a_product_equals_its_twin(product: type[QuantisedProduct], dtype: torch.dtype, bias: bool) -> None:
     added = torch.linspace(-1, 1, 48) if bias else None
     x = inputs(5).to(dtype)
-    made = make_product(product, weight(), added, 32)
-    stored = Int4Weight.of(weight(), 32) if made.bits == 4 else Int8Weight.of(weight())
-    wanted = Dequantised(stored, added)(x)
-    out = made(x)
-    assert out.dtype == wanted.dtype == dtype and out.shape == (5, 48)
+    kernel = make_product(product, weight(), added, 32)
+    stored = Int4Weight.of(weight(), 32) if kernel.bits == 4 else Int8Weight.of(weight())
+    expected = Dequantised(stored, added)(x)
+    out = kernel(x)
+    assert out.dtype == expected.dtype == dtype and out.shape == (5, 48)
     rounding = TOLERANCE[product] + (0 if dtype in (torch.float32, torch.float64) else 6e-3)
-    size = wanted.double().norm(dim=1) + (1 if bias else 0)
-    assert bool(((out - wanted).double().norm(dim=1) <= rounding * size + 1e-12).all())
-    torch.testing.assert_close(made.plus(x, out), out + out, rtol=0, atol=0)
+    size = expected.double().norm(dim=1) + (1 if bias else 0)
+    assert bool(((out - expected).double().norm(dim=1) <= rounding * size + 1e-12).all())
+    torch.testing.assert_close(kernel.plus(x, out), out + out, rtol=0, atol=0)
 
 
 def test_the_twin_tells_a_wrong_scale_apart() -> None:
@@ -137,20 +137,20 @@ def test_the_twin_tells_a_wrong_scale_apart() -> None:
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_a_row_has_the_same_bits_in_any_company(product: type[QuantisedProduct]) -> None:
-    made = make_product(product, weight(), None, 32)
+    kernel = make_product(product, weight(), None, 32)
     x = inputs(17)
-    together = made(x)
+    together = kernel(x)
     for i in (0, 8, 16):
-        assert torch.equal(made(x[i : i + 1])[0], together[i])
-        assert torch.equal(made(x[i : i + 2])[0], together[i])
+        assert torch.equal(kernel(x[i : i + 1])[0], together[i])
+        assert torch.equal(kernel(x[i : i + 2])[0], together[i])
 
 
 def test_pytorchs_own_scale_depends_on_the_company() -> None:
     """Why the integer product brings its own scale: the operator by itself fails the test above."""
-    made = IntegerProduct(Int8Weight.of(weight()), None)
+    kernel = IntegerProduct(Int8Weight.of(weight()), None)
     x = inputs(17)
-    together = torch.ops.quantized.linear_dynamic(x, made.packed, True)
-    assert not torch.equal(torch.ops.quantized.linear_dynamic(x[:1], made.packed, True)[0], together[0])
+    together = torch.ops.quantized.linear_dynamic(x, kernel.packed, True)
+    assert not torch.equal(torch.ops.quantized.linear_dynamic(x[:1], kernel.packed, True)[0], together[0])
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,13 @@ def test_weight_only_products_get_bfloat16(
 
     def spy(x: Tensor, *rest: Any) -> Tensor:
         seen.append(x.dtype)
-        found: Tensor = real(x, *rest)
-        return found
+        output: Tensor = real(x, *rest)
+        return output
 
     monkeypatch.setattr(torch, name, spy)
-    made = make_product(product, weight(), None, 32)
-    made(inputs(2))
-    made(inputs(2).double())
+    kernel = make_product(product, weight(), None, 32)
+    kernel(inputs(2))
+    kernel(inputs(2).double())
     assert seen == [torch.bfloat16] * 2
 
 
@@ -191,7 +191,7 @@ def measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9} | dict.fromkeys([*OURS, *BYTES], 3.0)
-    monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
+    monkeypatch.setattr(quantised, "measured", lambda products, *_: {product: times[product] for product in products})
     choose = partial(fastest_draft_product.__wrapped__, activations="15")
     assert choose(32, 64, 32) is IntegerProduct
     times[Int4Product] = 0.7
@@ -206,7 +206,7 @@ def test_activations_of_8_bits_are_for_who_asks_and_for_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = dict.fromkeys([IntegerProduct, Int8Product, Int4Product, *OURS], 1.0) | dict.fromkeys(BYTES, 0.9)
-    monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
+    monkeypatch.setattr(quantised, "measured", lambda products, *_: {product: times[product] for product in products})
     draft, target = fastest_draft_product.__wrapped__, fastest_target_product.__wrapped__
     for bits, short in (("8", NativeInt8ByteProduct), ("4", NativeInt4ByteProduct)):
         assert draft(32, 64, 32, bits, "8") is target(32, 64, 32, bits, "8") is draft(32, 64, 32, bits) is short
@@ -242,8 +242,8 @@ def test_the_measurement_is_made_and_says_something() -> None:
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_a_weight_can_be_read_back(product: type[QuantisedProduct]) -> None:
     stored = Int4Weight.of(weight(), 32) if product.bits == 4 else Int8Weight.of(weight())
-    found = make_product(product, weight(), None, 32).dense()
-    torch.testing.assert_close(found, stored.dequantised(), rtol=1e-2, atol=1e-6)
+    dense = make_product(product, weight(), None, 32).dense()
+    torch.testing.assert_close(dense, stored.dequantised(), rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("product", [Int8Product, Int4Product])
@@ -251,8 +251,8 @@ def test_a_weight_can_be_read_back(product: type[QuantisedProduct]) -> None:
 def test_many_rows_use_the_same_weights(
     product: type[QuantisedProduct], out: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, x = make_product(product, weight(out), torch.ones(out), 32), inputs(70)
-    narrow = made(x)
+    kernel, x = make_product(product, weight(out), torch.ones(out), 32), inputs(70)
+    narrow = kernel(x)
     seen = []
     real = product.by_dense
 
@@ -261,21 +261,21 @@ def test_many_rows_use_the_same_weights(
         return real(self, x)
 
     monkeypatch.setattr(product, "by_dense", spy)
-    assert torch.equal(made(x), narrow) and not seen  # not unless it is allowed
-    made.wide = lambda *_: 65
-    found = made(x)
+    assert torch.equal(kernel(x), narrow) and not seen  # not unless it is allowed
+    kernel.wide = lambda *_: 65
+    output = kernel(x)
     # Some kernels round to bfloat16 what a weight is made of: the product with the scale, the zero and their sum.
-    size = made.dense().abs()
-    if isinstance(made, Int4Product):
-        zero = made.scales[..., 1].t().float().repeat_interleave(made.group, 1)
-        size = size + zero.abs() + (made.dense() - zero).abs()
+    size = kernel.dense().abs()
+    if isinstance(kernel, Int4Product):
+        zero = kernel.scales[..., 1].t().float().repeat_interleave(kernel.group, 1)
+        size = size + zero.abs() + (kernel.dense() - zero).abs()
     rounding = 2**-8 * (x.abs().float() @ size.t() + 2 * narrow.abs().float())
-    assert ((found - narrow).abs() <= rounding).all()
+    assert ((output - narrow).abs() <= rounding).all()
     assert (rounding < 0.1 * narrow.std()).float().mean() > 0.3  # most of it is small beside what a wrong weight does
-    assert torch.equal(made(x[:64]), narrow[:64]) and seen == [70]
+    assert torch.equal(kernel(x[:64]), narrow[:64]) and seen == [70]
     shift = Dequantised(Int4Weight.of(weight(out), 32) if product.bits == 4 else Int8Weight.of(weight(out)), None)
     torch.testing.assert_close(
-        made.dense(), shift.weight, rtol=0 if product.bits == 8 or block4(out) else 8e-3, atol=1e-6
+        kernel.dense(), shift.weight, rtol=0 if product.bits == 8 or block4(out) else 8e-3, atol=1e-6
     )
 
 
@@ -294,11 +294,11 @@ def test_no_warning_reaches_the_user() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 7])
 def test_widths_that_are_no_whole_vectors(width: int, rows: int) -> None:
     """PyTorch's operator reads behind them: wrong numbers or a crash, which only a check of many calls shows."""
-    made = make_product(Int8Product, torch.randn(48, width), None, 32)
+    kernel = make_product(Int8Product, torch.randn(48, width), None, 32)
     x = torch.randn(rows, width)
-    wanted = x.to(torch.bfloat16).float() @ made.dense().t()
+    expected = x.to(torch.bfloat16).float() @ kernel.dense().t()
     for _ in range(20):
-        torch.testing.assert_close(made(x), wanted, rtol=1.6e-2, atol=2e-2 * float(wanted.std()))
+        torch.testing.assert_close(kernel(x), expected, rtol=1.6e-2, atol=2e-2 * float(expected.std()))
 
 
 def test_a_small_layer_of_a_draft_is_timed_by_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,11 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(library.SWITCH, raising=False)
     caches = (library._loaded, library.function, layouts.has_layout)
-    for found in caches:
-        found.cache_clear()
+    for function in caches:
+        function.cache_clear()
     yield tmp_path
-    for found in caches:
-        found.cache_clear()
+    for function in caches:
+        function.cache_clear()
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -54,13 +54,13 @@ def test_products_are_rounded_once(level: str, out: int, inner: int) -> None:
         x, residual = numbers(rows, inner, seed=2), numbers(rows, out, seed=3)
         for offset in (None, bias):
             for added in (None, residual):
-                wanted = x.double() @ weight.double().T
+                expected = x.double() @ weight.double().T
                 room = inner * 2.0**-23 * (x.double().abs() @ weight.double().abs().T)  # of float32 sums
                 for term in (offset, added):
-                    wanted = wanted if term is None else wanted + term.double()
-                found = bfloat16.product(x, packed, out, offset, added)
-                assert found.shape == (rows, out) and found.dtype == torch.bfloat16
-                assert ((found.double() - wanted).abs() <= HALF_STEP * wanted.abs() + room).all()
+                    expected = expected if term is None else expected + term.double()
+                output = bfloat16.product(x, packed, out, offset, added)
+                assert output.shape == (rows, out) and output.dtype == torch.bfloat16
+                assert ((output.double() - expected).abs() <= HALF_STEP * expected.abs() + room).all()
 
 
 @needs_it
@@ -103,9 +103,9 @@ def test_rows_may_lie_anywhere(level: str) -> None:
 def test_what_is_not_a_number_stays_in_its_row_or_output(level: str) -> None:
     weight, x = numbers(33, 64), numbers(3, 64, seed=2)
     weight[5, 7], x[1, 3] = float("inf"), float("nan")
-    found = bfloat16.product(x, bfloat16.laid_out(weight), 33, None)
-    assert found[1].isnan().all() and found[[0, 2]][:, 5].isinf().all()
-    rest = found[[0, 2]][:, torch.arange(33) != 5]
+    output = bfloat16.product(x, bfloat16.laid_out(weight), 33, None)
+    assert output[1].isnan().all() and output[[0, 2]][:, 5].isinf().all()
+    rest = output[[0, 2]][:, torch.arange(33) != 5]
     assert rest.isfinite().all()
 
 
@@ -142,19 +142,19 @@ CASES += [(4, out, inner, group) for out in (16, 48, 96) for inner in (128, 512)
 @needs_it
 @pytest.mark.parametrize(("bits", "out", "inner", "group"), CASES)
 def test_integers_are_as_exact_as_15_bits(level: str, bits: int, out: int, inner: int, group: int) -> None:
-    made, weight = stored(bits, out, inner, group)
-    assert torch.equal(made.dense().double(), weight)
+    kernel, weight = stored(bits, out, inner, group)
+    assert torch.equal(kernel.dense().double(), weight)
     x = numbers(15, inner, seed=2) * torch.logspace(-3, 3, 15, dtype=torch.bfloat16)[:, None]
     x[4] = 0
-    wanted = x.double() @ weight.T
+    expected = x.double() @ weight.T
     # An input is off by half a step of 2 x 127 x 254 between its row's largest numbers, at most.
     step = x.double().abs().amax(1, keepdim=True) / (2 * 127 * 254)
     room = 1.1 * step * weight.abs().sum(1) + inner * 2.0**-22 * (x.double().abs() @ weight.abs().T)
-    alone = torch.cat([made.product(row[None]) for row in x])
+    alone = torch.cat([kernel.product(row[None]) for row in x])
     for rows in range(1, 16):
-        found = made.product(x[:rows])
-        assert found.dtype == torch.bfloat16 and torch.equal(found, alone[:rows])
-        assert ((found.double() - wanted[:rows]).abs() <= HALF_STEP * wanted[:rows].abs() + room[:rows]).all()
+        output = kernel.product(x[:rows])
+        assert output.dtype == torch.bfloat16 and torch.equal(output, alone[:rows])
+        assert ((output.double() - expected[:rows]).abs() <= HALF_STEP * expected[:rows].abs() + room[:rows]).all()
 
 
 @needs_it
@@ -163,37 +163,37 @@ def test_the_largest_sums_fit(level: str, bits: int, inner: int, group: int) -> 
     ones = torch.ones(32, inner // group if group else 1).bfloat16()
     if bits == 8:
         eight = Int8Weight(torch.full((32, inner), 127, dtype=torch.int8), ones[:, 0])
-        made: NativeProduct = NativeInt8Product(eight, None)
+        kernel: NativeProduct = NativeInt8Product(eight, None)
     else:
-        made = NativeInt4Product(Int4Weight(torch.full((32, inner), 15, dtype=torch.int32), ones, ones, group), None)
+        kernel = NativeInt4Product(Int4Weight(torch.full((32, inner), 15, dtype=torch.int32), ones, ones, group), None)
     x = torch.ones(5, inner).bfloat16()
-    assert torch.equal(made.product(x), (x.double() @ made.dense().double().T).bfloat16())
-    assert torch.equal(made.product(-x), (-x.double() @ made.dense().double().T).bfloat16())
+    assert torch.equal(kernel.product(x), (x.double() @ kernel.dense().double().T).bfloat16())
+    assert torch.equal(kernel.product(-x), (-x.double() @ kernel.dense().double().T).bfloat16())
 
 
 @needs_it
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_integers_hide_nothing_that_is_no_number(level: str, bits: int, value: float) -> None:
-    made, _ = stored(bits, 48, 64, 32)
+    kernel, _ = stored(bits, 48, 64, 32)
     x = numbers(3, 64, seed=2)
     x[1, 5] = value
-    found = made.product(x)
-    assert not found[1].isfinite().any() and found[[0, 2]].isfinite().all()
+    output = kernel.product(x)
+    assert not output[1].isfinite().any() and output[[0, 2]].isfinite().all()
 
 
 @needs_it
 def test_integers_may_lie_anywhere_and_fill_the_cpu(level: str) -> None:
-    made, _ = stored(8, 640, 256, 0)
+    kernel, _ = stored(8, 640, 256, 0)
     wide = numbers(9, 515, seed=2)
     for x in (wide[:, :256], wide[:, 3:259], wide[::2, :256], numbers(256, 9, seed=4).T, wide[:0, :256]):
-        assert torch.equal(made.product(x), made.product(x.contiguous()))
+        assert torch.equal(kernel.product(x), kernel.product(x.contiguous()))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        several = made.product(wide[:, :256])
+        several = kernel.product(wide[:, :256])
         torch.set_num_threads(1)
-        assert torch.equal(several, made.product(wide[:, :256]))
+        assert torch.equal(several, kernel.product(wide[:, :256]))
     finally:
         torch.set_num_threads(before)
 

@@ -31,8 +31,10 @@ def built(compiler: str, flags: tuple[str, ...], file: Path) -> Path:
     sources = [source for source in compiling.SOURCES if source.stem != "forward"]  # which the program includes
     folder = compiling.SOURCES[0].parent
     for source in (*sources, PROGRAM):
-        made = file.with_suffix(f".{source.stem}.o")
-        compiling.run(compiler, *compiling.FLAGS, *flags, "-fopenmp", f"-I{folder}", "-c", str(source), "-o", str(made))
+        object_file = file.with_suffix(f".{source.stem}.o")
+        compiling.run(
+            compiler, *compiling.FLAGS, *flags, "-fopenmp", f"-I{folder}", "-c", str(source), "-o", str(object_file)
+        )
     objects = sorted(map(str, file.parent.glob(f"{file.stem}.*.o")))
     compiling.run(compiler, "-fopenmp", "-static", *objects, "-o", str(file))
     return file
@@ -42,13 +44,13 @@ def results(command: list[str], seed: int, file: Path) -> dict[str, Tensor]:
     """What the program writes, by the names of its blocks; it fails where a row has other bits alone."""
     done = subprocess.run([*command, str(seed), str(file)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    content, found = file.read_bytes(), {}
+    content, blocks = file.read_bytes(), {}
     while content:
         head, _, content = content.partition(b"\n")
         name, _, count = head.decode().partition("\t")
-        found[name] = torch.frombuffer(bytearray(content[: 2 * int(count)]), dtype=torch.bfloat16)
+        blocks[name] = torch.frombuffer(bytearray(content[: 2 * int(count)]), dtype=torch.bfloat16)
         content = content[2 * int(count) :]
-    return found
+    return blocks
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +65,14 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_arm_has_the_bits_of_avx2(here: Path, arm: Path, tmp_path: Path) -> None:
     for seed in (1, 2):
-        wanted, found = (
+        expected, blocks = (
             results([str(here)], seed, tmp_path / "here"),
             results([EMULATOR, str(arm)], seed, tmp_path / "arm"),
         )
-        assert list(found) == list(wanted) and len(wanted) == 23
-        for name, numbers in wanted.items():
+        assert list(blocks) == list(expected) and len(expected) == 23
+        for name, numbers in expected.items():
             assert numbers.isfinite().all() and numbers.float().std() > 0.1, name
-            assert torch.equal(found[name].view(torch.int16), numbers.view(torch.int16)), name
+            assert torch.equal(blocks[name].view(torch.int16), numbers.view(torch.int16)), name
 
 
 def test_other_numbers_have_other_bits(here: Path, tmp_path: Path) -> None:

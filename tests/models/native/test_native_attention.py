@@ -52,11 +52,11 @@ def twin(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale
 @pytest.mark.parametrize("scale", [0.125, 3.0])
 def test_it_is_the_twin_rounded_once(level: str, size: int, shape: tuple[int, ...], masked: bool, scale: float) -> None:
     query, keys, values, mask = case(*shape, size)  # type: ignore[arg-type]
-    given = mask if masked else None
-    found, wanted = attention(query, keys, values, given, scale), twin(query, keys, values, given, scale)
-    assert found.shape == wanted.shape and found.dtype == torch.bfloat16
+    used_mask = mask if masked else None
+    output, expected = attention(query, keys, values, used_mask, scale), twin(query, keys, values, used_mask, scale)
+    assert output.shape == expected.shape and output.dtype == torch.bfloat16
     # Float32 scores of up to 3 x 5 sqrt(size) are off by 2^-22 of that, weights by as much more.
-    assert ((found.double() - wanted).abs() <= 2**-8 * wanted.abs() + 2e-5 * scale * size**0.5 + 1e-5).all()
+    assert ((output.double() - expected).abs() <= 2**-8 * expected.abs() + 2e-5 * scale * size**0.5 + 1e-5).all()
 
 
 @needs_it
@@ -64,18 +64,20 @@ def test_it_is_the_twin_rounded_once(level: str, size: int, shape: tuple[int, ..
 def test_a_rows_bits_depend_on_what_it_sees_alone(level: str, shape: tuple[int, ...]) -> None:
     """In a batch, beside other rows, with hidden slots between: what it gets when nothing else is there."""
     query, keys, values, mask = case(*shape, 64)  # type: ignore[arg-type]
-    found = attention(query, keys, values, mask, 0.125)
+    output = attention(query, keys, values, mask, 0.125)
     for text in range(shape[0]):
         for row in range(shape[3]):
             seen = (mask[text, 0, row] == 0).nonzero()[:, 0]
-            one = slice(text, text + 1)
-            alone = attention(query[one, :, row : row + 1], keys[one][:, :, seen], values[one][:, :, seen], None, 0.125)
-            assert torch.equal(alone[0, 0], found[text, row])
+            single = slice(text, text + 1)
+            alone = attention(
+                query[single, :, row : row + 1], keys[single][:, :, seen], values[single][:, :, seen], None, 0.125
+            )
+            assert torch.equal(alone[0, 0], output[text, row])
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(attention(query, keys, values, mask, 0.125), found)
+            assert torch.equal(attention(query, keys, values, mask, 0.125), output)
     finally:
         torch.set_num_threads(before)
 
@@ -84,9 +86,9 @@ def test_a_rows_bits_depend_on_what_it_sees_alone(level: str, shape: tuple[int, 
 def test_hidden_slots_may_hold_anything(level: str) -> None:
     query, keys, values, mask = case(1, 6, 2, 5, 37, 64)
     mask[..., 20:24] = HIDDEN
-    wanted = attention(query, keys, values, mask, 0.125)
+    expected = attention(query, keys, values, mask, 0.125)
     keys[:, :, 20:24], values[:, :, 20:24] = float("nan"), float("inf")
-    assert torch.equal(attention(query, keys, values, mask, 0.125), wanted)
+    assert torch.equal(attention(query, keys, values, mask, 0.125), expected)
     values[:, :, 0] = float("nan")
     assert attention(query, keys, values, mask, 0.125).isnan().all()
 
@@ -95,10 +97,10 @@ def test_hidden_slots_may_hold_anything(level: str) -> None:
 def test_very_large_and_very_small_scores(level: str) -> None:
     query, keys, values, _ = case(1, 2, 1, 1, 40, 32)
     for factor in (1e-3, 1e3, 1e5):
-        found, wanted = attention(query, keys, values, None, factor), twin(query, keys, values, None, factor)
-        assert torch.isfinite(found).all()
+        output, expected = attention(query, keys, values, None, factor), twin(query, keys, values, None, factor)
+        assert torch.isfinite(output).all()
         if factor != 1e5:
-            assert ((found.double() - wanted).abs() <= 2**-7 * wanted.abs() + 2e-3).all()
+            assert ((output.double() - expected).abs() <= 2**-7 * expected.abs() + 2e-3).all()
 
 
 def test_what_it_fits() -> None:
@@ -117,13 +119,13 @@ DRAFTERS = ("model,k=4", "model,tree=3x2x1", "ngram,k=6", "recycling", "eagle,no
 def test_bfloat16_text_with_drafts_is_that_of_plain_decoding(drafter: str, temperature: float) -> None:
     """To the last bit and by default, alone and in a batch: there are no near-ties to be decided otherwise."""
     prompts = ["def parse(text):\n", "It was a cold morning", "for i in range(10):\n    print(", "The sea"]
-    how = {"max_new_tokens": 40, "temperature": temperature, "seed": 5 if temperature else None}
+    options = {"max_new_tokens": 40, "temperature": temperature, "seed": 5 if temperature else None}
     plain = ft.load("builtin", drafter=None, dtype="bfloat16")
     llm = ft.load("builtin", drafter=drafter, dtype="bfloat16", controller="constant")
-    wanted = [plain.generate(prompt, **how).token_ids for prompt in prompts]
-    assert [llm.generate(prompt, **how).token_ids for prompt in prompts] == wanted
-    assert [one.token_ids for one in llm.generate(prompts, **how)] == wanted
-    assert [one.token_ids for one in plain.generate(prompts, **how)] == wanted
+    expected = [plain.generate(prompt, **options).token_ids for prompt in prompts]
+    assert [llm.generate(prompt, **options).token_ids for prompt in prompts] == expected
+    assert [output.token_ids for output in llm.generate(prompts, **options)] == expected
+    assert [output.token_ids for output in plain.generate(prompts, **options)] == expected
 
 
 LARGE = {
@@ -145,10 +147,10 @@ def differing_rows(model: HuggingFaceModel, rng: random.Random) -> int:
         model.commit(plain, [0])
     others = [rng.randrange(3, model.vocab_size) for _ in range(3)]
     nodes = [path[0], others[0], path[1], path[2], others[1], others[2], path[3], path[4]]
-    found = model.forward([Feed(tree, nodes, [-1, 0, 0, 2, 2, 3, 3, 6])])[0].logits  # the path is 0 - 2 - 3 - 6 - 7
+    logits = model.forward([Feed(tree, nodes, [-1, 0, 0, 2, 2, 3, 3, 6])])[0].logits  # the path is 0 - 2 - 3 - 6 - 7
     model.release(plain)
     model.release(tree)
-    return int((found[[0, 2, 3, 6, 7]] != torch.stack(rows)).any(-1).sum())
+    return int((logits[[0, 2, 3, 6, 7]] != torch.stack(rows)).any(-1).sum())
 
 
 @needs_it

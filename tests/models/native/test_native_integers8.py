@@ -48,72 +48,72 @@ CASES += [(4, out, inner, group) for out in (16, 96) for inner in (128, 512) for
 @needs_it
 @pytest.mark.parametrize(("bits", "out", "inner", "group"), CASES)
 def test_a_product_is_that_of_rounded_activations(level: str, bits: int, out: int, inner: int, group: int) -> None:
-    made, weight = stored(bits, out, inner, group)
-    assert torch.equal(made.dense().double(), weight)
+    kernel, weight = stored(bits, out, inner, group)
+    assert torch.equal(kernel.dense().double(), weight)
     x = numbers(17, inner, seed=2) * torch.logspace(-3, 3, 17, dtype=torch.bfloat16)[:, None]
     x[4] = 0
     rounded = integers8.rounded(x)
     assert ((rounded - x.double()).abs() <= 0.501 / 127 * x.double().abs().amax(1, keepdim=True)).all()
-    wanted = rounded @ weight.T
+    expected = rounded @ weight.T
     # Sums in float32 of what the kernel adds up: weights without sign are at most twice the largest one.
     room = inner * 2.0**-22 * x.double().abs().sum(1, keepdim=True) * 2 * weight.abs().amax(1)
-    alone = torch.cat([made.product(row[None]) for row in x])
+    alone = torch.cat([kernel.product(row[None]) for row in x])
     assert alone.dtype == torch.bfloat16
-    assert ((alone.double() - wanted).abs() <= HALF_STEP * wanted.abs() + room).all()
+    assert ((alone.double() - expected).abs() <= HALF_STEP * expected.abs() + room).all()
     for rows in range(1, 18):
-        assert torch.equal(made.product(x[:rows]), alone[:rows])
+        assert torch.equal(kernel.product(x[:rows]), alone[:rows])
 
 
 @needs_it
 @pytest.mark.parametrize("rows", [33, 64, 65, 97, 150])
 @pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 32), (4, 64)])
 def test_rows_of_several_tiles_have_the_bits_of_one(level: str, bits: int, group: int, rows: int) -> None:
-    made, _ = stored(bits, 80, 128, group)
+    kernel, _ = stored(bits, 80, 128, group)
     x = numbers(rows, 128, seed=2)
-    assert torch.equal(made.product(x), torch.cat([made.product(row[None]) for row in x]))
+    assert torch.equal(kernel.product(x), torch.cat([kernel.product(row[None]) for row in x]))
 
 
 @needs_it
 @pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 32), (4, 64)])
 def test_the_largest_sums_fit(level: str, bits: int, group: int) -> None:
-    made, x = extreme(bits, group), torch.ones(5, 64).bfloat16()
-    weight = made.dense()
-    assert torch.equal(made.product(x), (x.float() @ weight.T).bfloat16())
-    assert torch.equal(made.product(-x), (-x.float() @ weight.T).bfloat16())
+    kernel, x = extreme(bits, group), torch.ones(5, 64).bfloat16()
+    weight = kernel.dense()
+    assert torch.equal(kernel.product(x), (x.float() @ weight.T).bfloat16())
+    assert torch.equal(kernel.product(-x), (-x.float() @ weight.T).bfloat16())
 
 
 @needs_it
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_stays_in_its_row(level: str, bits: int, value: float) -> None:
-    made, _ = stored(bits, 48, 64, 32)
+    kernel, _ = stored(bits, 48, 64, 32)
     x = numbers(3, 64, seed=2)
     x[1, 5] = value
-    found = made.product(x)
-    assert not found[1].isfinite().any() and found[[0, 2]].isfinite().all()
+    output = kernel.product(x)
+    assert not output[1].isfinite().any() and output[[0, 2]].isfinite().all()
 
 
 @needs_it
 @pytest.mark.parametrize("bits", [8, 4])
 def test_tiny_activations_are_zero(level: str, bits: int) -> None:
-    made, _ = stored(bits, 48, 64, 32)
+    kernel, _ = stored(bits, 48, 64, 32)
     tiny = torch.tensor([2.0**-112, 1e-40]).bfloat16()[:, None].expand(2, 64)
-    assert torch.equal(made.product(tiny), torch.zeros(2, 48).bfloat16())
+    assert torch.equal(kernel.product(tiny), torch.zeros(2, 48).bfloat16())
 
 
 @needs_it
 @pytest.mark.parametrize("rows", [9, 50])  # few rows become integers on every core, many on one
 def test_rows_may_lie_anywhere_and_fill_the_cpu(rows: int) -> None:
-    made, _ = stored(8, 640, 256, 0)
+    kernel, _ = stored(8, 640, 256, 0)
     wide = numbers(rows, 515, seed=2)
     for x in (wide[:, :256], wide[:, 3:259], wide[::2, :256], numbers(256, rows, seed=4).T, wide[:0, :256]):
-        assert torch.equal(made.product(x), made.product(x.contiguous()))
+        assert torch.equal(kernel.product(x), kernel.product(x.contiguous()))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        several = made.product(wide[:, :256])
+        several = kernel.product(wide[:, :256])
         torch.set_num_threads(1)
-        assert torch.equal(several, made.product(wide[:, :256]))
+        assert torch.equal(several, kernel.product(wide[:, :256]))
     finally:
         torch.set_num_threads(before)
 
@@ -128,7 +128,7 @@ def has(monkeypatch: pytest.MonkeyPatch, *names: str, flags: tuple[str, ...] = (
 
 
 @pytest.mark.parametrize(
-    ("names", "flags", "switch", "wanted"),
+    ("names", "flags", "switch", "expected"),
     [
         ((), (), None, None),
         (("avx2",), (), None, "avx2"),
@@ -148,7 +148,7 @@ def test_the_highest_level_is_taken(
     names: tuple[str, ...],
     flags: tuple[str, ...],
     switch: str | None,
-    wanted: str | None,
+    expected: str | None,
 ) -> None:
     has(monkeypatch, *names, flags=flags)
     monkeypatch.setattr(library, "_system_call", lambda *numbers: 0)
@@ -156,7 +156,7 @@ def test_the_highest_level_is_taken(
         monkeypatch.delenv(library.SWITCH, raising=False)
     else:
         monkeypatch.setenv(library.SWITCH, switch)
-    assert library.level() == wanted
+    assert library.level() == expected
 
 
 @pytest.mark.parametrize("answer", [0, -1])

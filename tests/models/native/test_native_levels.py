@@ -39,29 +39,29 @@ def on_each(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnEach]:
     monkeypatch.delenv(library.SWITCH, raising=False)
 
     def run_on(names: tuple[str, ...], run: Run) -> list[Tensor]:
-        found = []
+        results = []
         for name in names:
             if library._cpu_level((name,)) is None:
                 continue
             monkeypatch.setitem(library.ALLOWED, "native", (name,))
-            for one in caches:
-                one.cache_clear()
+            for function in caches:
+                function.cache_clear()
             assert library.described().startswith(f"{name}, ")
-            found.append(run())
-        return found
+            results.append(run())
+        return results
 
     yield run_on
-    for one in caches:
-        one.cache_clear()
+    for function in caches:
+        function.cache_clear()
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def are_equal(found: list[Tensor]) -> bool:
-    assert found and all(one.isfinite().all() for one in found)
-    return all(torch.equal(one, found[0]) for one in found)
+def are_equal(results: list[Tensor]) -> bool:
+    assert results and all(result.isfinite().all() for result in results)
+    return all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("kind", [NativeInt4Product, NativeInt8Product, NativeInt4ByteProduct, NativeInt8ByteProduct])
@@ -80,7 +80,7 @@ def test_bfloat16_products_have_the_same_bits_where_they_are_made_in_float32(on_
 
     same, other = on_each((*EIGHTS, *SIXTEENS), product), on_each(("avx512-bf16", "amx"), product)
     assert are_equal(same)
-    assert not any(torch.equal(same[0], one) for one in other)  # the control
+    assert not any(torch.equal(same[0], result) for result in other)  # the control
 
 
 def test_attention_has_the_same_bits_on_vectors_of_one_length(on_each: OnEach) -> None:

@@ -32,11 +32,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     caches = (library._loaded, library.function, layouts.has_layout)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(library.SWITCH, raising=False)
-    for one in caches:
-        one.cache_clear()
+    for function in caches:
+        function.cache_clear()
     yield tmp_path
-    for one in caches:
-        one.cache_clear()
+    for function in caches:
+        function.cache_clear()
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_wrong_checksum_is_said_and_the_library_compiled(
     assert "install foretoken again" in line
     assert library.described() == f"{library.level()}, compiled here; {line}"
     library.function("tiny", "")()
-    assert [made.name for made in (shipped.parent / "foretoken").iterdir()] == [file.name]
+    assert [path.name for path in (shipped.parent / "foretoken").iterdir()] == [file.name]
 
 
 @needs_a_compiler
@@ -198,7 +198,7 @@ def build(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("variables", "wanted"),
+    ("variables", "message"),
     [
         ({"FORETOKEN_WHEEL_KERNELS": "yes"}, "FORETOKEN_WHEEL_KERNELS must be 0 or 1, not 'yes'"),
         (
@@ -207,9 +207,9 @@ def build(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_a_wheel_without_its_kernels_is_not_built(tmp_path: Path, variables: dict[str, str], wanted: str) -> None:
+def test_a_wheel_without_its_kernels_is_not_built(tmp_path: Path, variables: dict[str, str], message: str) -> None:
     done = build(tmp_path, **variables)
-    assert done.returncode != 0 and done.stderr.splitlines()[-1].startswith(wanted)
+    assert done.returncode != 0 and done.stderr.splitlines()[-1].startswith(message)
 
 
 def test_a_wheel_for_any_machine_needs_no_compiler(tmp_path: Path) -> None:

@@ -60,14 +60,15 @@ def test_the_row_of_a_token_is_that_token(lean: bool) -> None:
 
 def test_every_owner_has_ids_of_its_own_and_changes_show() -> None:
     model = HuggingFaceModel(llama())
-    one, two = torch.zeros(2, 16, dtype=torch.float64), torch.ones(3, 16, dtype=torch.float64)
+    first, second = torch.zeros(2, 16, dtype=torch.float64), torch.ones(3, 16, dtype=torch.float64)
     assert model.forwards.extra_rows is None
-    assert (model.extra_embeddings(one), model.extra_embeddings(two)) == (32, 34)
-    assert model.num_ids == 34 + len(two) and model.vocab_size == 32
-    assert (model.extra_embeddings(two), model.extra_embeddings(one.clone())) == (34, 37)  # known; equal, but another's
+    assert (model.extra_embeddings(first), model.extra_embeddings(second)) == (32, 34)
+    assert model.num_ids == 34 + len(second) and model.vocab_size == 32
+    # The second is known; the other is equal to a known one, but is another's.
+    assert (model.extra_embeddings(second), model.extra_embeddings(first.clone())) == (34, 37)
     before = tree_logits(model, [3], [1, 35], [-1, 0])
     assert torch.equal(tree_logits(model, [3], [1, 36], [-1, 0]), before)
-    two[1] = 0.5
+    second[1] = 0.5
     after = tree_logits(model, [3], [1, 35], [-1, 0])
     assert torch.equal(after[0], before[0]) and not torch.allclose(after[1], before[1])
 
@@ -104,8 +105,8 @@ def test_probes_and_training_see_the_same(name: str, tmp_path: Any) -> None:
     for row, tokens in enumerate(batch.tolist()):
         for group, column in enumerate(columns):
             ids = [tokens[column], *range(first, first + K)]
-            wanted = tree_logits(model, tokens[:column], ids, range(-1, K))[1:]
-            assert float((logits[row, group] - wanted).abs().max() / wanted.std()) < 1e-4, (row, column)
+            expected = tree_logits(model, tokens[:column], ids, range(-1, K))[1:]
+            assert float((logits[row, group] - expected).abs().max() / expected.std()) < 1e-4, (row, column)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -157,10 +158,10 @@ def test_a_packed_layer_has_a_derivative() -> None:
         pytest.skip("this machine does not pack weights")
     packed = PackedLinear(Projection(linear.weight.detach(), linear.bias.detach(), layout))
     x = torch.randn(5, 64, dtype=torch.bfloat16)
-    found = []
+    gradients = []
     for layer in (linear, packed):
-        given = x.clone().requires_grad_()
-        layer(given).float().square().sum().backward()
-        assert given.grad is not None
-        found.append(given.grad.float())
-    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
+        inputs = x.clone().requires_grad_()
+        layer(inputs).float().square().sum().backward()
+        assert inputs.grad is not None
+        gradients.append(inputs.grad.float())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0.05, atol=0.05)

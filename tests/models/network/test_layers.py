@@ -68,7 +68,7 @@ def test_a_whole_forward_goes_on_where_the_window_ended(subject: Subject, name: 
     """The logits are those of a forward that never stopped, and so is the cache that is left."""
     model = subject(name, lean)
     plain, sequence = opened(model), opened(model)
-    wanted = model.forward([Feed(plain, *TREE)])[0].logits
+    expected = model.forward([Feed(plain, *TREE)])[0].logits
     tokens, parents = TREE
     window = LayerPlan(stop=1)
     before = layer_runs(model)
@@ -77,7 +77,7 @@ def test_a_whole_forward_goes_on_where_the_window_ended(subject: Subject, name: 
     got = model.forward([Feed(sequence, tokens, parents)])[0].logits
     # Two windows while drafting, one for the last two nodes, the upper layers once.
     assert layer_runs(model) - before == 3 * 1 + (model.num_layers - 1)
-    assert close(got, wanted)
+    assert close(got, expected)
     for each in (plain, sequence):
         model.commit(each, [0, 1, 3])
     follow = [model.forward([Feed(each, [9, 4])])[0].logits for each in (plain, sequence)]
@@ -102,13 +102,13 @@ def test_restating_another_tree_drops_what_differs(subject: Subject, lean: bool)
 def test_ragged_batches_of_finished_and_unfinished_rows(subject: Subject, lean: bool) -> None:
     model = subject("qwen3", lean)
     rows = [opened(model, n) for n in (3, 12, 7)]
-    wanted = [model.forward([Feed(row, tokens)])[0].logits for row, tokens in zip(rows, FEEDS, strict=True)]
+    expected = [model.forward([Feed(row, tokens)])[0].logits for row, tokens in zip(rows, FEEDS, strict=True)]
     for row in rows:
         model.commit(row, ())
     model.forward_part([Feed(rows[0], [5, 6]), Feed(rows[2], [8])], LayerPlan(stop=2))
     got = model.forward([Feed(row, tokens) for row, tokens in zip(rows, FEEDS, strict=True)])
-    for mine, right in zip(got, wanted, strict=True):
-        assert close(mine.logits, right)
+    for output, right in zip(got, expected, strict=True):
+        assert close(output.logits, right)
     for row in reversed(rows):
         model.release(row)
 
@@ -206,8 +206,8 @@ def test_looking_at_a_text_again(subject: Subject) -> None:
         again = model.forward_part([Feed(sequence, text[9:], after=9)], whole)[0].logits
         model.commit(sequence, ())
         other = opened(model, 9)
-        wanted = model.forward([Feed(other, text[9:])])[0].logits
-        assert close(again, wanted)
+        expected = model.forward([Feed(other, text[9:])])[0].logits
+        assert close(again, expected)
         model.release(other)
         # The committed cache is as it was.
         follow = model.forward([Feed(sequence, [5])])[0].logits

@@ -35,8 +35,8 @@ def updated(rank: int = 3) -> Any:
 
 def logits(network: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = network(input_ids=TOKENS).logits
-    return found
+        output: torch.Tensor = network(input_ids=TOKENS).logits
+    return output
 
 
 def test_the_layers_of_the_decoder_are_updated_and_no_others() -> None:
@@ -58,10 +58,10 @@ def test_a_new_update_changes_nothing_and_is_all_that_learns() -> None:
 
 def test_merging_keeps_the_function() -> None:
     network = updated()
-    plain, wanted = copy.deepcopy(network), logits(network)
+    plain, expected = copy.deepcopy(network), logits(network)
     merge_low_rank(plain, torch.float32)
-    assert not torch.allclose(wanted, logits(llama()), atol=1e-3)  # it does something
-    assert torch.allclose(logits(plain), wanted, atol=1e-5)
+    assert not torch.allclose(expected, logits(llama()), atol=1e-3)  # it does something
+    assert torch.allclose(logits(plain), expected, atol=1e-5)
     assert {n for n, _ in plain.named_parameters()} == {n for n, _ in llama().named_parameters()}
     assert type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
     assert low_rank_factors(plain) == {} and len(low_rank_factors(network)) == 14
@@ -69,12 +69,12 @@ def test_merging_keeps_the_function() -> None:
 
 def test_a_copy_can_be_merged_again_and_again_while_the_original_learns() -> None:
     network = updated()
-    wanted = logits(network)
+    expected = logits(network)
     for _ in range(2):
         served = copy.deepcopy(network)
         merge_low_rank(served, torch.float32)
-        assert torch.equal(logits(network), wanted)
-        assert torch.allclose(logits(served), wanted, atol=1e-5)
+        assert torch.equal(logits(network), expected)
+        assert torch.allclose(logits(served), expected, atol=1e-5)
 
 
 def test_biases_stay() -> None:
@@ -93,9 +93,9 @@ def test_merging_rounds_the_factors_as_they_are_stored() -> None:
     a, b = low_rank_factors(network)["model.layers.0.mlp.up_proj"]
     weight = llama().model.layers[0].mlp.up_proj.weight
     merge_low_rank(network, torch.bfloat16)
-    found = network.model.layers[0].mlp.up_proj.weight
-    assert torch.equal(found, weight + b.bfloat16().float() @ a.bfloat16().float())
-    assert not torch.equal(found, weight + b @ a)
+    merged_weight = network.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(merged_weight, weight + b.bfloat16().float() @ a.bfloat16().float())
+    assert not torch.equal(merged_weight, weight + b @ a)
 
 
 def test_merged_by_hand() -> None:
@@ -109,16 +109,16 @@ def test_a_finetuned_decoder_has_a_fingerprint_of_its_own() -> None:
     """Though the embedding is frozen, so that only the layers tell."""
     base, network = llama(), updated()
     merge_low_rank(network, torch.bfloat16)
-    one, other = (TargetParts(wrap(net, lean=False)).fingerprint() for net in (base, network))
-    assert one.weights == other.weights and one.layers != other.layers
-    assert "the weights are others" in one.difference(other)
-    older = type(one)(one.hidden_size, one.vocab_size, one.num_layers, one.weights)
-    assert older.difference(one) == older.difference(other) == ""  # a file that does not tell is not refused
+    first, second = (TargetParts(wrap(net, lean=False)).fingerprint() for net in (base, network))
+    assert first.weights == second.weights and first.layers != second.layers
+    assert "the weights are others" in first.difference(second)
+    older = type(first)(first.hidden_size, first.vocab_size, first.num_layers, first.weights)
+    assert older.difference(first) == older.difference(second) == ""  # a file that does not tell is not refused
 
 
 def test_the_fingerprint_does_not_depend_on_the_dtype() -> None:
-    one = TargetParts(wrap(llama(torch.bfloat16), lean=False)).fingerprint()
-    assert TargetParts(wrap(llama(torch.bfloat16).float(), lean=False)).fingerprint() == one
+    fingerprint = TargetParts(wrap(llama(torch.bfloat16), lean=False)).fingerprint()
+    assert TargetParts(wrap(llama(torch.bfloat16).float(), lean=False)).fingerprint() == fingerprint
 
 
 def test_every_layer_is_in_the_fingerprint() -> None:

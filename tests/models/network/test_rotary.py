@@ -90,8 +90,8 @@ def answer(family: str, prompt: tuple[int, ...], new: int = NEW) -> list[int]:
     """What `generate` of a model gives that has not seen a text before."""
     fresh = copy.deepcopy(network(family))
     ids = torch.tensor([prompt])
-    found: list[int] = fresh.generate(ids, max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
-    return found
+    tokens: list[int] = fresh.generate(ids, max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
+    return tokens
 
 
 def target_of(family: str, lean: bool = True) -> HuggingFaceModel:
@@ -110,9 +110,9 @@ DRAFTERS: dict[str, Callable[[HuggingFaceModel, str], Drafter | None]] = {
 }
 
 
-def check(busy: Engine, family: str, lengths: Sequence[int], new: int = NEW) -> list[Running]:
+def check(serving: Engine, family: str, lengths: Sequence[int], new: int = NEW) -> list[Running]:
     prompts = [prompt_of(length) for length in lengths]
-    runs = serve(busy, [Request(prompt, max_new_tokens=new) for prompt in prompts])
+    runs = serve(serving, [Request(prompt, max_new_tokens=new) for prompt in prompts])
     for run, prompt in zip(runs, prompts, strict=True):
         assert run.output == answer(family, tuple(prompt), new), f"a prompt of {len(prompt)} tokens"
     return runs
@@ -174,8 +174,8 @@ def test_a_draft_model_reads_its_text_again_as_a_long_one() -> None:
     draft.prefill(sequence, text[: BORDER - 2])
     draft.forward([Feed(sequence, draft.catch_up(sequence, text[: BORDER - 1]))])
     row = draft.forward([Feed(sequence, draft.catch_up(sequence, text), wanted=1)])[0].logits
-    wanted = draft.model(torch.tensor([text])).logits[:, -1]
-    assert torch.allclose(row, wanted, atol=1e-5)
+    expected = draft.model(torch.tensor([text])).logits[:, -1]
+    assert torch.allclose(row, expected, atol=1e-5)
     draft.rewind(sequence, BORDER - 4)
     row = draft.forward([Feed(sequence, draft.catch_up(sequence, text[: BORDER - 2]), wanted=1)])[0].logits
     assert torch.allclose(row, draft.model(torch.tensor([text[: BORDER - 2]])).logits[:, -1], atol=1e-5)
@@ -187,21 +187,21 @@ def test_a_draft_model_reads_its_text_again_as_a_long_one() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_second_turn_over_the_border_takes_over_nothing_of_a_short_one(family: str) -> None:
     target = target_of(family)
-    busy = engine(target, prefix_bytes=2**24)
-    (first,) = check(busy, family, [44], 4)
+    serving = engine(target, prefix_bytes=2**24)
+    (first,) = check(serving, family, [44], 4)
     second = [*prompt_of(44), *first.output, *prompt_of(30)]
-    (run,) = serve(busy, [Request(second, max_new_tokens=NEW)])
+    (run,) = serve(serving, [Request(second, max_new_tokens=NEW)])
     assert run.output == answer(family, tuple(second))
     assert run.stats.num_prompt_tokens_computed == len(second)
 
 
 def test_turns_on_one_side_of_the_border_are_still_taken_over() -> None:
     target = target_of("phi3")
-    busy = engine(target, prefix_bytes=2**24)
+    serving = engine(target, prefix_bytes=2**24)
     for length in (30, 90):
-        (run,) = check(busy, "phi3", [length], 4)
+        (run,) = check(serving, "phi3", [length], 4)
         following = [*prompt_of(length), *run.output, 5, 6, 7]
-        (run,) = serve(busy, [Request(following, max_new_tokens=4)])
+        (run,) = serve(serving, [Request(following, max_new_tokens=4)])
         assert run.output == answer("phi3", tuple(following), 4)
         assert run.stats.num_prompt_tokens_computed < 10
 
@@ -244,8 +244,8 @@ def test_planted_mistakes_are_caught(mistake: str, monkeypatch: pytest.MonkeyPat
         target = target_of("phi3")
         drafter = ModelDrafter(HuggingFaceModel(target.model, lean=False), k=4)
         requests = [Request(prompt_of(length), max_new_tokens=NEW) for length in LENGTHS]
-        found = outputs(engine(target, drafter, prefill_chunk=24), requests)
-    assert found != [answer("phi3", tuple(request.prompt)) for request in requests]
+        texts = outputs(engine(target, drafter, prefill_chunk=24), requests)
+    assert texts != [answer("phi3", tuple(request.prompt)) for request in requests]
 
 
 # -- which kinds there are -------------------------------------------------------------------------------------------

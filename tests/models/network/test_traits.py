@@ -85,5 +85,5 @@ def test_a_subclass_that_hands_everything_on_keeps_its_cache(name: str, kind: ty
     sequence, prompt = model.open(), prompt_of(9)
     model.prefill(sequence, prompt[:-1])
     (rows,) = model.forward([Feed(sequence, [prompt[-1], 5])])
-    wanted = plain_logits(network, [*prompt, 5])[-2:]
-    assert float((rows.logits - wanted).abs().max() / wanted.std()) < 1e-4
+    expected = plain_logits(network, [*prompt, 5])[-2:]
+    assert float((rows.logits - expected).abs().max() / expected.std()) < 1e-4

@@ -18,10 +18,10 @@ def test_what_a_watch_sees() -> None:
     with torch.inference_mode():
         network.append(nn.Linear(2, 2))
 
-    def change(one: Callable[[], Any]) -> bool:
+    def change(edit: Callable[[], Any]) -> bool:
         watch = Watch(network)
         assert not watch.has_changed()
-        one()
+        edit()
         return watch.has_changed()
 
     first: Any = network[0]

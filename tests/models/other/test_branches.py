@@ -17,11 +17,13 @@ class Cells:
     def __init__(self) -> None:
         self.cells: list[tuple[object, int, set[int]]] = []  # (name, position, ids)
 
-    def last(self, found: int) -> int:
-        return max((position for _, position, ids in self.cells if found in ids), default=-1)
+    def last(self, sequence_id: int) -> int:
+        return max((position for _, position, ids in self.cells if sequence_id in ids), default=-1)
 
     def add(self, name: object, position: int, ids: Sequence[int]) -> None:
-        assert {self.last(found) for found in ids} == {position - 1}, "positions of a sequence must be consecutive"
+        assert {self.last(sequence_id) for sequence_id in ids} == {position - 1}, (
+            "positions of a sequence must be consecutive"
+        )
         self.cells.append((name, position, set(ids)))
 
     def join(self, source: int, other: int, start: int, end: int) -> None:
@@ -29,15 +31,15 @@ class Cells:
             if source in ids and start <= position < end:
                 ids.add(other)
 
-    def leave(self, found: int, start: int) -> None:
+    def leave(self, sequence_id: int, start: int) -> None:
         for _, position, ids in self.cells:
             if position >= start:
-                ids.discard(found)
+                ids.discard(sequence_id)
         self.cells = [cell for cell in self.cells if cell[2]]
 
-    def seen(self, found: int, position: int) -> list[object]:
+    def seen(self, sequence_id: int, position: int) -> list[object]:
         """Names of the cells that a token of this id at this position sees, itself included."""
-        rows = [(place, name) for name, place, ids in self.cells if found in ids and place <= position]
+        rows = [(place, name) for name, place, ids in self.cells if sequence_id in ids and place <= position]
         return [name for _, name in sorted(rows, key=lambda row: row[0])]
 
 
@@ -62,10 +64,10 @@ class Text:
         assert before - len(self.free) == needed
         for copy in copies:
             self.cells.join(*copy)
-        for node, found in enumerate(ids, old):
+        for node, node_ids in enumerate(ids, old):
             position = len(self.state.tokens) + self.state.scratch_depths[node]
-            self.cells.add((id(self), self.state.scratch_tokens[node]), position, found)
-            assert self.cells.seen(found[0], position) == self.path(node)
+            self.cells.add((id(self), self.state.scratch_tokens[node]), position, node_ids)
+            assert self.cells.seen(node_ids[0], position) == self.path(node)
 
     def path(self, node: int) -> list[object]:
         names: list[int] = []
@@ -83,9 +85,9 @@ class Text:
     def holds(self) -> bool:
         """Whether the main id sees the committed text, nothing else is left, and spare ids see as much as they say."""
         whole = [(id(self), token) for token in self.state.tokens]
-        mine = {cell[0] for cell in self.cells.cells if cell[0][0] == id(self)}  # type: ignore[index]
-        spare = all(self.cells.seen(found, 10**6) == whole[:n] for found, n in self.branches.spare.items())
-        return self.cells.seen(self.branches.main, 10**6) == whole and mine == set(whole) and spare
+        names = {cell[0] for cell in self.cells.cells if cell[0][0] == id(self)}  # type: ignore[index]
+        spare = all(self.cells.seen(spare_id, 10**6) == whole[:n] for spare_id, n in self.branches.spare.items())
+        return self.cells.seen(self.branches.main, 10**6) == whole and names == set(whole) and spare
 
 
 def random_tree(rng: random.Random, old: int, count: int) -> list[int]:

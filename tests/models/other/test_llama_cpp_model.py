@@ -37,8 +37,8 @@ def model(file: Path) -> LlamaCppModel:
 
 
 def test_it_is_named_after_what_runs_it(file: Path) -> None:
-    told = LlamaCppModel(file, threads=3).describe()
-    assert (told["forward"], told["threads"], told["exactness"]) == ("llama.cpp", 3, "rounding")
+    report = LlamaCppModel(file, threads=3).describe()
+    assert (report["forward"], report["threads"], report["exactness"]) == ("llama.cpp", 3, "rounding")
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -80,8 +80,8 @@ def differs(model: LlamaCppModel, sequence: SequenceState) -> float:
 
 def test_logits_are_those_of_transformers(model: LlamaCppModel) -> None:
     text = tokens(20)
-    wanted = llama(vocab=32, context=128)(torch.tensor([text])).logits[0, -1].detach()
-    assert torch.allclose(fresh(model, text), wanted.float(), atol=ROUNDING, rtol=0)
+    expected = llama(vocab=32, context=128)(torch.tensor([text])).logits[0, -1].detach()
+    assert torch.allclose(fresh(model, text), expected.float(), atol=ROUNDING, rtol=0)
 
 
 def test_tree_logits_are_chain_logits(model: LlamaCppModel) -> None:

@@ -64,12 +64,12 @@ def in_memory(folder: Path) -> tuple[ParallelModel, Listener]:
 
 def used(model: LanguageModel) -> list[torch.Tensor]:
     """Logits of a life with everything in it: two texts, trees, paths, kept text, cut text."""
-    found = []
+    logits = []
     a, b = model.open(), model.open()
     model.prefill(a, [5, 6, 7, 8])
     model.prefill(b, list(range(10, 20)))
     rows = model.forward([Feed(a, [9, 1, 2, 3, 4], [-1, 0, 0, 1, 2]), Feed(b, [20, 21], wanted=1)])
-    found += [row.logits for row in rows]
+    logits += [row.logits for row in rows]
     model.commit(a, [0, 2, 4])
     model.commit(b, [0])
     kept = model.snapshot(a, 6)
@@ -79,11 +79,11 @@ def used(model: LanguageModel) -> list[torch.Tensor]:
     c = model.open()
     model.restore(c, kept, 5)
     rows = model.forward([Feed(c, [2, 3]), Feed(b, [30, 31, 32], [-1, -1, 1])])
-    found += [row.logits for row in rows]
+    logits += [row.logits for row in rows]
     assert c.tokens == [5, 6, 7, 8, 9] and b.tokens == list(range(10, 18))
     model.release(b)
     model.release(c)
-    return found
+    return logits
 
 
 def test_followers_can_do_what_they_are_told(tmp_path: Path) -> None:
@@ -93,11 +93,11 @@ def test_followers_can_do_what_they_are_told(tmp_path: Path) -> None:
     other = listener.inner
     run = other.forward
     other.forward = lambda feeds, taps=(): seen.append([row.logits for row in run(feeds)]) or []  # type: ignore[method-assign,assignment,return-value]
-    mine = used(leader)
+    leader_logits = used(leader)
     follow(other, [json.dumps(line) for line in listener.lines])
-    theirs = [logits for logits in (one for call in seen for one in call) if len(logits)]
-    assert len(mine) == len(theirs) == 4
-    assert all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
+    follower_logits = [logits for logits in (part for call in seen for part in call) if len(logits)]
+    assert len(leader_logits) == len(follower_logits) == 4
+    assert all(torch.equal(left, right) for left, right in zip(leader_logits, follower_logits, strict=True))
     assert not other._sequences
 
 
@@ -246,8 +246,8 @@ def test_two_processes_write_what_one_writes(
         beside(target, drafter).generate(PROMPTS, max_new_tokens=32, temperature=temperature, seed=7)
         for target in (split, whole)
     ]
-    assert [one.token_ids for one in outputs[0]] == [one.token_ids for one in outputs[1]]
-    assert sum(one.stats.num_accepted_tokens for one in outputs[0]) > 0 or drafter is None
+    assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]]
+    assert sum(output.stats.num_accepted_tokens for output in outputs[0]) > 0 or drafter is None
 
 
 def test_each_has_a_part(split: LanguageModel, whole: LanguageModel) -> None:
@@ -342,11 +342,11 @@ print(json.dumps([found, [part.process.pid for part in split.target.followers]])
 """
     whole = ft.load(checkpoint(tmp_path, name, "float32"), "ngram,n=2,k=5", controller="constant")
     running = in_a_process(code, str(tmp_path / name))
-    said, errors = running.communicate(timeout=200)
+    stdout, errors = running.communicate(timeout=200)
     assert running.returncode == 0, errors
     prompts = [[5, 6, 7, 8, 5, 6, 7], [9, 10, 11], [3, 4, 3, 4, 3, 4, 3]]
-    found, pids = json.loads(said)
-    assert found == [one.token_ids for one in whole.generate(prompts, max_new_tokens=24)]
+    texts, pids = json.loads(stdout)
+    assert texts == [output.token_ids for output in whole.generate(prompts, max_new_tokens=24)]
     if Path("/proc/self/stat").exists():
         assert len(pids) == 1 and gone(pids)
 
@@ -354,10 +354,10 @@ print(json.dumps([found, [part.process.pid for part in split.target.followers]])
 def test_the_command_line_splits_and_refuses(whole: LanguageModel) -> None:
     command = [sys.executable, "-m", "foretoken", "generate", "def f(", "--max-new-tokens", "8", "--json"]
     command += ["--dtype", "float32"]
-    found = subprocess.run([*command, "--tensor-parallel", "2"], capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr
+    process = subprocess.run([*command, "--tensor-parallel", "2"], capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stderr
     alone = beside(whole, None).generate("def f(", max_new_tokens=8)
-    assert json.loads(found.stdout)["token_ids"] == alone.token_ids
+    assert json.loads(process.stdout)["token_ids"] == alone.token_ids
     wrong = subprocess.run([*command, "--tensor-parallel", "3"], capture_output=True, text=True, timeout=200)
     assert wrong.returncode == 2 and len(wrong.stderr.strip().splitlines()) == 1 and "choose 2" in wrong.stderr
 

@@ -45,13 +45,13 @@ def test_it_keeps_the_protocol() -> None:
 
 
 def test_a_random_table_is_a_fixed_distribution_of_its_order() -> None:
-    one, same, other = (TableModel.random(6, seed=seed, order=2) for seed in (1, 1, 2))
-    assert torch.equal(one.distribution([3, 4, 5]), same.distribution([3, 4, 5]))
-    assert torch.equal(one.distribution([3, 4, 5]), one.distribution([0, 4, 5]))
-    assert not torch.equal(one.distribution([3, 4, 5]), one.distribution([3, 5, 5]))
-    assert not torch.equal(one.distribution([3, 4, 5]), other.distribution([3, 4, 5]))
-    assert not torch.equal(one.distribution([0]), one.distribution([0, 0]))
-    assert float(one.distribution([]).sum()) == pytest.approx(1.0, abs=1e-12)
+    table, same, other = (TableModel.random(6, seed=seed, order=2) for seed in (1, 1, 2))
+    assert torch.equal(table.distribution([3, 4, 5]), same.distribution([3, 4, 5]))
+    assert torch.equal(table.distribution([3, 4, 5]), table.distribution([0, 4, 5]))
+    assert not torch.equal(table.distribution([3, 4, 5]), table.distribution([3, 5, 5]))
+    assert not torch.equal(table.distribution([3, 4, 5]), other.distribution([3, 4, 5]))
+    assert not torch.equal(table.distribution([0]), table.distribution([0, 0]))
+    assert float(table.distribution([]).sum()) == pytest.approx(1.0, abs=1e-12)
     flat, sharp = TableModel.random(6, sharpness=0.1), TableModel.random(6, sharpness=10.0)
     assert float(flat.distribution([1]).max()) < float(sharp.distribution([1]).max())
     assert torch.equal(

@@ -70,8 +70,8 @@ def test_a_draft_model_is_quantised_where_that_is_faster(tmp_path: Path, clock: 
 
 def test_the_kind_is_the_fastest_products(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     network = new_model("llama", **SHAPE)
-    found: list[type[QuantisedProduct] | None] = [Int8Product, Int4Product, None]
-    for product, kind in zip(found, ("int8", "int4", None), strict=True):
+    products: list[type[QuantisedProduct] | None] = [Int8Product, Int4Product, None]
+    for product, kind in zip(products, ("int8", "int4", None), strict=True):
         monkeypatch.setattr(
             draft_bits, "fastest_draft_product", lambda *shape, p=product: p if p and shape[-1] == str(p.bits) else None
         )
@@ -147,4 +147,4 @@ def test_a_projection_that_shares_the_embeddings_weight_is_in_8_bits(tmp_path: P
 def test_llm_tells(tmp_path: Path, clock: dict[str, float]) -> None:
     path = saved(tmp_path)
     llm = ft.load(path, drafter=f"model:{path}")
-    assert [told["weights"] for told in llm.describe()["drafts"]] == ["int4"]
+    assert [report["weights"] for report in llm.describe()["drafts"]] == ["int4"]

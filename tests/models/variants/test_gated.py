@@ -44,11 +44,11 @@ def test_updates_of_all_rows_are_merged_weights(name: str) -> None:
     with torch.no_grad():
         plain = network(input_ids=ids).logits
         with updated(network, updates):
-            found = network(input_ids=ids).logits
+            logits = network(input_ids=ids).logits
         again = network(input_ids=ids).logits
-        wanted = with_merged_weights(network, updates)(input_ids=ids).logits
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-    assert torch.equal(plain, again) and not torch.allclose(plain, found, atol=1e-2)
+        expected = with_merged_weights(network, updates)(input_ids=ids).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert torch.equal(plain, again) and not torch.allclose(plain, logits, atol=1e-2)
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -58,21 +58,21 @@ def test_rows_behind_the_first_read_its_own_keys_and_go_through_merged_weights(l
     updates = random_updates(network)
     target, text = HuggingFaceModel(network, lean=lean), prompt_of(5)
     view, sequence = GatedModel(target, updates), target.open()
-    found = view.forward([Feed(sequence, text)])[0].logits
+    logits = view.forward([Feed(sequence, text)])[0].logits
     with torch.no_grad():
         first = network(input_ids=torch.tensor([text[:1]]), use_cache=True)
         merged_network = with_merged_weights(network, updates)
         cache = {cache_argument(network): first.past_key_values}
         rest = merged_network(input_ids=torch.tensor([text[1:]]), **cache).logits[0]
-    torch.testing.assert_close(found[0], first.logits[0, 0], rtol=0, atol=1e-5)
-    torch.testing.assert_close(found[1:], rest, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits[0], first.logits[0, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits[1:], rest, rtol=0, atol=1e-4)
 
 
 def test_recorded_graphs_run_the_targets_own_weights_alone() -> None:
     target = HuggingFaceModel(new_model("llama").double())
     view, sequence = GatedModel(target, random_updates(target.model)), target.open()
     target.prefill(sequence, prompt_of(6))
-    wanted = view.forward([Feed(sequence, [3, 4])])[0].logits
+    expected = view.forward([Feed(sequence, [3, 4])])[0].logits
     sequence.clear_scratch()
 
     class Graphs:
@@ -82,7 +82,7 @@ def test_recorded_graphs_run_the_targets_own_weights_alone() -> None:
             raise AssertionError("a graph of the target's weights")
 
     target.graphs = Graphs()
-    assert torch.equal(view.forward([Feed(sequence, [3, 4])])[0].logits, wanted)
+    assert torch.equal(view.forward([Feed(sequence, [3, 4])])[0].logits, expected)
     sequence.clear_scratch()
     with pytest.raises(AssertionError, match="a graph of the target's weights"):
         target.forward([Feed(sequence, [3, 4])])

@@ -77,7 +77,7 @@ def test_as_many_layers_of_the_largest_shape_are_timed_as_fit(
 ) -> None:
     monkeypatch.setattr(quantised_gain, "SAMPLE", sample)
     wide, narrow = [nn.Linear(32, 64) for _ in range(4)], [nn.Linear(32, 32) for _ in range(4)]
-    chosen = quantised_gain._largest([one for pair in zip(narrow, wide, strict=True) for one in pair])
+    chosen = quantised_gain._largest([layer for pair in zip(narrow, wide, strict=True) for layer in pair])
     assert chosen == wide[:expected]
 
 

@@ -41,13 +41,13 @@ def owner(request: Any, monkeypatch: pytest.MonkeyPatch, unpacked: Counter[int])
     """A model whose linear layers all are in another layout than the plain one."""
     monkeypatch.setattr("foretoken.models.linear.packing.fastest_layout", lambda dtype, shapes, names: names[-1])
     network = new_model("qwen2", hidden_size=64).float()
-    found = HuggingFaceModel(network, lean=request.param, in_place=True)
-    assert found.is_lean is request.param
+    model = HuggingFaceModel(network, lean=request.param, in_place=True)
+    assert model.is_lean is request.param
     if not any(isinstance(module, PackedLinear) for module in network.modules()):
         pytest.skip("this machine has the plain layout alone")
     monkeypatch.setattr(second_weights, "fastest_draft_product", lambda *_: Int8Product)
     unpacked.clear()
-    return found
+    return model
 
 
 def test_nothing_is_unpacked_to_find_out_whether_it_pays(
@@ -60,19 +60,19 @@ def test_nothing_is_unpacked_to_find_out_whether_it_pays(
 
 
 def test_every_projection_is_unpacked_once(owner: HuggingFaceModel, unpacked: Counter[int]) -> None:
-    packed = {id(one.projection) for one in linears(owner.model) if isinstance(one, PackedLinear)}
-    made = QuantisedWeights(owner.forwards, Scheme("8"))
+    packed = {id(module.projection) for module in linears(owner.model) if isinstance(module, PackedLinear)}
+    weights = QuantisedWeights(owner.forwards, Scheme("8"))
     assert unpacked == dict.fromkeys(packed, 1)
-    assert len(made.all_products) >= len(packed)
+    assert len(weights.all_products) >= len(packed)
 
 
 def test_weights_are_joined_as_they_stand(owner: HuggingFaceModel) -> None:
     attention = owner.model.model.layers[0].self_attn
     parts = [attention.q_proj, attention.k_proj, attention.v_proj]
     for some in (parts, parts[:1], parts[1:], parts[::2], parts[::-1]):
-        found = joined_weight(some)
-        assert torch.equal(found, torch.cat([one.weight for one in some])) and found.dtype == torch.float32
-        assert all(dtype_of(one) == torch.float32 for one in some)
+        joined = joined_weight(some)
+        assert torch.equal(joined, torch.cat([module.weight for module in some])) and joined.dtype == torch.float32
+        assert all(dtype_of(module) == torch.float32 for module in some)
     unpack_linears(owner.model)
     plain = [getattr(owner.model.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
     assert torch.equal(joined_weight(plain), joined_weight(parts)) and dtype_of(plain[0]) == torch.float32
@@ -83,9 +83,9 @@ def test_a_timed_weight_is_quantised_once_for_all_copies(monkeypatch: pytest.Mon
     for kind in (Int8Weight, Int4Weight):
         real = kind.of
 
-        def counted(*given: Any, kind: type = kind, real: Any = real) -> Any:
+        def counted(*args: Any, kind: type = kind, real: Any = real) -> Any:
             counts[kind] += 1
-            return real(*given)
+            return real(*args)
 
         monkeypatch.setattr(kind, "of", counted)
     products: list[type[QuantisedProduct]] = list(available().values())
@@ -100,10 +100,10 @@ def test_copies_lie_apart() -> None:
     weight = torch.linspace(-1, 1, 32 * 64).view(32, 64)
     x = torch.ones(1, 64)
     for kind in available().values():
-        made = make_product(kind, weight, None, 32)
-        other = made.copied()
-        assert torch.equal(made(x), other(x))
-        pairs = [(vars(made)[name], vars(other)[name]) for name in vars(made)]
+        kernel = make_product(kind, weight, None, 32)
+        copied = kernel.copied()
+        assert torch.equal(kernel(x), copied(x))
+        pairs = [(vars(kernel)[name], vars(copied)[name]) for name in vars(kernel)]
         tensors = [pair for pair in pairs if isinstance(pair[0], torch.Tensor) and pair[0].numel()]
-        assert all(one.data_ptr() != two.data_ptr() for one, two in tensors)
-        assert made.nbytes == other.nbytes
+        assert all(tensor.data_ptr() != copied_tensor.data_ptr() for tensor, copied_tensor in tensors)
+        assert kernel.nbytes == copied.nbytes

@@ -123,8 +123,8 @@ def test_a_text_within_the_budget_is_the_target(subject: Subject, name: str, lea
     assert sparse.forward_name == target.forward_name
     source = opened(target, 40)
     sequence = beside(sparse, source)
-    mine = sparse.forward([Feed(sequence, *TREE)])[0].logits
-    assert close(mine, target.forward([Feed(source, *TREE)])[0].logits)
+    logits = sparse.forward([Feed(sequence, *TREE)])[0].logits
+    assert close(logits, target.forward([Feed(source, *TREE)])[0].logits)
     for model, each in ((target, source), (sparse, sequence)):
         model.commit(each, [0, 2, 4])
     after = [model.forward([Feed(each, [9, 3])])[0].logits for model, each in ((sparse, sequence), (target, source))]
@@ -177,10 +177,10 @@ def test_a_subset_is_the_target_with_the_other_slots_masked(subject: Subject, na
     source = opened(target, 50)
     sparse = SparseModel(target, budget=20, select="recent")
     sequence = beside(sparse, source)
-    mine = sparse.forward([Feed(sequence, *TREE)])[0].logits
-    wanted = masked_logits(target, source.tokens, recent_slots(50, 20).tolist())
-    assert close(mine, wanted)
-    assert not close(mine, target.forward([Feed(source, *TREE)])[0].logits)
+    logits = sparse.forward([Feed(sequence, *TREE)])[0].logits
+    expected = masked_logits(target, source.tokens, recent_slots(50, 20).tolist())
+    assert close(logits, expected)
+    assert not close(logits, target.forward([Feed(source, *TREE)])[0].logits)
     sparse.release(sequence)
     target.release(source)
 
@@ -212,9 +212,9 @@ def test_layers_with_windows_keep_the_end(
     sparse = SparseModel(target, budget=20, select="recent")
     assert 0 < len(sparse._ends_only) < target.num_layers
     sequence = beside(sparse, source)
-    mine = sparse.forward([Feed(sequence, *TREE)])[0].logits
-    assert close(mine, masked_logits(target, source.tokens, recent_slots(50, 20).tolist(), ends))
-    assert not close(mine, target.forward([Feed(source, *TREE)])[0].logits)
+    logits = sparse.forward([Feed(sequence, *TREE)])[0].logits
+    assert close(logits, masked_logits(target, source.tokens, recent_slots(50, 20).tolist(), ends))
+    assert not close(logits, target.forward([Feed(source, *TREE)])[0].logits)
     sparse.release(sequence)
     target.release(source)
 
@@ -243,8 +243,8 @@ def test_retrieval_takes_as_many_slots_of_every_layer(subject: Subject) -> None:
     sequence = beside(sparse, source)
     for layer in sparse._ends_only:
         keys: Any = target.cache.keys[layer]
-        mine: Any = sparse.cache.keys[layer]
-        assert torch.equal(mine[sequence.row, :, :17], keys[source.row, :, 45 - 17 : 45])
+        stored: Any = sparse.cache.keys[layer]
+        assert torch.equal(stored[sequence.row, :, :17], keys[source.row, :, 45 - 17 : 45])
     assert sequence.num_slots == 17  # four chunks of 4, and the last token
     sparse.release(sequence)
     target.release(source)
@@ -266,9 +266,9 @@ def test_the_chosen_keys_and_values_are_copied_per_head(subject: Subject, name: 
         slots = retrieved_slots(keys[source.row, :, :45], queries[layer], 20, 4, 0.5)
         for head, chosen in enumerate(slots.tolist()):
             differing += chosen != slots[0].tolist()
-            for mine, theirs in ((sparse.cache.keys, keys), (sparse.cache.values, values)):
-                stored: Any = mine[layer]
-                assert torch.equal(stored[sequence.row, head, : len(chosen)], theirs[source.row, head, chosen])
+            for cached, source_layer in ((sparse.cache.keys, keys), (sparse.cache.values, values)):
+                stored: Any = cached[layer]
+                assert torch.equal(stored[sequence.row, head, : len(chosen)], source_layer[source.row, head, chosen])
     assert differing or target.cache.keys[0].shape[1] == 1  # type: ignore[union-attr]
     sparse.release(sequence)
     target.release(source)
@@ -318,8 +318,8 @@ def test_ragged_rows_equal_single_ones_while_rows_move() -> None:
     sources = [opened_llama(target, length, start=length) for length in lengths]
     sequences = [beside(sparse, source) for source in sources]
     batched = sparse.forward([Feed(sequence, *TREE) for sequence in sequences])
-    for rows, wanted in zip(batched, alone, strict=True):
-        torch.testing.assert_close(rows.logits, wanted, rtol=0, atol=1e-10)
+    for rows, expected in zip(batched, alone, strict=True):
+        torch.testing.assert_close(rows.logits, expected, rtol=0, atol=1e-10)
     for sequence in sequences:
         sparse.commit(sequence, ())
     target.release(sources[0])  # the last one moves to row 0
@@ -338,14 +338,14 @@ def test_tokens_that_were_committed_stay_behind_the_subset() -> None:
     source = opened_llama(target, 40)
     once, often = beside(sparse, source), beside(sparse, source)
     text = [3, 1, 4, 1, 5]
-    wanted = sparse.forward([Feed(once, [*text, 9])])[0].logits[-1]
+    expected = sparse.forward([Feed(once, [*text, 9])])[0].logits[-1]
     sparse.forward([Feed(often, [3, 8, 1, 1], [-1, 0, 0, 2])])
     assert sparse.catch_up(often, [*source.tokens, *text, 9]) == [4, 1, 5, 9]
     got = sparse.forward([Feed(often, [4, 1, 5, 9])])[0].logits[-1]
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     sparse.rewind(often, 41)
     got = sparse.forward([Feed(often, [1, 4, 1, 5, 9])])[0].logits[-1]
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     with pytest.raises(CapabilityError, match="cannot give back"):
         sparse.rewind(often, 39)
     with pytest.raises(ValueError, match="from its end only"):
@@ -482,6 +482,6 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
     target = HuggingFaceModel(MistralForCausalLM(config).to(torch.float64))
     sparse = SparseModel(target, budget=20, select="recent")
     source = opened_llama(target, 60)
-    mine = sparse.forward([Feed(beside(sparse, source), *TREE)])[0].logits
+    logits = sparse.forward([Feed(beside(sparse, source), *TREE)])[0].logits
     with torch.inference_mode():
-        assert close(mine, masked_logits(target, source.tokens, recent_slots(60, 20).tolist()))
+        assert close(logits, masked_logits(target, source.tokens, recent_slots(60, 20).tolist()))
