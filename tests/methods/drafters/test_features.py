@@ -69,10 +69,8 @@ def test_place_by_place_equals_the_whole_text(family: Any) -> None:
     rest = model.forward([Feed(sequence, tokens[3:], states=states[3:])])[0]
     got = torch.cat([first.taps["state"], rest.taps["state"]])
     assert torch.allclose(got, whole, atol=1e-4)
-    cached_logits = torch.cat([first.logits, rest.logits]).double()
-    assert float((cached_logits - logits).abs().max()) < 0.05 * float(
-        logits.std()
-    )  # the projection is packed in bfloat16
+    cached = torch.cat([first.logits, rest.logits]).double()
+    assert float((cached - logits).abs().max()) < 0.05 * float(logits.std())  # the projection is packed in bfloat16
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -177,11 +177,9 @@ def test_the_verification_rewrites_what_was_drafted() -> None:
             target.release(fresh)
             if kept is None or read is None:
                 continue
-            for cached, reread in zip(kept.layers, read.layers, strict=True):
-                assert cached is not None and reread is not None
-                assert torch.allclose(cached[0], reread[0], atol=1e-9) and torch.allclose(
-                    cached[1], reread[1], atol=1e-9
-                )
+            for layer, again in zip(kept.layers, read.layers, strict=True):
+                assert layer is not None and again is not None
+                assert torch.allclose(layer[0], again[0], atol=1e-9) and torch.allclose(layer[1], again[1], atol=1e-9)
             rounds += 1
     assert rounds > 10
 
