@@ -52,7 +52,7 @@ def test_tensors_of_one_text_are_all_its_rows() -> None:
 @pytest.mark.parametrize("sizes", [[5, 1, 1, 3, 1], [1] * (2 * RECENT + 3)])
 @pytest.mark.parametrize("batch", [1, 4, 4 * HELD])
 def test_a_text_is_its_parts_one_after_the_other(sizes: list[int], batch: int) -> None:
-    """However it is cut, and whatever of it was copied meanwhile."""
+    """The text may be cut anywhere, and parts of it may have been copied meanwhile."""
     text, whole = HiddenText(), []
     for number, size in enumerate(sizes):
         states = forward(batch, size, seed=number)

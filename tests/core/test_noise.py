@@ -192,7 +192,7 @@ STEPS = [(0, 1, 0), (1, 0, 0), (0, 0, 1), (1, 1, 0), (-1, 1, 0), (0, 2, 0), (2**
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_neighbours_are_independent(step: tuple[int, int, int]) -> None:
-    """Of the numbers themselves by their correlation; of winners among four tokens by chi-square on all pairs."""
+    """Tests the correlation of the numbers, and by chi-square all pairs of winners among four tokens."""
     pairs, winners = [], []
     for i in range(COUNT // 8):
         numbers = Noise(10 + i).exponentials(2 * i, 17)

@@ -1,4 +1,4 @@
-"""What Transformers says is the host program's to decide, whatever we switch off meanwhile, in however many threads."""
+"""The host program decides what Transformers prints, whatever we switch off meanwhile and in how many threads."""
 
 from __future__ import annotations
 

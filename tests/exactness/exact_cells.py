@@ -152,7 +152,7 @@ def side(box: Box, index: int) -> tuple[float, float]:
 
 @contextmanager
 def watching(points: Points) -> Iterator[None]:
-    """Within, searches in running sums are noted; they find what they find otherwise."""
+    """Searches in running sums are noted inside this context; their results stay the same."""
     search = torch.searchsorted
 
     def noted(sums: Tensor, goals: Tensor, **more: Any) -> Tensor:
@@ -251,7 +251,7 @@ def differences(
     prompt: Sequence[int] = PROMPT,
     lengths: Sequence[int] = LENGTHS,
 ) -> dict[str, Found]:
-    """What was found in each mode, for the longest texts that have not too many boxes, the shortest at least."""
+    """The result of each mode, for the longest texts that have not too many boxes, the shortest at least."""
     results: dict[str, Found] = {}
     for mode in modes:
         for length in lengths:

@@ -23,7 +23,7 @@ from toys import joint_distribution, llamas, sampled_p_value, tables
 
 AUTO = "auto"
 SAMPLES, SAMPLED_BATCH = 1000, 32
-"""Of every cell that is sampled: so many texts, drawn so many at a time."""
+"""The number of texts of a sampled cell, and how many are drawn at a time."""
 SAMPLED_PROMPT, SAMPLED_TOKENS = [0, 1, 2, 3, 0, 1], 4
 
 

@@ -75,7 +75,7 @@ class NoResidual(ChainRule):
 
 
 class ResidualAsItIs(ChainRule):
-    """Not normalised: a uniform beyond the sum finds the last token."""
+    """The residual is not normalised: a uniform beyond the sum finds the last token."""
 
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
         rest = (p - q).clamp(min=0.0)

@@ -1,4 +1,4 @@
-"""What drafters say of themselves agrees with what they do: nobody looks at which methods a class has."""
+"""The traits that drafters declare agree with their behaviour: nobody looks at which methods a class has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foretoken.registry import rows
 from toys import llamas
 
 DRAWING = ("_expand", "_add_children", "_candidates")
-"""What makes distributions and draws from them, request by request."""
+"""The functions that make distributions and draw from them, request by request."""
 
 
 def does_something(drafter: Drafter) -> bool:

@@ -104,7 +104,7 @@ def pool(number: int) -> Request:
 
 @cache
 def alone(number: int) -> Running:
-    """What a request writes by itself, plainly."""
+    """The output of a request that runs alone under plain decoding."""
     (run,) = serve(engine(llamas()[0], tokenizer=Letters()), [pool(number)])
     assert run.error is None, run.error
     return run
@@ -198,7 +198,7 @@ def test_every_request_of_a_random_mix_writes_what_it_writes_alone(case: Case, n
 
 
 def test_the_pool_has_every_option() -> None:
-    """Else the mixes would show less than they say."""
+    """A pool that lacks an option would let the mixes show less than they claim."""
     every = [pool(i) for i in range(POOL)]
     for name in ("stop", "prediction", "stop_token_ids", "min_tokens", "constraint", "explain", "priority"):
         assert any(getattr(entry, name) for entry in every), name

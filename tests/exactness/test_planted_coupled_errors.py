@@ -235,7 +235,7 @@ def test_an_unfiltered_target_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_unfiltered_race_in_the_batched_call_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one request the target filters, of several it does not: their texts depend on the company."""
+    """The target filters a single request and not several: texts then depend on what else is in the batch."""
     target, draft = tables()
     fixed = batched.fixed_tokens
     monkeypatch.setattr(
@@ -265,7 +265,7 @@ class Shifted(MarkovTable):
 
 
 def test_a_race_in_float16_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its distribution where both arms have it, for ties go to the lower id; by equality where one arm has it."""
+    """The distribution shows it if both arms have it (ties go to the lower id); the texts differ if one arm has it."""
     p, q = tables()
     target = Shifted(p.table, p.vocab_size)
     assert pair_chance(engine(target, chain(q)), target) > FALSE_ALARM
@@ -322,7 +322,7 @@ class TakesTheChild(CoupledVerifier):
 
 
 class NextBest(CoupledVerifier):
-    """Where no child has the winner, the second in the race is looked for among them, too."""
+    """If no child has the winner, the walk also looks for the second in the race."""
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         def choose(node: int, children: Sequence[int]) -> int:

@@ -95,7 +95,7 @@ def controllers() -> list[str]:
 @pytest.mark.parametrize("drafter", ["chain", "tree", "dynamic", "group", "union"])
 @pytest.mark.parametrize("controller", controllers())
 def test_every_controller_leaves_the_text_of_the_seed(controller: str, drafter: str) -> None:
-    """However much is drafted, and whatever clock or bandit decides it."""
+    """The text does not depend on how much is drafted, nor on the clock or bandit that decides it."""
     target, draft = llamas()
     built: Controller = build_controller(controller)
     speculative = engine(target, drafters(target, draft)[drafter], None, built, max_batch=4)

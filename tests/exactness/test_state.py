@@ -138,7 +138,7 @@ def steps(shared: Engine, count: int) -> dict[int, list[int]]:
 
 @each_case
 def test_proposals_keep_to_the_budget(name: str, case: Case) -> None:
-    """Not more nodes than asked for, the root first (what is too deep the engine cuts itself)."""
+    """A proposal begins with the root and has no more nodes than asked for (the engine itself cuts deep nodes)."""
     target, draft = llamas(vocab=4) if case.network else tables()
     drafter = case.build(target, draft)
     speculative = engine(target, drafter)

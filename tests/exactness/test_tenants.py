@@ -1,4 +1,4 @@
-"""What drafters learn across requests stays with the tenant, and kept texts change no draft: every drafter there is."""
+"""Every drafter keeps what it learns across requests within the tenant, and kept texts change no draft."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CHANGING = {name: build for name, build in SHARING.items() if name != "cascade"}
 
 
 def requests(salt: str) -> list[Request]:
-    """What both tenants ask: the same, which is where the other's texts would help most."""
+    """Both tenants send the same prompts, which is where the other's texts would help most."""
     return [
         Request(prompt, SamplingParams(temperature=float(i % 2)), 24, seed=i, cache_salt=salt, explain=True)
         for i, prompt in enumerate(PROMPTS)
@@ -99,7 +99,7 @@ def test_nothing_of_one_tenant_is_drafted_for_another(build: Build) -> None:
 
 @pytest.mark.parametrize("build", CHANGING.values(), ids=CHANGING)
 def test_a_tenant_learns_from_itself(build: Build) -> None:
-    """Else the test above would see no difference between sharing and not."""
+    """The control of the test above, which could not tell sharing from not sharing if nothing were learnt."""
     salt = "" if build is SHARING["online"] else "a"
     serving = make(build)
     first = [drafts(serving, salt) for _ in range(3)][-1]

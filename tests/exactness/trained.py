@@ -29,7 +29,7 @@ _STEPS: ContextVar[int] = ContextVar("steps of training", default=STEPS)
 
 @contextmanager
 def only_built() -> Iterator[None]:
-    """What is made meanwhile learns nothing: for those who ask a drafter for its traits, and decode nothing."""
+    """Drafters made inside this context learn nothing: for tests that read traits and decode nothing."""
     before = _STEPS.set(0)
     yield
     _STEPS.reset(before)

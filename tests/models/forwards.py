@@ -1,4 +1,4 @@
-"""What a forward is asked, and comparing two of them: shared by the tests of the lean forward."""
+"""Feeds for forwards and the comparison of two of them: shared by the tests of the lean forward."""
 
 from __future__ import annotations
 

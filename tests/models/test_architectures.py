@@ -212,7 +212,7 @@ def test_growing_level_by_level_is_one_call(subject: Subject) -> None:
 
 
 def test_catch_up_keeps_what_was_accepted(subject: Subject) -> None:
-    """What a draft model does every round: match its scratch against the text, keep that path, feed the rest."""
+    """Does a draft model's round: match its scratch against the text, keep that path, feed the rest."""
     prompt = prompt_of(9)
     sequence = subject.at(prompt[:-1])
     # (tokens that became text since the last round, how many of them must be fed): the last one is always fed.

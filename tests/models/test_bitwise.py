@@ -73,7 +73,7 @@ def in_a_tree(model: HuggingFaceModel, prompt: list[int], path: list[int], rng: 
 
 
 def differing_rows(model: HuggingFaceModel, trees: int) -> int:
-    """Of ``8 * trees`` rows, how many have other bits inside a tree than alone."""
+    """How many of ``8 * trees`` rows have other bits inside a tree than alone."""
     rng, count = random.Random(0), 0
     for i in range(trees):
         prompt, path = prompt_of(10 + 4 * i, seed=i), prompt_of(8, seed=100 + i)

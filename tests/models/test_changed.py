@@ -25,7 +25,7 @@ DRAFTERS = [None, "ngram,n=2,k=3", "early_exit,layer=1", "quantized,bits=8,k=3"]
 
 
 def truth(model: Any) -> list[int]:
-    """What the network itself says now, by its own forward over the whole text."""
+    """The greedy answer of the network's own forward over the whole text, as it is now."""
     text = list(PROMPT)
     training = model.training
     model.eval()
@@ -187,7 +187,7 @@ def test_the_next_text_is_that_of_the_changed_network(change: Callable[[Any], No
 
 
 def test_a_forward_that_is_put_on_a_class_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what was loaded before, by new loads, and inside ``generate``; and so is the old one that is put back."""
+    """Models loaded before, new loads and ``generate`` run it, and the old one again once that is put back."""
     model, ids = llama(eos=None), torch.tensor([PROMPT])
     llm, kept = ft.load(model, drafter="ngram"), ft.CustomGenerate(drafter="ngram")
 

@@ -215,7 +215,7 @@ def test_an_input_is_read_once(network: Any, plain: list[list[int]], chunk: int 
 
 
 def test_penalties_and_processors_see_the_answer_alone(network: Any, target: EncoderDecoderModel) -> None:
-    """As Transformers has it: what the encoder reads is not penalised."""
+    """As in Transformers, the encoder's input is not penalised."""
     (answer,) = written(target, "ngram,k=3", PROMPTS[:1], repetition_penalty=1.7)
     assert answer == by_transformers(network, PROMPTS[0], NEW, repetition_penalty=1.7)
     lengths: list[int] = []

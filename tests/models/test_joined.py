@@ -42,7 +42,7 @@ def qwen() -> Iterator[Any]:
 
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What self-tests have found is not remembered."""
+    """The results of self-tests are not remembered."""
     monkeypatch.setattr("foretoken.models.stateful._JOINED", {})
 
 

@@ -21,7 +21,7 @@ V = 11
 
 
 class Counting:
-    """Of a token at position p it says that ``token + p`` comes next, and hands out how many slots its row sees."""
+    """Predicts ``token + p`` after a token at position p, and hands out how many slots its row sees."""
 
     model = None
     name, context_why, rotary, spared = "counting", "", None, None

@@ -137,7 +137,7 @@ def test_a_dropped_root_is_read_again_once(qwen: Any) -> None:
 
 @pytest.mark.parametrize("replay", ["lazy", "capture"])
 def test_drafting_one_by_one_and_catching_up(qwen: Any, replay: str) -> None:
-    """What a draft model does: its scratch grows token by token, and the text decides what stays."""
+    """As in a draft model, the scratch grows token by token, and the text decides what stays."""
     model = StatefulModel(qwen, replay=replay)
     sequence = model.open()
     text = prompt_of(9)

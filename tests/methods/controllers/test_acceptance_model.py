@@ -89,7 +89,7 @@ def test_what_was_long_ago_counts_less_also_where_nothing_came_since() -> None:
 
 
 def test_a_text_tells_more_of_what_copies_than_of_a_network() -> None:
-    """Where few texts can be copied, four drafts that were right move what copies, and hardly a network."""
+    """If few texts can be copied, four right drafts raise the outlook of copies much, and a network's hardly."""
     outlooks = []
     for cost in (0.0, 0.2):
         model, own = AcceptanceModel(members(1, cost), keep=1.0), DraftCounts()

@@ -56,7 +56,7 @@ def test_auto_finds_the_best_and_never_loses(name: str, batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("accepts", [0.3, 0.45, 0.6, 0.75])
 def test_auto_knows_what_plain_decoding_costs_when_nothing_evicts_the_target(accepts: float, batch: int) -> None:
-    """Beside drafts plain rounds take 1.5 times as long: compared with those, a loss of a fifth would be a gain."""
+    """Plain rounds beside drafts take 1.5 times as long: compared with those, a loss of a fifth would be a gain."""
 
     def world(seed: int = 0) -> World:
         return World([Member(0.03, accepts, deepest=4)], seed=seed, evicted=1.5)
@@ -346,7 +346,7 @@ def test_what_costs_is_measured_first_at_two_lengths(deepest: int, long: int) ->
 def test_plain_decoding_is_measured_again_where_its_first_rounds_were_slow(
     again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else drafts that do not pay would seem to, for ever."""
+    """Otherwise drafts that do not pay would seem to pay for ever."""
     world = World([Member(0.03, 0.25, deepest=1)], speed=lambda number: 1.6 if number in (3, 5, 7) else 1.0)
     controller = attached(world)
     if not again:

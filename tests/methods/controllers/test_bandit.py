@@ -158,7 +158,7 @@ def test_batch_sizes_are_told_apart_within_a_factor_of_two() -> None:
 
 @pytest.mark.parametrize("share", [True, False])
 def test_an_arm_is_paid_for_its_own_round_where_others_of_the_batch_were_not_asked_about(share: bool) -> None:
-    """Of the two requests of every round one brings its own tree; once the other's first arm stayed the last."""
+    """One of the two requests of a round brings its own tree; the other once kept its first arm to the end."""
     controller, request = BanditController("4", explore=0.0, c="0.1", share=share), context()
     controller.attach(EIGHT)
     played = []

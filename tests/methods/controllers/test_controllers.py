@@ -70,7 +70,7 @@ def test_heuristic_two_up_one_down() -> None:
 
 
 def test_heuristic_grows_when_the_deepest_path_of_a_tree_was_accepted() -> None:
-    """Of 14 nodes on 3 levels at most 3 can be accepted."""
+    """At most 3 of 14 nodes on 3 levels can be accepted."""
     controller, request = HeuristicController(start=3), context()
     controller.observe(request, record(14, 3, depth=3))
     assert controller.budget(request, 1).max_depth == 5

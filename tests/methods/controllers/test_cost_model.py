@@ -93,7 +93,7 @@ def test_noise_is_averaged_away(seed: int) -> None:
 
 
 def test_a_machine_that_gets_slower_makes_nothing_more_expensive() -> None:
-    """Only what is in use is seen; the drift factor moves, and all costs stay comparable."""
+    """Only the shape in use is measured; the drift factor moves, and all costs stay comparable."""
     costs = calibrated(rounds=SAMPLES)
     before = [costs.round_s(1, 1), costs.round_s(4, 20), costs.draft_s(0, 4, 4)]
     for _ in range(100):

@@ -91,7 +91,7 @@ def test_every_path_of_a_tree_has_its_own_product() -> None:
 
 
 def test_the_head_sees_the_state_behind_the_token() -> None:
-    """What it is shown after x1 is the draft model's last hidden state of that token in its place."""
+    """After x1 the head sees the draft model's last hidden state of that token at its place."""
     _, draft = llamas()
     net = Says([0.99], [0.99])
     tree = propose(ModelDrafter(draft, k=3), Budget(8, 64, stop=HeadStop(net, 0.5)))

@@ -296,7 +296,7 @@ class Watching:
 def shown(
     target: LanguageModel, drafter: Drafter, tokens: list[int], params: SamplingParams, seed: int | None = None
 ) -> list[tuple[Tensor | None, float]]:
-    """What a drafter shows a stop rule in its first round."""
+    """The distributions and chances that a drafter shows a stop rule in its first round."""
     watching = Watching()
 
     class Once(SvipController):
@@ -355,7 +355,7 @@ def test_drafters_with_a_network_show_whole_distributions(name: str, temperature
 
 
 def test_counting_drafters_show_frequencies_and_no_distribution() -> None:
-    """After 1 2 comes 3 twice and 4 once: 3 is shown with 2/3."""
+    """The tokens 1 2 are followed by 3 twice and by 4 once: 3 is shown with 2/3."""
     target = MarkovTable(lambda _: (0.2,) * 5, 5)
     tokens = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 0, 1, 2]
     seen = shown(target, SuffixDrafter(), tokens, SamplingParams())

@@ -38,7 +38,7 @@ def started(drafter: ModelDrafter, params: SamplingParams, seed: int | None = No
 
 
 def outcomes(drafter: AheadDrafter, context: Context) -> list[tuple[int, ...]]:
-    """What is drafted for, when that is done."""
+    """The outcomes that are drafted for, after the drafting has ended."""
     drafter._wait()
     ahead: Ahead = context.state[drafter, "ahead"]
     return [branch.outcome for branch in ahead.branches]
@@ -58,7 +58,7 @@ def test_texts_are_those_of_plain_decoding(mode: str, thread: bool) -> None:
 
 
 def test_a_forked_process_drafts_ahead_in_a_thread_of_its_own() -> None:
-    """With one thread for PyTorch a process may be forked; it waited for ever for the thread that stayed behind."""
+    """A process with one PyTorch thread may be forked; the fork once waited for ever for a thread of its parent."""
     target, draft = llamas()
     request, drafter = Request(PROMPT, max_new_tokens=20), AheadDrafter(draft, k=3, target=target)
     serving = engine(target, drafter)

@@ -356,7 +356,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_lossy_rules_from_exact_to_everything(folder: Path, exact: str, everything: str) -> None:
-    """At one end of its dial a rule is greedy decoding, at the other every block is whole."""
+    """A rule is greedy decoding at one end of its range, and accepts every block at the other."""
     prompt = "def add(a, b):\n    return"
     options: dict[str, Any] = {
         "controller": "constant",

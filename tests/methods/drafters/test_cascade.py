@@ -82,7 +82,7 @@ def cascade(inner: Drafter | None = None, draft: LanguageModel | None = None, **
 )
 @pytest.mark.parametrize("params", [T1, SamplingParams()], ids=["sampled", "greedy"])
 def test_a_chain_has_the_length_that_was_asked_for(params: SamplingParams, budget: Budget, length: int) -> None:
-    """Whatever the inner drafter guesses, right or wrong, too much or nothing."""
+    """The inner drafter may guess anything: right or wrong, too much or nothing."""
     for inner in (
         NgramDrafter(),
         ScriptedDrafter("1 2 3 0 1 2 3 0 1 2 3 0"),
@@ -266,7 +266,7 @@ def test_whether_drafts_depend_on_other_requests() -> None:
 
 
 def indexed(drafter: Drafter, context: Context) -> Any:
-    """What a drafter proposes for every budget: all that can be seen of its state."""
+    """The drafter's proposals for every budget, which are all that can be seen of its state."""
     return [drafter.propose(context, Budget(n, n)) for n in (1, 3, 8)]
 
 

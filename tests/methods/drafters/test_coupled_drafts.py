@@ -1,4 +1,4 @@
-"""With noise, the candidates of every drafter that has a distribution are the first in the race on it, as points."""
+"""Every drafter with a distribution drafts, for a request with noise, the first in the race on it, as points."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_rows_without_hope_are_left_alone() -> None:
 
 
 def test_rows_of_several_requests_race_each_on_its_noise() -> None:
-    """Beside requests without noise, which get the largest logits."""
+    """Requests without noise beside them get the largest logits."""
     contexts = [request(seed=1), request(seed=None), request(MODES["filters"], 2), request(SamplingParams(), 3)]
     generator = torch.Generator().manual_seed(0)
     owners = [contexts[i] for i in (0, 1, 2, 3, 0, 2)]
@@ -558,7 +558,7 @@ def test_bpd(params: SamplingParams) -> None:
 
 
 def written(model: LanguageModel, context: Context, count: int, drafts: Sequence[int] = ()) -> list[int]:
-    """What plain decoding of ``model`` writes behind the text and ``drafts`` with the request's noise."""
+    """The tokens that plain decoding of ``model`` writes behind the text and ``drafts`` with the request's noise."""
     tokens = list(drafts)
     for _ in range(count):
         tokens += race(context, next_logits(model, [*context.tokens, *tokens]), tokens, 1)
@@ -585,7 +585,7 @@ def test_cascades_write_what_the_draft_model_would(inner: str, params: SamplingP
 
 
 def test_the_guesses_inside_a_cascade_race_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the noise of the request, at the positions of the inner text: they are right more often than best guesses."""
+    """Inner guesses race on the request's noise at the inner text's positions; they beat the best guesses."""
     forwards = {}
     for draw in ("iid", "greedy"):
         other, draft = tables(vocab=6, closeness=0.8)
@@ -810,7 +810,7 @@ def test_tokens_that_a_filter_leaves_out_are_not_drafted(name: str) -> None:
 
 @pytest.mark.parametrize("tree", ["1x1x1", "3x2x2"])
 def test_nothing_is_drafted_where_nothing_is_possible(tree: str) -> None:
-    """Behind token 4 the request allows nothing: a node that holds it is a leaf."""
+    """The request allows nothing behind token 4: a node that holds it is a leaf."""
     draft = TableModel(lambda prefix: [0.1] * 4 + [0.5, 0.1], 6)
     leaves = 0
     for seed in range(10):
@@ -862,7 +862,7 @@ def test_swift_ends_where_nothing_is_possible() -> None:
 @pytest.mark.parametrize("seed", [0, None])
 @pytest.mark.parametrize("mode", ["T=1", "filters", "penalties"])
 def test_greedy_drafts_are_the_likeliest_tokens(seed: int | None, mode: str) -> None:
-    """With ``draw=greedy`` noise has no say."""
+    """Noise has no influence with ``draw=greedy``."""
     draft, context = tables(vocab=7)[1], request(MODES[mode], seed)
     for options in ({"k": 3}, {"tree": "2x2x1"}):
         tree = propose(ModelDrafter(draft, draw="greedy", **options), context)  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def test_a_convolution_by_hand() -> None:
 
 @torch.no_grad()
 def test_nothing_leaks_over_a_blocks_start() -> None:
-    """With the attention shut off a row depends on rows before it in its block, and on nothing else."""
+    """Without attention a row depends on the rows before it in its block, and on nothing else."""
     model = target()
     net = random_net(Dflash2Drafter, model, group=4, causal="1")
     for layer in net.layers:

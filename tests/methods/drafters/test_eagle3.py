@@ -72,7 +72,7 @@ def toy_batch(recipe: FeatureRecipe, length: int = 12, texts: int = 2) -> Batch:
 @pytest.mark.parametrize("kind", [Eagle3Recipe, EagleRecipe, MtpRecipe])
 @torch.no_grad()
 def test_a_step_of_training_is_a_step_of_drafting(kind: type[FeatureRecipe]) -> None:
-    """From every row: true features are committed, own outputs are drafted on, one token after another."""
+    """Every row commits the true features before it and drafts on its own outputs, token by token."""
     recipe = toy_recipe(kind)
     batch = toy_batch(recipe)
     features = true_features(recipe, batch)

@@ -49,7 +49,7 @@ def new_drafter(family: Any, target: HuggingFaceModel, **options: Any) -> Featur
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_place_by_place_equals_the_whole_text(family: Any) -> None:
-    """What the cache gives, in pieces and behind a dropped branch, is what one causal pass gives."""
+    """Reading in pieces through the cache, also behind a dropped branch, gives the outputs of one causal pass."""
     _, net, config = family
     target = llamas()[0]
     parts = TargetParts(target)

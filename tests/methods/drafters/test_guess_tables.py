@@ -1,4 +1,4 @@
-"""What a block drafter knows of all places at once is what it says place by place."""
+"""A block drafter gives the same guesses for all places at once and place by place."""
 
 from __future__ import annotations
 

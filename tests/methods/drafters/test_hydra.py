@@ -195,7 +195,7 @@ def test_more_ranks_than_tokens() -> None:
 
 
 def test_a_prefix_layer_reads_the_whole_text_round_by_round() -> None:
-    """What the heads are given in an engine is what one causal pass over the text gives, at every round."""
+    """In every round of an engine the heads get the states that one causal pass over the text gives."""
     target = llamas(torch.float32)[0]
     parts = TargetParts(target)
     net = heads(parts, prefix=True)
@@ -304,7 +304,7 @@ def test_medusa_cannot_learn_it() -> None:
 
 
 def test_accuracies_are_those_of_every_head_below_a_right_path() -> None:
-    """Against a plain count over the places of a text."""
+    """The measured accuracies equal a plain count over the places of a text."""
     target = llamas(torch.float32)[0]
     parts = TargetParts(target)
     recipe: Any = find_recipe("hydra")(target, parts, {"heads": "2"})

@@ -95,7 +95,7 @@ class Sometimes(Controller):
 
 
 def test_place_by_place_equals_the_whole_text() -> None:
-    """What the cache gives, in pieces and behind a dropped branch, is what one causal pass gives."""
+    """Reading in pieces through the cache, also behind a dropped branch, gives the outputs of one causal pass."""
     target = llamas()[0]
     net = net_for(target, 1)
     states = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
@@ -282,7 +282,7 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_draft_that_was_broken_off_is_forgotten() -> None:
-    """What the target and the adapter read of it is dropped before the next draft."""
+    """The rows that target and adapter read of it are dropped before the next draft."""
     target = model()
     drafter = drafter_for(target, eta=0.0)
     context = started(target, drafter, PROMPTS[0], SamplingParams())

@@ -1,4 +1,4 @@
-"""What is known is drafted first: forced tokens, then a prediction, then the inner drafter's guess."""
+"""Known tokens are drafted first: forced tokens, then a prediction, then the inner drafter's guess."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T1 = SamplingParams(temperature=1.0)
 
 
 class Forcing:
-    """After an even number of output tokens comes what the table says is possible; nothing is masked."""
+    """An even number of output tokens is followed by what the table says is possible; nothing is masked."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens, self.asked = list(tokens), 0

@@ -426,7 +426,7 @@ class Uniforms(Rng):
 
 @pytest.mark.parametrize("size", [32_000, 50_000])
 def test_every_token_of_a_large_vocabulary_can_be_drawn(size: int) -> None:
-    """By a uniform from the middle of its share: in float32 a sixth of them had none."""
+    """A uniform from the middle of a token's share draws it: in float32 a sixth of the tokens had none."""
     q = torch.softmax(3 * torch.randn(size, generator=torch.Generator().manual_seed(0)), -1)
     cdf = q.double().cumsum(0)
     tokens = list(range(0, size, 53))

@@ -1,4 +1,4 @@
-"""What a checkpoint's multi-token prediction head may lack or hold too much of, and how its experts are stacked."""
+"""Missing and surplus tensors of a checkpoint's multi-token prediction head, and how its experts are stacked."""
 
 from __future__ import annotations
 

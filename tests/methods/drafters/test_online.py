@@ -473,7 +473,7 @@ class Held:
 
 
 def test_serving_goes_on_while_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was learnt is served from the next draft on, all of it at once; the text stays what it is."""
+    """An update is served from the next draft on, all of it at once; the text stays the same."""
     target, draft = llamas(torch.float32)
     drafter = OnlineDrafter(draft, k=3, target=target, every=1, lr=1e-2, budget=1.0)
     learner = learner_of(drafter)

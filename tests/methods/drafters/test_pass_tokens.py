@@ -224,7 +224,7 @@ def test_drafting_says_what_training_sees(lean: bool) -> None:
 
 
 def test_the_loss_is_the_cross_entropy_at_the_right_offsets() -> None:
-    """Against a plain loop: look-ahead token i below column c is asked for the token at c + i + 1 (i from 1)."""
+    """The loss equals a plain loop: look-ahead token i below column c predicts the token at c + i + 1 (i from 1)."""
     target = llamas()[0]
     parts = TargetParts(target)
     target.model.requires_grad_(False)

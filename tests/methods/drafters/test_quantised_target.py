@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def older(folder: Path) -> None:
-    """What a folder looks like that an older version wrote."""
+    """The folder of a drafter as an older version wrote it."""
     file = folder / "drafter.json"
     content = json.loads(file.read_text())
     del content["target"]["kept"], content["target"]["storage"]

@@ -109,7 +109,7 @@ def test_the_text_is_that_of_plain_decoding(lean: bool, params: SamplingParams, 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "phi3", "olmo2", "gpt_neox", "opt", "qwen3_moe"])
 def test_families(name: str) -> None:
-    """With biases, norms on heads, sliding windows, experts: whatever holds linear layers."""
+    """Families with biases, norms on heads, sliding windows and experts."""
     target = model(name, torch.float32)
     drafter = QuantizedDrafter(target, "8", tree="2x1x1")
     runs = serve(engine(target, drafter), requests())
@@ -118,7 +118,7 @@ def test_families(name: str) -> None:
 
 
 def test_both_forwards_draft_the_same(product: str) -> None:
-    """By one product: the fastest is a matter of timing, and two of them round differently."""
+    """Both use one kernel: which is the fastest depends on timing, and two of them round differently."""
     logits = []
     for lean in (True, False):
         target = model("qwen2", lean=lean)
@@ -189,7 +189,7 @@ def test_no_trace_of_the_draft_is_left(dtype: torch.dtype) -> None:
 
 
 def test_a_draft_that_stays_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the restatement, what the quantised network wrote would be kept: the check above sees it."""
+    """The check above sees it if the rows that the quantised network wrote are kept."""
     network = new_model("llama", hidden_size=64)
     target = HuggingFaceModel(network, exact="bitwise")
     *_, (_, expected) = rows_after_rounds(HuggingFaceModel(network, exact="bitwise"), None, 12)
@@ -248,7 +248,7 @@ def test_bits_16_accept_everything() -> None:
 
 
 def test_acceptance_on_the_builtin_target(product: str) -> None:
-    """At least .9 of int8 drafts are accepted, .75 of int4."""
+    """At least .9 of the int8 drafts are accepted, and .75 of the int4 drafts."""
     target = builtin()
     target.forwards.second = {}
     prompts = [list(range(400, 424)), [50, 90, 17], list(range(1000, 1020))]

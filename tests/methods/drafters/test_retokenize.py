@@ -113,7 +113,7 @@ def test_no_border_no_draft() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("other", ["zoo", "bytes"])
 def test_the_draft_models_text_is_the_targets(kind: str, other: str, lookbehind: int) -> None:
-    """However the text arrives, whole characters of it are what the draft model reads."""
+    """The draft model reads whole characters of the text, however the text arrives."""
     draft_vocab, target_vocab = vocabulary(kind), vocabulary(other)
     drafter = RetokenizeDrafter(Writer(draft_vocab), draft_vocab, target_vocab, lookbehind=lookbehind)
     ids = target_vocab.encode(TEXT)
@@ -144,7 +144,7 @@ def test_repeated_text_is_counted_right() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_a_writer_of_the_same_text_is_followed(kind: str, k: int) -> None:
-    """What a draft model that knows the text proposes is right, but for the words that a draft cuts short."""
+    """A draft model that knows the text proposes right tokens, except in words that a draft cuts short."""
     start = 12
     target_vocab, draft_vocab = vocabulary("zoo"), vocabulary(kind)
     ids = target_vocab.encode(TEXT)

@@ -112,7 +112,7 @@ def test_the_member_that_is_named_drafts(member: int) -> None:
 
 @pytest.mark.parametrize("member", [0, 1, None])
 def test_what_copies_is_noted_beside_a_network_that_was_named(member: int | None) -> None:
-    """Not where it drafts itself, and not where nobody chooses: then nobody learns from it."""
+    """Nothing is noted if the copying member drafts itself or if nobody chooses: then nobody learns from it."""
     target, draft = tables()
     router = RouterDrafter([ModelDrafter(draft, k=2), NgramDrafter(n=2, k=4)])
     context = Context(0, [0, 1, 2, 3, 0, 1], 6, Sampler(SamplingParams()), Rng(0), sequence=target.open())

@@ -296,7 +296,7 @@ def test_a_text_that_the_draft_model_cannot_read_gets_no_draft() -> None:
 
 @pytest.mark.parametrize(("kind", "rate"), [("characters", 0.15), ("bytes", 0.5), ("pieces", 0.3)])
 def test_a_writer_of_the_same_text_is_followed(kind: str, rate: float) -> None:
-    """Where the draft model's next token is the target's, too, it is the right one."""
+    """The draft model's next token is right wherever it is also a token of the target."""
     target = Writer(vocabulary("zoo"))
     prompt = vocabulary("zoo").encode(TEXT)[:12]
     drafter = SharedVocabDrafter(Writer(vocabulary(kind)), vocabulary(kind), vocabulary("zoo"), k=3)

@@ -225,7 +225,7 @@ def test_the_chain_comes_before_siblings() -> None:
 
 
 def test_a_seed_fixes_the_output_whatever_was_written_before() -> None:
-    """With a shared search, too: the set of skipped layers decides what is drafted, not what is written."""
+    """The set of skipped layers decides what is drafted, not what is written, also with a shared search."""
     target = model()
     requests = [Request(prompt_of(6, seed=i), T1, 24, seed=i, ignore_eos=True) for i in range(3)]
     drafter = SwiftDrafter(target, window=4)

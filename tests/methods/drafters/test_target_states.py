@@ -85,7 +85,7 @@ class Seen:
 
 @pytest.mark.parametrize("prompt", [PROMPT, [5], [2, 30] * 20], ids=["usual", "one-token", "long"])
 def test_drafts_are_those_of_the_networks_own_forwards(tmp_path: Path, prompt: list[int]) -> None:
-    """In every round, whatever was accepted: the states stand beside the right tokens, and nothing of masks stays."""
+    """In every round the states stand beside the right tokens, and nothing of the masks stays."""
     target, drafter = drafter_of(tmp_path)
     seen = Seen(drafter)
     requests = [Request(prompt, max_new_tokens=24), Request(prompt[:2], max_new_tokens=9)]

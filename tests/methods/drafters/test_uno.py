@@ -394,7 +394,7 @@ def test_training_sees_what_drafting_sees(noise: str) -> None:
 
 
 def test_the_loss_is_at_the_right_places() -> None:
-    """Against a plain loop: the row of noise i (from 1) below column c is asked for the token behind c + i."""
+    """The loss equals a plain loop: the row of noise i (from 1) below column c predicts the token behind c + i."""
     target = HuggingFaceModel(llama())
     parts = TargetParts(target)
     target.model.requires_grad_(False)

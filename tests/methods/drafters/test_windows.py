@@ -66,7 +66,7 @@ MAKE: dict[str, Make] = {
 
 
 def trees(drafter: Any, target: Any, texts: list[list[int]]) -> list[tuple[Any, Any]]:
-    """What is drafted for texts together."""
+    """The trees that are drafted for texts together."""
     contexts = [started(drafter, target, text) for text in texts]
     proposals = drafter.propose_batch(contexts, [Budget(4, 8)] * len(texts))
     for context in contexts:
@@ -76,7 +76,7 @@ def trees(drafter: Any, target: Any, texts: list[list[int]]) -> list[tuple[Any, 
 
 @pytest.mark.parametrize("name", MAKE)
 def test_only_the_window_is_read(name: str) -> None:
-    """What stands in the other slots does not matter, not even NaN, and what stands in the window does."""
+    """The slots of the window matter, and the others do not, even if they hold NaN."""
     target = block_target()
     drafter = MAKE[name](target, window=6, sink=2)
     expected = logits_behind(drafter, target, None)

@@ -35,7 +35,7 @@ class Guesser:
 
 
 def grown(growth: Growth, guesser: Guesser, nodes: int, depth: int, width: int) -> tuple[Candidates, list[Path]]:
-    """What a drafter does with a growth: all candidates, and the paths of what it keeps."""
+    """Runs a growth as a drafter does: all candidates, and the paths of the kept nodes."""
     seen, frontier, paths = Candidates([-1]), [0], [()]
     for _ in range(depth):
         first = len(seen)
@@ -217,7 +217,7 @@ def test_bad_specs(spec: str, words: str) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_nodes_are_looked_at_as_long_as_they_may_pay(batch: int) -> None:
-    """As many are kept as if all were looked at, for costs with steps and slopes of all kinds."""
+    """The same number of nodes is kept as if all were looked at, for costs with steps and slopes of all kinds."""
     draws, looked_at = random.Random(batch), 0
     for _ in range(300):
         seconds, total = {1: 1.0}, 1.0

@@ -67,7 +67,7 @@ class EnumeratingCoins(Coins):
 
 
 class SharedUniformCoins(EnumeratingCoins):
-    """What goes wrong when one uniform serves every decision: enumerates the intervals of that uniform."""
+    """A wrong source that uses one uniform for every decision: enumerates the intervals of that uniform."""
 
     def __init__(self, script: list[_Choice]) -> None:
         super().__init__(script)

@@ -399,7 +399,7 @@ def mixed(seed: int) -> list[tuple[Verifier, Scores]]:
 
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when every vocabulary counts as large, where races are run one by one."""
+    """The verdicts are also the same if every vocabulary counts as large, so that races are run one by one."""
     accepted = 0
     for seed in range(0, 1200, 100):
         alone = [rule.verify(request.tree, request, Rng(i)) for i, (rule, request) in enumerate(mixed(seed))]

@@ -196,7 +196,7 @@ def test_the_root_is_never_rejected_by_rounding() -> None:
 
 @pytest.mark.parametrize(("shift", "groups"), [(0.0, [[1, 2]]), (1e-15, [[1, 2]]), (1e-3, [[1], [2]])])
 def test_rows_that_a_forward_computed_twice_are_one_distribution(shift: float, groups: list[list[int]]) -> None:
-    """Else whether siblings share a threshold, and so a seeded text, is the kernels' affair."""
+    """Otherwise the kernels would decide whether siblings share a threshold, and so a seeded text."""
     q = torch.softmax(torch.arange(6, dtype=torch.float64), -1)
     other = q + shift * torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     tree = TokenTree((0, 3, 4), (-1, 0, 0), Kind.IID, torch.stack([q, other]), (-1, 0, 1))

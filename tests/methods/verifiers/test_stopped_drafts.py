@@ -29,12 +29,12 @@ View = Callable[[Tensor, int], tuple[Tensor | None, float]]
 
 
 def with_distribution(distribution: Tensor, token: int) -> tuple[Tensor | None, float]:
-    """What a drafter with distributions shows a stop rule."""
+    """The distributions that a drafter shows a stop rule."""
     return distribution, float(distribution[token])
 
 
 def without_distribution(distribution: Tensor, token: int) -> tuple[Tensor | None, float]:
-    """What a drafter that counts shows it: a rule then looks at the drawn token."""
+    """A counting drafter shows no distribution: a rule then looks at the drawn token."""
     return None, float(distribution[token])
 
 

@@ -170,7 +170,7 @@ def test_draw_never_returns_a_token_of_zero_weight() -> None:
 
 
 def test_draw_resolves_the_tail_of_a_large_vocabulary() -> None:
-    """Behind a token of mass one half, 150k tokens share the rest: float32 steps would merge or skip many of them."""
+    """One token has half of the mass and 150k tokens share the rest: float32 steps would merge or skip many of them."""
     size = 150_000
     distribution = torch.full((size,), 0.5 / (size - 1))
     distribution[0] = 0.5

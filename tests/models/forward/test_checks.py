@@ -28,7 +28,7 @@ from foretoken.models.native import attention
 from foretoken.models.network.call import NetworkCall, Outputs
 
 OLD_TOLERANCE = 5e-2
-"""What the two forwards' logits of special tokens were allowed to differ by, in standard deviations."""
+"""The difference, in standard deviations, that was allowed between two forwards' logits of special tokens."""
 ALIKE = ("gemma2", "gemma3_text")
 """Norms behind both sublayers keep massive activations from adding up: these families were never refused."""
 

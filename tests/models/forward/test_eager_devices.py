@@ -1,4 +1,4 @@
-"""What runs eagerly on a device, and with which kernels: split models, and attention whose shapes always change."""
+"""Eager forwards on a device, and their kernels: split models, and attention whose shapes always change."""
 
 from __future__ import annotations
 

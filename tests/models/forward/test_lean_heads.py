@@ -174,7 +174,7 @@ needs_kernels = pytest.mark.skipif(
 @needs_kernels
 @pytest.mark.parametrize("name", NETS)
 def test_a_head_in_bfloat16_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it is faster the layer runs in bfloat16; its trained weights stay as they are."""
+    """The layer runs in bfloat16 where that is faster; its trained weights stay as they are."""
     target = HuggingFaceModel(new_model("llama").float())
     parts, outputs_of, net = TargetParts(target), dict[bool, list[Rows]](), net_of(name, shape=WIDE).float()
     with torch.no_grad():

@@ -116,7 +116,7 @@ def test_what_is_not_covered_says_why() -> None:
 
 
 def test_all_requests_of_a_batch_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stop rule the whole logits are looked at, and nobody's otherwise."""
+    """Whole logits are made for a stop rule, and for nobody else."""
     from foretoken.core import Budget, Rng
     from foretoken.core.sampling import Sampler, SamplingParams
 

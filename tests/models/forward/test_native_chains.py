@@ -243,7 +243,7 @@ def test_drafts_are_those_of_steps(kind: str, modes: Sequence[str], monkeypatch:
 
 @pytest.mark.parametrize("mode", ["greedy", "drawn", "seeded"])
 def test_a_draft_ends_where_the_request_lets_nothing_follow(mode: str) -> None:
-    """And its rules are not asked about what they have ruled out."""
+    """The rules are not asked about tokens that they have ruled out."""
     target = model_of("llama")
     (text, *_) = texts_of(target)
     asked: list[int] = []

@@ -397,7 +397,7 @@ def test_a_file_without_a_vocabulary_takes_ids(good: Path) -> None:
 
 
 def test_a_context_longer_than_memory(tmp_path: Path, model: Any) -> None:
-    """What a header promises costs nothing; a text that does not fit is refused, and the next one runs."""
+    """A context length promised by a header costs nothing; a text that does not fit is refused, the next one runs."""
     target = load_model(changed(tmp_path, model, with_value("llama.context_length", 2**31 - 1)), backend="native")
     assert target.context_length == 2**31 - 1
     server = engine(target, kv_memory=2**20)

@@ -32,7 +32,7 @@ from foretoken.models.linear.packing import (
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASES = [(layout, dtype) for dtype in DTYPES for layout in usable_layouts(dtype)]
-"""What this machine can do; ``half`` needs FBGEMM and ``onednn`` oneDNN, which other machines lack."""
+"""The layouts of this machine; ``half`` needs FBGEMM and ``onednn`` oneDNN, which other machines lack."""
 PACKED = [case for case in CASES if case[0] != "plain"]
 
 
@@ -75,7 +75,7 @@ SHAPES = [(96, 48), (64, 64), (97, 320), (320, 512), (300, 1024)]
 def test_in_blocks_a_rows_bits_do_not_depend_on_the_other_rows(
     layout: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    """What ``exact="bitwise"`` rests on: 1 row or 64, first or last, the same bits."""
+    """A row has the same bits among 1 row or 64, first or last: ``exact="bitwise"`` rests on this."""
     out, inner = shape
     projection = Projection(random_weight(out, inner, dtype), None, layout, blocks=True)
     x, residual = inputs(64, inner, dtype), inputs(64, out, dtype, seed=3)

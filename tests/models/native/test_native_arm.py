@@ -41,7 +41,7 @@ def built(compiler: str, flags: tuple[str, ...], file: Path) -> Path:
 
 
 def results(command: list[str], seed: int, file: Path) -> dict[str, Tensor]:
-    """What the program writes, by the names of its blocks; it fails where a row has other bits alone."""
+    """The program's output by the names of its blocks; the program fails if a row has other bits alone."""
     done = subprocess.run([*command, str(seed), str(file)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     content, blocks = file.read_bytes(), {}

@@ -62,7 +62,7 @@ def test_it_is_the_twin_rounded_once(level: str, size: int, shape: tuple[int, ..
 @needs_it
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_rows_bits_depend_on_what_it_sees_alone(level: str, shape: tuple[int, ...]) -> None:
-    """In a batch, beside other rows, with hidden slots between: what it gets when nothing else is there."""
+    """A row in a batch, beside other rows and with hidden slots between, has the bits that it has alone."""
     query, keys, values, mask = case(*shape, 64)  # type: ignore[arg-type]
     output = attention(query, keys, values, mask, 0.125)
     for text in range(shape[0]):
@@ -117,7 +117,7 @@ DRAFTERS = ("model,k=4", "model,tree=3x2x1", "ngram,k=6", "recycling", "eagle,no
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bfloat16_text_with_drafts_is_that_of_plain_decoding(drafter: str, temperature: float) -> None:
-    """To the last bit and by default, alone and in a batch: there are no near-ties to be decided otherwise."""
+    """The text is the same by default, alone and in a batch: no near-tie is decided otherwise."""
     prompts = ["def parse(text):\n", "It was a cold morning", "for i in range(10):\n    print(", "The sea"]
     options = {"max_new_tokens": 40, "temperature": temperature, "seed": 5 if temperature else None}
     plain = ft.load("builtin", drafter=None, dtype="bfloat16")

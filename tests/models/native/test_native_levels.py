@@ -34,7 +34,7 @@ OnEach = Callable[[tuple[str, ...], Run], list[Tensor]]
 
 @pytest.fixture
 def on_each(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnEach]:
-    """What a function gives on each of several instruction sets, where this CPU has them."""
+    """The results of a function on each of several instruction sets, where this CPU has them."""
     caches = (library._loaded, library.function, layouts.has_layout, quantised.available)
     monkeypatch.delenv(library.SWITCH, raising=False)
 

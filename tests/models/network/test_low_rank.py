@@ -106,7 +106,7 @@ def test_merged_by_hand() -> None:
 
 
 def test_a_finetuned_decoder_has_a_fingerprint_of_its_own() -> None:
-    """Though the embedding is frozen, so that only the layers tell."""
+    """Only the layers tell, since the embedding is frozen."""
     base, network = llama(), updated()
     merge_low_rank(network, torch.bfloat16)
     first, second = (TargetParts(wrap(net, lean=False)).fingerprint() for net in (base, network))

@@ -87,7 +87,7 @@ def prompt_of(length: int) -> list[int]:
 
 @cache
 def answer(family: str, prompt: tuple[int, ...], new: int = NEW) -> list[int]:
-    """What `generate` of a model gives that has not seen a text before."""
+    """The tokens that `generate` gives with a model that has not seen a text before."""
     fresh = copy.deepcopy(network(family))
     ids = torch.tensor([prompt])
     tokens: list[int] = fresh.generate(ids, max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()

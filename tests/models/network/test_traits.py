@@ -1,4 +1,4 @@
-"""What a forward calls its cache: found in its signature, through wrappers too."""
+"""The name of a forward's cache argument, read from its signature, through wrappers too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a watch takes for a change of a network, and what its own forward does to it."""
+"""The changes of a network that a watch sees, and those of its own forward."""
 
 from __future__ import annotations
 

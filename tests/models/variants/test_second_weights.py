@@ -1,4 +1,4 @@
-"""What it takes to have a second set of weights beside packed ones: nothing is unpacked to decide, nothing twice."""
+"""A second set of weights beside packed ones: nothing is unpacked to decide, and nothing twice."""
 
 from __future__ import annotations
 
