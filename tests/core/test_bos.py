@@ -40,10 +40,10 @@ def tokenizer(adds: bool) -> PreTrainedTokenizerFast:
     ],
 )
 def test_ids_of_a_text(adds: bool, text: str, special: bool, expected: list[int]) -> None:
-    known = tokenizer(adds)
+    hf_tokenizer = tokenizer(adds)
     if adds and special and text.startswith("<s>"):
-        assert known(text)["input_ids"] == [BOS, *expected]  # the fault that is mended
-    assert ids_with_one_bos(text, known, special) == expected
+        assert hf_tokenizer(text)["input_ids"] == [BOS, *expected]  # the fault that is mended
+    assert ids_with_one_bos(text, hf_tokenizer, special) == expected
 
 
 def test_a_prompt_of_the_library() -> None:

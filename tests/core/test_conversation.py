@@ -173,10 +173,11 @@ def test_of_several_conversations_the_wrong_one_is_named() -> None:
 
 def test_tools_reach_the_template_or_are_refused() -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    shown = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ messages[0].content }}"
-    out = llm(chat_tokenizer(shown)).chat([USER], template_kwargs={"tools": tools}, max_new_tokens=2)
+    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ messages[0].content }}"
+    out = llm(chat_tokenizer(template)).chat([USER], template_kwargs={"tools": tools}, max_new_tokens=2)
     assert (
-        out.stats.num_prompt_tokens > llm(chat_tokenizer(shown)).chat([USER], max_new_tokens=2).stats.num_prompt_tokens
+        out.stats.num_prompt_tokens
+        > llm(chat_tokenizer(template)).chat([USER], max_new_tokens=2).stats.num_prompt_tokens
     )
     with pytest.raises(ValueError, match="chat template has no place for tools"):
         llm(chat_tokenizer()).chat([USER], template_kwargs={"tools": tools})

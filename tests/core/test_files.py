@@ -60,9 +60,9 @@ def test_an_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
 def test_a_draft_that_a_killed_process_left_is_no_obstacle(tmp_path: Path) -> None:
     with replacing(tmp_path / "place") as draft:
         draft.touch()
-        left = draft
+        leftover = draft
     (tmp_path / "place").unlink()
-    (left / "deep").mkdir(parents=True)
+    (leftover / "deep").mkdir(parents=True)
     with replacing(tmp_path / "place") as draft:
         draft.mkdir()
     assert names(tmp_path) == {"place"} and names(tmp_path / "place") == set()

@@ -53,13 +53,13 @@ def scores_of(kind: str, dtype: torch.dtype = torch.float64) -> Tensor:
 def test_candidates_are_enough(name: str, kind: str, temperature: float) -> None:
     filters, scores = FILTERS[name], scores_of(kind)
     expected = filters.cut(torch.softmax(scores / temperature, -1), scores)
-    left = filters.filtered(scores, temperature)
+    filtered = filters.filtered(scores, temperature)
     if (kind, name) != ("even", "top_k"):  # which of tokens that rounding alone tells apart
-        assert torch.equal(left > 0, expected > 0)
-    torch.testing.assert_close(left, expected, rtol=1e-12, atol=1e-15)
+        assert torch.equal(filtered > 0, expected > 0)
+    torch.testing.assert_close(filtered, expected, rtol=1e-12, atol=1e-15)
     logs = filters.logs(scores, temperature)
-    assert torch.equal(logs > -torch.inf, left > 0)
-    torch.testing.assert_close(logs.exp(), left, rtol=1e-12, atol=1e-15)
+    assert torch.equal(logs > -torch.inf, filtered > 0)
+    torch.testing.assert_close(logs.exp(), filtered, rtol=1e-12, atol=1e-15)
 
 
 def test_likely_tokens_alone_would_not_do() -> None:
@@ -71,9 +71,9 @@ def test_likely_tokens_alone_would_not_do() -> None:
 @pytest.mark.parametrize("name", FILTERS)
 def test_float32_is_float64_but_for_rounding(name: str) -> None:
     wide = FILTERS[name].filtered(scores_of("likely"), 0.8)
-    left = FILTERS[name].filtered(scores_of("likely", torch.float32), 0.8)
-    assert left.dtype == torch.float32
-    assert float((left - wide).abs().sum(-1).max()) < 2e-5
+    filtered = FILTERS[name].filtered(scores_of("likely", torch.float32), 0.8)
+    assert filtered.dtype == torch.float32
+    assert float((filtered - wide).abs().sum(-1).max()) < 2e-5
 
 
 def test_scores_at_the_ends_of_float32_do_no_harm(recwarn: pytest.WarningsRecorder) -> None:

@@ -47,9 +47,9 @@ def test_order_repetition_and_cache_change_nothing(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(noise_module, "KEPT_POSITIONS", kept)
         monkeypatch.setattr(noise_module, "KEPT_NUMBERS", kept)
         shared = {seed: Noise(seed) for seed in (0, 7, SEEDS - 1)}
-        asked = places * 3
-        random.Random(kept).shuffle(asked)
-        for place in asked:
+        order = places * 3
+        random.Random(kept).shuffle(order)
+        for place in order:
             assert torch.equal(gumbels(shared[place[0]], *place[1:]), fresh[place])
             assert torch.equal(shared[place[0]].exponentials(*place[1:]), numbers[place])
 
@@ -264,13 +264,13 @@ def test_random_seeds_come_from_torchs_generator() -> None:
 @pytest.mark.parametrize("size", [3, 1000, 40_000, 200_000])
 def test_the_cache_is_bounded(size: int) -> None:
     noise, most = Noise(0), max(noise_module.KEPT_POSITIONS, noise_module.KEPT_NUMBERS // size)
-    asked = min(most, 300) + 20
-    for position in range(asked):
+    count = min(most, 300) + 20
+    for position in range(count):
         gumbels(noise, position, size)
         assert len(noise._kept) <= most
     kept = sum(row.numel() for row in noise._kept.values())
     assert kept <= max(noise_module.KEPT_NUMBERS, noise_module.KEPT_POSITIONS * size)
-    assert {key[0] for key in noise._kept} == set(range(max(0, asked - most), asked))  # the oldest go first
+    assert {key[0] for key in noise._kept} == set(range(max(0, count - most), count))  # the oldest go first
 
 
 def test_what_is_kept_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

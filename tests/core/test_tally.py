@@ -16,10 +16,10 @@ def test_every_text_is_counted_as_by_itself(begin: int) -> None:
     tally, text = TokenTally(begin), [rng.randrange(9) for _ in range(5)]
     for _ in range(300):
         path = [rng.randrange(12) for _ in range(rng.choice([0, 1, 5, 3 * AHEAD]))]
-        asked = rng.choice([list, tuple])([*text, *path])
-        assert tally.ids(asked).tolist() == list(asked)
-        tokens, counts = tally.counts(asked)
-        assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == Counter(asked[begin:])
+        whole = rng.choice([list, tuple])([*text, *path])
+        assert tally.ids(whole).tolist() == list(whole)
+        tokens, counts = tally.counts(whole)
+        assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == Counter(whole[begin:])
         assert len(set(tokens.tolist())) == len(tokens)
         text = [*text, *path[: rng.randint(0, len(path))]] if rng.random() < 0.95 else text[: len(text) // 2]
 

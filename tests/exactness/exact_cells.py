@@ -193,15 +193,15 @@ def play(engine: Engine, points: Points, request: Request, boxes: Sequence[Box])
         if run.context.sampler.noise is not None:
             raise AssertionError("noise is no uniform: such a request is tested by equality")
         run.context.rng = BoxRng(box, points)
-    done: dict[int, Running] = {}
+    finished: dict[int, Running] = {}
     while engine.busy:
         points.forget()
         for run, emission in engine.step():
             if emission.error is not None:
                 raise emission.error
             if emission.finish_reason is not None:
-                done[run.id] = run
-    return [done[number] for number in ids]
+                finished[run.id] = run
+    return [finished[number] for number in ids]
 
 
 def written(

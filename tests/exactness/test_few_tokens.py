@@ -55,14 +55,14 @@ def even_tokens_only(input_ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("tree", ["", "2x2", "eagle2"])
 def test_requests_that_allow_none_of_the_tokens(tree: str, temperature: float) -> None:
     target, draft = llamas(vocab=8)
-    asked = [
+    modes = [
         SamplingParams(temperature=temperature, processors=(even_tokens_only,)),
         SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(1, 8, 2), -1e30)),
         SamplingParams(temperature=temperature),
     ]
 
     def texts(drafter: Drafter | None, seeds: bool) -> list[list[int]]:
-        requests = [Request(p, params, 12, seed=5 if seeds else None) for params in asked for p in PROMPTS]
+        requests = [Request(p, params, 12, seed=5 if seeds else None) for params in modes for p in PROMPTS]
         return outputs(engine(target, drafter, max_batch=9), requests)
 
     drafter = guessing_few(ModelDrafter(draft, k=3, tree=tree, target=target), draft)
@@ -74,15 +74,15 @@ def test_requests_that_allow_none_of_the_tokens(tree: str, temperature: float) -
 def test_the_models_own_projection_is_not_asked_for() -> None:
     target, draft = llamas()
     drafter = guessing_few(ModelDrafter(draft, k=3), draft)
-    asked: list[int | None] = []
+    counts: list[int | None] = []
     forward = draft.forward
 
     def watched(feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        asked.extend(feed.wanted for feed in feeds)
+        counts.extend(feed.wanted for feed in feeds)
         return forward(feeds, taps)
 
     draft.forward = watched  # type: ignore[method-assign]
     outputs(engine(target, drafter), [Request(PROMPTS[0], SamplingParams(), 12)])
-    assert asked and set(asked) == {0}
+    assert counts and set(counts) == {0}
     assert drafter.cost_beside(10**6) < ModelDrafter(draft, k=3).cost_beside(10**6)
     assert few_tokens(draft).size == 16

@@ -163,26 +163,26 @@ def play(mix: Mix, case: Case) -> None:
     numbers: dict[int, int] = {}
     ids: list[int] = []
     gone: set[int] = set()
-    done: set[int] = set()
+    finished: set[int] = set()
     for turn in range(ROUNDS):
         while len(ids) < len(mix.arrivals) and mix.arrivals[len(ids)][0] <= turn:
             ids.append(serving.add(pool(mix.arrivals[len(ids)][1])))
             numbers[ids[-1]] = mix.arrivals[len(ids) - 1][1]
         for place, when in mix.cancelled.items():
-            if when == turn and place < len(ids) and ids[place] not in done:
+            if when == turn and place < len(ids) and ids[place] not in finished:
                 serving.cancel(ids[place])
                 gone.add(ids[place])
         for run, emission in serving.step():
             if emission.finish_reason is not None:
-                assert run.id not in gone and run.id not in done
-                done.add(run.id)
+                assert run.id not in gone and run.id not in finished
+                finished.add(run.id)
                 check_same(run, alone(numbers[run.id]))
         budget = serving.budget
         if budget.limit is not None:
             assert sum(budget.reserved.values()) + serving.prefix_cache.prefixes.nbytes <= budget.limit
         if not serving.busy and len(ids) == len(mix.arrivals):
             break
-    assert done | gone == set(ids) and not done & gone, "somebody waits for ever"
+    assert finished | gone == set(ids) and not finished & gone, "somebody waits for ever"
     target: Any = serving.target
     assert not serving.budget.reserved and not target.pool.texts and target.kv_bytes == 0
 

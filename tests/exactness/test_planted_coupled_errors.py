@@ -286,10 +286,10 @@ def test_noise_of_11_bits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     exponentials = Noise.exponentials
     flat = TableModel(lambda _: [1.0] * MANY, MANY)
     blocks: Distribution = {(block,): 1 / 16 for block in range(16)}
-    asked = [Request([0], T1, 1, seed=seed) for seed in range(600)]
+    seeded = [Request([0], T1, 1, seed=seed) for seed in range(600)]
 
     def chance() -> float:
-        texts = [[token * 16 // MANY for token in text] for text in outputs(engine(flat), asked)]
+        texts = [[token * 16 // MANY for token in text] for text in outputs(engine(flat), seeded)]
         return p_value({"": texts}, {"": blocks}, 1)
 
     def coarse(self: Noise, position: int, size: int) -> Tensor:
@@ -297,11 +297,11 @@ def test_noise_of_11_bits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return -((uniforms * 2048).ceil() / 2048 - 2.0**-12).log()
 
     assert chance() > FALSE_ALARM
-    plain = outputs(engine(flat), asked)
+    plain = outputs(engine(flat), seeded)
     monkeypatch.setattr(Noise, "exponentials", coarse)
     assert chance() < CAUGHT
     assert (
-        sum(output != plain_text for output, plain_text in zip(outputs(engine(flat), asked), plain, strict=True)) > 60
+        sum(output != plain_text for output, plain_text in zip(outputs(engine(flat), seeded), plain, strict=True)) > 60
     )
 
 
@@ -314,9 +314,9 @@ class TakesTheChild(CoupledVerifier):
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         def choose(node: int, children: Sequence[int]) -> int:
             winner = scores.choice(node)
-            held = [tree.tokens[child] for child in children]
-            likely = [token for token in held if float(scores.p(node)[token]) > 0.25]
-            return winner if winner in held or not likely else likely[0]
+            tokens = [tree.tokens[child] for child in children]
+            likely = [token for token in tokens if float(scores.p(node)[token]) > 0.25]
+            return winner if winner in tokens or not likely else likely[0]
 
         return walk_down(tree, choose)
 
@@ -327,8 +327,8 @@ class NextBest(CoupledVerifier):
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         def choose(node: int, children: Sequence[int]) -> int:
             first, second = scores.ranking(node).topk(2).indices.tolist()
-            held = [tree.tokens[child] for child in children]
-            return second if second in held and first not in held else first
+            tokens = [tree.tokens[child] for child in children]
+            return second if second in tokens and first not in tokens else first
 
         return walk_down(tree, choose)
 
@@ -384,8 +384,8 @@ class LeavesOut(CoupledVerifier):
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         def choose(node: int, children: Sequence[int]) -> int:
             winner, ranking = scores.choice(node), scores.ranking(node).clone()
-            held = [tree.tokens[child] for child in children]
-            ranking[[token for token in held if token != winner]] = -torch.inf
+            tokens = [tree.tokens[child] for child in children]
+            ranking[[token for token in tokens if token != winner]] = -torch.inf
             return int(ranking.argmax())
 
         return walk_down(tree, choose)

@@ -122,20 +122,20 @@ def test_subtrees_that_share_their_draws_are_seen(monkeypatch: pytest.MonkeyPatc
     pair = next(pair for pair in PROPOSING if pair.drafter == "medusa" and pair.case.label == "wor-tree-fresh")
     target, draft = toy_models(pair.case)
     assert largest(pair, target, draft) < TINY
-    known: dict[Any, list[int]] = {}
+    draws: dict[Any, list[int]] = {}
     alive: list[Any] = []  # so that no two contexts have one id
     right_one = drawn_tree.draw_without_replacement
 
     def shared(distribution: Tensor, count: int, context: Any) -> list[int]:
         key = (id(context), len(context.tokens))
-        drawn = known.get(key)
+        drawn = draws.get(key)
         if drawn is None:  # the root's own children
             alive.append(context)
-            known[key] = []
+            draws[key] = []
         elif len(drawn) >= count:
             return drawn[:count]
         fresh = right_one(distribution, count, context)
-        known[key] = [] if drawn is None else fresh
+        draws[key] = [] if drawn is None else fresh
         return fresh
 
     monkeypatch.setattr(drawn_tree, "draw_without_replacement", shared)

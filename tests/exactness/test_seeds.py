@@ -124,7 +124,7 @@ def test_any_lengths_and_sizes_give_the_text_of_the_seed(drafter: str) -> None:
 
 def joined_one_by_one(speculative: Engine, seeded: list[Request]) -> list[list[int]]:
     """A request joins every second round, beside greedy and unseeded ones, one of which is cancelled half-way."""
-    done: dict[int, Running] = {}
+    finished: dict[int, Running] = {}
     ids: list[int] = []
     others = [Request(PROMPTS[0], SamplingParams(), 12), Request(PROMPTS[3], SamplingParams(temperature=1.0), 40)]
     cancelled = [speculative.add(request) for request in others][-1]
@@ -136,9 +136,9 @@ def joined_one_by_one(speculative: Engine, seeded: list[Request]) -> list[list[i
             speculative.cancel(cancelled)
         for run, emission in speculative.step():
             if emission.finish_reason is not None:
-                done[run.id] = run
+                finished[run.id] = run
         turn += 1
-    return [done[request_id].output for request_id in ids]
+    return [finished[request_id].output for request_id in ids]
 
 
 @pytest.mark.parametrize("drafter", ["chain", "tree", "dynamic", "group", "union"])

@@ -55,10 +55,10 @@ def _written(vocab: int) -> torch.Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(7)
         first = torch.randint(vocab, (STEPS * TEXTS, 1))
-        written: torch.Tensor = llama(vocab).generate(
+        texts: torch.Tensor = llama(vocab).generate(
             first, attention_mask=torch.ones_like(first), do_sample=True, top_k=0, max_new_tokens=LENGTH
         )
-    return written
+    return texts
 
 
 def target(vocab: int = 32, dtype: torch.dtype = torch.float64) -> HuggingFaceModel:

@@ -95,5 +95,5 @@ def trained(method: str, target: LanguageModel, **settings: str) -> Drafter:
         _RECIPES[key] = _train(method, target, settings)
     recipe = _RECIPES[key].beside(target)
     tokens = torch.randint(target.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(2))
-    held = Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts)
-    return recipe.drafter(recipe.measure([held]))
+    batch = Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts)
+    return recipe.drafter(recipe.measure([batch]))

@@ -155,9 +155,9 @@ def test_committed_paths_of_trees_are_the_text_read_afresh(target: EncoderDecode
     for sequence, prompt in zip(sequences, PROMPTS, strict=True):
         target.prefill(sequence, prompt)
     feed = [0, 7, 9, 12, 9]
-    for path, which in (((0, 1, 3), (0, 1, 2)), ((0, 2), (0, 2)), ((0, 1, 4), (2, 1))):
-        target.forward([Feed(sequences[i], feed, [-1, 0, 0, 1, 1]) for i in which])
-        for i in which:
+    for path, places in (((0, 1, 3), (0, 1, 2)), ((0, 2), (0, 2)), ((0, 1, 4), (2, 1))):
+        target.forward([Feed(sequences[i], feed, [-1, 0, 0, 1, 1]) for i in places])
+        for i in places:
             target.commit(sequences[i], path)
             texts[i] += [feed[node] for node in path]
         feed = [5, 8, 2, 6, 30]

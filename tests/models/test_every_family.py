@@ -51,8 +51,8 @@ def random_model(family: str) -> Any:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     kind = getattr(transformers, name if isinstance(name, str) else name[0])
     try:
-        known = {*CONFIG_MAPPING[family]().to_dict(), *inspect.signature(CONFIG_MAPPING[family]).parameters}
-        options = {key: value for key, value in SMALL.items() if key in known}
+        fields = {*CONFIG_MAPPING[family]().to_dict(), *inspect.signature(CONFIG_MAPPING[family]).parameters}
+        options = {key: value for key, value in SMALL.items() if key in fields}
         if "qk_rope_head_dim" in options:
             options.pop("head_dim", None)
         config = CONFIG_MAPPING[family](**options)

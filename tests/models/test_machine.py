@@ -41,14 +41,14 @@ def test_a_time_is_that_of_the_quickest_quarter(
     quick: tuple[int, ...], expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third of eight calls counts, and the one that warms up does not; a clock of our own."""
-    now, calls = [0.0], [0]
+    clock, calls = [0.0], [0]
 
     def work() -> None:
         calls[0] += 1
-        now[0] += 1.0 if calls[0] in quick else 9.0
+        clock[0] += 1.0 if calls[0] in quick else 9.0
 
-    monkeypatch.setattr(machine, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(machine, "_THREAD_CLOCK", lambda: now[0])
+    monkeypatch.setattr(machine, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(machine, "_THREAD_CLOCK", lambda: clock[0])
     assert timed({"work": [work], "nothing": [lambda: None]}, 8) == {"work": expected, "nothing": 0.0}
 
 

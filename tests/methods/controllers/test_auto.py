@@ -273,19 +273,19 @@ def test_costs_that_were_right_are_not_tried_for_ever(batch: int, monkeypatch: p
     has a guess, so that rounds are seldom as wide as planned."""
     members = [Member(0.0005, 0.8, answers=0.5, is_free=True)]
     world = World(members, seed=1, node_s=0.4)
-    controller, asked = calibrated(world), list[bool]()
+    controller, drafting = calibrated(world), list[bool]()
     budgets = controller.budgets
 
     def counted(running: Any) -> Any:
         granted = budgets(running)
-        asked.append(granted[0].max_depth > 0)
+        drafting.append(granted[0].max_depth > 0)
         return granted
 
     monkeypatch.setattr(controller, "budgets", counted)
     rate = world.play(controller, contexts(batch), 2000)
     plain = World(members, seed=1, node_s=0.4).play(Fixed(0, 0), contexts(batch), 2000)
     assert rate >= 0.98 * plain
-    assert 0 < sum(asked[:1000]) <= 20 and sum(asked[1000:]) <= 10
+    assert 0 < sum(drafting[:1000]) <= 20 and sum(drafting[1000:]) <= 10
 
 
 def test_without_measured_costs_a_first_answer_does_lose() -> None:
@@ -313,13 +313,13 @@ def test_what_may_be_lost_by_trying_is_bounded() -> None:
 def test_only_what_was_not_measured_before_is_calibrated() -> None:
     world = World([Member(0.02, 0.0), Member(0.03, 0.0)])
     controller = attached(world)
-    known = {"m0": DrafterCost(0.0, 0.02)}
-    controller.start_from(RoundCosts(TargetCost({1: 0.103, 9: 0.111}), known))
-    running, asked = contexts(1), []
+    measured = {"m0": DrafterCost(0.0, 0.02)}
+    controller.start_from(RoundCosts(TargetCost({1: 0.103, 9: 0.111}), measured))
+    running, plans = contexts(1), []
     for _ in range(6):
         world.round(controller, running)
-        asked.append([(draft.member, draft.depth) for draft in controller.plan.drafts])
-    assert asked == [[(1, 1)], [(1, 4)]] * 3
+        plans.append([(draft.member, draft.depth) for draft in controller.plan.drafts])
+    assert plans == [[(1, 1)], [(1, 4)]] * 3
 
 
 # -- calibration and exploration -------------------------------------------------------------------------------------
@@ -504,18 +504,18 @@ def test_drafts_longer_than_what_is_left_of_the_text_are_not_weighed(
     max_length: int, deepest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``ngram,k=100000000`` asked for a chance at each of a hundred million depths, before the first token."""
-    controller, asked = AutoController(), []
+    controller, depths = AutoController(), []
     controller.attach(Limits("far", 10**8, 64, 0.0))
     outlook = controller.acceptance.outlook
 
     def noted(greedy: bool, member: int, own: DraftCounts, depth: int, requests: int = 1) -> Any:
-        asked.append(depth)
+        depths.append(depth)
         assert depth < 1000, "this takes a while"
         return outlook(greedy, member, own, depth, requests)
 
     monkeypatch.setattr(controller.acceptance, "outlook", noted)
     plan = controller._choose(contexts(1, max_length=max_length))
-    assert asked == [deepest] and all(draft.depth <= deepest for draft in plan.drafts)
+    assert depths == [deepest] and all(draft.depth <= deepest for draft in plan.drafts)
 
 
 def test_a_short_text_changes_no_lengths_up_to_the_usual_ones() -> None:

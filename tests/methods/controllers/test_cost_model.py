@@ -24,8 +24,8 @@ def true_round_s(batch: int, nodes: int) -> float:
     return 5.0 + 0.9 * batch + 0.3 * nodes
 
 
-def true_draft_s(depth: int, asked: int) -> float:
-    return 0.5 + depth * (1.0 + 0.3 * asked)
+def true_draft_s(depth: int, requests: int) -> float:
+    return 0.5 + depth * (1.0 + 0.3 * requests)
 
 
 def calibrated(rounds: int = 6, noise: float = 0.0, seed: int = 0, skip: int = 0) -> CostModel:
@@ -71,9 +71,9 @@ def test_costs_at_points_between_and_beyond_them() -> None:
     for batch, nodes in ((1, 1), (4, 8), (1, 3), (2, 6), (8, 24)):
         expected = true_round_s(batch, nodes) / true_round_s(1, 1)
         assert costs.round_s(batch, nodes) / costs.round_s(1, 1) == pytest.approx(expected, rel=0.08)
-    for depth, asked in ((1, 1), (4, 1), (2, 1), (8, 1), (2, 2), (4, 8)):
-        expected = true_draft_s(depth, asked) / true_draft_s(1, 1)
-        assert costs.draft_s(0, depth, asked) / costs.draft_s(0, 1, 1) == pytest.approx(expected, rel=0.12)
+    for depth, requests in ((1, 1), (4, 1), (2, 1), (8, 1), (2, 2), (4, 8)):
+        expected = true_draft_s(depth, requests) / true_draft_s(1, 1)
+        assert costs.draft_s(0, depth, requests) / costs.draft_s(0, 1, 1) == pytest.approx(expected, rel=0.12)
 
 
 def test_a_jump_at_a_point_is_known() -> None:

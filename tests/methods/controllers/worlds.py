@@ -84,11 +84,11 @@ class World:
         drafts = [self.drafted(budget, c) for budget, c in zip(budgets, contexts, strict=True)]
         nodes = sum(1 + depth for _, depth, _ in drafts) + self.others
         slow = self.speed(self.rounds) * self.rng.lognormvariate(0.0, self.noise)
-        asked = {member: depth for member, depth, _ in drafts if depth}
-        ran = any(not self.members[member].is_free for member in asked)
+        depths = {member: depth for member, depth, _ in drafts if depth}
+        ran = any(not self.members[member].is_free for member in depths)
         cold, self.is_warm = ran or not self.is_warm, not ran
         target_s = slow * (self.call_s + self.node_s * nodes) * (self.evicted if cold else 1.0)
-        draft_s = slow * sum(self.members[m].call_s + self.members[m].step_s * depth for m, depth in asked.items())
+        draft_s = slow * sum(self.members[m].call_s + self.members[m].step_s * depth for m, depth in depths.items())
         total_s = target_s + draft_s + 0.002 * slow
         tokens = 0
         for context, (member, depth, accepted) in zip(contexts, drafts, strict=True):
@@ -128,9 +128,9 @@ class World:
             count += 1
         return count
 
-    def beside(self, index: int, context: Context, written: int) -> TokenTree:
+    def beside(self, index: int, context: Context, length: int) -> TokenTree:
         """A guess that begins as the text goes on, and then differs."""
-        right = self.accepted(self.members[index], context.request_id, min(written, self.members[index].deepest))
+        right = self.accepted(self.members[index], context.request_id, min(length, self.members[index].deepest))
         return TokenTree.chain(0, [0] * right + [1] * (self.members[index].deepest - right))
 
 

@@ -117,10 +117,10 @@ class Writer(TableModel):
     def distribution(self, prefix: Sequence[int]) -> torch.Tensor:
         """[V] one-hot at the token that continues the text."""
         ordinary = [token for token in prefix if token not in self.vocabulary.special]
-        written = self.vocabulary.bytes_of(ordinary)
-        written = written.removeprefix(b" ") if not self.whole.startswith(b" ") else written
-        rest = self.whole[len(written) :] if self.whole.startswith(written) else b""
-        token = self.ends.get(len(written)) if rest else 0
+        prefix_bytes = self.vocabulary.bytes_of(ordinary)
+        prefix_bytes = prefix_bytes.removeprefix(b" ") if not self.whole.startswith(b" ") else prefix_bytes
+        rest = self.whole[len(prefix_bytes) :] if self.whole.startswith(prefix_bytes) else b""
+        token = self.ends.get(len(prefix_bytes)) if rest else 0
         if token is None:  # inside one of its own tokens
             token = (self.vocabulary.longest_pieces(rest) or [0])[0]
         return torch.nn.functional.one_hot(torch.tensor(token), self.vocab_size).double()

@@ -47,8 +47,8 @@ def outcomes(drafter: AheadDrafter, context: Context) -> list[tuple[int, ...]]:
 @each_thread
 @pytest.mark.parametrize("mode", MODES)
 def test_texts_are_those_of_plain_decoding(mode: str, thread: bool) -> None:
-    how = MODES[mode]
-    requests = [Request(PROMPT[i:], max_new_tokens=30 + 3 * i, **how) for i in range(4)]
+    options = MODES[mode]
+    requests = [Request(PROMPT[i:], max_new_tokens=30 + 3 * i, **options) for i in range(4)]
     target, draft = llamas()
     plain = outputs(engine(target), requests)
     for batch in (1, 3):
@@ -111,9 +111,9 @@ def test_which_outcomes_are_drafted_for() -> None:
 def test_the_targets_own_race() -> None:
     """With the target as draft model every outcome is guessed, at any temperature: the noise is the request's."""
     target = llamas()[0]
-    for how in (MODES["greedy"], MODES["seeded"], MODES["top-k"]):
+    for options in (MODES["greedy"], MODES["seeded"], MODES["top-k"]):
         drafter = AheadDrafter(HuggingFaceModel(llama()), k=3, fanout=1, target=target)
-        serve(engine(target, drafter), [Request(PROMPT, max_new_tokens=40, **how)])
+        serve(engine(target, drafter), [Request(PROMPT, max_new_tokens=40, **options)])
         assert drafter.rounds == drafter.hits > 5
 
 
@@ -149,8 +149,8 @@ def test_an_outcome_that_was_not_guessed_is_drafted_for_as_usual() -> None:
     drafter = AheadDrafter(draft, k=3, fanout=1)
     context = started(drafter, SamplingParams())
     drafter.propose(context, Budget(3, 8))
-    known = {outcome[0] for outcome in outcomes(drafter, context)}
-    context.tokens.append(next(token for token in range(32) if token not in known))
+    guessed = {outcome[0] for outcome in outcomes(drafter, context)}
+    context.tokens.append(next(token for token in range(32) if token not in guessed))
     tree = drafter.propose(context, Budget(3, 8))
     assert (drafter.rounds, drafter.hits) == (1, 0) and len(tree) == 4
 

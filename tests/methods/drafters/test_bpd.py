@@ -295,16 +295,16 @@ def test_the_loss_of_a_head_place_by_place(head: int, labels: str) -> None:
 @pytest.mark.parametrize(("mode", "drawn"), [("frozen", (2, 3, 4)), ("finetune", (1, 2, 3, 4))])
 def test_one_head_per_step_drawn_uniformly(mode: str, drawn: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = new_recipe(mode=mode)
-    asked: list[int] = []
-    monkeypatch.setattr(recipe, "head_loss", lambda batch, head: asked.append(head))
+    drawn_heads: list[int] = []
+    monkeypatch.setattr(recipe, "head_loss", lambda batch, head: drawn_heads.append(head))
     batch = new_batch(recipe)
     for step in range(600):
         recipe.loss(batch, torch.Generator().manual_seed(step))
-    counts = Counter(asked)
-    assert sorted(counts) == list(drawn) and len(asked) == 600
+    counts = Counter(drawn_heads)
+    assert sorted(counts) == list(drawn) and len(drawn_heads) == 600
     assert all(abs(count - 600 / len(drawn)) < 50 for count in counts.values())
     recipe.loss(batch, torch.Generator().manual_seed(7))
-    assert asked[-1] == asked[7]  # the step's generator alone decides
+    assert drawn_heads[-1] == drawn_heads[7]  # the step's generator alone decides
 
 
 def test_only_the_drawn_head_learns() -> None:

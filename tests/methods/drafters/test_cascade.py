@@ -128,8 +128,8 @@ def test_with_noise_guesses_change_the_time_but_not_the_chain() -> None:
         # ones.
         assert (calls, draft.forward_calls - calls) == (6, 1)
         assert propose(cascade(draft=draft, k=6), noise=Noise(seed)) == plain
-        (written,) = outputs(engine(draft), [Request(PROMPT, T1, 6, seed=seed)])
-        assert list(plain.tokens[1:]) == written
+        (text,) = outputs(engine(draft), [Request(PROMPT, T1, 6, seed=seed)])
+        assert list(plain.tokens[1:]) == text
 
 
 def test_a_round_feeds_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:

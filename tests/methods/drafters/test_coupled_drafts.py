@@ -688,8 +688,8 @@ def test_swift(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_jacobi_iterates_towards_the_text_of_the_seed() -> None:
     """Its predictions are the winners of the positions that they are made for, so right guesses stay."""
     target = llamas()[0]
-    asked = Request(PROMPT, T1, 20, seed=5)
-    (text,) = outputs(engine(target), [asked])
+    seeded = Request(PROMPT, T1, 20, seed=5)
+    (text,) = outputs(engine(target), [seeded])
     drafter = JacobiDrafter(m=6)
     context = Context(0, list(PROMPT), len(PROMPT), Sampler(T1, len(PROMPT), Noise(5)), Rng(0))
     drafter.start(context)

@@ -103,15 +103,15 @@ class Watched(Drafter):
 ASKED = {"greedy": SamplingParams(), "sampled": SamplingParams(temperature=1.0)}
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("mode", ASKED)
 @pytest.mark.parametrize("method", ["eagle", "medusa", "hydra"])
 def test_only_these_tokens_are_drafted_and_the_text_stays(
-    method: str, asked: str, monkeypatch: pytest.MonkeyPatch
+    method: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = trained(method, monkeypatch)
     assert isinstance(recipe.drafter({}), EagleDrafter | MedusaDrafter | HydraDrafter)
     drafter = Watched(recipe.drafter({}))
-    request = Request(PROMPT, ASKED[asked], 24, seed=3)
+    request = Request(PROMPT, ASKED[mode], 24, seed=3)
     run = serve(engine(recipe.target, drafter), [request])[0]
     plain = serve(engine(recipe.target), [request])[0]
     assert run.output == plain.output

@@ -37,12 +37,12 @@ def trees_of(kind: Any, net: Any, mode: str, by_path: bool) -> list[Any]:
     params, noise = REQUESTS[mode]
     guesses = drafter.guesses
 
-    def asked(*args: Any) -> Any:
+    def tables(*args: Any) -> Any:
         table = guesses(*args)
         table.by_path = table.by_path or by_path
         return table
 
-    drafter.guesses = asked
+    drafter.guesses = tables
     trees = []
     for seed in range(4):
         context = started(drafter, model, [3, 1, 4, 1, 5 + seed], params, seed, noise)

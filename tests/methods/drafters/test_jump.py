@@ -66,9 +66,9 @@ class Oracle(torch.nn.Module):
         self.node = 0
 
     def forward(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        known = self.target.model.get_input_embeddings().weight
+        table = self.target.model.get_input_embeddings().weight
         for row in embeddings:
-            self.text.append(int((known - row).abs().sum(-1).argmin()))
+            self.text.append(int((table - row).abs().sum(-1).argmin()))
         name = f"layer:{self.config.start}"
         with recording(self.target.model, (name,)) as inputs, torch.no_grad():
             self.target.model(input_ids=torch.tensor([self.text]), use_cache=False)

@@ -305,10 +305,10 @@ def test_greedy_output_is_that_of_plain_decoding(n: int, w: int) -> None:
         assert sum(run.stats.num_accepted_tokens for run in runs) > 30
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_budgets_that_change_and_rounds_without_a_draft(known: bool) -> None:
+@pytest.mark.parametrize("bounded", [True, False])
+def test_budgets_that_change_and_rounds_without_a_draft(bounded: bool) -> None:
     target = llamas()[0]
-    drafter = LookaheadDrafter(5, 4, 3, context_length=target.context_length if known else None)
+    drafter = LookaheadDrafter(5, 4, 3, context_length=target.context_length if bounded else None)
     runs = serve(engine(target, drafter, controller=OnAndOff()), [Request(p, max_new_tokens=60) for p in PROMPTS])
     assert [run.output for run in runs] == plain_greedy()
     assert sum(run.stats.num_accepted_tokens for run in runs) > 5
@@ -377,8 +377,8 @@ def targets(kind: str) -> LanguageModel:
 
 
 @pytest.mark.parametrize("kind", ["table", "gpt2"])
-@pytest.mark.parametrize("known", [True, False])
-def test_no_probe_past_the_context(kind: str, known: bool) -> None:
+@pytest.mark.parametrize("bounded", [True, False])
+def test_no_probe_past_the_context(kind: str, bounded: bool) -> None:
     requests = [
         Request([1, 2, 3], max_new_tokens=29),
         Request([4] * 30, max_new_tokens=2),
@@ -386,7 +386,7 @@ def test_no_probe_past_the_context(kind: str, known: bool) -> None:
     ]
     target = targets(kind)
     for k in (None, 2):
-        drafter = Recording(6, 4, 3, pool_from_prompt=True, context_length=target.context_length if known else None)
+        drafter = Recording(6, 4, 3, pool_from_prompt=True, context_length=target.context_length if bounded else None)
         speculative = engine(target, drafter, controller=ConstantController(k, 64), max_batch=1)
         assert outputs(speculative, requests) == outputs(engine(targets(kind)), requests)
         assert any(any(tree.probes) for tree in drafter.trees)

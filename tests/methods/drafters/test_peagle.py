@@ -125,8 +125,8 @@ def test_cached_rounds_are_a_fresh_pass(changes: dict[str, Any]) -> None:
         for _ in range(2):
             tree = drafter.propose(context, Budget(4, 4))
             assert tree.q is not None and torch.allclose(tree.q.float(), expected, atol=1e-4)
-        held = context.state[drafter]
-        assert held.tokens == context.tokens[1:] and not held.scratch_tokens
+        sequence = context.state[drafter]
+        assert sequence.tokens == context.tokens[1:] and not sequence.scratch_tokens
 
 
 @pytest.mark.parametrize("noise", [False, True], ids=["greedy", "race"])

@@ -40,15 +40,15 @@ def draft(prediction: list[int], answer: list[int], k: int = 4, **budget: Any) -
 def replay(prediction: list[int], answer: list[int], k: int = 8) -> SpecStats:
     """Rounds over an answer that is known: the text is the target."""
     context, drafter = follow(prediction, [], k)
-    stats, done = SpecStats(), 0
-    while done < len(answer):
-        tree = drafter.propose(context, Budget(max_depth=min(k, len(answer) - done - 1)))
+    stats, position = SpecStats(), 0
+    while position < len(answer):
+        tree = drafter.propose(context, Budget(max_depth=min(k, len(answer) - position - 1)))
         accepted = 0
-        while accepted < len(tree) - 1 and tree.tokens[accepted + 1] == answer[done + accepted]:
+        while accepted < len(tree) - 1 and tree.tokens[accepted + 1] == answer[position + accepted]:
             accepted += 1
         stats.add_round(tree.num_drafts, accepted, accepted + 1)
-        context.tokens.extend(answer[done : done + accepted + 1])
-        done += accepted + 1
+        context.tokens.extend(answer[position : position + accepted + 1])
+        position += accepted + 1
         drafter.source(context)
     return stats
 

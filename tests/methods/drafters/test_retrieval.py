@@ -155,7 +155,7 @@ def test_a_file_answers_as_memory_does(tmp_path: Path) -> None:
     assert (report["documents"], report["tokens"]) == (3, 14)
     assert report["bytes"] == (tmp_path / "new" / "store").stat().st_size
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["store"]
-    assert {what for what, _, _ in steps} == {"encoding documents", "sorting", "writing"}
+    assert {stage for stage, _, _ in steps} == {"encoding documents", "sorting", "writing"}
     memory = Datastore.from_documents([[0, 1, 2, 3, 0, 1, 2, 4], [0, 1, 2, 3], [4, 4]])
     file = build(tmp_path / "new" / "store", Words())
     for tokens in ([0, 1], [1, 2], [4, 0, 1, 2], [3, 3]):
@@ -205,8 +205,8 @@ def test_an_interrupted_build_leaves_the_old_file(tmp_path: Path, stage: str) ->
     build_datastore([write(tmp_path)], Words(), tmp_path / "store")
     before = (tmp_path / "store").read_bytes()
 
-    def interrupt(what: str, done: int, total: int | None) -> None:
-        if what == stage:
+    def interrupt(step: str, done: int, total: int | None) -> None:
+        if step == stage:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -234,10 +234,10 @@ def test_planted_mistakes_are_caught(mistake: type[SharedVocabDrafter], monkeypa
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_read_as_it_is(kind: str) -> None:
     drafter = SharedVocabDrafter(Writer(vocabulary(kind)), vocabulary(kind), vocabulary("zoo"))
-    known = vocabulary(kind)
+    vocab = vocabulary(kind)
     ids = read(drafter, vocabulary("zoo").encode(TEXT))
     lead = "<s>" if kind == "pieces" else ""
-    text = known.bytes_of(ids).decode()
+    text = vocab.bytes_of(ids).decode()
     assert text == lead + TEXT or (kind == "words" and len(text) > 50)  # words alone cannot spell other fragments
 
 

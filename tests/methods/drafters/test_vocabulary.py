@@ -25,35 +25,35 @@ def plain(*tokens: str, **more: object) -> Vocabulary:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_spellings_add_up_to_the_text(kind: str) -> None:
-    known = vocabulary(kind)
-    ids = known.encode(TEXT)
+    vocab = vocabulary(kind)
+    ids = vocab.encode(TEXT)
     lead = " " if kind == "pieces" else ""  # this one puts a space before every text
-    assert known.bytes_of(ids).decode() == lead + TEXT
+    assert vocab.bytes_of(ids).decode() == lead + TEXT
     decoded = tokenizer(kind).decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=False)
     assert decoded == TEXT
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_fragment_is_spelled_exactly(kind: str) -> None:
-    known = vocabulary(kind)
+    vocab = vocabulary(kind)
     for fragment in (" return", "mat,", "\n    ", "caf\u00e9 in \u6771\u4eac \U0001f642!"):
-        if kind != "words" or known.bytes_of(known.encode(fragment)) == fragment.encode():
-            assert known.bytes_of(known.spell(fragment)) == fragment.encode()
+        if kind != "words" or vocab.bytes_of(vocab.encode(fragment)) == fragment.encode():
+            assert vocab.bytes_of(vocab.spell(fragment)) == fragment.encode()
 
 
 def test_what_cannot_be_spelled_is_left_out() -> None:
-    known = plain("a", "b", "ab", "\u00e9")
-    assert known.spell("ab!a\u00e9\u6771b") == [2, 0, 3, 1]
+    vocab = plain("a", "b", "ab", "\u00e9")
+    assert vocab.spell("ab!a\u00e9\u6771b") == [2, 0, 3, 1]
     assert vocabulary("characters").spell("cat!?") == vocabulary("characters").spell("cat!")
 
 
 def test_sentencepiece_signs() -> None:
-    known = vocabulary("pieces")
+    vocab = vocabulary("pieces")
     names = tokenizer("pieces").get_vocab()
-    assert known.spellings[names["<0x0A>"]] == b"\n"
-    assert known.spellings[names["\u2581return"]] == b" return"
-    assert known.prefix == (names["<s>"],)
-    assert known.roles == {"bos": names["<s>"], "eos": names["</s>"]}
+    assert vocab.spellings[names["<0x0A>"]] == b"\n"
+    assert vocab.spellings[names["\u2581return"]] == b" return"
+    assert vocab.prefix == (names["<s>"],)
+    assert vocab.roles == {"bos": names["<s>"], "eos": names["</s>"]}
 
 
 def test_words_without_a_decoder_are_joined_with_spaces() -> None:
@@ -64,9 +64,9 @@ def test_words_without_a_decoder_are_joined_with_spaces() -> None:
 
     inner = Tokenizer(WordLevel({"no": 0, "one": 1, "two": 2}, unk_token="no"))
     inner.pre_tokenizer = Whitespace()
-    known = Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="no"), 3)
-    assert known.bytes_of(known.encode("one two one")) == b" one two one"
-    assert not known.prefix  # an unknown "a" is no prefix
+    vocab = Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="no"), 3)
+    assert vocab.bytes_of(vocab.encode("one two one")) == b" one two one"
+    assert not vocab.prefix  # an unknown "a" is no prefix
 
 
 def test_ids_that_the_model_lacks_are_no_tokens() -> None:
@@ -78,10 +78,10 @@ def test_ids_that_the_model_lacks_are_no_tokens() -> None:
 
 
 def test_a_whole_text_gets_its_prefix_once() -> None:
-    known = vocabulary("pieces")
-    once = known.encode_text("if n")
-    assert once[0] == known.prefix[0] and once[1:] == known.encode("if n")
-    assert known.encode_text("<s>if n").count(known.prefix[0]) == 1
+    vocab = vocabulary("pieces")
+    once = vocab.encode_text("if n")
+    assert once[0] == vocab.prefix[0] and once[1:] == vocab.encode("if n")
+    assert vocab.encode_text("<s>if n").count(vocab.prefix[0]) == 1
 
 
 # -- pairs -----------------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def test_special_tokens_take_the_other_vocabularys_names() -> None:
 )
 def test_borders(old: list[str], new: list[str], added: str, border: tuple[int, int]) -> None:
     tokens = sorted({*old, *new})
-    known = plain(*tokens)
-    assert common_border(known, [tokens.index(t) for t in old], [tokens.index(t) for t in new], len(added)) == border
+    vocab = plain(*tokens)
+    assert common_border(vocab, [tokens.index(t) for t in old], [tokens.index(t) for t in new], len(added)) == border
 
 
 def test_half_characters() -> None:

@@ -181,14 +181,14 @@ def test_masks_against_the_definition(sink: int) -> None:
     assert cut.slots(torch.arange(used).view(1, 1, used, 1)).flatten().tolist() == slots
     mask = torch.zeros(3, 1, 2, used)
     mask[1, 0, 1, 6] = -1.0
-    shown = cut.hidden(mask)
+    hidden = cut.hidden(mask)
     own = cut.mask(additive_mask(rows, window.within(LayerMask()), 2, used, torch.float32, torch.device("cpu")))
     assert own is not None and cut.mask(None) is None
     for text, start in enumerate(starts):
         for column, slot in enumerate(slots):
             read = slot >= start - size or slot < sink
             expected = mask[text, 0, :, slot] if read else torch.full((2,), unseen(torch.float32))
-            assert torch.equal(shown[text, 0, :, column], expected)
+            assert torch.equal(hidden[text, 0, :, column], expected)
             for row in range(2):
                 place = start + row
                 read = slot <= place and (slot >= place - size or slot < sink)

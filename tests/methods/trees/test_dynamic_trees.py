@@ -107,15 +107,15 @@ def test_opt_tree_stops_when_a_level_adds_too_little() -> None:
 def as_published(guesser: Guesser, nodes: int, depth: int, width: int) -> list[Path]:
     """Expansion and re-ranking written out once more, over paths."""
     level = sorted(((t,) for t in range(3)), key=guesser.value, reverse=True)[:width]
-    known = list(level)
+    paths = list(level)
     for _ in range(depth - 1):
         fresh = []
         for path in level:
             distribution = guesser.distribution(path)
             fresh += [(*path, token) for token in sorted(range(3), key=lambda t, p=distribution: -p[t])[:width]]
-        known += fresh
+        paths += fresh
         level = sorted(fresh, key=guesser.value, reverse=True)[:width]
-    return sorted(known, key=guesser.value, reverse=True)[:nodes]
+    return sorted(paths, key=guesser.value, reverse=True)[:nodes]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -18,8 +18,8 @@ def value(path: tuple[int, ...], accuracies: list[list[float]]) -> float:
 
 
 def is_tree(choices: list[tuple[int, ...]]) -> bool:
-    known = {()} | set(choices)
-    return all(choice[:-1] in known for choice in choices)
+    paths = {()} | set(choices)
+    return all(choice[:-1] in paths for choice in choices)
 
 
 @pytest.mark.parametrize("seed", range(5))

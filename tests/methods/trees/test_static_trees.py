@@ -28,11 +28,11 @@ ACCURACIES = [
 
 def is_closed(choices: Sequence[Choice]) -> bool:
     """Parents and earlier siblings come first."""
-    known: set[Choice] = {()}
+    places: set[Choice] = {()}
     for choice in choices:
-        if choice[:-1] not in known or (choice[-1] and (*choice[:-1], choice[-1] - 1) not in known):
+        if choice[:-1] not in places or (choice[-1] and (*choice[:-1], choice[-1] - 1) not in places):
             return False
-        known.add(choice)
+        places.add(choice)
     return True
 
 

@@ -135,9 +135,9 @@ def test_select_keeps_owners() -> None:
 def test_a_tree_with_the_name_of_who_guessed_it() -> None:
     tree = TokenTree((9, 2, 0, 1), (-1, 0, 1, 0), probes=(False, False, False, True))
     assert tree.depths == (0, 1, 2, 1)
-    named = tree.guessed_by(3)
-    assert named == replace(tree, drafters=(-1, 3, 3, 3)) and tree.drafters == ()
-    assert (named.depths, named.children, named.is_chain) == (tree.depths, ((1,), (2,), (), ()), False)
+    signed = tree.guessed_by(3)
+    assert signed == replace(tree, drafters=(-1, 3, 3, 3)) and tree.drafters == ()
+    assert (signed.depths, signed.children, signed.is_chain) == (tree.depths, ((1,), (2,), (), ()), False)
 
 
 def test_from_paths_shares_prefixes() -> None:

@@ -28,13 +28,13 @@ TINY = 1e-12
 @pytest.fixture(autouse=True)
 def remembered_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The enumeration meets the same few distributions thousands of times: bisect once for each."""
-    known: dict[tuple[object, ...], float] = {}
+    thresholds: dict[tuple[object, ...], float] = {}
 
     def threshold(p: Tensor, q: Tensor, k: int) -> float:
         key = (*p.tolist(), *q.tolist(), k)
-        if key not in known:
-            known[key] = kseq_threshold(p, q, k)
-        return known[key]
+        if key not in thresholds:
+            thresholds[key] = kseq_threshold(p, q, k)
+        return thresholds[key]
 
     monkeypatch.setattr("foretoken.methods.verifiers.kseq.threshold", threshold)
 

@@ -50,14 +50,14 @@ def test_a_cache_grows_whole_or_not_at_all(left: int, stacked: bool) -> None:
         part = torch.randn(heads, 5, 4)
         cache.load(1, layer, part, part + 1)
     before = (addresses(cache), cache.generation, cache.num_rows, cache.num_slots)
-    held = [[pair[0], pair[1]] for pair in cache.copied(1, 5) if pair is not None]
+    copies = [[pair[0], pair[1]] for pair in cache.copied(1, 5) if pair is not None]
     sizes = 2 * 2 * 2 * 4 * 1024 if stacked else 2 * 1 * 4 * 1024
     with FailingAllocator(left, sizes), pytest.raises(torch.OutOfMemoryError):
         cache.reserve(2, 1000)
     assert (addresses(cache), cache.generation, cache.num_rows, cache.num_slots) == before
     cache.reserve(2, 1000)
     assert cache.generation == before[1] + 1 and not set(addresses(cache)) & set(before[0])
-    for pair, old in zip(cache.copied(1, 5), held, strict=True):
+    for pair, old in zip(cache.copied(1, 5), copies, strict=True):
         assert pair is not None and torch.equal(pair[0], old[0]) and torch.equal(pair[1], old[1])
 
 
@@ -133,9 +133,9 @@ def test_graphs_share_their_output_buffers() -> None:
     largest = max(model.graphs.buckets, key=lambda bucket: bucket.batch * bucket.width)
     steps = [step for bucket, step in model.graphs._steps.items() if bucket.taps == taps]
     with torch.inference_mode():
-        left = [step.run() for step in steps]
+        results = [step.run() for step in steps]
     assert len(steps) == 12
-    for place in ([logits for logits, _ in left], [hidden["last"] for _, hidden in left]):
+    for place in ([logits for logits, _ in results], [hidden["last"] for _, hidden in results]):
         memory = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in place}
         widest = place[0].shape[-1] * largest.batch * largest.width * place[0].element_size()
         assert list(memory.values()) == [widest]
@@ -145,12 +145,12 @@ def test_what_was_handed_out_survives_the_next_step() -> None:
     model = graphed(copy.deepcopy(llama()))
     sequence = model.open()
     model.prefill(sequence, [3, 4])
-    held: list[tuple[Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, Tensor]] = []
     for width in (1, 5, 2, 9, 5, 1):
         rows = model.forward([Feed(sequence, list(range(width)))], ("last",))[0]
-        held += [(part, part.clone()) for part in (rows.logits, rows.taps["last"])]
+        parts += [(part, part.clone()) for part in (rows.logits, rows.taps["last"])]
         model.commit(sequence, ())
-    assert all(torch.equal(part, then) for part, then in held)
+    assert all(torch.equal(part, then) for part, then in parts)
 
 
 def test_a_larger_step_gets_more_room_and_smaller_ones_keep_theirs() -> None:

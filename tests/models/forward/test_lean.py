@@ -149,16 +149,16 @@ class Adapted(nn.Linear):
 def test_padding_is_left_out(lean: bool, rows: int, wanted: int | None) -> None:
     """Trees of thirty and three nodes: the lean forward runs 33 rows, the public one twice thirty; same outputs."""
     model = HuggingFaceModel(new_model("llama"), lean=lean)
-    reference, both = HuggingFaceModel(new_model("llama"), lean=lean), []
+    reference, pairs = HuggingFaceModel(new_model("llama"), lean=lean), []
     for count in (30, 3):
-        for which in (model, reference):
-            sequence = which.open()
-            which.prefill(sequence, prompt_of(5 + count))
-            both.append((which, Feed(sequence, prompt_of(count, seed=count), wanted=wanted)))
+        for owner in (model, reference):
+            sequence = owner.open()
+            owner.prefill(sequence, prompt_of(5 + count))
+            pairs.append((owner, Feed(sequence, prompt_of(count, seed=count), wanted=wanted)))
     before = model.run_rows
-    together = model.forward([feed for which, feed in both if which is model], TAPS)
+    together = model.forward([feed for owner, feed in pairs if owner is model], TAPS)
     assert model.run_rows - before == rows
-    alone = [reference.forward([feed], TAPS)[0] for which, feed in both if which is reference]
+    alone = [reference.forward([feed], TAPS)[0] for owner, feed in pairs if owner is reference]
     compare(together, alone, 1e-4)
 
 

@@ -72,15 +72,15 @@ def by_steps(model: Any, feeds: Sequence[Feed], counts: Sequence[int]) -> list[l
 def test_chains_are_steps(level: str, name: str) -> None:
     """Tokens, scratch nodes, and what is stored: a token behind them has the same bits."""
     model = model_of(name)
-    ones, others = texts_of(model), texts_of(model)
-    chains = model.chains(feeds_of(ones), COUNTS)
-    assert chains == by_steps(model, feeds_of(others), COUNTS) and [len(chain) for chain in chains] == list(COUNTS)
-    for sequence, other in zip(ones, others, strict=True):
+    chained, stepped = texts_of(model), texts_of(model)
+    chains = model.chains(feeds_of(chained), COUNTS)
+    assert chains == by_steps(model, feeds_of(stepped), COUNTS) and [len(chain) for chain in chains] == list(COUNTS)
+    for sequence, other in zip(chained, stepped, strict=True):
         assert sequence.scratch_tokens == other.scratch_tokens and sequence.scratch_parents == other.scratch_parents
         assert sequence.scratch_depths == other.scratch_depths
         model.commit(sequence, range(len(sequence.scratch_tokens)))
         model.commit(other, range(len(other.scratch_tokens)))
-    rows = [model.forward([Feed(text, [7]) for text in texts]) for texts in (ones, others)]
+    rows = [model.forward([Feed(text, [7]) for text in texts]) for texts in (chained, stepped)]
     assert all(torch.equal(a.logits, b.logits) for a, b in zip(*rows, strict=True))
 
 
@@ -100,12 +100,12 @@ def test_chains_of_second_weights_on_the_targets_own_texts() -> None:
     """The nodes are provisional; the target's next forward states them anew."""
     target = model_of("llama")
     draft = OwnWeightsModel(target, Scheme(bits="8"))
-    ones, others = texts_of(target), texts_of(target)
-    chains = draft.chains(feeds_of(ones), COUNTS)
-    assert chains == by_steps(draft, feeds_of(others), COUNTS)
-    assert all(text.provisional for text in ones)
-    rows = target.forward([Feed(text, [4, *chain]) for text, chain in zip(ones, chains, strict=True)])
-    fresh = [target.open() for _ in ones]
+    chained, stepped = texts_of(target), texts_of(target)
+    chains = draft.chains(feeds_of(chained), COUNTS)
+    assert chains == by_steps(draft, feeds_of(stepped), COUNTS)
+    assert all(text.provisional for text in chained)
+    rows = target.forward([Feed(text, [4, *chain]) for text, chain in zip(chained, chains, strict=True)])
+    fresh = [target.open() for _ in chained]
     for seed, (text, chain, row) in enumerate(zip(fresh, chains, rows, strict=True)):
         target.prefill(text, prompt_of(LENGTHS[seed], seed=seed))
         (expected,) = target.forward([Feed(text, [4, *chain])])
@@ -115,16 +115,16 @@ def test_chains_of_second_weights_on_the_targets_own_texts() -> None:
 @pytest.mark.parametrize("states", [False, True])
 def test_whoever_chooses_gets_logits_or_states(states: bool) -> None:
     model = model_of("gemma")
-    asked: list[tuple[list[int], int, Tensor]] = []
+    calls: list[tuple[list[int], int, Tensor]] = []
 
     def second_best(active: Sequence[int], at: int, rows: Tensor) -> list[int]:
-        asked.append((list(active), at, rows))
+        calls.append((list(active), at, rows))
         logits = model.forwards.fast._logits(rows) if states else rows  # type: ignore[union-attr]
         return logits.topk(2).indices[:, 1].tolist()  # type: ignore[no-any-return]
 
     chains = model.chains(feeds_of(texts_of(model)), COUNTS, Pick(second_best, states))
     assert chains is not None and [len(chain) for chain in chains] == list(COUNTS)
-    assert [(sorted(active), at) for active, at, _ in asked] == [
+    assert [(sorted(active), at) for active, at, _ in calls] == [
         ([i for i, count in enumerate(COUNTS) if count > at], at) for at in range(max(COUNTS))
     ]
     tokens = [list(chain) for chain in chains]
@@ -246,10 +246,10 @@ def test_a_draft_ends_where_the_request_lets_nothing_follow(mode: str) -> None:
     """The rules are not asked about tokens that they have ruled out."""
     target = model_of("llama")
     (text, *_) = texts_of(target)
-    asked: list[int] = []
+    lengths: list[int] = []
 
     def two_more(ids: Tensor, scores: Tensor) -> Tensor:
-        asked.append(ids.shape[1])
+        lengths.append(ids.shape[1])
         assert ids.shape[1] <= length + 2
         return torch.full_like(scores, -torch.inf) if ids.shape[1] == length + 2 else scores
 
@@ -259,7 +259,7 @@ def test_a_draft_ends_where_the_request_lets_nothing_follow(mode: str) -> None:
     params = SamplingParams(context.sampler.params.temperature, processors=(two_more,))
     context.sampler = Sampler(params, length - 2, context.sampler.noise)
     (tree,) = drafter.propose_batch([context], [Budget(6, 64)])
-    assert len(tree) == 3 and asked == [length, length + 1, length + 2]
+    assert len(tree) == 3 and lengths == [length, length + 1, length + 2]
 
 
 def test_whoever_has_states_beside_its_tokens_or_is_cut_has_no_such_way() -> None:

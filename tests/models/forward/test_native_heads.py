@@ -279,8 +279,8 @@ def test_what_is_not_covered_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_of_a_layer_without_guesses_are_the_twins() -> None:
     model = head_of(network("hydra"))
     states = torch.ones(2, 48)
-    (asked,) = model.forward([Feed(model.open(), [1, 2], states=states)])
-    assert not isinstance(asked, HeadRows) and asked.logits.shape == (2, 97)
+    (rows,) = model.forward([Feed(model.open(), [1, 2], states=states)])
+    assert not isinstance(rows, HeadRows) and rows.logits.shape == (2, 97)
 
 
 def test_logits_that_are_capped_are_handed_out() -> None:

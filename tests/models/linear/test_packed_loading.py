@@ -50,10 +50,10 @@ def test_products_of_a_packed_draft_model_are_compiled_when_it_is_loaded(
 
     Where the CPU has no products of bfloat16 of its own, or slower ones, the draft model is a float32 one.
     """
-    asked: list[tuple[int, ...]] = []
+    measured_shapes: list[tuple[int, ...]] = []
 
     def measured(kind: torch.dtype, shapes: list[tuple[int, ...]]) -> float:
-        asked.extend(shapes)
+        measured_shapes.extend(shapes)
         return step_s if kind == torch.bfloat16 else 2.0
 
     monkeypatch.setattr(packing, "has_bfloat16", lambda: has)
@@ -71,7 +71,9 @@ def test_products_of_a_packed_draft_model_are_compiled_when_it_is_loaded(
     monkeypatch.setattr(HuggingFaceModel, "forward", counted)
     draft = build_draft_model(None, target, "builtin", None, None)
     packs = dtype == "bfloat16" and has and step_s < 2.0
-    assert ((8192, 192) in asked) == (dtype == "bfloat16" and has) and all(len(shape) == 2 for shape in asked)
+    assert ((8192, 192) in measured_shapes) == (dtype == "bfloat16" and has) and all(
+        len(shape) == 2 for shape in measured_shapes
+    )
     assert set(rows) == (set(range(1, COMPILED_ROWS + 1)) if packs else {ROWS - KEPT})  # those of the trial
     assert draft.dtype == (torch.bfloat16 if packs else torch.float32)
     fresh = draft.open()

@@ -303,14 +303,14 @@ def test_widths_that_are_no_whole_vectors(width: int, rows: int) -> None:
 
 def test_a_small_layer_of_a_draft_is_timed_by_weights_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of the layer itself would be read from one, where 4 bits save nothing."""
-    asked: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
 
     def times(products: Any, out: int, width: int, *_: Any) -> dict[Any, float]:
-        asked.append((out, width))
+        sizes.append((out, width))
         return dict.fromkeys(products, 1.0)
 
     monkeypatch.setattr(quantised, "measured", times)
     fastest_draft_product.__wrapped__(64, 64, 32, "auto", "15")
     fastest_target_product.__wrapped__(64, 64, 32, "8")
-    ((out, width), *others) = asked
+    ((out, width), *others) = sizes
     assert width == 64 and out * width >= 8_000_000 and all(shape == (64, 64) for shape in others)

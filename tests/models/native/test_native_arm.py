@@ -42,8 +42,8 @@ def built(compiler: str, flags: tuple[str, ...], file: Path) -> Path:
 
 def results(command: list[str], seed: int, file: Path) -> dict[str, Tensor]:
     """The program's output by the names of its blocks; the program fails if a row has other bits alone."""
-    done = subprocess.run([*command, str(seed), str(file)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([*command, str(seed), str(file)], capture_output=True, text=True, timeout=240)
+    assert process.returncode == 0, process.stderr
     content, blocks = file.read_bytes(), {}
     while content:
         head, _, content = content.partition(b"\n")
@@ -54,7 +54,7 @@ def results(command: list[str], seed: int, file: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(compiling.compiler() or "g++", compiling.AVX2, tmp_path_factory.mktemp("here") / "program")
 
 
@@ -63,10 +63,10 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(CROSS, compiling.PORTABLE["aarch64"], tmp_path_factory.mktemp("arm") / "program")
 
 
-def test_arm_has_the_bits_of_avx2(here: Path, arm: Path, tmp_path: Path) -> None:
+def test_arm_has_the_bits_of_avx2(host: Path, arm: Path, tmp_path: Path) -> None:
     for seed in (1, 2):
         expected, blocks = (
-            results([str(here)], seed, tmp_path / "here"),
+            results([str(host)], seed, tmp_path / "here"),
             results([EMULATOR, str(arm)], seed, tmp_path / "arm"),
         )
         assert list(blocks) == list(expected) and len(expected) == 23
@@ -75,7 +75,7 @@ def test_arm_has_the_bits_of_avx2(here: Path, arm: Path, tmp_path: Path) -> None
             assert torch.equal(blocks[name].view(torch.int16), numbers.view(torch.int16)), name
 
 
-def test_other_numbers_have_other_bits(here: Path, tmp_path: Path) -> None:
+def test_other_numbers_have_other_bits(host: Path, tmp_path: Path) -> None:
     """The control: the comparison sees what differs."""
-    first, second = (results([str(here)], seed, tmp_path / str(seed)) for seed in (1, 2))
+    first, second = (results([str(host)], seed, tmp_path / str(seed)) for seed in (1, 2))
     assert all(not torch.equal(first[name], second[name]) for name in first)

@@ -162,11 +162,11 @@ def test_the_highest_level_is_taken(
 @pytest.mark.parametrize("answer", [0, -1])
 def test_amx_is_used_where_the_system_permits_it(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
     has(monkeypatch, "avx2", "avx512", "vnni", "avx512_bf16", flags=("amx_bf16", "amx_int8"))
-    asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(library, "_system_call", lambda *numbers: asked.append(numbers) or answer)
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(library, "_system_call", lambda *numbers: calls.append(numbers) or answer)
     monkeypatch.delenv(library.SWITCH, raising=False)
     assert [library.level() for _ in range(2)] == 2 * ["avx512-bf16" if answer else "amx"]
-    assert asked == [(158, 0x1023, 18)]  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), once
+    assert calls == [(158, 0x1023, 18)]  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), once
 
 
 def test_a_switch_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,8 +208,8 @@ def build(tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_a_wheel_without_its_kernels_is_not_built(tmp_path: Path, variables: dict[str, str], message: str) -> None:
-    done = build(tmp_path, **variables)
-    assert done.returncode != 0 and done.stderr.splitlines()[-1].startswith(message)
+    process = build(tmp_path, **variables)
+    assert process.returncode != 0 and process.stderr.splitlines()[-1].startswith(message)
 
 
 def test_a_wheel_for_any_machine_needs_no_compiler(tmp_path: Path) -> None:

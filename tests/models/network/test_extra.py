@@ -33,9 +33,9 @@ def load(name: str, tmp_path: Any) -> HuggingFaceModel:
 
 def rows_for(model: HuggingFaceModel, seed: int = 0) -> Tensor:
     """[K, D] like the token embeddings, as the embedding module hands them out."""
-    known = model.model.get_input_embeddings()(torch.arange(model.vocab_size)).detach()
+    embeddings = model.model.get_input_embeddings()(torch.arange(model.vocab_size)).detach()
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(K, known.shape[1], generator=generator, dtype=known.dtype) * known.std()
+    return torch.randn(K, embeddings.shape[1], generator=generator, dtype=embeddings.dtype) * embeddings.std()
 
 
 def tree_logits(model: HuggingFaceModel, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> Tensor:

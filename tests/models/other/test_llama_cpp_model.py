@@ -70,9 +70,9 @@ def started(model: LlamaCppModel, text: Sequence[int]) -> SequenceState:
 
 def differs(model: LlamaCppModel, sequence: SequenceState) -> float:
     """How far the logits of the next token are from those of a fresh decode."""
-    here = model.forward([Feed(sequence, [3])])[0].logits[0]
+    logits = model.forward([Feed(sequence, [3])])[0].logits[0]
     model.commit(sequence, ())
-    return float((here - fresh(model, [*sequence.tokens, 3])).abs().max())
+    return float((logits - fresh(model, [*sequence.tokens, 3])).abs().max())
 
 
 # -- trees -----------------------------------------------------------------------------------------------------------

@@ -369,12 +369,12 @@ def test_a_process_that_dies_ends_the_engine(split: LanguageModel) -> None:
     async def run() -> None:
         engine = AsyncLlm(beside(split, "ngram"))
         await engine.start()
-        asked = asyncio.create_task(engine.generate(PROMPTS[0], max_new_tokens=600, ignore_eos=True))
+        task = asyncio.create_task(engine.generate(PROMPTS[0], max_new_tokens=600, ignore_eos=True))
         while not engine.status.rounds:
             await asyncio.sleep(0.01)
         part.kill()
         with pytest.raises(EngineDead, match=r"process 1 of the split model has ended \(signal 9\)"):
-            await asyncio.wait_for(asked, 30)
+            await asyncio.wait_for(task, 30)
         assert "process 1" in str(engine.status.dead)
         with pytest.raises(EngineDead):
             await engine.generate(PROMPTS[0])

@@ -32,13 +32,13 @@ Subject = Callable[[str, bool], HuggingFaceModel]
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     """Models by name, on the lean forward where there is one or on the public one."""
-    known: dict[tuple[str, bool], Any] = {}
+    models: dict[tuple[str, bool], Any] = {}
 
     def get(name: str, lean: bool) -> HuggingFaceModel:
-        if (name, lean) not in known:
+        if (name, lean) not in models:
             model: Any = checkpoint(tmp_path_factory.mktemp("sparse"), name)
-            known[name, lean] = model if lean and model.is_lean else HuggingFaceModel(model.model, lean=False)
-        return known[name, lean]
+            models[name, lean] = model if lean and model.is_lean else HuggingFaceModel(model.model, lean=False)
+        return models[name, lean]
 
     return get
 
