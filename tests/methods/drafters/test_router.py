@@ -133,10 +133,10 @@ class Copying(SourceDrafter):
     name = "copying"
 
     def __init__(self, guess: Callable[[list[int]], Guess]) -> None:
-        self.guess, self.max_depth, self.max_nodes = guess, 4, 4
+        self.guess_of, self.max_depth, self.max_nodes = guess, 4, 4
 
     def open(self, context: Context) -> NgramSource:
-        guess = self.guess
+        guess = self.guess_of
 
         class Source(NgramSource):
             def propose(self, budget: Budget) -> Guess:
