@@ -30,4 +30,4 @@ class Numbers:
     """Tokens as numbers."""
 
     def decode(self, ids: Sequence[int], **more: Any) -> str:
-        return "".join(f"{one}." for one in ids)
+        return "".join(f"{token}." for token in ids)

@@ -45,7 +45,7 @@ def toy(drafter: Drafter | None = None, **more: Any) -> Llm:
 
 
 def during(llm: Llm, scenario: Callable[[AsyncLlm], Awaitable[T]], **options: Any) -> T:
-    """What a scenario gives that plays while the engine runs."""
+    """The result of a scenario that runs while the engine runs."""
 
     async def play() -> T:
         engine = AsyncLlm(llm, **options)
@@ -89,22 +89,24 @@ class Gate:
 def test_generate_and_stream_give_what_llm_gives() -> None:
     llm = toy(NgramDrafter(n=2, k=3))
     options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 4, "logprobs": 2, "explain": True}
-    wanted = llm.generate(PROMPT, **options)
+    expected = llm.generate(PROMPT, **options)
 
     async def scenario(engine: AsyncLlm) -> None:
-        found = await engine.generate(PROMPT, **options)
-        assert (found.token_ids, found.finish_reason, found.origins) == (
-            wanted.token_ids,
-            wanted.finish_reason,
-            wanted.origins,
+        output = await engine.generate(PROMPT, **options)
+        assert (output.token_ids, output.finish_reason, output.origins) == (
+            expected.token_ids,
+            expected.finish_reason,
+            expected.origins,
         )
-        assert found.logprobs == wanted.logprobs and found.seed == wanted.seed
+        assert output.logprobs == expected.logprobs and output.seed == expected.seed
         pieces = [piece async for piece in engine.stream(PROMPT, **options)]
-        assert [token for piece in pieces for token in piece.token_ids] == wanted.token_ids
-        assert [one for piece in pieces for one in piece.logprobs] == wanted.logprobs
-        assert [one.tokens for piece in pieces for one in piece.rounds] == [one.tokens for one in wanted.rounds]
+        assert [token for piece in pieces for token in piece.token_ids] == expected.token_ids
+        assert [entry for piece in pieces for entry in piece.logprobs] == expected.logprobs
+        assert [round_.tokens for piece in pieces for round_ in piece.rounds] == [
+            round_.tokens for round_ in expected.rounds
+        ]
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-        assert len(pieces) == found.stats.num_drafts
+        assert len(pieces) == output.stats.num_drafts
 
     during(llm, scenario)
 
@@ -185,7 +187,7 @@ def drafters() -> dict[str, Callable[[LanguageModel, LanguageModel], Drafter | N
 @pytest.mark.parametrize("controller", ["constant", "auto"])
 @pytest.mark.parametrize("name", list(drafters()))
 def test_seeds_hold_in_the_middle_of_32(name: str, controller: str) -> None:
-    """Greedy and sampled, short and long, with and without penalties: what each writes alone, it writes in a crowd."""
+    """Requests of all kinds write in a crowd what they write alone: greedy, sampled, short, long, with penalties."""
 
     def fresh() -> Llm:
         target, draft = llamas()
@@ -197,28 +199,30 @@ def test_seeds_hold_in_the_middle_of_32(name: str, controller: str) -> None:
         return Request(prompt, params, 6 + (5 * i) % 23, seed=i)
 
     alone = fresh()
-    wanted = [alone.calls.finish([request(i)])[0].output for i in range(32)]
+    expected = [alone.calls.finish([request(i)])[0].output for i in range(32)]
 
     async def scenario(engine: AsyncLlm) -> list[list[int]]:
-        async def asked(i: int) -> list[int]:
+        async def tokens_of(i: int) -> list[int]:
             await asyncio.sleep(0.002 * (i % 7))
             return (await engine.run(request(i))).token_ids
 
-        return await asyncio.gather(*(asked(i) for i in range(32)))
+        return await asyncio.gather(*(tokens_of(i) for i in range(32)))
 
-    assert during(fresh(), scenario, max_running=20, prefill_chunk=16) == wanted
+    assert during(fresh(), scenario, max_running=20, prefill_chunk=16) == expected
 
 
 def test_many_threads_may_ask() -> None:
     llm = toy(NgramDrafter(n=2, k=3))
-    wanted = {seed: llm.generate(PROMPT, max_new_tokens=15, temperature=1.0, seed=seed).token_ids for seed in range(24)}
-    found: dict[int, list[int]] = {}
+    expected = {
+        seed: llm.generate(PROMPT, max_new_tokens=15, temperature=1.0, seed=seed).token_ids for seed in range(24)
+    }
+    tokens: dict[int, list[int]] = {}
 
     async def scenario(engine: AsyncLlm) -> None:
         def ask(seeds: Sequence[int]) -> None:
             for seed in seeds:
-                asked = engine.generate(PROMPT, max_new_tokens=15, temperature=1.0, seed=seed)
-                found[seed] = asyncio.run(asked).token_ids
+                coroutine = engine.generate(PROMPT, max_new_tokens=15, temperature=1.0, seed=seed)
+                tokens[seed] = asyncio.run(coroutine).token_ids
 
         threads = [threading.Thread(target=ask, args=(range(i, 24, 6),)) for i in range(6)]
         for thread in threads:
@@ -226,12 +230,12 @@ def test_many_threads_may_ask() -> None:
         await until(lambda: not any(thread.is_alive() for thread in threads))
 
     during(llm, scenario)
-    assert found == wanted
+    assert tokens == expected
 
 
 def test_a_ticket_of_a_thread_without_a_loop_can_be_awaited() -> None:
-    """It is filled before, while and after somebody waits for it."""
-    wanted = toy().generate(PROMPT, max_new_tokens=9).token_ids
+    """The ticket is filled before, while and after somebody waits for it."""
+    expected = toy().generate(PROMPT, max_new_tokens=9).token_ids
 
     async def scenario(engine: AsyncLlm) -> None:
         ticket = await asyncio.to_thread(engine.submit, Request(PROMPT, max_new_tokens=9))
@@ -242,7 +246,7 @@ def test_a_ticket_of_a_thread_without_a_loop_can_be_awaited() -> None:
             await asyncio.sleep(0.001)
             if emission.finish_reason is not None:
                 break
-        assert tokens == wanted
+        assert tokens == expected
 
     during(toy(), scenario)
 
@@ -360,7 +364,7 @@ def test_a_stream_that_breaks_in_its_own_task_is_cancelled() -> None:
         with pytest.raises(RuntimeError, match="planted"):
             async for _ in engine.stream(PROMPT, max_new_tokens=5_000):
                 pass
-        assert [one.finish_reason for one in await asyncio.gather(*others)] == ["length"] * 3
+        assert [output.finish_reason for output in await asyncio.gather(*others)] == ["length"] * 3
         await until(lambda: engine.num_open == 0)
 
     during(llm, scenario)
@@ -398,8 +402,8 @@ def test_a_round_that_fails_as_a_whole_leaves_nobody_waiting(monkeypatch: pytest
     monkeypatch.setattr(llm.engine, "_round", failing)
 
     async def scenario(engine: AsyncLlm) -> None:
-        asked = [engine.generate([i, 1], max_new_tokens=40) for i in range(3)]
-        for failure in await asyncio.gather(*asked, return_exceptions=True):
+        answers = [engine.generate([i, 1], max_new_tokens=40) for i in range(3)]
+        for failure in await asyncio.gather(*answers, return_exceptions=True):
             assert isinstance(failure, RequestFailed) and "planted" in str(failure)
         assert (await engine.generate(PROMPT, max_new_tokens=40)).finish_reason == "length"
 
@@ -420,11 +424,11 @@ def test_when_the_engine_dies_everybody_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(llm.engine, "step", failing)
 
     async def scenario(engine: AsyncLlm) -> None:
-        asked = [asyncio.ensure_future(engine.generate([i, 1], max_new_tokens=900_000)) for i in range(3)]
+        answers = [asyncio.ensure_future(engine.generate([i, 1], max_new_tokens=900_000)) for i in range(3)]
         stream = engine.stream(PROMPT, max_new_tokens=900_000)
         await anext(stream)
         broken.set()
-        for failure in await asyncio.gather(*asked, return_exceptions=True):
+        for failure in await asyncio.gather(*answers, return_exceptions=True):
             assert isinstance(failure, EngineDead) and "RuntimeError: planted" in str(failure)
         with pytest.raises(EngineDead):
             async for _ in stream:
@@ -445,18 +449,18 @@ def test_an_idle_engine_and_a_busy_one_show_that_they_live() -> None:
     async def scenario(engine: AsyncLlm) -> None:
         pieces = engine.stream(PROMPT, max_new_tokens=90_000)
         await anext(pieces)
-        busy = engine._beat
-        await until(lambda: engine._beat > busy)
+        busy_beat = engine._beat
+        await until(lambda: engine._beat > busy_beat)
         assert engine.status.running == 1  # it was not the end of the request that moved the clock
         await pieces.aclose()
-        idle = engine._beat
-        await until(lambda: engine._beat > idle)
+        idle_beat = engine._beat
+        await until(lambda: engine._beat > idle_beat)
 
     during(toy(context_length=100_000), scenario)
 
 
 def test_a_hung_engine_shows_within_a_second_and_recovers() -> None:
-    """Whoever watches needs no answer of the engine's thread to see that it hangs."""
+    """A watcher needs no answer from the engine's thread to see that it hangs."""
 
     async def scenario(engine: AsyncLlm) -> None:
         pieces = engine.stream(PROMPT, max_new_tokens=90_000)
@@ -475,7 +479,7 @@ def test_a_hung_engine_shows_within_a_second_and_recovers() -> None:
 
 
 def test_other_threads_may_look_while_texts_are_kept_and_a_controller_learns() -> None:
-    """What a status page reads is a number or a copy: it never meets a table that is being changed."""
+    """A status page reads a number or a copy, never a table that is being changed."""
     target, draft = llamas()
     llm = assemble(target, ModelDrafter(draft, k=2), "auto", "auto", None)
     stop, failures, looks = threading.Event(), [], []
@@ -491,15 +495,15 @@ def test_other_threads_may_look_while_texts_are_kept_and_a_controller_learns() -
         watcher = threading.Thread(target=look)
         watcher.start()
         try:
-            asked = [engine.generate([i % 7, i] * (8 + i), max_new_tokens=6) for i in range(24)]
-            await asyncio.gather(*asked)
+            answers = [engine.generate([i % 7, i] * (8 + i), max_new_tokens=6) for i in range(24)]
+            await asyncio.gather(*answers)
         finally:
             stop.set()
             watcher.join()
         assert not failures and looks
         assert (
             llm.memory()["prefix_bytes"]
-            == sum(one.nbytes for one in llm.engine.prefix_cache.prefixes._kept.values())
+            == sum(prefix.nbytes for prefix in llm.engine.prefix_cache.prefixes._kept.values())
             > 0
         )
 
@@ -550,14 +554,14 @@ def test_a_call_that_nobody_waits_for_any_more_does_not_hurt() -> None:
 
 def test_a_draining_engine_finishes_what_it_has_and_takes_nothing() -> None:
     async def scenario(engine: AsyncLlm) -> None:
-        asked = [asyncio.ensure_future(engine.generate([i, 1], max_new_tokens=60)) for i in range(4)]
+        answers = [asyncio.ensure_future(engine.generate([i, 1], max_new_tokens=60)) for i in range(4)]
         await until(lambda: engine.num_open == 4)
         closing = asyncio.ensure_future(engine.close(LIMIT_S))
         await asyncio.sleep(0)
         with pytest.raises(Draining):
             engine.submit(Request(PROMPT))
         assert engine.status.draining
-        assert [len((await one).token_ids) for one in asked] == [60] * 4
+        assert [len((await answer).token_ids) for answer in answers] == [60] * 4
         await closing
         assert engine._thread is not None and not engine._thread.is_alive()
         with pytest.raises(EngineDead, match="shutting down"):
@@ -572,10 +576,10 @@ def test_what_takes_longer_than_the_drain_is_cancelled() -> None:
     llm = Llm(target, None, None, None, None)
 
     async def scenario(engine: AsyncLlm) -> None:
-        asked = [asyncio.ensure_future(engine.generate([i, 1], max_new_tokens=900_000)) for i in range(3)]
+        answers = [asyncio.ensure_future(engine.generate([i, 1], max_new_tokens=900_000)) for i in range(3)]
         await until(lambda: engine.status.running == 2)
         await engine.close(0.05)
-        for failure in await asyncio.gather(*asked, return_exceptions=True):
+        for failure in await asyncio.gather(*answers, return_exceptions=True):
             assert isinstance(failure, EngineDead)
         assert isinstance(target, HuggingFaceModel) and target.kv_bytes == 0 and not llm.engine.busy
 
@@ -599,17 +603,17 @@ def test_requests_of_the_llm_itself_are_in_the_way() -> None:
 
 
 def test_a_service_that_was_given_up_is_collected_with_its_model() -> None:
-    """In a notebook that never closes one, every further one kept a model and a thread for ever."""
+    """A notebook that never closed its services kept a model and a thread for each of them."""
     before = set(threading.enumerate())
     llm = toy()
 
-    async def asked(llm: Llm) -> list[int]:
+    async def tokens_of(llm: Llm) -> list[int]:
         service = AsyncLlm(llm)
         await service.start()
         return (await service.generate([1, 2], max_new_tokens=4)).token_ids
 
-    assert asyncio.run(asked(llm)) == toy().generate([1, 2], max_new_tokens=4).token_ids
-    (thread,) = {one for one in threading.enumerate() if one.name == "foretoken-engine"} - before
+    assert asyncio.run(tokens_of(llm)) == toy().generate([1, 2], max_new_tokens=4).token_ids
+    (thread,) = {thread for thread in threading.enumerate() if thread.name == "foretoken-engine"} - before
     gc.collect()
     thread.join(1.0)
     assert thread.is_alive()  # the Llm is there, which it serves
@@ -623,7 +627,7 @@ def test_a_service_that_was_given_up_is_collected_with_its_model() -> None:
 
 
 def test_who_holds_a_ticket_is_answered_by_a_service_that_nobody_holds() -> None:
-    async def asked() -> list[int]:
+    async def tokens_of() -> list[int]:
         service = AsyncLlm(toy())
         await service.start()
         tickets = [service.submit(service.llm.request([1, 2], max_new_tokens=4)) for _ in range(2)]
@@ -636,26 +640,26 @@ def test_who_holds_a_ticket_is_answered_by_a_service_that_nobody_holds() -> None
             if emission.finish_reason is not None:
                 return tokens
 
-    assert asyncio.run(asyncio.wait_for(asked(), 20)) == toy().generate([1, 2], max_new_tokens=4).token_ids
+    assert asyncio.run(asyncio.wait_for(tokens_of(), 20)) == toy().generate([1, 2], max_new_tokens=4).token_ids
 
 
 def test_a_service_in_a_forked_process_says_that_its_thread_stayed_behind() -> None:
-    """Whoever asked there waited for ever."""
-    told: Any = multiprocessing.get_context("fork").SimpleQueue()
+    """A request in the forked process waited for ever."""
+    messages: Any = multiprocessing.get_context("fork").SimpleQueue()
 
     def ask(engine: AsyncLlm) -> None:
         try:
             engine.submit(Request(PROMPT, max_new_tokens=4))
-            told.put("queued")
+            messages.put("queued")
         except Exception as error:
-            told.put(f"{type(error).__name__}: {error}")
+            messages.put(f"{type(error).__name__}: {error}")
 
     async def scenario(engine: AsyncLlm) -> None:
         child = multiprocessing.get_context("fork").Process(target=ask, args=(engine,))
         child.start()
         await asyncio.to_thread(child.join, 30)
         assert child.exitcode == 0
-        assert told.get().startswith("EngineDead: its thread stayed behind when this process was forked")
+        assert messages.get().startswith("EngineDead: its thread stayed behind when this process was forked")
         assert (await engine.generate(PROMPT, max_new_tokens=4)).token_ids  # in its own process it serves
 
     during(toy(), scenario)

@@ -23,7 +23,7 @@ def model() -> HuggingFaceModel:
 
 
 def cost(target: HuggingFaceModel, prompt: int, new: int) -> int:
-    """Bytes that a request is counted with."""
+    """Bytes that the budget counts for a request."""
     return (prompt + new + SCRATCH) * target.kv_bytes_per_token
 
 
@@ -33,10 +33,10 @@ def limited(slots: int, **more: Any) -> Engine:
     return engine(target, kv_memory=slots * target.kv_bytes_per_token, **more)
 
 
-def asked(busy: Engine, prompts: Sequence[tuple[int, int]], **options: Any) -> list[int]:
+def add_requests(runner: Engine, prompts: Sequence[tuple[int, int]], **options: Any) -> list[int]:
     """Requests by the lengths of prompt and output."""
     return [
-        busy.add(Request([1 + i % 30] * prompt, max_new_tokens=new, **options))
+        runner.add(Request([1 + i % 30] * prompt, max_new_tokens=new, **options))
         for i, (prompt, new) in enumerate(prompts)
     ]
 
@@ -45,11 +45,11 @@ def ids(runs: Sequence[Running]) -> list[int]:
     return [run.id for run in runs]
 
 
-def finish(busy: Engine) -> list[int]:
+def finish(runner: Engine) -> list[int]:
     """Ids in the order in which they end."""
     ended = []
-    while busy.busy:
-        ended += [run.id for run, emission in busy.step() if emission.finish_reason is not None]
+    while runner.busy:
+        ended += [run.id for run, emission in runner.step() if emission.finish_reason is not None]
     return ended
 
 
@@ -57,39 +57,39 @@ def finish(busy: Engine) -> list[int]:
 
 
 def test_what_never_fits_is_refused_with_the_sizes() -> None:
-    busy = limited(200)
-    busy.add(Request([1] * 100, max_new_tokens=200 - 100 - SCRATCH))
-    need = busy.target.kv_bytes_per_token * 201
+    runner = limited(200)
+    runner.add(Request([1] * 100, max_new_tokens=200 - 100 - SCRATCH))
+    need = runner.target.kv_bytes_per_token * 201
     for prompt, new in ((100, 200 - 100 - SCRATCH + 1), (101, 200 - 100 - SCRATCH)):
         with pytest.raises(
             ValueError, match=rf"need {need} bytes .* kv_memory is {need // 201 * 200}: shorten the prompt"
         ):
-            busy.add(Request([1] * prompt, max_new_tokens=new))
-    assert ids(busy.waiting) == [1]
+            runner.add(Request([1] * prompt, max_new_tokens=new))
+    assert ids(runner.waiting) == [1]
 
 
 def test_a_request_waits_until_there_is_room() -> None:
-    busy = limited(3 * (20 + 16 + SCRATCH))
-    first, second, third, fourth = asked(busy, [(20, 16)] * 4)
-    busy.step()
-    assert ids(busy.running) == [first, second, third] and ids(busy.waiting) == [fourth]
-    busy.cancel(second)
-    busy.step()
-    assert ids(busy.running) == [first, third, fourth]
-    finish(busy)
-    assert busy.budget.left == busy.budget.limit
+    runner = limited(3 * (20 + 16 + SCRATCH))
+    first, second, third, fourth = add_requests(runner, [(20, 16)] * 4)
+    runner.step()
+    assert ids(runner.running) == [first, second, third] and ids(runner.waiting) == [fourth]
+    runner.cancel(second)
+    runner.step()
+    assert ids(runner.running) == [first, third, fourth]
+    finish(runner)
+    assert runner.budget.left == runner.budget.limit
 
 
 def test_nobody_overtakes_who_waits_for_room() -> None:
     """A long request gets its turn although short ones would fit all the time."""
-    busy = limited(500)
-    short = asked(busy, [(20, 40)] * 2)
-    (long,) = asked(busy, [(200, 40)])
-    busy.step()
-    late = asked(busy, [(20, 40)] * 2)
-    busy.step()
-    assert ids(busy.running) == short and ids(busy.waiting) == [long, *late]
-    ended = finish(busy)
+    runner = limited(500)
+    short = add_requests(runner, [(20, 40)] * 2)
+    (long,) = add_requests(runner, [(200, 40)])
+    runner.step()
+    late = add_requests(runner, [(20, 40)] * 2)
+    runner.step()
+    assert ids(runner.running) == short and ids(runner.waiting) == [long, *late]
+    ended = finish(runner)
     assert ended.index(long) < ended.index(late[0])
 
 
@@ -103,29 +103,29 @@ def test_a_limited_engine_writes_what_an_unlimited_one_writes() -> None:
 
 def test_memory_stays_near_the_limit() -> None:
     """Rectangles are a little larger than the tokens in them."""
-    busy = limited(2_000, prefix_bytes=2**24)
+    runner = limited(2_000, prefix_bytes=2**24)
     prompts = [(30 + 97 * (i % 7), 20 + 13 * (i % 5)) for i in range(30)]
-    asked(busy, prompts)
+    add_requests(runner, prompts)
     together = 0
-    while busy.busy:
-        busy.step()
-        together = max(together, len(busy.running))
-        reserved = sum(busy.budget.reserved.values())
-        assert reserved + busy.prefix_cache.prefixes.nbytes <= (busy.budget.limit or 0)
-    target = busy.target
-    assert together > 2 and target.kv_peak_bytes <= 1.5 * (busy.budget.limit or 0)
-    assert target.kv_bytes == 0 and not busy.budget.reserved
+    while runner.busy:
+        runner.step()
+        together = max(together, len(runner.running))
+        reserved = sum(runner.budget.reserved.values())
+        assert reserved + runner.prefix_cache.prefixes.nbytes <= (runner.budget.limit or 0)
+    target = runner.target
+    assert together > 2 and target.kv_peak_bytes <= 1.5 * (runner.budget.limit or 0)
+    assert target.kv_bytes == 0 and not runner.budget.reserved
 
 
 def test_kept_texts_make_room_for_running_ones() -> None:
-    busy = limited(600, prefix_bytes=2**24)
+    runner = limited(600, prefix_bytes=2**24)
     for i in range(3):
-        serve(busy, [Request([i + 1] * 100, max_new_tokens=4)])
-    assert len(busy.prefix_cache.prefixes) == 3
-    busy.add(Request([9] * 300, max_new_tokens=100))
-    busy.step()
-    left = busy.budget.left
-    assert left is not None and busy.prefix_cache.prefixes.nbytes <= left and len(busy.prefix_cache.prefixes) < 3
+        serve(runner, [Request([i + 1] * 100, max_new_tokens=4)])
+    assert len(runner.prefix_cache.prefixes) == 3
+    runner.add(Request([9] * 300, max_new_tokens=100))
+    runner.step()
+    left = runner.budget.left
+    assert left is not None and runner.prefix_cache.prefixes.nbytes <= left and len(runner.prefix_cache.prefixes) < 3
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:
@@ -136,72 +136,72 @@ def test_limits_that_make_no_sense_are_refused() -> None:
 
 
 def test_no_limit_no_wait() -> None:
-    busy = engine(model())
-    asked(busy, [(500, 500)] * 8)
-    busy.step()
-    assert len(busy.running) == 8 and busy.budget.left is None
-    busy.close()
+    runner = engine(model())
+    add_requests(runner, [(500, 500)] * 8)
+    runner.step()
+    assert len(runner.running) == 8 and runner.budget.left is None
+    runner.close()
 
 
 # -- order -----------------------------------------------------------------------------------------------------------
 
 
 def test_smaller_priorities_run_first_and_equals_in_order_of_arrival() -> None:
-    busy = engine(model(), max_batch=1)
-    (running,) = asked(busy, [(3, 4)])
-    busy.step()
-    middle, late, first, last = (busy.add(Request([5], max_new_tokens=3, priority=p)) for p in (0, 5, -2, 5))
-    assert finish(busy) == [running, first, middle, late, last]
+    runner = engine(model(), max_batch=1)
+    (running,) = add_requests(runner, [(3, 4)])
+    runner.step()
+    middle, late, first, last = (runner.add(Request([5], max_new_tokens=3, priority=p)) for p in (0, 5, -2, 5))
+    assert finish(runner) == [running, first, middle, late, last]
 
 
 def test_a_priority_does_not_stop_who_runs() -> None:
-    busy = engine(model(), max_batch=1)
-    (running,) = asked(busy, [(3, 9)])
-    busy.step()
-    urgent = busy.add(Request([5], max_new_tokens=3, priority=-100))
-    busy.step()
-    assert ids(busy.running) == [running] and ids(busy.waiting) == [urgent]
-    assert finish(busy) == [running, urgent]
+    runner = engine(model(), max_batch=1)
+    (running,) = add_requests(runner, [(3, 9)])
+    runner.step()
+    urgent = runner.add(Request([5], max_new_tokens=3, priority=-100))
+    runner.step()
+    assert ids(runner.running) == [running] and ids(runner.waiting) == [urgent]
+    assert finish(runner) == [running, urgent]
 
 
 # -- deadlines -------------------------------------------------------------------------------------------------------
 
 
-def later(busy: Engine, seconds: float) -> None:
-    """As if everybody had arrived so much earlier."""
-    for run in (*busy.waiting, *busy.running):
+def later(runner: Engine, seconds: float) -> None:
+    """Pretend that all requests arrived ``seconds`` earlier."""
+    for run in (*runner.waiting, *runner.running):
         run.arrived_s -= seconds
 
 
 @pytest.mark.parametrize("drafting", [False, True])
 def test_a_deadline_ends_who_runs_with_what_there_is(drafting: bool) -> None:
     target = model()
-    plain, busy = engine(model()), engine(target, NgramDrafter() if drafting else None)
+    plain, runner = engine(model()), engine(target, NgramDrafter() if drafting else None)
     late = Request([4, 5, 4], max_new_tokens=50, deadline_s=60.0)
-    busy.add(late)
-    other = busy.add(replace(late, deadline_s=None))
+    runner.add(late)
+    other = runner.add(replace(late, deadline_s=None))
     for _ in range(4):
-        busy.step()
-    later(busy, 61.0)
-    ((run, emission), *_) = [found for found in busy.step() if found[1].finish_reason is not None]
+        runner.step()
+    later(runner, 61.0)
+    ((run, emission), *_) = [end for end in runner.step() if end[1].finish_reason is not None]
     assert emission.finish_reason == run.finish_reason == "deadline" and not emission.token_ids and run.error is None
-    (wanted,) = outputs(plain, [replace(late, deadline_s=None)])
-    assert 4 <= len(run.output) < 50 and run.output == wanted[: len(run.output)]
-    assert finish(busy) == [other]
+    (expected,) = outputs(plain, [replace(late, deadline_s=None)])
+    assert 4 <= len(run.output) < 50 and run.output == expected[: len(run.output)]
+    assert finish(runner) == [other]
     assert target.kv_bytes == 0
 
 
 def test_a_deadline_ends_who_waits_and_who_is_read() -> None:
     target = model()
-    busy = engine(target, max_batch=2, prefill_chunk=16)
-    asked(busy, [(5, 40)])
-    reading, waiting = asked(busy, [(400, 5), (5, 5)], deadline_s=60.0)
-    busy.step()
-    assert [run.started for run in busy.running] == [True, False] and ids(busy.waiting) == [waiting]
-    later(busy, 61.0)
-    ended = {run.id: run for run, emission in busy.step() if emission.finish_reason == "deadline"}
+    runner = engine(target, max_batch=2, prefill_chunk=16)
+    add_requests(runner, [(5, 40)])
+    reading, waiting = add_requests(runner, [(400, 5), (5, 5)], deadline_s=60.0)
+    runner.step()
+    assert [run.started for run in runner.running] == [True, False] and ids(runner.waiting) == [waiting]
+    later(runner, 61.0)
+    ended = {run.id: run for run, emission in runner.step() if emission.finish_reason == "deadline"}
     assert ended.keys() == {reading, waiting} and all(run.output == [] for run in ended.values())
-    finish(busy)
+    finish(runner)
     assert target.kv_bytes == 0
 
 
@@ -212,18 +212,18 @@ def test_deadlines_in_the_past_are_refused(seconds: float) -> None:
 
 
 def test_time_in_the_queue_is_told() -> None:
-    busy = engine(model(), max_batch=1)
-    asked(busy, [(3, 6), (3, 2)])
-    first, second = busy.waiting
-    finish(busy)
+    runner = engine(model(), max_batch=1)
+    add_requests(runner, [(3, 6), (3, 2)])
+    first, second = runner.waiting
+    finish(runner)
     assert 0 <= first.stats.queue_s < second.stats.queue_s < second.stats.first_token_s
 
 
 def test_the_room_behind_a_prompt_is_what_is_admitted() -> None:
-    busy = limited(200)
-    assert busy.budget.room(100) == 200 - 100 - SCRATCH and busy.budget.room(200 - SCRATCH) == 0
+    runner = limited(200)
+    assert runner.budget.room(100) == 200 - 100 - SCRATCH and runner.budget.room(200 - SCRATCH) == 0
     for prompt, option in ((100, "max_new_tokens"), (200 - SCRATCH, "prompt")):
         with pytest.raises(OptionError) as refused:
-            busy.add(Request([1] * prompt, max_new_tokens=max(0, busy.budget.room(prompt) or 0) + 1))
+            runner.add(Request([1] * prompt, max_new_tokens=max(0, runner.budget.room(prompt) or 0) + 1))
         assert refused.value.option == option
     assert engine(model()).budget.room(100) is None

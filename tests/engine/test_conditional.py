@@ -66,22 +66,22 @@ def brute_force(
         prefix = [*PROMPT, *before]
         return float(sampler.distribution(target.distribution(prefix).log(), prefix)[token])
 
-    found = {
-        (*one, end): math.prod(p(token, one[:i]) for i, token in enumerate(one)) * p(end, one)
-        for one in strings
+    chances = {
+        (*string, end): math.prod(p(token, string[:i]) for i, token in enumerate(string)) * p(end, string)
+        for string in strings
         for end in ends
     }
-    total = sum(found.values())
-    return {output: chance / total for output, chance in found.items()}
+    total = sum(chances.values())
+    return {output: chance / total for output, chance in chances.items()}
 
 
 def masked(
     target: TableModel, strings: Sequence[Sequence[int]], params: SamplingParams
 ) -> dict[tuple[int, ...], float]:
-    """Probability of every output under masking: at each step what leads to no string is impossible."""
-    outputs = [(*one, END) for one in strings]
+    """Probability of every output under masking: each step forbids the tokens that lead to no string."""
+    outputs = [(*string, END) for string in strings]
     sampler = Sampler(params, len(PROMPT))
-    found = {}
+    chances = {}
     for output in outputs:
         chance = 1.0
         for i, token in enumerate(output):
@@ -89,12 +89,12 @@ def masked(
             p = sampler.distribution(target.distribution(prefix).log(), prefix)
             allowed = sorted({other[i] for other in outputs if len(other) > i and other[:i] == output[:i]})
             chance *= float(p[token] / p[allowed].sum())
-        found[output] = chance
-    return found
+        chances[output] = chance
+    return chances
 
 
 def total_variation(first: dict[tuple[int, ...], float], second: dict[tuple[int, ...], float]) -> float:
-    return sum(abs(first.get(one, 0.0) - second.get(one, 0.0)) for one in {*first, *second}) / 2
+    return sum(abs(first.get(output, 0.0) - second.get(output, 0.0)) for output in {*first, *second}) / 2
 
 
 def opened(target: LanguageModel, params: SamplingParams) -> Context:
@@ -133,26 +133,28 @@ def distribution_of_rule(
 def test_the_distribution_by_enumeration(
     strings: Sequence[Sequence[int]], params: SamplingParams, width: int | None
 ) -> None:
-    """Whole (width 0), in pieces, and path by path (no width)."""
+    """The language is scored whole (width 0), in pieces, and path by path (no width)."""
     for seed in range(3):
         target = model((END, OTHER_END), seed)
-        found = distribution_of_rule(target, FiniteLanguage.of(strings), params, frozenset((END, OTHER_END)), width)
-        wanted = brute_force(target, strings, params, (END, OTHER_END))
-        assert found.keys() == wanted.keys()
-        assert total_variation(found, wanted) < 1e-12
-        assert max(abs(found[one] - wanted[one]) for one in wanted) < 1e-12
+        distribution = distribution_of_rule(
+            target, FiniteLanguage.of(strings), params, frozenset((END, OTHER_END)), width
+        )
+        expected = brute_force(target, strings, params, (END, OTHER_END))
+        assert distribution.keys() == expected.keys()
+        assert total_variation(distribution, expected) < 1e-12
+        assert max(abs(distribution[output] - expected[output]) for output in expected) < 1e-12
 
 
 def test_masking_is_another_distribution_and_is_caught() -> None:
-    """The negative control: the comparison above does not pass what masks token by token."""
+    """Negative control: the comparison above rejects a rule that masks token by token."""
     language = FiniteLanguage.of(STRINGS)
     for seed in range(3):
         target = model(seed=seed)
-        wanted = brute_force(target, STRINGS, SAMPLING["plain"])
-        found = distribution_of_rule(target, language, SAMPLING["plain"], frozenset((END,)), 0)
+        expected = brute_force(target, STRINGS, SAMPLING["plain"])
+        distribution = distribution_of_rule(target, language, SAMPLING["plain"], frozenset((END,)), 0)
         wrong = masked(target, STRINGS, SAMPLING["plain"])
         assert sum(wrong.values()) == pytest.approx(1.0)
-        assert total_variation(found, wanted) < 1e-12 < 0.05 < total_variation(wrong, wanted)
+        assert total_variation(distribution, expected) < 1e-12 < 0.05 < total_variation(wrong, expected)
 
 
 def drawn(target: LanguageModel, strings: Sequence[Sequence[int]], uniforms: Sequence[float], **more: Any) -> list[int]:
@@ -174,22 +176,22 @@ def drawn(target: LanguageModel, strings: Sequence[Sequence[int]], uniforms: Seq
 def test_the_draw_by_enumeration(width: int) -> None:
     """Every output gets an interval of the uniform as long as its probability: tried on both sides of every border."""
     target = model()
-    wanted = brute_force(target, STRINGS, SAMPLING["plain"])
+    expected = brute_force(target, STRINGS, SAMPLING["plain"])
     border, near = 0.0, 1e-12
-    order = sorted(wanted)  # nodes are in preorder, so a string comes before those that it begins
+    order = sorted(expected)  # nodes are in preorder, so a string comes before those that it begins
     language = FiniteLanguage.of(STRINGS)
-    order = [(*one, END) for one in language.strings]
+    order = [(*string, END) for string in language.strings]
     for output in order:
         assert drawn(target, STRINGS, (border + near, 0.5), width=width) == list(output)
-        border += wanted[output]
+        border += expected[output]
         assert drawn(target, STRINGS, (border - near, 0.5), width=width) == list(output)
     assert border == pytest.approx(1.0, abs=1e-12)
 
 
 def test_which_end_is_drawn_by_enumeration() -> None:
     target = model((END, OTHER_END))
-    wanted = brute_force(target, [(1, 2)], SAMPLING["plain"], (END, OTHER_END))
-    border = wanted[1, 2, END]
+    expected = brute_force(target, [(1, 2)], SAMPLING["plain"], (END, OTHER_END))
+    border = expected[1, 2, END]
     more = {"ends": (END, OTHER_END)}
     assert drawn(target, [(1, 2)], (0.3, border - 1e-12), **more) == [1, 2, END]
     assert drawn(target, [(1, 2)], (0.3, border + 1e-12), **more) == [1, 2, OTHER_END]
@@ -200,14 +202,14 @@ def test_which_end_is_drawn_by_enumeration() -> None:
 def test_greedy_is_the_most_likely_string(strings: Sequence[Sequence[int]], width: int) -> None:
     for seed in range(5):
         target = model((END, OTHER_END), seed)
-        wanted = brute_force(target, strings, SAMPLING["plain"], (END, OTHER_END))
+        expected = brute_force(target, strings, SAMPLING["plain"], (END, OTHER_END))
         totals: Counter[tuple[int, ...]] = Counter()
-        for output, chance in wanted.items():
+        for output, chance in expected.items():
             totals[output[:-1]] += chance  # type: ignore[assignment]
-        best = max(totals, key=lambda one: totals[one])
-        end = max((END, OTHER_END), key=lambda one: wanted[*best, one])
-        found = drawn(target, strings, (0.9, 0.9), params=SamplingParams(), width=width, ends=(END, OTHER_END))
-        assert found == [*best, end]
+        best = max(totals, key=lambda string: totals[string])
+        end = max((END, OTHER_END), key=lambda end: expected[*best, end])
+        tokens = drawn(target, strings, (0.9, 0.9), params=SamplingParams(), width=width, ends=(END, OTHER_END))
+        assert tokens == [*best, end]
 
 
 def test_greedy_differs_from_the_greedy_walk() -> None:
@@ -215,16 +217,16 @@ def test_greedy_differs_from_the_greedy_walk() -> None:
     rows = {(): [0.0, 0.6, 0.4], (1,): [0.1, 0.1, 0.8], (2,): [1.0, 0.0, 0.0]}
     target = TableModel(lambda prefix: rows[prefix[1:]], 3, eos_token_ids=(0,))
     language = FiniteLanguage.of([(1,), (2,)])
-    found = serve(engine(target), [Request([2], max_new_tokens=4, language=language)])[0]
-    assert found.output == [2, 0] and found.finish_reason == "eos"
+    run = serve(engine(target), [Request([2], max_new_tokens=4, language=language)])[0]
+    assert run.output == [2, 0] and run.finish_reason == "eos"
 
 
 def test_the_engine_draws_from_the_distribution() -> None:
     target = model()
-    wanted = brute_force(target, STRINGS, SAMPLING["plain"])
+    expected = brute_force(target, STRINGS, SAMPLING["plain"])
     runs = serve(engine(target, max_batch=32), [request(seed) for seed in range(3000)])
     counts = Counter(tuple(run.output) for run in runs)
-    assert chi2.sf(*chi_square(counts, wanted)) > FALSE_ALARM
+    assert chi2.sf(*chi_square(counts, expected)) > FALSE_ALARM
     assert chi2.sf(*chi_square(counts, masked(target, STRINGS, SAMPLING["plain"]))) < CAUGHT
     assert {run.finish_reason for run in runs} == {"eos"}
     assert all(run.stats.num_drafts == 1 for run in runs)
@@ -234,14 +236,14 @@ def test_a_seed_fixes_the_string_whatever_drafts_and_whatever_is_beside_it() -> 
     target, draft = tables(7, eos_token_ids=(END,))
     language = FiniteLanguage.of(STRINGS)
     alone = [serve(engine(target), [request(seed)])[0].output for seed in range(24)]
-    assert len({tuple(one) for one in alone}) > 2
+    assert len({tuple(output) for output in alone}) > 2
     others = [Request([2, 4, 2, 4], SamplingParams(temperature=t), 12, seed=9, ignore_eos=True) for t in (0.0, 1.0)]
-    wanted = [run.output for run in serve(engine(target), others)]
+    expected = [run.output for run in serve(engine(target), others)]
     for drafter in (None, NgramDrafter(), ModelDrafter(draft, k=3)):
         for order in (1, -1):
             mixed = [*others, *(request(seed) for seed in range(24))][::order]
-            found = [run.output for run in serve(engine(target, drafter), mixed)][::order]
-            assert found == [*wanted, *alone]
+            texts = [run.output for run in serve(engine(target, drafter), mixed)][::order]
+            assert texts == [*expected, *alone]
     unseeded = serve(engine(target), [request(None) for _ in range(6)])
     assert all(tuple(run.output[:-1]) in STRINGS for run in unseeded)
     assert language.longest == 4
@@ -250,14 +252,16 @@ def test_a_seed_fixes_the_string_whatever_drafts_and_whatever_is_beside_it() -> 
 def test_a_language_in_pieces_is_the_same_through_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = llamas()
     strings = [(a, b, c) for a in (3, 4) for b in range(5, 9) for c in (10, 11)]
-    asked = [request(seed, language=FiniteLanguage.of(strings, [2]), logprobs=2) for seed in range(6)]
-    whole = serve(engine(target), asked)
+    requests = [request(seed, language=FiniteLanguage.of(strings, [2]), logprobs=2) for seed in range(6)]
+    whole = serve(engine(target), requests)
     monkeypatch.setattr(LanguageRound, "width", 4)
-    cut = serve(engine(target), asked)
+    cut = serve(engine(target), requests)
     assert [run.output for run in cut] == [run.output for run in whole]
-    for one, other in zip(cut, whole, strict=True):
-        assert [lp.logprob for lp in one.logprobs] == pytest.approx([lp.logprob for lp in other.logprobs], abs=1e-9)
-        assert len(one.logprobs) == len(one.output)
+    for cut_run, whole_run in zip(cut, whole, strict=True):
+        assert [lp.logprob for lp in cut_run.logprobs] == pytest.approx(
+            [lp.logprob for lp in whole_run.logprobs], abs=1e-9
+        )
+        assert len(cut_run.logprobs) == len(cut_run.output)
 
 
 def test_a_small_language_takes_one_forward_and_a_large_one_its_pieces() -> None:
@@ -274,7 +278,7 @@ def test_a_small_language_takes_one_forward_and_a_large_one_its_pieces() -> None
 
 
 class Chains(TableModel):
-    """A target that takes one draft after another, and not two at once."""
+    """A target that takes chains of drafts, but no trees."""
 
     capabilities = Capabilities(tree_mask=False, keep_path=False, taps=False, layer_windows=False)
 
@@ -294,9 +298,9 @@ def test_a_target_without_trees_scores_path_by_path() -> None:
 @pytest.mark.parametrize("width", [None, 1, 2, 3, 7, 100])
 def test_pieces_are_trees_and_cover_all_nodes(width: int | None) -> None:
     tree = tree_of(FiniteLanguage.of(STRINGS), 3)
-    found = list(pieces(tree, width))
-    assert {node for nodes in found for node in nodes} == set(range(len(tree)))
-    for nodes in found:
+    parts = list(pieces(tree, width))
+    assert {node for nodes in parts for node in nodes} == set(range(len(tree)))
+    for nodes in parts:
         assert nodes[0] == 0 and nodes == sorted(set(nodes))
         assert all(node == 0 or tree.parents[node] in nodes for node in nodes)
 
@@ -309,11 +313,11 @@ def test_the_tree_of_a_language() -> None:
 
 
 def test_other_rules_of_the_request_are_in_the_distribution() -> None:
-    """What they exclude has no probability, and the rest keeps its proportions."""
+    """Forbidden strings have probability 0, and the others keep their proportions."""
     target = model()
-    wanted = brute_force(target, [one for one in STRINGS if 2 not in one], SAMPLING["plain"])
+    expected = brute_force(target, [string for string in STRINGS if 2 not in string], SAMPLING["plain"])
     runs = serve(engine(target, max_batch=32), [request(seed, bad_words=[[2]]) for seed in range(400)])
-    assert chi2.sf(*chi_square(Counter(tuple(run.output) for run in runs), wanted)) > FALSE_ALARM
+    assert chi2.sf(*chi_square(Counter(tuple(run.output) for run in runs), expected)) > FALSE_ALARM
     longer = serve(engine(target), [request(seed, min_tokens=3) for seed in range(40)])
     assert {len(run.output) for run in longer} <= {4, 5}
 
@@ -321,11 +325,11 @@ def test_other_rules_of_the_request_are_in_the_distribution() -> None:
 def test_what_ends_a_text_behind_a_string_is_an_end() -> None:
     """A stop token counts as an end of the text, and a stop string that is in no string has nothing to end."""
     target = model()
-    wanted = brute_force(target, STRINGS, SAMPLING["plain"], (END, OTHER_END))
+    expected = brute_force(target, STRINGS, SAMPLING["plain"], (END, OTHER_END))
     served = engine(target, max_batch=32, tokenizer=Numbers())
     more = {"stop_token_ids": frozenset({OTHER_END}), "stop": ["3.4."]}
     runs = serve(served, [request(seed, **more) for seed in range(400)])
-    assert chi2.sf(*chi_square(Counter(tuple(run.output) for run in runs), wanted)) > FALSE_ALARM
+    assert chi2.sf(*chi_square(Counter(tuple(run.output) for run in runs), expected)) > FALSE_ALARM
     assert {run.finish_reason for run in runs} == {"eos", "stop"}
 
 
@@ -336,25 +340,25 @@ def test_an_error_beside_it_does_not_change_the_string() -> None:
         raise RuntimeError("broken")
 
     target = model()
-    wanted = [serve(engine(target), [request(seed)])[0].output for seed in range(4)]
+    expected = [serve(engine(target), [request(seed)])[0].output for seed in range(4)]
     broken = Request(PROMPT, SamplingParams(temperature=1.0, processors=(breaks,)))
     served = engine(target)
     served.add(broken)
     ids = [served.add(request(seed)) for seed in range(4)]
     ended = {run.id: run.output for run, _ in served.step()}
-    assert [ended[one] for one in ids] == wanted
+    assert [ended[i] for i in ids] == expected
 
 
 def test_the_front_door_takes_a_language_as_a_constraint() -> None:
-    """And a model's own top-p is left out, since a language would be refused with it."""
+    """The model's own top-p is left out, since a language would be refused with it."""
     target = model()
     llm = Llm(target, NgramDrafter(), None, ConstantController(), None)
     llm.defaults = GenerationDefaults({"temperature": 1.0, "top_p": 0.8, "top_k": 3}, "a file")
     options: dict[str, Any] = {"constraint": FiniteLanguage.of(STRINGS), "max_new_tokens": 8}
     outputs = llm.generate([PROMPT, PROMPT], seed=4, n=3, **options)
     alone = [llm.generate(PROMPT, seed=seed, **options) for seed in (4, 5, 6)]
-    for found in outputs:
-        assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    for samples in outputs:
+        assert [output.token_ids for output in samples] == [output.token_ids for output in alone]
     assert alone[0].finish_reason == "eos" and alone[0].stats.num_drafts == 1
     pieces_of = list(llm.stream(PROMPT, seed=4, **options))
     assert [token for piece in pieces_of for token in piece.token_ids] == alone[0].token_ids

@@ -37,7 +37,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("more", "option", "words"), BAD, ids=lambda one: one if isinstance(one, str) else "")
+@pytest.mark.parametrize(("more", "option", "words"), BAD, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_cannot_be_is_refused_in_one_line(more: dict[str, Any], option: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         engine(model(), tokenizer=Numbers()).check(request(**more))

@@ -62,13 +62,13 @@ def new(build: Callable[[LanguageModel, LanguageModel], Drafter] = DRAFTERS["mod
     return engine(target, build(target, draft), **{"prefix_bytes": ROOM, **more})
 
 
-def draft_of(busy: Engine) -> HuggingFaceModel:
-    assert isinstance(busy.drafter, ModelDrafter) and isinstance(busy.drafter.model, HuggingFaceModel)
-    return busy.drafter.model
+def draft_of(runner: Engine) -> HuggingFaceModel:
+    assert isinstance(runner.drafter, ModelDrafter) and isinstance(runner.drafter.model, HuggingFaceModel)
+    return runner.drafter.model
 
 
-def one(busy: Engine, prompt: Sequence[int], tokens: int = 16, **more: Any) -> Running:
-    (run,) = serve(busy, [Request(prompt, max_new_tokens=tokens, explain=True, **more)])
+def serve_one(runner: Engine, prompt: Sequence[int], tokens: int = 16, **more: Any) -> Running:
+    (run,) = serve(runner, [Request(prompt, max_new_tokens=tokens, explain=True, **more)])
     return run
 
 
@@ -86,10 +86,10 @@ def drafts(run: Running) -> list[list[int]]:
     return [list(trace.tokens) for trace in run.rounds]
 
 
-def steps_to_the_end(busy: Engine) -> list[Running]:
+def steps_to_the_end(runner: Engine) -> list[Running]:
     done = []
-    while busy.busy:
-        done += [run for run, emission in busy.step() if emission.finish_reason is not None]
+    while runner.busy:
+        done += [run for run, emission in runner.step() if emission.finish_reason is not None]
     return done
 
 
@@ -101,111 +101,111 @@ def steps_to_the_end(busy: Engine) -> list[Running]:
 def test_in_a_conversation_drafters_read_what_is_new(
     build: Callable[[LanguageModel, LanguageModel], Drafter], seed: int | None
 ) -> None:
-    """And draft, token by token, what they draft when they read everything."""
+    """Drafts are token by token those of a drafter that reads everything again."""
     keeping, cold = new(build), new(build, prefix_bytes=0)
-    how: dict[str, Any] = {"params": T1, "seed": seed} if seed else {}
+    sampling: dict[str, Any] = {"params": T1, "seed": seed} if seed else {}
     prompt = text(120)
     for turn in range(3):
-        mine, fresh = one(keeping, prompt, **how), one(cold, prompt, **how)
-        assert mine.output == fresh.output == plain(prompt, **how)
-        assert drafts(mine) == drafts(fresh) and mine.stats.num_draft_tokens > 0
+        warm, fresh = serve_one(keeping, prompt, **sampling), serve_one(cold, prompt, **sampling)
+        assert warm.output == fresh.output == plain(prompt, **sampling)
+        assert drafts(warm) == drafts(fresh) and warm.stats.num_draft_tokens > 0
         assert read(fresh) == (len(prompt), len(prompt))
         if turn:
-            target, drafter = read(mine)
+            target, drafter = read(warm)
             assert target == 1 + 3 and drafter <= 1 + 3 + LATE
-        prompt = [*prompt, *mine.output, 3, 1, 2]
-    assert not [text for text in (DraftTexts.of(mine.context).by_key, DraftTexts.of(fresh.context).by_key) if text]
+        prompt = [*prompt, *warm.output, 3, 1, 2]
+    assert not [text for text in (DraftTexts.of(warm.context).by_key, DraftTexts.of(fresh.context).by_key) if text]
 
 
 def test_a_nested_drafters_model_keeps_up_too() -> None:
-    """The one that drafts for the target, and the one that guesses for it."""
+    """Both models keep up: the one that drafts for the target, and the one that drafts for it."""
 
     def build(target: LanguageModel, draft: LanguageModel) -> Drafter:
         inner = ModelDrafter(HuggingFaceModel(llama(noise=0.5, context=1024)), k=2)
         return CascadeDrafter(draft, inner, inner_rule, k=4)
 
     keeping, cold = new(build), new(build, prefix_bytes=0)
-    first = one(keeping, text(120))
+    first = serve_one(keeping, text(120))
     prompt = [*text(120), *first.output, 3, 1]
-    mine, fresh = one(keeping, prompt), one(cold, prompt)
-    assert mine.output == fresh.output == plain(prompt) and drafts(mine) == drafts(fresh)
+    warm, fresh = serve_one(keeping, prompt), serve_one(cold, prompt)
+    assert warm.output == fresh.output == plain(prompt) and drafts(warm) == drafts(fresh)
     # The inner model also reads the first tokens that are drafted, before it is asked.
-    assert read(fresh)[1] == 2 * len(prompt) and read(mine)[1] <= 2 * (1 + 2 + LATE)
+    assert read(fresh)[1] == 2 * len(prompt) and read(warm)[1] <= 2 * (1 + 2 + LATE)
 
 
 @pytest.mark.parametrize("cut", [20, 60, 119])
 def test_of_a_text_that_goes_another_way_the_beginning_is_reused(cut: int) -> None:
     keeping, cold = new(), new(prefix_bytes=0)
-    one(keeping, text(120))
+    serve_one(keeping, text(120))
     prompt = [*text(cut), 9, *text(40, 5)]
-    mine, fresh = one(keeping, prompt), one(cold, prompt)
-    assert read(mine) == (len(prompt) - cut, len(prompt) - cut) and read(fresh) == (len(prompt), len(prompt))
-    assert mine.output == fresh.output and drafts(mine) == drafts(fresh)
+    warm, fresh = serve_one(keeping, prompt), serve_one(cold, prompt)
+    assert read(warm) == (len(prompt) - cut, len(prompt) - cut) and read(fresh) == (len(prompt), len(prompt))
+    assert warm.output == fresh.output and drafts(warm) == drafts(fresh)
 
 
 def test_a_running_text_shares_what_its_drafter_has_read() -> None:
-    busy, cold = new(), new(prefix_bytes=0)
+    runner, cold = new(), new(prefix_bytes=0)
     another = (plain(text(120), 1)[0] + 1) % 31
     first = Request(text(120), max_new_tokens=40)
     second = Request([*text(120), another, 1], max_new_tokens=16, explain=True)
-    busy.add(first)
-    busy.step()
-    late = busy.add(second)
-    done = {run.id: run for run in steps_to_the_end(busy)}
+    runner.add(first)
+    runner.step()
+    late = runner.add(second)
+    done = {run.id: run for run in steps_to_the_end(runner)}
     assert read(done[late]) == (2, 2)
-    assert done[late].output == plain(second.prompt) and drafts(done[late]) == drafts(one(cold, second.prompt))
+    assert done[late].output == plain(second.prompt) and drafts(done[late]) == drafts(serve_one(cold, second.prompt))
     assert done[late - 1].output == plain(first.prompt, 40)
 
 
 def test_a_turn_without_drafts_does_not_lose_what_was_read_before() -> None:
-    busy, cold = new(), new(prefix_bytes=0)
-    first = one(busy, text(120))
+    runner, cold = new(), new(prefix_bytes=0)
+    first = serve_one(runner, text(120))
     prompt = [*text(120), *first.output, 3, 1]
-    second = one(busy, prompt, max_draft_tokens=0)
-    assert read(second) == (3, 0) and len(busy.prefix_cache.prefixes) == 1
+    second = serve_one(runner, prompt, max_draft_tokens=0)
+    assert read(second) == (3, 0) and len(runner.prefix_cache.prefixes) == 1
     prompt = [*prompt, *second.output, 8]
-    mine, fresh = one(busy, prompt), one(cold, prompt)
-    assert read(mine)[0] == 2 and 2 + 16 < read(mine)[1] <= 2 + 16 + 3 + LATE
-    assert mine.output == fresh.output and drafts(mine) == drafts(fresh)
+    warm, fresh = serve_one(runner, prompt), serve_one(cold, prompt)
+    assert read(warm)[0] == 2 and 2 + 16 < read(warm)[1] <= 2 + 16 + 3 + LATE
+    assert warm.output == fresh.output and drafts(warm) == drafts(fresh)
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------
 
 
 def test_what_drafters_have_read_counts_as_kept_memory_and_goes_with_the_text() -> None:
-    busy, without = new(), new(lambda target, draft: NgramDrafter(n=2))
-    one(busy, text(120))
-    one(without, text(120))
-    per_token = draft_of(busy).kv_bytes_per_token
-    more = busy.prefix_cache.prefixes.nbytes - without.prefix_cache.prefixes.nbytes
+    runner, without = new(), new(lambda target, draft: NgramDrafter(n=2))
+    serve_one(runner, text(120))
+    serve_one(without, text(120))
+    per_token = draft_of(runner).kv_bytes_per_token
+    more = runner.prefix_cache.prefixes.nbytes - without.prefix_cache.prefixes.nbytes
     assert 119 * per_token <= more <= 136 * (per_token + 8)
-    busy.prefix_cache.prefixes.shrink(busy.prefix_cache.prefixes.nbytes - 1)
-    assert len(busy.prefix_cache.prefixes) == 0 and busy.prefix_cache.prefixes.nbytes == 0
-    assert read(one(busy, text(120))) == (120, 120)
-    assert draft_of(busy).kv_bytes == 0
+    runner.prefix_cache.prefixes.shrink(runner.prefix_cache.prefixes.nbytes - 1)
+    assert len(runner.prefix_cache.prefixes) == 0 and runner.prefix_cache.prefixes.nbytes == 0
+    assert read(serve_one(runner, text(120))) == (120, 120)
+    assert draft_of(runner).kv_bytes == 0
 
 
 def test_where_both_do_not_fit_the_targets_text_is_kept() -> None:
     without = new(lambda target, draft: NgramDrafter(n=2))
-    one(without, text(120))
-    busy = new(prefix_bytes=without.prefix_cache.prefixes.nbytes + 100)
-    first = one(busy, text(120))
-    assert len(busy.prefix_cache.prefixes) == 1
-    assert read(one(busy, [*text(120), *first.output, 3], 1)) == (2, 0)
-    assert read(one(busy, text(120)))[1] == 120
+    serve_one(without, text(120))
+    runner = new(prefix_bytes=without.prefix_cache.prefixes.nbytes + 100)
+    first = serve_one(runner, text(120))
+    assert len(runner.prefix_cache.prefixes) == 1
+    assert read(serve_one(runner, [*text(120), *first.output, 3], 1)) == (2, 0)
+    assert read(serve_one(runner, text(120)))[1] == 120
 
 
 def test_another_salt_finds_nothing() -> None:
-    busy = new()
-    one(busy, text(120), cache_salt="a")
-    assert read(one(busy, text(120), cache_salt="b")) == (120, 120)
-    assert read(one(busy, text(120), cache_salt="a"))[1] <= 1
+    runner = new()
+    serve_one(runner, text(120), cache_salt="a")
+    assert read(serve_one(runner, text(120), cache_salt="b")) == (120, 120)
+    assert read(serve_one(runner, text(120), cache_salt="a"))[1] <= 1
 
 
 def test_a_draft_model_with_other_weights_reads_again() -> None:
-    """Whether they were learned while serving or changed from outside."""
+    """This holds for weights that were learned while serving and for weights that were changed from outside."""
     draft, learned = (HuggingFaceModel(copy.deepcopy(llama(noise=noise, context=1024))) for noise in (0.3, 0.6))
-    busy = new(lambda target, _: ModelDrafter(draft, k=K))
+    runner = new(lambda target, _: ModelDrafter(draft, k=K))
     other = new(lambda target, _: ModelDrafter(learned, k=K), prefix_bytes=0)
 
     def double() -> None:
@@ -213,20 +213,20 @@ def test_a_draft_model_with_other_weights_reads_again() -> None:
             with torch.no_grad():
                 model.model.lm_head.weight.mul_(2)
 
-    one(busy, text(120))
+    serve_one(runner, text(120))
     for change in (lambda: draft.take_weights(learned.model), double):
         change()
-        again, wanted = one(busy, text(120)), one(other, text(120))
-        assert read(again) == (1, 120) and drafts(again) == drafts(wanted)
-        assert read(one(busy, text(120)))[1] <= 1
+        again, expected = serve_one(runner, text(120)), serve_one(other, text(120))
+        assert read(again) == (1, 120) and drafts(again) == drafts(expected)
+        assert read(serve_one(runner, text(120)))[1] <= 1
 
 
 @pytest.mark.parametrize("length", [1, 2, SHORTEST - 1, SHORTEST, SHORTEST + 2, BESIDE + 2])
 def test_short_texts_are_read_as_ever(length: int) -> None:
-    busy = new()
+    runner = new()
     for _ in range(2):
-        assert one(busy, text(length), 30).output == plain(text(length), 30)
-    run = one(busy, text(length), 30)
+        assert serve_one(runner, text(length), 30).output == plain(text(length), 30)
+    run = serve_one(runner, text(length), 30)
     assert read(run)[1] == (length if length <= SHORTEST + 1 else 1)
 
 
@@ -245,7 +245,7 @@ class Never(ConstantController):
 def test_nothing_is_read_for_who_gets_no_drafts(
     build: Callable[[LanguageModel, LanguageModel], Drafter], how: str
 ) -> None:
-    busy = new(build, controller=Never() if how == "controller" else None)
+    runner = new(build, controller=Never() if how == "controller" else None)
     opened: list[Any] = []
     of = DraftTexts.of
 
@@ -255,15 +255,17 @@ def test_nothing_is_read_for_who_gets_no_drafts(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftTexts, "of", watched)
-        run = one(busy, text(120), 1 if how == "one token" else 12, max_draft_tokens=0 if how == "no drafts" else None)
+        run = serve_one(
+            runner, text(120), 1 if how == "one token" else 12, max_draft_tokens=0 if how == "no drafts" else None
+        )
     assert read(run) == (120, 0) and not opened
     assert run.output == plain(text(120), 1 if how == "one token" else 12)
 
 
 def test_a_member_that_is_not_asked_reads_nothing() -> None:
-    busy = new(lambda target, draft: RouterDrafter([NgramDrafter(n=1), ModelDrafter(draft, k=K)]))
-    assert read(one(busy, text(120), drafter="ngram")) == (120, 0)
-    assert read(one(busy, text(120), drafter="model")) == (1, 120)
+    runner = new(lambda target, draft: RouterDrafter([NgramDrafter(n=1), ModelDrafter(draft, k=K)]))
+    assert read(serve_one(runner, text(120), drafter="ngram")) == (120, 0)
+    assert read(serve_one(runner, text(120), drafter="model")) == (1, 120)
 
 
 # -- in pieces -------------------------------------------------------------------------------------------------------
@@ -271,85 +273,85 @@ def test_a_member_that_is_not_asked_reads_nothing() -> None:
 
 def test_a_long_text_is_read_beside_the_rounds_of_others() -> None:
     """No round reads more than a piece; everybody gets a token in every round; the reading ends."""
-    piece, busy = 40, new(prefill_chunk=40)
+    piece, runner = 40, new(prefill_chunk=40)
     sizes: list[int] = []
-    prefill = draft_of(busy).prefill_batch
+    prefill = draft_of(runner).prefill_batch
 
     def watched(texts: Sequence[Any], taps: Sequence[str] = ()) -> Any:
         sizes.append(sum(len(tokens) for _, tokens in texts))
         return prefill(texts, taps)
 
-    draft_of(busy).prefill_batch = watched  # type: ignore[method-assign]
+    draft_of(runner).prefill_batch = watched  # type: ignore[method-assign]
     short, long = Request(text(20, 3), max_new_tokens=60), Request(text(500), max_new_tokens=40, explain=True)
-    ids = [busy.add(short), busy.add(long)]
+    ids = [runner.add(short), runner.add(long)]
     done: dict[int, Running] = {}
-    while busy.busy:
+    while runner.busy:
         before = len(sizes)
-        running = {run.id for run in busy.running if run.started}
-        emissions = busy.step()
+        running = {run.id for run in runner.running if run.started}
+        emissions = runner.step()
         assert running <= {run.id for run, _ in emissions} and sum(sizes[before:]) <= piece
         done |= {run.id: run for run, emission in emissions if emission.finish_reason is not None}
     assert [done[i].output for i in ids] == [plain(short.prompt, 60), plain(long.prompt, 40)]
     waited = next(i for i, trace in enumerate(done[ids[1]].rounds) if len(trace.tokens) > 1)
     assert waited >= 500 // piece - 1 and len(sizes) >= 500 // piece
     assert 500 <= read(done[ids[1]])[1] <= 500 + waited + 1
-    following = one(busy, [*long.prompt, *done[ids[1]].output, 7])
+    following = serve_one(runner, [*long.prompt, *done[ids[1]].output, 7])
     assert read(following)[1] <= 2 + LATE and len(following.rounds[0].tokens) > 1
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_texts_do_not_grow_faster_than_they_are_read(chunk: int) -> None:
-    busy = new(prefill_chunk=chunk, max_batch=8)
+    runner = new(prefill_chunk=chunk, max_batch=8)
     requests = [Request(text(100 + i, i), max_new_tokens=60) for i in range(4)]
-    for run, request in zip(serve(busy, requests), requests, strict=True):
+    for run, request in zip(serve(runner, requests), requests, strict=True):
         assert run.stats.num_draft_tokens > 0 and run.output == plain(request.prompt, 60)
 
 
 def test_a_controller_is_not_told_of_rounds_that_waited_for_the_reading() -> None:
-    told: list[StepRecord] = []
+    records: list[StepRecord] = []
 
     class Watching(ConstantController):
         watches = True
 
         def observe(self, context: Context, record: StepRecord) -> None:
-            told.append(record)
+            records.append(record)
 
-    busy = new(prefill_chunk=32, controller=Watching())
-    run = one(busy, text(300), 40)
+    runner = new(prefill_chunk=32, controller=Watching())
+    run = serve_one(runner, text(300), 40)
     plain_rounds = sum(len(trace.tokens) == 1 for trace in run.rounds)
-    assert plain_rounds > 300 // 32 - 2 and told
+    assert plain_rounds > 300 // 32 - 2 and records
     # The last round may have no room for a draft.
-    assert len([record for record in told if not record.num_draft_tokens]) <= 1
+    assert len([record for record in records if not record.num_draft_tokens]) <= 1
 
 
 def test_a_request_that_is_cancelled_while_its_drafter_reads_leaves_nothing_open() -> None:
-    busy = new(prefill_chunk=32)
-    cancelled = busy.add(Request(text(300), max_new_tokens=40))
-    other = busy.add(Request(text(30, 4), max_new_tokens=30))
-    busy.step()
-    run = next(run for run in busy.running if run.id == cancelled)
+    runner = new(prefill_chunk=32)
+    cancelled = runner.add(Request(text(300), max_new_tokens=40))
+    other = runner.add(Request(text(30, 4), max_new_tokens=30))
+    runner.step()
+    run = next(run for run in runner.running if run.id == cancelled)
     while not DraftTexts.of(run.context).num_read:
-        busy.step()
+        runner.step()
     assert 0 < DraftTexts.of(run.context).num_read < 300
-    busy.cancel(cancelled)
-    (left,) = steps_to_the_end(busy)
+    runner.cancel(cancelled)
+    (left,) = steps_to_the_end(runner)
     assert left.id == other and left.output == plain(text(30, 4), 30)
-    assert draft_of(busy).kv_bytes == 0
-    again = one(busy, text(300))
+    assert draft_of(runner).kv_bytes == 0
+    again = serve_one(runner, text(300))
     assert again.output == plain(text(300)) and read(again)[1] < 300
 
 
 def test_a_reading_that_fails_ends_its_own_request_only() -> None:
-    busy = new()
-    prefill = draft_of(busy).prefill_batch
+    runner = new()
+    prefill = draft_of(runner).prefill_batch
 
     def failing(texts: Sequence[Any], taps: Sequence[str] = ()) -> Any:
         if any(len(tokens) > 100 for _, tokens in texts):
             raise RuntimeError("planted")
         return prefill(texts, taps)
 
-    draft_of(busy).prefill_batch = failing  # type: ignore[method-assign]
-    ids = [busy.add(Request(text(n), max_new_tokens=20)) for n in (120, 60)]
-    done = {run.id: run for run in steps_to_the_end(busy)}
+    draft_of(runner).prefill_batch = failing  # type: ignore[method-assign]
+    ids = [runner.add(Request(text(n), max_new_tokens=20)) for n in (120, 60)]
+    done = {run.id: run for run in steps_to_the_end(runner)}
     assert "planted" in str(done[ids[0]].error) and done[ids[1]].output == plain(text(60), 20)
-    assert draft_of(busy).kv_bytes == 0 and busy.target.kv_bytes == 0
+    assert draft_of(runner).kv_bytes == 0 and runner.target.kv_bytes == 0

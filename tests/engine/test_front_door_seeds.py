@@ -29,26 +29,26 @@ def test_the_text_of_a_seed_is_that_of_plain_decoding() -> None:
     llm = toy()
     for other in (llm, toy(NgramDrafter(n=2)), toy(verifier="coupled")):
         for seed in (0, 5, SEEDS - 1):
-            plain, speculative = (one.generate(PROMPT, seed=seed, **SAMPLED) for one in (llm.plain, other))
+            plain, speculative = (model.generate(PROMPT, seed=seed, **SAMPLED) for model in (llm.plain, other))
             assert (speculative.token_ids, speculative.seed) == (plain.token_ids, seed)
 
 
 def test_samples_of_a_prompt_can_be_asked_for_alone() -> None:
     llm = toy()
-    found = llm.generate(PROMPT, n=4, seed=SEEDS - 2, **SAMPLED)
-    assert isinstance(found, list)
-    assert [out.seed for out in found] == [SEEDS - 2, SEEDS - 1, 0, 1]
-    assert [out.token_ids for out in found] == [
-        llm.generate(PROMPT, seed=out.seed, **SAMPLED).token_ids for out in found
+    samples = llm.generate(PROMPT, n=4, seed=SEEDS - 2, **SAMPLED)
+    assert isinstance(samples, list)
+    assert [out.seed for out in samples] == [SEEDS - 2, SEEDS - 1, 0, 1]
+    assert [out.token_ids for out in samples] == [
+        llm.generate(PROMPT, seed=out.seed, **SAMPLED).token_ids for out in samples
     ]
-    assert len({tuple(out.token_ids) for out in found}) == 4
+    assert len({tuple(out.token_ids) for out in samples}) == 4
 
 
 def test_samples_of_several_prompts() -> None:
     llm = toy()
-    found: Any = llm.generate([PROMPT, [3]], n=2, seed=[7, 40], **SAMPLED)
-    assert [[out.seed for out in samples] for samples in found] == [[7, 8], [40, 41]]
-    assert found[1][1].token_ids == llm.generate([3], seed=41, **SAMPLED).token_ids
+    outputs: Any = llm.generate([PROMPT, [3]], n=2, seed=[7, 40], **SAMPLED)
+    assert [[out.seed for out in samples] for samples in outputs] == [[7, 8], [40, 41]]
+    assert outputs[1][1].token_ids == llm.generate([3], seed=41, **SAMPLED).token_ids
     unseeded: Any = llm.generate([PROMPT, [3]], n=3, **SAMPLED)
     assert len({out.seed for samples in unseeded for out in samples}) == 6
 
@@ -65,9 +65,9 @@ def test_n_of_bad_size() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_is_no_seed_is_refused(seed: Any, temperature: float) -> None:
     llm = toy()
-    for given in (seed, [seed]):
+    for value in (seed, [seed]):
         with pytest.raises(ValueError, match=r"a seed must be an integer from 0 to 2\*\*64 - 1, not"):
-            llm.generate([PROMPT] if isinstance(given, list) else PROMPT, seed=given, temperature=temperature)
+            llm.generate([PROMPT] if isinstance(value, list) else PROMPT, seed=value, temperature=temperature)
     with pytest.raises(ValueError, match="a seed must be an integer"):
         next(llm.stream(PROMPT, seed=seed, temperature=temperature))
     assert not llm.engine.busy

@@ -72,15 +72,15 @@ class Sometimes(Controller):
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every tap that is taken out of a forward's tensors."""
-    found: list[str] = []
+    taps: list[str] = []
     original = HiddenStates.__getitem__
 
     def counted(self: HiddenStates, tap: str) -> Tensor:
-        found.append(tap)
+        taps.append(tap)
         return original(self, tap)
 
     monkeypatch.setattr(HiddenStates, "__getitem__", counted)
-    yield found
+    yield taps
 
 
 class Ops(TorchDispatchMode):
@@ -95,49 +95,49 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def begun(busy: Engine, batch: int, new_tokens: int = 40) -> Engine:
+def begun(runner: Engine, batch: int, new_tokens: int = 40) -> Engine:
     """An engine whose requests have had two rounds."""
     for prompt in PROMPTS[:batch]:
-        busy.add(Request(prompt, max_new_tokens=new_tokens))
+        runner.add(Request(prompt, max_new_tokens=new_tokens))
     for _ in range(2):
-        busy.step()
-    return busy
+        runner.step()
+    return runner
 
 
-def ops_of_a_round(busy: Engine) -> int:
+def ops_of_a_round(runner: Engine) -> int:
     with Ops() as ops:
-        busy.step()
+        runner.step()
     return ops.count
 
 
 @pytest.mark.parametrize("prefix_bytes", [0, 1 << 24])
 @pytest.mark.parametrize("head", list(HEADS))
 def test_a_round_without_drafts_reads_no_state(head: str, prefix_bytes: int, reads: list[str]) -> None:
-    """Nor does the head read the text: not before it is asked to draft."""
+    """The head does not read the text either until it is asked to draft."""
     target = llamas()[0]
     drafter = HEADS[head](target)
-    busy = begun(engine(target, drafter, controller=Sometimes(), prefix_bytes=prefix_bytes), 4)
+    runner = begun(engine(target, drafter, controller=Sometimes(), prefix_bytes=prefix_bytes), 4)
     reads.clear()
     for _ in range(20):
-        busy.step()
+        runner.step()
     assert reads == []
     if isinstance(drafter, Eagle3Drafter):
         assert drafter.model.run_rows == 0 and drafter.model.kv_bytes == 0
 
 
 def test_a_round_that_drafts_reads_each_tap_once_a_request(reads: list[str]) -> None:
-    """What 20 rounds have put aside is taken out when a draft is asked for, and never again."""
+    """The states that 20 rounds put aside are read when a draft is asked for, and never again."""
     target = llamas()[0]
-    busy = begun(engine(target, eagle3(target), controller=Sometimes(22, 2)), 2)
+    runner = begun(engine(target, eagle3(target), controller=Sometimes(22, 2)), 2)
     for _ in range(20):
-        busy.step()
+        runner.step()
     reads.clear()
-    busy.step()
-    assert busy.drafting.drafter is not None
+    runner.step()
+    assert runner.drafting.drafter is not None
     first = Counter(reads)
     assert first["layer:1"] >= 2 * 22  # a row a round, and the prompt
     reads.clear()
-    busy.step()
+    runner.step()
     assert 0 < Counter(reads)["layer:1"] <= 2 * 2  # what the last round has accepted
 
 
@@ -173,15 +173,15 @@ def controllers(name: str) -> Controller:
 @pytest.mark.parametrize("policy", ["sometimes", "auto"])
 def test_texts_are_plain_decodings_when_drafting_comes_and_goes(policy: str, prefix_bytes: int, seeded: bool) -> None:
     requests = load((12, 31, 9, 24, 17, 40), seeded)
-    wanted = [run.context.tokens for run in serve(engine(llamas()[0], max_batch=3), requests)]
+    expected = [run.context.tokens for run in serve(engine(llamas()[0], max_batch=3), requests)]
     for head in (eagle3, medusa):
         target = llamas()[0]
-        busy = engine(target, head(target), controller=controllers(policy), max_batch=3, prefix_bytes=prefix_bytes)
+        runner = engine(target, head(target), controller=controllers(policy), max_batch=3, prefix_bytes=prefix_bytes)
         for _ in range(2 if prefix_bytes else 1):  # the second time texts begin with what was kept
-            runs = serve(busy, requests)
-            assert [run.context.tokens for run in runs] == wanted
+            runs = serve(runner, requests)
+            assert [run.context.tokens for run in runs] == expected
             assert policy == "auto" or sum(run.stats.num_draft_tokens for run in runs) > 0
-        assert busy.target.kv_bytes == 0 or prefix_bytes
+        assert runner.target.kv_bytes == 0 or prefix_bytes
 
 
 seen: list[tuple[tuple[int, ...], Sequence[int], Sequence[int]]] = []
@@ -202,8 +202,8 @@ def test_drafts_after_plain_rounds_are_those_of_a_text_that_was_read_at_once() -
     """States that were put aside row by row, out of batches, are the right ones: the trees are those of a request
     whose prompt is the whole text."""
     target = llamas()[0]
-    one = eagle3(target)
-    drafter = Told.of(one.net, TargetParts(target), target, nodes=6, depth=3, width=2)
+    head = eagle3(target)
+    drafter = Told.of(head.net, TargetParts(target), target, nodes=6, depth=3, width=2)
     seen.clear()
     serve(engine(target, drafter, controller=Sometimes(7, 1), max_batch=3), load((20, 33, 26, 18), False))
     assert len(seen) > 6
@@ -222,9 +222,9 @@ def test_members_of_a_group_get_the_states_of_their_rounds() -> None:
             return Budget(3, 8, member=place // 6 % 2) if place % 3 == 0 else Budget(0, 0)
 
     requests = load((22, 35, 28), False)
-    wanted = [run.context.tokens for run in serve(engine(llamas()[0]), requests)]
+    expected = [run.context.tokens for run in serve(engine(llamas()[0]), requests)]
     target = llamas()[0]
     group = RouterDrafter([eagle3(target), medusa(target)])
     runs = serve(engine(target, group, controller=InTurn(), max_batch=2), requests)
-    assert [run.context.tokens for run in runs] == wanted
+    assert [run.context.tokens for run in runs] == expected
     assert set().union(*(run.stats.drafters for run in runs)) == {"eagle3", "medusa"}

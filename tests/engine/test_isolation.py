@@ -1,4 +1,4 @@
-"""What goes wrong ends the request that it concerns: the others' tokens stay the same, memory is given back."""
+"""An error ends the request that it concerns: the others' tokens stay the same, and memory is given back."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Planted(RuntimeError):
 
 def requests(processor: Callable[[Tensor, Tensor], Tensor] | None = None) -> list[Request]:
     """Eight: greedy and sampled ones, with prompts of different lengths; the fourth is the poisoned one."""
-    found = []
+    batch = []
     for i in range(8):
         first = POISON if i == PLACE else i
         prompt = [first, *((5 * i + 3 * j) % 29 for j in range(1 + 5 * i))]
         processors = (processor,) if processor is not None and i == PLACE else ()
-        found.append(Request(prompt, SamplingParams(temperature=float(i % 2), processors=processors), 24, seed=i))
-    return found
+        batch.append(Request(prompt, SamplingParams(temperature=float(i % 2), processors=processors), 24, seed=i))
+    return batch
 
 
 def is_poisoned(context: Context) -> bool:
@@ -110,14 +110,14 @@ def plant_verify(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -
     together = acceptance.verify_batch
 
     def verify(verifiers: Any, scores: Any, rngs: Any) -> Any:
-        counter.see(any(one.prefix[0] == POISON for one in scores))
+        counter.see(any(row.prefix[0] == POISON for row in scores))
         return together(verifiers, scores, rngs)
 
     patch.setattr(acceptance, "verify_batch", verify)
 
 
 def plant_stopper(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
-    (run,) = (one for one in serving.waiting if is_poisoned(one.context))
+    (run,) = (run for run in serving.waiting if is_poisoned(run.context))
     in_method(run.stopper, "push", counter, lambda tokens: True)
 
 
@@ -195,36 +195,36 @@ def serving(make: Callable[[HuggingFaceModel], Drafter], controller: Controller 
     return engine(target, make(draft), controller=controller or Watching(), prefix_bytes=PREFIX_BYTES, **more)
 
 
-def finished(busy: Engine, most: int = 2_000) -> dict[int, Running]:
+def finished(runner: Engine, most: int = 2_000) -> dict[int, Running]:
     """Everything that ends, by its first prompt token."""
     done: dict[int, Running] = {}
     written: dict[int, list[int]] = {}
     for _ in range(most):
-        if not busy.busy:
+        if not runner.busy:
             break
-        for run, emission in busy.step():
+        for run, emission in runner.step():
             written.setdefault(run.id, []).extend(emission.token_ids)
             if emission.finish_reason is not None:
-                assert run.id not in {one.id for one in done.values()}, "told twice that it ended"
+                assert run.id not in {other.id for other in done.values()}, "told twice that it ended"
                 assert emission.finish_reason == run.finish_reason and emission.error is run.error
                 done[run.context.tokens[0]] = run
-    assert not busy.busy, "it never ends"
+    assert not runner.busy, "it never ends"
     assert all(run.error is not None or written[run.id] == run.output for run in done.values()), "tokens were lost"
     return done
 
 
-def check_free(busy: Engine) -> None:
+def check_free(runner: Engine) -> None:
     """Nothing is held for anybody."""
-    assert not busy.running and not busy.waiting and not busy.budget.reserved
-    target: Any = busy.target
+    assert not runner.running and not runner.waiting and not runner.budget.reserved
+    target: Any = runner.target
     assert target.kv_bytes == 0 and not target.pool.texts
-    model: Any = getattr(busy.drafter, "model", None)
+    model: Any = getattr(runner.drafter, "model", None)
     assert model is None or (model.kv_bytes == 0 and not model.pool.texts)
 
 
-def check_others(busy: Engine, clean: dict[int, list[int]], reason: str = "error") -> Exception:
+def check_others(runner: Engine, clean: dict[int, list[int]], reason: str = "error") -> Exception:
     """The poisoned request ended with its error, the other seven wrote what they write without it."""
-    done = finished(busy)
+    done = finished(runner)
     poisoned = done.pop(POISON)
     assert poisoned.finish_reason == reason and poisoned.error is not None
     assert {first: run.output for first, run in done.items()} == {k: v for k, v in clean.items() if k != POISON}
@@ -233,10 +233,10 @@ def check_others(busy: Engine, clean: dict[int, list[int]], reason: str = "error
 
 
 def clean_outputs(make: Callable[[HuggingFaceModel], Drafter], **more: Any) -> dict[int, list[int]]:
-    busy = serving(make, **more)
+    runner = serving(make, **more)
     for request in requests():
-        busy.add(request)
-    return {first: run.output for first, run in finished(busy).items()}
+        runner.add(request)
+    return {first: run.output for first, run in finished(runner).items()}
 
 
 @each_drafter
@@ -246,17 +246,17 @@ def test_a_poisoned_request_ends_alone(
     make: Callable[[HuggingFaceModel], Drafter], name: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clean = clean_outputs(make, prefill_chunk=chunk)
-    busy = serving(make, prefill_chunk=chunk)
+    runner = serving(make, prefill_chunk=chunk)
     for request in requests():
-        busy.add(request)
+        runner.add(request)
     counter = Counter()
-    PLANTS[name](busy, counter, monkeypatch)
-    assert isinstance(check_others(busy, clean), Planted)
+    PLANTS[name](runner, counter, monkeypatch)
+    assert isinstance(check_others(runner, clean), Planted)
     assert counter.left < 0 or name == "open", "the plant was never reached"
     if name != "finish" or make is ngram_drafter:  # a draft model's row is freed by what was made to fail
-        check_free(busy)
-    busy.add(Request([7, 8, 9], max_new_tokens=5))
-    (after,) = finished(busy).values()
+        check_free(runner)
+    runner.add(Request([7, 8, 9], max_new_tokens=5))
+    (after,) = finished(runner).values()
     assert after.finish_reason == "length" and len(after.output) == 5
 
 
@@ -269,20 +269,20 @@ def test_a_poisoned_sampling_processor_ends_its_request_alone(make: Callable[[Hu
             raise Planted("in a processor")
         return scores
 
-    clean, busy = clean_outputs(make), serving(make)
+    clean, runner = clean_outputs(make), serving(make)
     for request in requests(processor):
-        busy.add(request)
-    assert isinstance(check_others(busy, clean), Planted)
-    check_free(busy)
+        runner.add(request)
+    assert isinstance(check_others(runner, clean), Planted)
+    check_free(runner)
 
 
 @each_drafter
 def test_a_processor_that_leaves_nothing_ends_its_request_alone(make: Callable[[HuggingFaceModel], Drafter]) -> None:
-    clean, busy = clean_outputs(make), serving(make)
+    clean, runner = clean_outputs(make), serving(make)
     for request in requests(lambda ids, scores: torch.full_like(scores, -torch.inf)):
-        busy.add(request)
-    check_others(busy, clean)
-    check_free(busy)
+        runner.add(request)
+    check_others(runner, clean)
+    check_free(runner)
 
 
 def test_a_poisoned_tokenizer_ends_its_request_alone() -> None:
@@ -295,12 +295,12 @@ def test_a_poisoned_tokenizer_ends_its_request_alone() -> None:
             return "".join(chr(97 + token % 26) for token in ids)
 
     target, draft = llamas()
-    busy = engine(target, ModelDrafter(draft), tokenizer=Tokenizer())
-    busy.add(Request([5, 6, 7], max_new_tokens=20, stop=["never"]))
-    busy.add(Request([6, 7, 8], max_new_tokens=20))
-    done = finished(busy)
+    runner = engine(target, ModelDrafter(draft), tokenizer=Tokenizer())
+    runner.add(Request([5, 6, 7], max_new_tokens=20, stop=["never"]))
+    runner.add(Request([6, 7, 8], max_new_tokens=20))
+    done = finished(runner)
     assert isinstance(done[5].error, Planted) and done[6].finish_reason == "length"
-    check_free(busy)
+    check_free(runner)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -311,37 +311,37 @@ def test_a_poisoned_tokenizer_ends_its_request_alone() -> None:
 def test_memory_that_is_full_in_a_forward_costs_one_request(
     make: Callable[[HuggingFaceModel], Drafter], step: int
 ) -> None:
-    clean, busy = clean_outputs(make), serving(make)
+    clean, runner = clean_outputs(make), serving(make)
     for request in requests():
-        busy.add(request)
+        runner.add(request)
     counter = Counter(step, MemoryError)
-    in_forward(busy.target, counter)
-    error = check_others(busy, clean)
+    in_forward(runner.target, counter)
+    error = check_others(runner, clean)
     assert isinstance(error, MemoryError) and failure_of(error).reason == "out_of_memory"
-    check_free(busy)
+    check_free(runner)
     for request in requests()[:PLACE]:
-        busy.add(request)
-    again = {first: run.output for first, run in finished(busy).items()}
+        runner.add(request)
+    again = {first: run.output for first, run in finished(runner).items()}
     assert again == {first: clean[first] for first in again} and len(again) == PLACE
-    check_free(busy)
+    check_free(runner)
 
 
 @pytest.mark.parametrize("step", range(0, 12, 3))
 def test_memory_that_is_full_for_a_moment_costs_nobody_anything(step: int) -> None:
     """A forward of all that fails is tried again request by request."""
-    clean, busy = clean_outputs(model_drafter), serving(model_drafter)
+    clean, runner = clean_outputs(model_drafter), serving(model_drafter)
     for request in requests():
-        busy.add(request)
-    run, calls = busy.target.forward, iter(range(10_000))
+        runner.add(request)
+    run, calls = runner.target.forward, iter(range(10_000))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == step:
             raise torch.OutOfMemoryError("planted")
         return run(*args, **kwargs)
 
-    busy.target.forward = forward  # type: ignore[method-assign]
-    assert {first: one.output for first, one in finished(busy).items()} == clean
-    check_free(busy)
+    runner.target.forward = forward  # type: ignore[method-assign]
+    assert {first: ended.output for first, ended in finished(runner).items()} == clean
+    check_free(runner)
 
 
 @pytest.mark.parametrize("reserve", range(12))
@@ -356,12 +356,12 @@ def test_memory_that_is_full_while_a_cache_grows_leaves_the_others_right(
     def make() -> Engine:
         return engine(HuggingFaceModel(llama(context=1024)), prefill_chunk=64)
 
-    clean, busy = make(), make()
+    clean, runner = make(), make()
     for request in prompts():
         clean.add(request)
-        busy.add(request)
+        runner.add(request)
     right = {first: run.output for first, run in finished(clean).items()}
-    cache: Any = type(busy.target.cache)  # type: ignore[attr-defined]
+    cache: Any = type(runner.target.cache)  # type: ignore[attr-defined]
     resize, calls = cache._resize, iter(range(10_000))
 
     def failing(self: Any, *args: Any) -> None:
@@ -370,44 +370,44 @@ def test_memory_that_is_full_while_a_cache_grows_leaves_the_others_right(
         resize(self, *args)
 
     monkeypatch.setattr(cache, "_resize", failing)
-    done = finished(busy)
+    done = finished(runner)
     assert len(done) == 6
     failed = [run for run in done.values() if run.finish_reason == "error"]
     assert len(failed) <= 2 and all(isinstance(run.error, MemoryError) for run in failed)
     others = {first: run.output for first, run in done.items() if run.error is None}
     assert others == {first: right[first] for first in others}
-    check_free(busy)
+    check_free(runner)
 
 
 def test_kept_texts_make_room_when_memory_is_full() -> None:
-    """Even the only request that runs is tried again when what finished ones have left is gone."""
-    busy = serving(model_drafter)
-    busy.add(Request([3, 4] * 20, max_new_tokens=8))
-    clean = {first: run.output for first, run in finished(busy).items()}
-    assert len(busy.prefix_cache.prefixes) == 1
-    run = busy.target.forward
+    """Even a request that runs alone is tried again after the texts that finished requests left are dropped."""
+    runner = serving(model_drafter)
+    runner.add(Request([3, 4] * 20, max_new_tokens=8))
+    clean = {first: run.output for first, run in finished(runner).items()}
+    assert len(runner.prefix_cache.prefixes) == 1
+    run = runner.target.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if busy.prefix_cache.prefixes.nbytes:
+        if runner.prefix_cache.prefixes.nbytes:
             raise torch.OutOfMemoryError("planted")
         return run(*args, **kwargs)
 
-    busy.target.forward = forward  # type: ignore[method-assign]
-    busy.add(Request([3, 4] * 20, max_new_tokens=8))
-    assert {first: one.output for first, one in finished(busy).items()} == clean
-    check_free(busy)
+    runner.target.forward = forward  # type: ignore[method-assign]
+    runner.add(Request([3, 4] * 20, max_new_tokens=8))
+    assert {first: ended.output for first, ended in finished(runner).items()} == clean
+    check_free(runner)
 
 
 def test_a_text_that_cannot_be_kept_has_its_answer(caplog: pytest.LogCaptureFixture) -> None:
-    clean, busy = clean_outputs(ngram_drafter), serving(ngram_drafter)
-    in_method(busy.prefix_cache, "keep", Counter(0, MemoryError), of_run)
+    clean, runner = clean_outputs(ngram_drafter), serving(ngram_drafter)
+    in_method(runner.prefix_cache, "keep", Counter(0, MemoryError), of_run)
     for request in requests():
-        busy.add(request)
-    done = finished(busy)
+        runner.add(request)
+    done = finished(runner)
     assert {first: run.output for first, run in done.items()} == clean
     assert {run.finish_reason for run in done.values()} == {"length"}
     assert "was not kept" in caplog.text
-    check_free(busy)
+    check_free(runner)
 
 
 def test_pytorchs_own_report_of_full_memory_is_known() -> None:
@@ -422,31 +422,31 @@ def test_pytorchs_own_report_of_full_memory_is_known() -> None:
 
 
 def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    busy = serving(ngram_drafter)
-    ids = [busy.add(request) for request in requests()]
-    busy._admit()
-    busy.reader.read()
-    in_method(busy.drafter, "finish", Counter(0), of_context)
-    busy.cancel(ids[PLACE])
+    runner = serving(ngram_drafter)
+    ids = [runner.add(request) for request in requests()]
+    runner._admit()
+    runner.reader.read()
+    in_method(runner.drafter, "finish", Counter(0), of_context)
+    runner.cancel(ids[PLACE])
     assert "was dropped" in caplog.text and "planted" in caplog.text
-    assert not busy.holds(ids[PLACE])
-    finished(busy)
-    check_free(busy)
+    assert not runner.holds(ids[PLACE])
+    finished(runner)
+    check_free(runner)
 
 
 def test_a_deadline_that_cannot_be_kept_in_peace_is_an_error() -> None:
-    busy = serving(ngram_drafter)
-    busy.add(Request([POISON, 1, 2], max_new_tokens=5, deadline_s=1e-9))
-    in_method(busy.controller, "finish", Counter(0), of_context)
-    (run,) = finished(busy).values()
+    runner = serving(ngram_drafter)
+    runner.add(Request([POISON, 1, 2], max_new_tokens=5, deadline_s=1e-9))
+    in_method(runner.controller, "finish", Counter(0), of_context)
+    (run,) = finished(runner).values()
     assert run.finish_reason == "deadline" and run.output == []
-    busy.add(Request([POISON, 1, 2], max_new_tokens=50, deadline_s=3600.0))
-    busy.step()
-    (run,) = busy.running
+    runner.add(Request([POISON, 1, 2], max_new_tokens=50, deadline_s=3600.0))
+    runner.step()
+    (run,) = runner.running
     run.arrived_s -= 7200.0
-    (run,) = finished(busy).values()
+    (run,) = finished(runner).values()
     assert run.finish_reason == "error" and isinstance(run.error, Planted)
-    check_free(busy)
+    check_free(runner)
 
 
 class Refusing(NgramDrafter):
@@ -459,12 +459,12 @@ class Refusing(NgramDrafter):
 
 def test_a_drafter_that_always_fails_ends_everybody_and_the_engine_stays() -> None:
     target, _ = llamas()
-    busy = engine(target, Refusing())
+    runner = engine(target, Refusing())
     for request in requests():
-        busy.add(request)
-    errors = [run.error for run in finished(busy).values()]  # the drafter is none of ours: it is named
+        runner.add(request)
+    errors = [run.error for run in finished(runner).values()]  # the drafter is none of ours: it is named
     assert all(isinstance(error, DrafterError) and isinstance(error.__cause__, Planted) for error in errors)
-    check_free(busy)
+    check_free(runner)
 
 
 @pytest.mark.parametrize("together", [1, 2])
@@ -493,11 +493,11 @@ def test_a_refused_draft_whose_states_are_not_finite_changes_nothing(temperature
     plain = ft.load(HuggingFaceModel(network, lean=lean), None)
     options: dict[str, Any] = {"max_new_tokens": 10, "ignore_eos": True, "temperature": temperature, "seed": 3}
     prompts = [[5, 9, 3], [8, 8, 4, 7]]
-    wanted = [output.token_ids for output in plain.generate(prompts, **options)]
-    bad = next(token for token in range(32) if all(token not in text for text in (*wanted, *prompts)))
+    expected = [output.token_ids for output in plain.generate(prompts, **options)]
+    bad = next(token for token in range(32) if all(token not in text for text in (*expected, *prompts)))
     network.get_input_embeddings().weight.data[bad] = torch.nan
-    guesses = [[*text[:2], bad, *text[3:]] for text in wanted]
+    guesses = [[*text[:2], bad, *text[3:]] for text in expected]
     drafted = ft.load(HuggingFaceModel(network, lean=lean), "prediction", controller="constant,k=8")
     outputs = drafted.generate(prompts, prediction=guesses, **options)
-    assert [output.token_ids for output in outputs] == wanted
+    assert [output.token_ids for output in outputs] == expected
     assert all(output.stats.num_accepted_tokens for output in outputs), "it goes on to draft"

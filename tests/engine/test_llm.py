@@ -58,8 +58,8 @@ def test_streams_side_by_side(temperature: float) -> None:
     alone = [llm.generate(p, seed=i, **options).token_ids for i, p in enumerate(PROMPTS)]
     streams = [llm.stream(p, seed=i, **options) for i, p in enumerate(PROMPTS)]
     collected = list(zip_longest(*streams))
-    found = [ids([row[i] for row in collected if row[i] is not None]) for i in range(len(PROMPTS))]
-    assert found == alone
+    texts = [ids([row[i] for row in collected if row[i] is not None]) for i in range(len(PROMPTS))]
+    assert texts == alone
 
 
 def test_generating_while_streaming() -> None:
@@ -182,20 +182,20 @@ def test_an_unknown_option_is_told_the_right_name(name: str, words: str) -> None
 def test_a_prediction_may_be_a_tensor_or_an_array() -> None:
     llm = toy(PredictionDrafter())
     plain = llm.generate([0, 1], max_new_tokens=6)
-    for given in (torch.tensor(plain.token_ids), np.array(plain.token_ids)):
-        for out in (llm.generate([0, 1], max_new_tokens=6, prediction=given), *_last(llm, given)):
+    for prediction in (torch.tensor(plain.token_ids), np.array(plain.token_ids)):
+        for out in (llm.generate([0, 1], max_new_tokens=6, prediction=prediction), *_last(llm, prediction)):
             assert out.stats is not None and out.stats.num_accepted_prediction_tokens > 0
 
 
-def _last(llm: Llm, given: Any) -> list[Piece]:
-    return list(llm.stream([0, 1], max_new_tokens=6, prediction=given))[-1:]
+def _last(llm: Llm, prediction: Any) -> list[Piece]:
+    return list(llm.stream([0, 1], max_new_tokens=6, prediction=prediction))[-1:]
 
 
 def test_predictions_of_a_batch() -> None:
     llm = toy()
     expected = [llm.generate(prompt, max_new_tokens=6).token_ids for prompt in PROMPTS[:2]]
-    for given in (np.array([0, 1, 2]), torch.tensor([0, 1]), [np.int64(0)], [[0, 1], None], torch.tensor([[0], [1]])):
-        assert [out.token_ids for out in llm.generate(PROMPTS[:2], max_new_tokens=6, prediction=given)] == expected
+    for guess in (np.array([0, 1, 2]), torch.tensor([0, 1]), [np.int64(0)], [[0, 1], None], torch.tensor([[0], [1]])):
+        assert [out.token_ids for out in llm.generate(PROMPTS[:2], max_new_tokens=6, prediction=guess)] == expected
     for wrong in ([[0, 1]], [[0], [1], [2]]):
         with pytest.raises(ValueError, match="predictions for 2 prompts: give one for all, or one per prompt"):
             llm.generate(PROMPTS[:2], max_new_tokens=6, prediction=wrong)

@@ -36,16 +36,18 @@ def forward(tokens: list[int]) -> torch.Tensor:
 def check(run: Running, count: int) -> None:
     """One entry per output token, with the model's own probabilities."""
     tokens, start = run.context.tokens, run.context.prompt_length
-    wanted = forward(tokens)[start - 1 : -1]
-    assert [one.token_id for one in run.logprobs] == run.output
-    for row, one in zip(wanted, run.logprobs, strict=True):
-        assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-11)
+    expected = forward(tokens)[start - 1 : -1]
+    assert [entry.token_id for entry in run.logprobs] == run.output
+    for row, entry in zip(expected, run.logprobs, strict=True):
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-11)
         best = row.topk(count) if count else None
-        assert [token for token, _ in one.top] == (best.indices.tolist() if best else [])
-        for (_, value), right in zip(one.top, best.values.tolist() if best else [], strict=True):
+        assert [token for token, _ in entry.top] == (best.indices.tolist() if best else [])
+        for (_, value), right in zip(entry.top, best.values.tolist() if best else [], strict=True):
             assert value == pytest.approx(right, abs=1e-11)
-        assert all(value == one.logprob for token, value in one.top if token == one.token_id), "not the same number"
-        assert list(one.top) == sorted(one.top, key=lambda pair: -pair[1])
+        assert all(value == entry.logprob for token, value in entry.top if token == entry.token_id), (
+            "not the same number"
+        )
+        assert list(entry.top) == sorted(entry.top, key=lambda pair: -pair[1])
 
 
 @pytest.mark.parametrize("name", list(DRAFTERS))
@@ -53,7 +55,7 @@ def check(run: Running, count: int) -> None:
 def test_every_output_token_has_its_own(name: str, count: int) -> None:
     target, draft = llamas()
     params = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=0.5, top_k=3)]
-    requests = [Request(PROMPT[i:], one, 20, seed=i, logprobs=count) for i, one in enumerate(params)]
+    requests = [Request(PROMPT[i:], sampling, 20, seed=i, logprobs=count) for i, sampling in enumerate(params)]
     for run in serve(engine(target, DRAFTERS[name](draft)), requests):
         check(run, min(count, 32))
 
@@ -68,26 +70,26 @@ def test_they_are_the_models_own_and_not_those_of_the_sampling() -> None:
 
 @pytest.mark.parametrize("name", list(DRAFTERS))
 def test_asking_for_them_does_not_change_the_text(name: str) -> None:
-    found = []
+    texts = []
     for count in (None, 0, 4):
         target, draft = llamas()
         requests = [
             Request(PROMPT, SamplingParams(temperature=1.0), 25, seed=seed, logprobs=count) for seed in range(3)
         ]
-        found.append([run.output for run in serve(engine(target, DRAFTERS[name](draft)), requests)])
-    assert found[0] == found[1] == found[2]
+        texts.append([run.output for run in serve(engine(target, DRAFTERS[name](draft)), requests)])
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_emissions_bring_theirs_and_who_did_not_ask_gets_none() -> None:
     target, draft = llamas()
-    busy = engine(target, ModelDrafter(draft))
+    runner = engine(target, ModelDrafter(draft))
     asking, other = (
-        busy.add(Request(PROMPT, max_new_tokens=15, logprobs=1)),
-        busy.add(Request(PROMPT, max_new_tokens=15)),
+        runner.add(Request(PROMPT, max_new_tokens=15, logprobs=1)),
+        runner.add(Request(PROMPT, max_new_tokens=15)),
     )
     gained: list[TokenLogprobs] = []
-    while busy.busy:
-        for run, emission in busy.step():
+    while runner.busy:
+        for run, emission in runner.step():
             assert len(emission.logprobs) == (len(emission.token_ids) if run.id == asking else 0)
             gained += emission.logprobs
             if run.id == asking and emission.finish_reason is not None:
@@ -100,17 +102,17 @@ def test_a_text_that_is_cut_short_has_as_many_as_tokens() -> None:
     target, draft = llamas()
     plain = serve(engine(target), [Request(PROMPT, max_new_tokens=30)])[0].output
     stop = plain[7]
-    busy = engine(target, ModelDrafter(draft, k=6))
-    (run,) = serve(busy, [Request(PROMPT, max_new_tokens=30, stop_token_ids=frozenset({stop}), logprobs=2)])
+    runner = engine(target, ModelDrafter(draft, k=6))
+    (run,) = serve(runner, [Request(PROMPT, max_new_tokens=30, stop_token_ids=frozenset({stop}), logprobs=2)])
     assert run.output == plain[: plain.index(stop) + 1]
     check(run, 2)
 
 
 def test_sixteen_bits_are_widened_first() -> None:
     logits = torch.tensor([[8.0, 7.0, -9.0]], dtype=torch.bfloat16)
-    (found,) = logprobs_of(logits, [1], 3)
-    wanted = torch.log_softmax(logits.float(), -1)[0]
-    assert found.logprob == float(wanted[1]) and found.top == tuple(enumerate(wanted.tolist()))
+    (entry,) = logprobs_of(logits, [1], 3)
+    expected = torch.log_softmax(logits.float(), -1)[0]
+    assert entry.logprob == float(expected[1]) and entry.top == tuple(enumerate(expected.tolist()))
     assert logprobs_of(logits, [], 3) == []
 
 

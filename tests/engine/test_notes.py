@@ -136,7 +136,7 @@ def test_servers_and_batches_hand_it_on(tmp_path: Path) -> None:
     run_jobs(llm, read_jobs(tmp_path / "in.jsonl", {}), lambda answer: answers.append(dict(answer)))
     assert [answer["note"] for answer in answers] == [BARE, PLAIN]
 
-    async def told() -> str:
+    async def served_note() -> str:
         served = AsyncLlm(llm)
         await served.start()
         try:
@@ -144,4 +144,4 @@ def test_servers_and_batches_hand_it_on(tmp_path: Path) -> None:
         finally:
             await served.close(0)
 
-    assert asyncio.run(told()) == BARE
+    assert asyncio.run(served_note()) == BARE

@@ -34,8 +34,8 @@ def models() -> tuple[HuggingFaceModel, HuggingFaceModel]:
     return HuggingFaceModel(llama(context=1024)), HuggingFaceModel(llama(noise=0.3, context=1024))
 
 
-def one(busy: Engine, request: Request) -> Running:
-    (run,) = serve(busy, [request])
+def serve_one(runner: Engine, request: Request) -> Running:
+    (run,) = serve(runner, [request])
     return run
 
 
@@ -56,15 +56,15 @@ def chat(make: Callable[[], Engine], first: list[int], more: list[int], turns: i
     for turn in range(turns):
         for seed in (None, 5):
             request = Request([*prompt, *more], T1 if seed else SamplingParams(), 24, seed=seed)
-            mine, fresh = one(keeping, request), one(cold, request)
-            assert mine.output == fresh.output
+            warm, fresh = serve_one(keeping, request), serve_one(cold, request)
+            assert warm.output == fresh.output
             assert computed(fresh) == (len(request.prompt), len(request.prompt))
-            read, length = computed(mine)
+            read, length = computed(warm)
             if turn or seed:
                 assert read <= max(length / 10, len(more) + 1), f"turn {turn}: {read} of {length} were read again"
             else:
                 assert read == length
-        prompt = [*request.prompt, *mine.output]
+        prompt = [*request.prompt, *warm.output]
     assert keeping.target.kv_bytes == 0
 
 
@@ -100,16 +100,16 @@ def test_llm_keeps_texts_by_default_and_says_what_it_read() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 20])
 def test_a_drafter_over_hidden_states_takes_any_prompt(length: int) -> None:
-    """Of a prompt of one token nothing is read before the first round."""
+    """Nothing of a prompt of one token is read before the first round."""
     target, _ = models()
     parts = TargetParts(target)
     net = MedusaHeads(MedusaConfig(parts.hidden_size, parts.vocab_size, 3))
-    busy = engine(target, MedusaDrafter(net, parts, 6), prefix_bytes=ROOM)
+    runner = engine(target, MedusaDrafter(net, parts, 6), prefix_bytes=ROOM)
     request = Request(LONG[:length], max_new_tokens=30)
-    first, again = one(busy, request), one(busy, request)
-    (wanted,) = serve(engine(models()[0]), [request])
-    assert first.output == again.output == wanted.output
-    following = one(busy, Request([*LONG[:length], *first.output, 3], max_new_tokens=5))
+    first, again = serve_one(runner, request), serve_one(runner, request)
+    (expected,) = serve(engine(models()[0]), [request])
+    assert first.output == again.output == expected.output
+    following = serve_one(runner, Request([*LONG[:length], *first.output, 3], max_new_tokens=5))
     assert following.stats.num_prompt_tokens_computed <= 3
 
 
@@ -122,103 +122,106 @@ def keeping(**more: Any) -> Engine:
 
 
 def test_texts_are_found_with_the_same_salt_only() -> None:
-    busy = keeping()
-    one(busy, Request(LONG, max_new_tokens=8, cache_salt="a"))
+    runner = keeping()
+    serve_one(runner, Request(LONG, max_new_tokens=8, cache_salt="a"))
     for salt in ("", "b", "A", "a "):
-        assert computed(one(busy, Request(LONG, max_new_tokens=2, cache_salt=salt))) == (60, 60)
-    assert computed(one(busy, Request(LONG, max_new_tokens=2, cache_salt="a"))) == (1, 60)
+        assert computed(serve_one(runner, Request(LONG, max_new_tokens=2, cache_salt=salt))) == (60, 60)
+    assert computed(serve_one(runner, Request(LONG, max_new_tokens=2, cache_salt="a"))) == (1, 60)
 
 
 @pytest.mark.parametrize("salt", [3, None, b"a"])
 def test_a_salt_is_text(salt: Any) -> None:
     with pytest.raises(ValueError, match="cache_salt must be text, not "):
-        one(keeping(), Request(LONG, max_new_tokens=2, cache_salt=salt))
+        serve_one(keeping(), Request(LONG, max_new_tokens=2, cache_salt=salt))
 
 
 def test_a_running_text_of_another_salt_is_not_copied() -> None:
     for salt, read in (("a", 1), ("b", 60)):
-        busy = keeping()
-        busy.add(Request(LONG, max_new_tokens=30, cache_salt="a"))
-        busy.step()
-        late = busy.add(Request(LONG, max_new_tokens=3, cache_salt=salt))
-        busy.step()
-        (run,) = (run for run in busy.running if run.id == late)
+        runner = keeping()
+        runner.add(Request(LONG, max_new_tokens=30, cache_salt="a"))
+        runner.step()
+        late = runner.add(Request(LONG, max_new_tokens=3, cache_salt=salt))
+        runner.step()
+        (run,) = (run for run in runner.running if run.id == late)
         assert computed(run) == (read, 60)
 
 
 def test_a_text_that_is_still_written_or_read_is_copied_as_far_as_it_is() -> None:
     target, _ = models()
-    busy, cold = keeping(prefill_chunk=32), engine(target)
+    runner, cold = keeping(prefill_chunk=32), engine(target)
     long = LONG * 4
-    busy.add(Request(long, max_new_tokens=40))
-    busy.step()
-    (reading,) = busy.running
+    runner.add(Request(long, max_new_tokens=40))
+    runner.step()
+    (reading,) = runner.running
     assert not reading.started and len(reading.text.tokens) == 32
-    asked = Request([*long[:50], 1, 2], max_new_tokens=10)
-    late = busy.add(asked)
-    busy.step()
-    (run,) = (run for run in busy.running if run.id == late)
+    request = Request([*long[:50], 1, 2], max_new_tokens=10)
+    late = runner.add(request)
+    runner.step()
+    (run,) = (run for run in runner.running if run.id == late)
     assert computed(run) == (52 - 32, 52)
-    while busy.busy:
-        busy.step()
-    assert run.output == one(cold, asked).output
-    busy.add(Request(LONG, max_new_tokens=30))
+    while runner.busy:
+        runner.step()
+    assert run.output == serve_one(cold, request).output
+    runner.add(Request(LONG, max_new_tokens=30))
     for _ in range(9):
-        busy.step()
-    (writing,) = busy.running
+        runner.step()
+    (writing,) = runner.running
     follow = [*LONG, *writing.output[:6], 9]
-    late_run = next(run for run in serve(busy, [Request(follow, max_new_tokens=5)]))
+    late_run = next(run for run in serve(runner, [Request(follow, max_new_tokens=5)]))
     assert (
         computed(late_run) == (1, len(follow))
-        and late_run.output == one(cold, Request(follow, max_new_tokens=5)).output
+        and late_run.output == serve_one(cold, Request(follow, max_new_tokens=5)).output
     )
 
 
 def test_a_short_beginning_is_read_again() -> None:
-    busy = keeping()
-    one(busy, Request(LONG, max_new_tokens=4))
+    runner = keeping()
+    serve_one(runner, Request(LONG, max_new_tokens=4))
     for length, read in ((SHORTEST - 1, 31), (SHORTEST, 30 - SHORTEST + 1)):
         prompt = [*LONG[:length], *([30] * (31 - length))]
-        assert computed(one(busy, Request(prompt, max_new_tokens=1)))[0] == read
+        assert computed(serve_one(runner, Request(prompt, max_new_tokens=1)))[0] == read
 
 
 def test_prompts_whose_probabilities_are_asked_for_are_read_as_a_whole() -> None:
-    busy = keeping()
-    first = one(busy, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
-    again = one(busy, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
+    runner = keeping()
+    first = serve_one(runner, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
+    again = serve_one(runner, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
     assert computed(again) == (60, 60) and again.prompt_logprobs == first.prompt_logprobs
-    assert len(busy.prefix_cache.prefixes) == 0
+    assert len(runner.prefix_cache.prefixes) == 0
 
 
 def test_an_ended_or_cancelled_text_can_be_found() -> None:
-    busy = keeping()
-    cancelled = busy.add(Request(LONG, max_new_tokens=40))
-    busy.step()
-    busy.cancel(cancelled)
-    assert computed(one(busy, Request(LONG, max_new_tokens=2))) == (1, 60)
+    runner = keeping()
+    cancelled = runner.add(Request(LONG, max_new_tokens=40))
+    runner.step()
+    runner.cancel(cancelled)
+    assert computed(serve_one(runner, Request(LONG, max_new_tokens=2))) == (1, 60)
 
 
 def test_a_text_that_was_damaged_by_an_error_is_not_kept() -> None:
     def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("planted")
 
-    busy = keeping()
-    busy.add(Request(LONG, SamplingParams(processors=(processor,)), 4))
-    ((run, emission),) = busy.step()
+    runner = keeping()
+    runner.add(Request(LONG, SamplingParams(processors=(processor,)), 4))
+    ((run, emission),) = runner.step()
     assert emission.finish_reason == run.finish_reason == "error" and isinstance(emission.error, RuntimeError)
-    assert not busy.busy and len(busy.prefix_cache.prefixes) == 0
+    assert not runner.busy and len(runner.prefix_cache.prefixes) == 0
 
 
 def test_hybrid_targets_read_everything_and_write_the_same() -> None:
     """A recurrent state knows the whole text only, and no copies of it are kept."""
     llm = load("builtin:hybrid", drafter=None, graphs=False)
     assert isinstance(llm.target, StatefulModel)
-    busy, cold = (engine(llm.target, NgramDrafter(), prefix_bytes=room) for room in (ROOM, 0))
+    runner, cold = (engine(llm.target, NgramDrafter(), prefix_bytes=room) for room in (ROOM, 0))
     prompt = llm.encode("def area(width, height):\n    return")
     for _ in range(2):
-        mine, fresh = one(busy, Request(prompt, max_new_tokens=10)), one(cold, Request(prompt, max_new_tokens=10))
-        assert mine.output == fresh.output and computed(mine) == (len(prompt), len(prompt))
-        prompt = [*prompt, *mine.output]
+        warm, fresh = (
+            serve_one(runner, Request(prompt, max_new_tokens=10)),
+            serve_one(cold, Request(prompt, max_new_tokens=10)),
+        )
+        assert warm.output == fresh.output and computed(warm) == (len(prompt), len(prompt))
+        prompt = [*prompt, *warm.output]
 
 
 # -- what is kept, and for how long ----------------------------------------------------------------------------------
@@ -291,15 +294,15 @@ def test_common_beginnings() -> None:
 def test_the_cache_holds_no_more_than_it_may() -> None:
     target, _ = models()
     room = 3 * 70 * target.kv_bytes_per_token
-    busy = engine(target, prefix_bytes=room)
+    runner = engine(target, prefix_bytes=room)
     for seed in range(8):
-        one(busy, Request([seed, *LONG], max_new_tokens=8))
-        assert busy.prefix_cache.prefixes.nbytes <= room
-    assert len(busy.prefix_cache.prefixes) == 2
-    assert computed(one(busy, Request([7, *LONG], max_new_tokens=1)))[0] == 1
-    assert computed(one(busy, Request([0, *LONG], max_new_tokens=1)))[0] == 61
+        serve_one(runner, Request([seed, *LONG], max_new_tokens=8))
+        assert runner.prefix_cache.prefixes.nbytes <= room
+    assert len(runner.prefix_cache.prefixes) == 2
+    assert computed(serve_one(runner, Request([7, *LONG], max_new_tokens=1)))[0] == 1
+    assert computed(serve_one(runner, Request([0, *LONG], max_new_tokens=1)))[0] == 61
 
 
 def test_llamas_are_float64() -> None:
-    """What the comparisons above rest on: sums in another order do not change a token."""
+    """The comparisons above rest on this: sums in another order do not change a token."""
     assert llamas()[0].dtype == torch.float64

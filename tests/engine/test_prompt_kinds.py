@@ -38,10 +38,10 @@ MASKED = {"input_ids": [[0, 0, 5, 6], [5, 6, 7, 8]], "attention_mask": [[0, 0, 1
     ids=repr,
 )
 def test_one_prompt(prompt: Any) -> None:
-    one = llm(chat_tokenizer())
-    found = one.encode(prompt)
-    assert found == IDS and all(type(token) is int for token in found)
-    assert one.generate(prompt, max_new_tokens=4).token_ids == one.generate(IDS, max_new_tokens=4).token_ids
+    model = llm(chat_tokenizer())
+    ids = model.encode(prompt)
+    assert ids == IDS and all(type(token) is int for token in ids)
+    assert model.generate(prompt, max_new_tokens=4).token_ids == model.generate(IDS, max_new_tokens=4).token_ids
 
 
 @pytest.mark.parametrize(
@@ -59,19 +59,19 @@ def test_one_prompt(prompt: Any) -> None:
     ids=str,
 )
 def test_several_prompts(prompts: Any, rows: list[list[int]]) -> None:
-    one = llm(chat_tokenizer())
-    expected = [one.generate(row, max_new_tokens=4).token_ids for row in rows]
-    assert [out.token_ids for out in one.generate(prompts, max_new_tokens=4)] == expected
+    model = llm(chat_tokenizer())
+    expected = [model.generate(row, max_new_tokens=4).token_ids for row in rows]
+    assert [out.token_ids for out in model.generate(prompts, max_new_tokens=4)] == expected
     with pytest.raises(ValueError, match="one prompt is wanted here, not a list of 2"):
-        one.encode(prompts)
+        model.encode(prompts)
 
 
 def test_a_tokenizers_output_is_the_text_that_went_in() -> None:
-    one, text = llm(chat_tokenizer()), "The cat sat"
-    assert one.encode(one.tokenizer(text)) == one.encode(text)
+    model, text = llm(chat_tokenizer()), "The cat sat"
+    assert model.encode(model.tokenizer(text)) == model.encode(text)
     texts = np.array([text, "The dog"])
-    assert [out.token_ids for out in one.generate(texts, max_new_tokens=4)] == [
-        one.generate(str(t), max_new_tokens=4).token_ids for t in texts
+    assert [out.token_ids for out in model.generate(texts, max_new_tokens=4)] == [
+        model.generate(str(t), max_new_tokens=4).token_ids for t in texts
     ]
 
 
@@ -139,10 +139,10 @@ def test_no_prompts_and_no_prompt() -> None:
     ids=repr,
 )
 def test_of_several_prompts_the_wrong_one_is_named(prompts: Any, words: str) -> None:
-    one = llm(chat_tokenizer())
+    model = llm(chat_tokenizer())
     with pytest.raises(ValueError, match=words):
-        one.generate(prompts, max_new_tokens=2)
-    assert not one.engine.busy
+        model.generate(prompts, max_new_tokens=2)
+    assert not model.engine.busy
 
 
 def test_an_option_is_not_blamed_on_a_prompt() -> None:

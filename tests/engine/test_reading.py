@@ -60,14 +60,14 @@ def test_outputs_do_not_depend_on_the_piece(name: str, chunk: int) -> None:
 def test_late_arrivals_change_nothing(chunk: int) -> None:
     """Requests join while others are read and written."""
     target, draft = models()
-    busy, plain = engine(target, ModelDrafter(draft), prefill_chunk=chunk), engine(models()[0])
+    runner, plain = engine(target, ModelDrafter(draft), prefill_chunk=chunk), engine(models()[0])
     requests = [Request(text(20 + 11 * i, i), max_new_tokens=9) for i in range(6)]
     done: dict[int, list[int]] = {}
     waiting = list(requests)
-    while waiting or busy.busy:
+    while waiting or runner.busy:
         if waiting:
-            busy.add(waiting.pop(0))
-        for run, emission in busy.step():
+            runner.add(waiting.pop(0))
+        for run, emission in runner.step():
             if emission.finish_reason is not None:
                 done[run.id] = run.output
     assert [done[i + 1] for i in range(6)] == outputs(plain, requests)
@@ -91,7 +91,7 @@ def test_the_time_of_reading_is_bounded_where_others_wait() -> None:
 
 
 def test_a_long_prompt_is_read_in_smaller_pieces_beside_others() -> None:
-    """Alone it is read in whole chunks, and its text is the same."""
+    """A prompt that is alone is read in whole chunks, and its text is the same."""
     target, _ = models()
     llm, sizes = engine(target, None, prefill_chunk=256), []
     llm.serve(8, None, 256, 0, prefill_s=0.1)
@@ -121,7 +121,7 @@ def test_a_table_is_read_in_pieces_too() -> None:
 
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_prompts_that_are_read_together_take_their_seconds_once(chunk: int | None) -> None:
-    """Each of them waited for all of it, but the engine did not spend it twice."""
+    """Each request waited for all of the reading, but the engine did not spend that time twice."""
     target, _ = models()
     llm = engine(target, None, prefill_chunk=chunk)
     runs = serve(llm, [Request(text(200, seed), max_new_tokens=2) for seed in range(4)])
@@ -136,77 +136,77 @@ def test_prompts_that_are_read_together_take_their_seconds_once(chunk: int | Non
 # -- who is read when ------------------------------------------------------------------------------------------------
 
 
-def rounds_to_first_token(busy: Engine, request: Request, most: int = 10_000) -> int:
-    late = busy.add(request)
+def rounds_to_first_token(runner: Engine, request: Request, most: int = 10_000) -> int:
+    late = runner.add(request)
     for count in range(1, most):
-        if any(run.id == late and emission.token_ids for run, emission in busy.step()):
+        if any(run.id == late and emission.token_ids for run, emission in runner.step()):
             return count
     raise AssertionError("it never got a token")
 
 
 def test_a_short_request_does_not_stand_behind_a_long_prompt() -> None:
-    busy = engine(models()[0], prefill_chunk=64)
-    long = busy.add(Request(text(3_000, 0), max_new_tokens=4))
-    writing = busy.add(Request(text(5, 1), max_new_tokens=400))
-    busy.step()
-    assert rounds_to_first_token(busy, Request(text(20, 2), max_new_tokens=4)) == 1
-    assert rounds_to_first_token(busy, Request(text(70, 3), max_new_tokens=4)) == 3
-    before = {run.id: len(run.output) for run in busy.running}
+    runner = engine(models()[0], prefill_chunk=64)
+    long = runner.add(Request(text(3_000, 0), max_new_tokens=4))
+    writing = runner.add(Request(text(5, 1), max_new_tokens=400))
+    runner.step()
+    assert rounds_to_first_token(runner, Request(text(20, 2), max_new_tokens=4)) == 1
+    assert rounds_to_first_token(runner, Request(text(70, 3), max_new_tokens=4)) == 3
+    before = {run.id: len(run.output) for run in runner.running}
     for _ in range(10):
-        busy.step()
-    after = {run.id: len(run.output) for run in busy.running}
+        runner.step()
+    after = {run.id: len(run.output) for run in runner.running}
     assert after[writing] == before[writing] + 10 and after[long] == 0
-    busy.close()
+    runner.close()
 
 
 def test_without_pieces_it_does() -> None:
     """The control of the test above: then the whole prompt is read before anybody's next token."""
-    busy = engine(models()[0])
-    busy.add(Request(text(1_000, 0), max_new_tokens=4))
+    runner = engine(models()[0])
+    runner.add(Request(text(1_000, 0), max_new_tokens=4))
     seen: list[int] = []
-    prefill = busy.target.prefill_batch
-    busy.target.prefill_batch = lambda texts, taps: seen.extend(len(t) for _, t in texts) or prefill(texts, taps)  # type: ignore[method-assign,func-returns-value]
-    busy.step()
+    prefill = runner.target.prefill_batch
+    runner.target.prefill_batch = lambda texts, taps: seen.extend(len(t) for _, t in texts) or prefill(texts, taps)  # type: ignore[method-assign,func-returns-value]
+    runner.step()
     assert seen == [999]
-    busy.close()
+    runner.close()
 
 
 def test_a_long_prompt_gets_done_under_a_stream_of_short_ones() -> None:
     """At least half of every piece is the oldest prompt's."""
-    busy = engine(models()[0], prefill_chunk=32, max_batch=64)
-    long = busy.add(Request(text(1_000, 0), max_new_tokens=1))
+    runner = engine(models()[0], prefill_chunk=32, max_batch=64)
+    long = runner.add(Request(text(1_000, 0), max_new_tokens=1))
     rounds = 0
-    while busy.holds(long):
-        busy.add(Request(text(40, rounds), max_new_tokens=1))
-        busy.step()
+    while runner.holds(long):
+        runner.add(Request(text(40, rounds), max_new_tokens=1))
+        runner.step()
         rounds += 1
         assert rounds <= 1_000 / 16 + 2
-    busy.close()
+    runner.close()
 
 
 def test_a_round_reads_no_more_than_the_piece() -> None:
-    busy, read = engine(models()[0], prefill_chunk=50), 0
+    runner, read = engine(models()[0], prefill_chunk=50), 0
     for i in range(6):
-        busy.add(Request(text(33 + i, i), max_new_tokens=30))
-    total = sum(run.unread for run in busy.waiting)
-    while any(not run.started for run in (*busy.waiting, *busy.running)):
+        runner.add(Request(text(33 + i, i), max_new_tokens=30))
+    total = sum(run.unread for run in runner.waiting)
+    while any(not run.started for run in (*runner.waiting, *runner.running)):
         before = read
-        busy.step()
-        read = total - sum(max(run.unread, 0) for run in (*busy.waiting, *busy.running))
+        runner.step()
+        read = total - sum(max(run.unread, 0) for run in (*runner.waiting, *runner.running))
         assert before < read <= before + 50 or read == total
-    busy.close()
+    runner.close()
 
 
 def runs(*unread: int) -> list[Running]:
-    """Requests of which so much is still to be read."""
-    busy = engine(tables()[0])
+    """Requests with so many unread tokens."""
+    runner = engine(tables()[0])
     for size in unread:
-        busy.add(Request([0] * (size + 1), max_new_tokens=1))
-    return list(busy.waiting)
+        runner.add(Request([0] * (size + 1), max_new_tokens=1))
+    return list(runner.waiting)
 
 
 @pytest.mark.parametrize(
-    ("unread", "most", "wanted"),
+    ("unread", "most", "expected"),
     [
         ((100,), 10, {0: 10}),
         ((100, 3), 10, {0: 7, 1: 3}),
@@ -219,11 +219,11 @@ def runs(*unread: int) -> list[Running]:
     ],
 )
 def test_half_is_the_oldest_ones_and_the_rest_goes_to_the_shortest(
-    unread: tuple[int, ...], most: int, wanted: dict[int, int]
+    unread: tuple[int, ...], most: int, expected: dict[int, int]
 ) -> None:
     waiting = runs(*unread)
-    found = {waiting.index(run): size for run, size in shares(waiting, most)}
-    assert found == wanted
+    sizes = {waiting.index(run): size for run, size in shares(waiting, most)}
+    assert sizes == expected
 
 
 # -- probabilities of prompts ----------------------------------------------------------------------------------------
@@ -244,14 +244,14 @@ def whole_forward(tokens: list[int], count: int) -> list[Any]:
 def test_probabilities_of_a_prompt_equal_those_of_one_forward(chunk: int | None, length: int) -> None:
     tokens = text(length, 3)
     others = [Request(text(30, i), max_new_tokens=6) for i in range(3)]
-    busy = engine(models()[0], prefill_chunk=chunk, prefix_bytes=2**20)
-    asked, *_ = serve(busy, [Request(tokens, max_new_tokens=3, prompt_logprobs=4), *others])
-    assert len(asked.prompt_logprobs) == length and asked.prompt_logprobs[0] is None
-    for found, (token, logprob, top, values) in zip(asked.prompt_logprobs[1:], whole_forward(tokens, 4), strict=True):
-        assert found is not None and found.token_id == token and [one for one, _ in found.top] == top
-        torch.testing.assert_close(torch.tensor(found.logprob, dtype=torch.float64), logprob, rtol=0, atol=1e-11)
+    runner = engine(models()[0], prefill_chunk=chunk, prefix_bytes=2**20)
+    run, *_ = serve(runner, [Request(tokens, max_new_tokens=3, prompt_logprobs=4), *others])
+    assert len(run.prompt_logprobs) == length and run.prompt_logprobs[0] is None
+    for entry, (token, logprob, top, values) in zip(run.prompt_logprobs[1:], whole_forward(tokens, 4), strict=True):
+        assert entry is not None and entry.token_id == token and [candidate for candidate, _ in entry.top] == top
+        torch.testing.assert_close(torch.tensor(entry.logprob, dtype=torch.float64), logprob, rtol=0, atol=1e-11)
         torch.testing.assert_close(
-            torch.tensor([value for _, value in found.top], dtype=torch.float64), values, rtol=0, atol=1e-11
+            torch.tensor([value for _, value in entry.top], dtype=torch.float64), values, rtol=0, atol=1e-11
         )
 
 
@@ -261,33 +261,33 @@ def test_asking_for_them_does_not_change_the_answer() -> None:
     ]
     for chunk in (None, 7):
         target, draft = models()
-        found = outputs(engine(target, ModelDrafter(draft), prefill_chunk=chunk), requests)
-        assert found[0] == found[1] == found[2]
+        texts = outputs(engine(target, ModelDrafter(draft), prefill_chunk=chunk), requests)
+        assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_prompt_whose_reading_broke_off_is_read_from_the_start() -> None:
-    """Also its probabilities, each once."""
+    """Its prompt log-probabilities come once each, too."""
     tokens = text(100, 5)
-    wanted = serve(engine(models()[0]), [Request(tokens, max_new_tokens=5, prompt_logprobs=1)])[0]
-    busy = engine(models()[0], prefill_chunk=30)
-    forward, calls = busy.target.forward, iter(range(1_000))
+    expected = serve(engine(models()[0]), [Request(tokens, max_new_tokens=5, prompt_logprobs=1)])[0]
+    runner = engine(models()[0], prefill_chunk=30)
+    forward, calls = runner.target.forward, iter(range(1_000))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 2:
             raise MemoryError("planted")
         return forward(*args, **kwargs)
 
-    busy.target.forward = failing  # type: ignore[method-assign]
-    found, other = serve(
-        busy,
+    runner.target.forward = failing  # type: ignore[method-assign]
+    run, other = serve(
+        runner,
         [
             Request(tokens, max_new_tokens=5, prompt_logprobs=1),
             Request(text(90, 6), max_new_tokens=5, prompt_logprobs=1),
         ],
     )
     assert next(calls) > 3, "the plant was never reached"
-    assert found.error is None and found.output == wanted.output and len(other.output) == 5
-    assert len(found.prompt_logprobs) == len(wanted.prompt_logprobs) == 100
-    for mine, theirs in zip(found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
-        assert mine is not None and theirs is not None and mine.token_id == theirs.token_id
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-11)
+    assert run.error is None and run.output == expected.output and len(other.output) == 5
+    assert len(run.prompt_logprobs) == len(expected.prompt_logprobs) == 100
+    for entry, expected_entry in zip(run.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+        assert entry is not None and expected_entry is not None and entry.token_id == expected_entry.token_id
+        assert entry.logprob == pytest.approx(expected_entry.logprob, abs=1e-11)

@@ -124,7 +124,7 @@ def test_any_lossless_rule_serves_plain_decoding_and_empty_drafts() -> None:
 
 
 def failure(failing: Engine) -> Exception | None:
-    """What ends the one request of an engine in its first round."""
+    """The error that ends the one request of an engine in its first round."""
     ((run, emission),) = failing.step()
     assert emission.finish_reason == run.finish_reason == "error" and not emission.token_ids and not failing.busy
     assert run.error is emission.error
@@ -227,17 +227,17 @@ def test_a_seed_gives_the_same_output_in_any_company(drafter: str) -> None:
     for size in (1, 2, 5):
         company = [Request([1, 2] * i + [3], T1, 5 * i + 1, seed=i) for i in range(1, 5)]
         for place in (0, 2, 4):
-            found = outputs(
+            texts = outputs(
                 engine(target, build[drafter](), max_batch=size), [*company[:place], request, *company[place:]]
             )
-            assert found[place] == alone
+            assert texts[place] == alone
 
 
 def test_different_seeds_and_no_seeds_differ() -> None:
     target, draft = tables()
     seeds = [*range(8), None, None]
-    found = outputs(engine(target, ModelDrafter(draft)), [Request(PROMPT, T1, 30, seed=seed) for seed in seeds])
-    assert len({tuple(tokens) for tokens in found}) == len(seeds)
+    texts = outputs(engine(target, ModelDrafter(draft)), [Request(PROMPT, T1, 30, seed=seed) for seed in seeds])
+    assert len({tuple(tokens) for tokens in texts}) == len(seeds)
 
 
 def test_cancelling() -> None:
@@ -362,7 +362,7 @@ def test_greedy_requests_survive_an_interrupt_unchanged(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_logits_of_one_request_do_not_end_the_others(temperature: float) -> None:
-    """Nor does it go on: a round that failed for all is tried for each, on the same scores."""
+    """The failing request ends: a round that failed for all is tried for each, on the same scores."""
 
     def poisoned(prefix: tuple[int, ...]) -> Sequence[float]:
         return [float("nan")] * 2 if prefix[0] == 1 and len(prefix) > 4 else [0.3, 0.7]
@@ -421,17 +421,17 @@ class EveryOther(Controller):
 
 
 def test_no_proposal_is_asked_for_in_a_round_of_k_0() -> None:
-    asked: list[int] = []
+    depths: list[int] = []
 
     class Counting(ModelDrafter):
         def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-            asked.extend(budget.max_depth for budget in budgets)
+            depths.extend(budget.max_depth for budget in budgets)
             return super().propose_batch(contexts, budgets)
 
     target, draft = tables()
     (run,) = serve(engine(target, Counting(draft), controller=EveryOther()), [Request(PROMPT, max_new_tokens=30)])
     assert run.output == outputs(engine(target), [Request(PROMPT, max_new_tokens=30)])[0]
-    assert 0 not in asked and len(asked) < run.stats.num_drafts < 2 * len(asked) + 2
+    assert 0 not in depths and len(depths) < run.stats.num_drafts < 2 * len(depths) + 2
 
 
 def test_the_controller_sees_every_round() -> None:
@@ -447,11 +447,11 @@ def test_the_controller_sees_every_round() -> None:
         [Request(PROMPT, T1, 20, seed=i) for i in range(2)],
     )
     for run in runs:
-        mine = [record for record in records if record.request_id == run.id]
-        assert len(mine) == run.stats.num_drafts
-        assert sum(record.num_accepted_tokens for record in mine) == run.stats.num_accepted_tokens
-        assert sum(record.num_draft_tokens for record in mine) == run.stats.num_draft_tokens
-        assert all(record.num_nodes == record.num_draft_tokens + 1 for record in mine)
+        run_records = [record for record in records if record.request_id == run.id]
+        assert len(run_records) == run.stats.num_drafts
+        assert sum(record.num_accepted_tokens for record in run_records) == run.stats.num_accepted_tokens
+        assert sum(record.num_draft_tokens for record in run_records) == run.stats.num_draft_tokens
+        assert all(record.num_nodes == record.num_draft_tokens + 1 for record in run_records)
     assert records[0].batch_size == 2
 
 

@@ -40,8 +40,8 @@ def both(text: str = STORY, script: Sequence[int] = (), then: Sequence[int] = ()
     llm = Llm(Writer(ids, len(PROMPT)), drafter, None, ConstantController(), tokenizer())
     output = llm.generate(PROMPT, **options)
     for other in (llm.plain, Llm(llm.target, NgramDrafter(), None, ConstantController(), tokenizer())):
-        found = other.generate(PROMPT, **options)
-        assert (found.text, found.token_ids, found.finish_reason, found.stop_reason) == (
+        result = other.generate(PROMPT, **options)
+        assert (result.text, result.token_ids, result.finish_reason, result.stop_reason) == (
             output.text,
             output.token_ids,
             output.finish_reason,
@@ -59,17 +59,17 @@ def both(text: str = STORY, script: Sequence[int] = (), then: Sequence[int] = ()
 
 @pytest.mark.parametrize("least", range(len(IDS)))
 def test_a_stop_string_counts_where_a_token_behind_the_least_completes_it(least: int) -> None:
-    """Wherever it began: the first match that ends behind ``least`` tokens, counted by hand."""
+    """The first match that ends behind ``least`` tokens counts, wherever it began; the ends are counted by hand."""
     stop = "The dog"
     ends = [n for n in range(1, len(IDS) + 1) if tokenizer().decode(IDS[:n]).endswith(stop)]
     assert len(ends) == 2  # both matches end with a token of theirs
     output = both(stop=stop, min_tokens=least)
-    wanted = next((n for n in ends if n > least), None)
-    if wanted is None:
+    end = next((n for n in ends if n > least), None)
+    if end is None:
         assert (output.text, output.finish_reason) == (STORY, "eos")
     else:
-        assert (output.token_ids, output.finish_reason) == (IDS[:wanted], "stop")
-        assert output.text == tokenizer().decode(IDS[:wanted]).removesuffix(stop)
+        assert (output.token_ids, output.finish_reason) == (IDS[:end], "stop")
+        assert output.text == tokenizer().decode(IDS[:end]).removesuffix(stop)
 
 
 def test_a_short_stop_string_beside_a_long_one_is_not_met_in_old_text() -> None:
@@ -88,7 +88,7 @@ def test_ids_that_end_a_text_are_impossible_before_the_least(ends: dict[str, Any
 
 
 def test_what_is_allowed_runs_out_before_the_least() -> None:
-    """The end of the text is all that is left, and wins over ``min_tokens``."""
+    """Only the end of the text is left, and it wins over ``min_tokens``."""
     target, _ = fixed_tables([0.1, 0.6, 0.3], [0.2, 0.2, 0.6])
     target.eos_token_ids = frozenset({0})
     request = Request(
@@ -147,7 +147,7 @@ def drafters(q: TableModel) -> list[Drafter | None]:
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize(
-    ("ends", "options", "wanted", "reason"),
+    ("ends", "options", "expected", "reason"),
     [
         ([0], {"min_tokens": 8}, [3, 1, 2, 0], "eos"),
         ([0], {"ignore_eos": True}, [3, 1, 2, 0], "eos"),
@@ -157,14 +157,14 @@ def drafters(q: TableModel) -> list[Drafter | None]:
     ],
 )
 def test_a_constraint_that_is_complete_ends_the_text(
-    params: SamplingParams, seed: int | None, ends: list[int], options: dict[str, Any], wanted: list[int], reason: str
+    params: SamplingParams, seed: int | None, ends: list[int], options: dict[str, Any], expected: list[int], reason: str
 ) -> None:
     target, q = fixed_tables(P, Q)
     for drafter in drafters(q):
-        asked = Request([1, 4], params, 10, seed=seed, constraint=Spelling([3, 1, 2], ends), logprobs=1, **options)
-        (run,) = serve(engine(target, drafter), [asked])
-        assert (run.output, run.finish_reason) == (wanted, reason)
-        assert len(run.logprobs) == len(run.origins) == run.stats.num_new_tokens == len(wanted)
+        request = Request([1, 4], params, 10, seed=seed, constraint=Spelling([3, 1, 2], ends), logprobs=1, **options)
+        (run,) = serve(engine(target, drafter), [request])
+        assert (run.output, run.finish_reason) == (expected, reason)
+        assert len(run.logprobs) == len(run.origins) == run.stats.num_new_tokens == len(expected)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0)], ids=["greedy", "sampled"])
@@ -183,9 +183,9 @@ def test_rules_that_leave_nothing_end_their_own_request_alone(
     beside = Request([2, 2], params, 8, seed=7)
     alone = serve(engine(target), [beside])[0].output
     for drafter in drafters(q):
-        asked = Request([1, 4], params, 10, seed=seed, constraint=Spelling([3, 1, 2], [0]), **options)
+        request = Request([1, 4], params, 10, seed=seed, constraint=Spelling([3, 1, 2], [0]), **options)
         serving = engine(target, drafter)
-        first, second = serving.add(asked), serving.add(beside)
+        first, second = serving.add(request), serving.add(beside)
         ended = {}
         while serving.busy:
             for run, emission in serving.step():
@@ -200,9 +200,9 @@ def test_rules_that_leave_nothing_end_their_own_request_alone(
 def test_rules_that_leave_nothing_to_begin_with_are_refused_at_once() -> None:
     target, _ = fixed_tables(P, Q)
     refusing = engine(target)
-    asked = Request([1], max_new_tokens=4, constraint=Spelling([3]), allowed_token_ids=frozenset({1, 2}))
+    request = Request([1], max_new_tokens=4, constraint=Spelling([3]), allowed_token_ids=frozenset({1, 2}))
     with pytest.raises(OptionError, match="the constraint and allowed_token_ids leave no token that the text could"):
-        refusing.add(asked)
+        refusing.add(request)
     with pytest.raises(OptionError, match="allowed_token_ids and bad_words leave no token"):
         refusing.add(Request([1], max_new_tokens=4, allowed_token_ids=frozenset({2}), bad_words=[[2]]))
     target.eos_token_ids = frozenset({0})
@@ -308,5 +308,5 @@ def test_large_numbers_leave_a_distribution() -> None:
         {"frequency_penalty": 1e30},
         {"logit_bias": {1: 1e30}},
     ):
-        asked = Request([1], replace(SamplingParams(1.0), **change), 6, allowed_token_ids=frozenset({1, 2}))
-        assert set(serve(engine(target), [asked])[0].output) <= {1, 2}
+        request = Request([1], replace(SamplingParams(1.0), **change), 6, allowed_token_ids=frozenset({1, 2}))
+        assert set(serve(engine(target), [request])[0].output) <= {1, 2}

@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 
 @pytest.fixture(autouse=True)
 def often() -> Iterator[None]:
-    """Threads take turns much more often than usual, so that what can go wrong does."""
+    """Switch threads far more often than usual, so that races show."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -45,7 +45,7 @@ def directly(llm: Llm, i: int) -> list[int]:
 @pytest.mark.parametrize("drafter", [None, "ngram,n=2,k=3", "early_exit,layer=1"])
 def test_both_at_once(drafter: str | None) -> None:
     llm = small(drafter)
-    wanted = [list(llm.generate(prompt, **OPTIONS).token_ids) for prompt in PROMPTS]
+    expected = [list(llm.generate(prompt, **OPTIONS).token_ids) for prompt in PROMPTS]
 
     async def scenario() -> tuple[list[list[int]], list[list[int]]]:
         engine = ft.AsyncLlm(llm)
@@ -60,32 +60,32 @@ def test_both_at_once(drafter: str | None) -> None:
             await engine.close(0.0)
 
     served, beside = asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
-    assert served == wanted and beside == wanted
+    assert served == expected and beside == expected
     assert not llm.engine.busy
-    assert list(llm.generate(PROMPTS[0], **OPTIONS).token_ids) == wanted[0]  # after it has closed, too
+    assert list(llm.generate(PROMPTS[0], **OPTIONS).token_ids) == expected[0]  # after it has closed, too
 
 
 def test_a_call_of_the_engine_thread_may_generate() -> None:
-    """Others go on meanwhile: they are served by its rounds."""
+    """Other requests go on meanwhile: its rounds serve them."""
     llm = small()
-    wanted = [list(llm.generate(prompt, **OPTIONS).token_ids) for prompt in PROMPTS[:4]]
+    expected = [list(llm.generate(prompt, **OPTIONS).token_ids) for prompt in PROMPTS[:4]]
 
     async def scenario() -> list[list[int]]:
         engine = ft.AsyncLlm(llm)
         await engine.start()
         try:
-            asked = [asyncio.ensure_future(engine.generate(prompt, **OPTIONS)) for prompt in PROMPTS[:3]]
-            own = await engine.call(lambda one: list(one.generate(PROMPTS[3], **OPTIONS).token_ids))
-            return [*(list(output.token_ids) for output in await asyncio.gather(*asked)), own]
+            answers = [asyncio.ensure_future(engine.generate(prompt, **OPTIONS)) for prompt in PROMPTS[:3]]
+            own = await engine.call(lambda model: list(model.generate(PROMPTS[3], **OPTIONS).token_ids))
+            return [*(list(output.token_ids) for output in await asyncio.gather(*answers)), own]
         finally:
             await engine.close(0.0)
 
-    assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)) == wanted
+    assert asyncio.run(asyncio.wait_for(scenario(), LIMIT_S)) == expected
 
 
 def test_a_stream_that_nobody_reads_meanwhile_outlives_the_service() -> None:
     llm = small()
-    wanted = list(llm.generate(PROMPTS[0], **OPTIONS).token_ids)
+    expected = list(llm.generate(PROMPTS[0], **OPTIONS).token_ids)
 
     async def scenario(stream: Iterator[Any]) -> list[int]:
         engine = ft.AsyncLlm(llm)
@@ -95,7 +95,7 @@ def test_a_stream_that_nobody_reads_meanwhile_outlives_the_service() -> None:
         await engine.close(0.0)
         return [*first, *(token for piece in stream for token in piece.token_ids)]
 
-    assert asyncio.run(scenario(llm.stream(PROMPTS[0], **OPTIONS))) == wanted
+    assert asyncio.run(scenario(llm.stream(PROMPTS[0], **OPTIONS))) == expected
 
 
 def test_a_round_that_a_direct_caller_breaks_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,13 +115,13 @@ def test_a_round_that_a_direct_caller_breaks_off_is_told(monkeypatch: pytest.Mon
         engine = ft.AsyncLlm(llm)
         await engine.start()
         try:
-            asked = asyncio.ensure_future(engine.generate(PROMPTS[0], max_new_tokens=100, ignore_eos=True))
+            answer = asyncio.ensure_future(engine.generate(PROMPTS[0], max_new_tokens=100, ignore_eos=True))
             while not engine.status.rounds:
                 await asyncio.sleep(0.001)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS[1], **OPTIONS)
             with pytest.raises(RequestFailed, match="dropped when a round was broken off: ask again"):
-                await asked
+                await answer
             assert len((await engine.generate(PROMPTS[1], **OPTIONS)).token_ids) == OPTIONS["max_new_tokens"]
         finally:
             await engine.close(0.0)

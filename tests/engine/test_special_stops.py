@@ -85,7 +85,7 @@ def test_the_end_of_the_text_comes_first_where_it_is_not_ignored() -> None:
 
 
 def test_a_string_across_a_special_token_that_it_does_not_name() -> None:
-    """Ordinary stop strings are met in the text that users see, in which special tokens leave nothing."""
+    """Ordinary stop strings are matched in the visible text, in which special tokens leave nothing."""
     assert written(f"The cat{END} sat on", ["cat sat", f"{END} on"]).text == "The "
 
 
@@ -99,8 +99,8 @@ def test_the_same_tokens_as_transformers() -> None:
         for _ in range(60):
             ids = [token for _ in range(30) for token in draw.choice(parts)]
             lengths = range(1, len(ids) + 1)
-            wanted = next((n for n in lengths if bool(criterion(torch.tensor([ids[:n]]), None)[0])), None)  # type: ignore[arg-type]
+            expected = next((n for n in lengths if bool(criterion(torch.tensor([ids[:n]]), None)[0])), None)  # type: ignore[arg-type]
             kept, reason = Stopper(frozenset(), [stop], 99, turns(), special=special_tokens(turns())).push(ids)
-            assert (kept if reason == "stop" else None) == wanted, (stop, turns().convert_ids_to_tokens(ids))
-            ends += wanted is not None
+            assert (kept if reason == "stop" else None) == expected, (stop, turns().convert_ids_to_tokens(ids))
+            ends += expected is not None
     assert ends > 100

@@ -102,14 +102,14 @@ def test_merging_adds_everything() -> None:
 
 
 def test_a_dictionary_has_the_names_of_the_contract() -> None:
-    found = some_runs("chain")[0].stats.as_dict()
-    wanted = {
+    stats = some_runs("chain")[0].stats.as_dict()
+    names = {
         "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "acceptance_rate",
         "mean_acceptance_length", "draft_s", "target_s", "verify_s", "overhead_s", "prefill_s", "total_s",
         "tokens_per_s",
     }  # fmt: skip
-    assert wanted <= set(found)
-    assert found["acceptance_rate"] == pytest.approx(found["num_accepted_tokens"] / found["num_draft_tokens"])
+    assert names <= set(stats)
+    assert stats["acceptance_rate"] == pytest.approx(stats["num_accepted_tokens"] / stats["num_draft_tokens"])
 
 
 def test_a_request_says_how_its_target_ran_and_what_it_was_refused() -> None:

@@ -18,9 +18,9 @@ def tickets(count: int) -> list[Ticket]:
 
 
 async def failure(ticket: Ticket) -> str:
-    with pytest.raises(RequestFailed) as told:
+    with pytest.raises(RequestFailed) as error:
         await ticket.next()
-    return str(told.value)
+    return str(error.value)
 
 
 def test_a_round_wakes_everybody_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_a_round_wakes_everybody_by_one_call(monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.sleep(0)
         calls: list[Any] = []
         call = loop.call_soon_threadsafe
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(given), call(*given))[1])
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: (calls.append(args), call(*args))[1])
         hand_over([(ticket, RequestFailed(f"number {place}", "error")) for place, ticket in enumerate(some)])
         assert len(calls) == 1
         assert await asyncio.gather(*waiting) == [f"number {place}" for place in range(4)]
@@ -40,14 +40,14 @@ def test_a_round_wakes_everybody_by_one_call(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_loops_of_several_threads_are_woken_and_a_closed_one_hurts_nobody() -> None:
-    some, told, begun = tickets(3), [""] * 3, threading.Barrier(3)
+    some, messages, begun = tickets(3), [""] * 3, threading.Barrier(3)
 
     def wait(place: int) -> None:
         async def run() -> None:
             task = asyncio.create_task(failure(some[place]))
             await asyncio.sleep(0)
             begun.wait(30)
-            told[place] = await asyncio.wait_for(task, 30)
+            messages[place] = await asyncio.wait_for(task, 30)
 
         asyncio.run(run())
 
@@ -64,4 +64,4 @@ def test_loops_of_several_threads_are_woken_and_a_closed_one_hurts_nobody() -> N
     hand_over([(ticket, RequestFailed("over", "error")) for ticket in some])
     for thread in threads:
         thread.join(30)
-    assert told == ["over", "over", ""]
+    assert messages == ["over", "over", ""]

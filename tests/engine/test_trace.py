@@ -41,8 +41,8 @@ each_mode = pytest.mark.parametrize(
 
 def explained(name: str, params: SamplingParams, seed: int | None) -> tuple[Running, TableModel, TableModel]:
     target, draft = tables()
-    busy = engine(target, DRAFTERS[name](draft))
-    (run,) = serve(busy, [Request(PROMPT, params, 25, seed=seed, explain=True)])
+    runner = engine(target, DRAFTERS[name](draft))
+    (run,) = serve(runner, [Request(PROMPT, params, 25, seed=seed, explain=True)])
     return run, target, draft
 
 
@@ -52,11 +52,11 @@ def written(trace: RoundTrace) -> list[int]:
 
 def path(trace: RoundTrace, node: int) -> list[int]:
     """Tokens from the first draft down to a node."""
-    found: list[int] = []
+    tokens: list[int] = []
     while node > 0:
-        found.append(trace.tokens[node])
+        tokens.append(trace.tokens[node])
         node = trace.parents[node]
-    return found[::-1]
+    return tokens[::-1]
 
 
 @each_drafter
@@ -91,18 +91,18 @@ def run_name(name: str) -> str:
 @each_drafter
 @each_mode
 def test_probabilities_are_those_of_the_target(name: str, params: SamplingParams, seed: int | None) -> None:
-    """Under the request's own sampling, given the nodes above."""
+    """The probabilities are those of the request's own sampling, given the nodes above."""
     run, target, _ = explained(name, params, seed)
     text = list(PROMPT)
     sampler = Sampler(params, len(PROMPT))
     for trace in run.rounds:
         for node in range(1, len(trace.tokens)):
-            found = trace.p[node]
-            if found is None:
+            probability = trace.p[node]
+            if probability is None:
                 continue
             above = [*text, *path(trace, trace.parents[node])]
-            wanted = sampler.distribution(target.distribution(above).log(), above)
-            assert found == pytest.approx(float(wanted[trace.tokens[node]]), abs=1e-9)
+            distribution = sampler.distribution(target.distribution(above).log(), above)
+            assert probability == pytest.approx(float(distribution[trace.tokens[node]]), abs=1e-9)
         text += written(trace)
 
 
@@ -112,9 +112,9 @@ def test_draft_probabilities_are_those_that_were_drawn_from() -> None:
     text, seen = list(PROMPT), 0
     for trace in run.rounds:
         for node in range(1, len(trace.tokens)):
-            found = trace.q[node]
-            wanted = float(draft.distribution([*text, *path(trace, trace.parents[node])])[trace.tokens[node]])
-            assert found == pytest.approx(wanted, abs=1e-9)
+            probability = trace.q[node]
+            expected = float(draft.distribution([*text, *path(trace, trace.parents[node])])[trace.tokens[node]])
+            assert probability == pytest.approx(expected, abs=1e-9)
             seen += 1
         text += written(trace)
     assert seen > 20
@@ -145,8 +145,8 @@ def test_times_add_up_and_all_of_it_is_json(name: str) -> None:
         assert all(math.isfinite(time) and time >= 0 for time in times) and trace.target_s > 0
         assert RoundTrace(**json.loads(json.dumps(trace.as_dict()))) == trace
     rounds_s = run.stats.total_s - run.stats.prefill_s
-    told = sum(t.draft_s + t.target_s + t.verify_s + t.overhead_s for t in run.rounds)
-    assert told == pytest.approx(rounds_s, rel=1e-6)
+    sum_s = sum(t.draft_s + t.target_s + t.verify_s + t.overhead_s for t in run.rounds)
+    assert sum_s == pytest.approx(rounds_s, rel=1e-6)
 
 
 @each_drafter
@@ -160,27 +160,27 @@ def test_explaining_changes_nothing_and_is_off_by_default(name: str) -> None:
 
 def test_unseeded_sampling_draws_the_same_with_and_without_a_trace() -> None:
     """Looking at probabilities takes no randomness."""
-    found = []
+    texts = []
     for explain in (False, True):
         torch.manual_seed(5)
         target, draft = tables()
         requests = [Request(PROMPT, T1, 30, explain=explain) for _ in range(4)]
-        found.append(outputs(engine(target, ModelDrafter(draft, tree="2x2x1")), requests))
-    assert found[0] == found[1]
+        texts.append(outputs(engine(target, ModelDrafter(draft, tree="2x2x1")), requests))
+    assert texts[0] == texts[1]
 
 
 def test_every_emission_brings_its_round() -> None:
     target, draft = tables()
-    busy = engine(target, ModelDrafter(draft, k=3))
-    busy.add(Request(PROMPT, max_new_tokens=20, explain=True))
-    (run,) = busy.waiting
-    told: list[RoundTrace] = []
-    while busy.busy:
-        ((_, emission),) = busy.step()
+    runner = engine(target, ModelDrafter(draft, k=3))
+    runner.add(Request(PROMPT, max_new_tokens=20, explain=True))
+    (run,) = runner.waiting
+    traces: list[RoundTrace] = []
+    while runner.busy:
+        ((_, emission),) = runner.step()
         (trace,) = emission.rounds
         assert written(trace)[: len(emission.token_ids)] == emission.token_ids
-        told.append(trace)
-    assert told == run.rounds
+        traces.append(trace)
+    assert traces == run.rounds
 
 
 RULES = ["rejection", "block", "multi_round", "without_replacement", "kseq", "traversal", "point"]
@@ -189,16 +189,16 @@ RULES = ["rejection", "block", "multi_round", "without_replacement", "kseq", "tr
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "batch"])
 def test_the_tests_of_a_rule_are_those_that_decided(rule: str, alone: bool) -> None:
-    """None is missing, and those of rejection sampling compare p and q of their nodes."""
+    """No test is missing, and those of rejection sampling compare p and q of their nodes."""
     target, draft = tables()
     drafter = NgramDrafter(n=2, k=3) if rule == "point" else ModelDrafter(draft, k=3)
     if rule in ("multi_round", "kseq", "traversal"):
         drafter = ModelDrafter(draft, tree="2x2x1", draw="iid")
     if rule == "without_replacement":
         drafter = ModelDrafter(draft, tree="2x2x1")
-    busy = engine(target, drafter, make("verifier", rule))
+    runner = engine(target, drafter, make("verifier", rule))
     requests = [Request(PROMPT, T1, 25, explain=True) for _ in range(1 if alone else 3)]
-    rounds = [trace for run in serve(busy, requests) for trace in run.rounds if len(trace.tokens) > 1]
+    rounds = [trace for run in serve(runner, requests) for trace in run.rounds if len(trace.tokens) > 1]
     assert {trace.verifier for trace in rounds} == {rule}
     assert all(trace.tests for trace in rounds)
     assert {test["u"] < test["chance"] for trace in rounds for test in trace.tests} == {True, False}
@@ -214,8 +214,8 @@ def test_a_trace_changes_nothing_and_names_what_the_target_thought_of_the_next_t
     seen = []
     for explain in (True, False):
         target, draft = tables()
-        busy = engine(target, ModelDrafter(draft, k=3), make("verifier", "rejection"))
-        (run,) = serve(busy, [Request(PROMPT, T1, 25, seed=4, explain=explain)])
+        runner = engine(target, ModelDrafter(draft, k=3), make("verifier", "rejection"))
+        (run,) = serve(runner, [Request(PROMPT, T1, 25, seed=4, explain=explain)])
         seen.append(run.output)
         assert all(trace.next_p is not None and 0 < trace.next_p <= 1 for trace in run.rounds)
     assert seen[0] == seen[1]

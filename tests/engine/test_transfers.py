@@ -80,18 +80,18 @@ def counted(drafter: str, mode: str, batch: int, graphs: bool = False) -> Counts
         target, draft = (HuggingFaceModel(copy.deepcopy(llama(noise=noise)).to("cuda")) for noise in (0.0, 0.3))
         if graphs:
             follow(draft, with_graphs(target, True))
-        busy = engine(target, DRAFTERS[drafter](target, draft), max_batch=batch)
+        runner = engine(target, DRAFTERS[drafter](target, draft), max_batch=batch)
         for i in range(batch):
-            busy.add(request(i, mode))
+            runner.add(request(i, mode))
         for _ in range(3):
-            busy.step()
+            runner.step()
         rounds = []
         for _ in range(4):
             before = (device.reads, device.sends, device.synchronised)
-            busy.step()
+            runner.step()
             after = (device.reads, device.sends, device.synchronised)
             rounds.append([new - old for new, old in zip(after, before, strict=True)])
-        assert len(busy.running) == batch
+        assert len(runner.running) == batch
         return Counts(*(max(column) for column in zip(*rounds, strict=True)))
 
 
@@ -137,15 +137,15 @@ def test_what_is_read_together_keeps_its_kind() -> None:
 
 def test_noise_that_is_sent_together_is_what_each_would_send() -> None:
     with fake_cuda.fake_cuda() as device:
-        like, one, other = torch.zeros(2, 9).to("cuda"), Noise(3), Noise(4)
-        kept = one.gumbels(1, 9, like.device)
+        like, first, second = torch.zeros(2, 9).to("cuda"), Noise(3), Noise(4)
+        gumbels = first.gumbels(1, 9, like.device)
         sends = device.sends
-        send_together([(one, [0, 1, 2]), (other, [1])], like)
-        assert device.sends == sends + 1 and one.gumbels(1, 9, like.device) is kept
-        for noise, seed, places in ((one, 3, (0, 1, 2)), (other, 4, (1,))):
+        send_together([(first, [0, 1, 2]), (second, [1])], like)
+        assert device.sends == sends + 1 and first.gumbels(1, 9, like.device) is gumbels
+        for noise, seed, places in ((first, 3, (0, 1, 2)), (second, 4, (1,))):
             for at in places:
-                wanted = Noise(seed).gumbels(at, 9, torch.device("cpu"))
-                assert torch.equal(noise.gumbels(at, 9, like.device).cpu(), wanted)
+                expected = Noise(seed).gumbels(at, 9, torch.device("cpu"))
+                assert torch.equal(noise.gumbels(at, 9, like.device).cpu(), expected)
         assert device.sends == sends + 1
 
 
@@ -169,32 +169,35 @@ def test_logits_that_are_not_finite_end_their_own_request(drafter: str, mode: st
     """The check is made for all at once, and still says whose logits they are."""
     with fake_cuda.fake_cuda():
         target, draft = (kind(copy.deepcopy(llama()).to("cuda")) for kind in (Damaged, HuggingFaceModel))
-        busy = engine(target, DRAFTERS[drafter](target, draft), max_batch=3)
+        runner = engine(target, DRAFTERS[drafter](target, draft), max_batch=3)
         params = [request(i, mode) for i in range(3)]
-        asked = [Request([20 if i == 1 else 3, 4, 5], one.params, 6, seed=one.seed) for i, one in enumerate(params)]
-        ids = [busy.add(one) for one in asked]
+        requests = [
+            Request([20 if i == 1 else 3, 4, 5], template.params, 6, seed=template.seed)
+            for i, template in enumerate(params)
+        ]
+        ids = [runner.add(entry) for entry in requests]
         errors = {}
-        while busy.busy:
-            errors |= {run.id: run.error for run, emission in busy.step() if emission.finish_reason is not None}
-        assert [type(errors[one]) for one in ids] == [type(None), NonFiniteLogitsError, type(None)]
+        while runner.busy:
+            errors |= {run.id: run.error for run, emission in runner.step() if emission.finish_reason is not None}
+        assert [type(errors[i]) for i in ids] == [type(None), NonFiniteLogitsError, type(None)]
 
 
 @pytest.mark.parametrize("rule", [BlockVerifier(), LenientVerifier()], ids=lambda rule: rule.name)
 def test_rules_that_ask_for_more_are_served_on_the_host(rule: BlockVerifier | LenientVerifier) -> None:
     """Lossy rules, and rules for samples at temperature 0."""
-    found = []
+    texts = []
     for place in ("cpu", "cuda"):
         with fake_cuda.fake_cuda() as device, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             target, draft = (HuggingFaceModel(copy.deepcopy(llama(noise=noise)).to(place)) for noise in (0.0, 0.3))
-            busy = engine(target, ModelDrafter(draft, k=LEVELS), rule, allow_lossy=True, max_batch=4)
-            ids = [busy.add(Request([3 + i, 4], SamplingParams(temperature=i % 2), 12)) for i in range(4)]
-            runs = {run.id: run for run in busy.waiting}
-            busy.step()
+            runner = engine(target, ModelDrafter(draft, k=LEVELS), rule, allow_lossy=True, max_batch=4)
+            ids = [runner.add(Request([3 + i, 4], SamplingParams(temperature=i % 2), 12)) for i in range(4)]
+            runs = {run.id: run for run in runner.waiting}
+            runner.step()
             before = device.reads
-            busy.step()
+            runner.step()
             assert place == "cpu" or device.reads - before <= LEVELS + 2
-            while busy.busy:
-                busy.step()
-            found.append([runs[one].output for one in ids])
-    assert found[0] == found[1]
+            while runner.busy:
+                runner.step()
+            texts.append([runs[i].output for i in ids])
+    assert texts[0] == texts[1]

@@ -9,13 +9,13 @@ from foretoken.engine.request import Request
 from toys import engine, tables
 
 
-def joined(asked: list[str], places: int, kept: int, **more: int) -> list[str]:
+def joined(owners: list[str], places: int, kept: int, **more: int) -> list[str]:
     """Owners of the requests that join, in their order; ``"a!"`` has a priority of -1."""
     llm = engine(tables()[0], None)
     llm.serve(places, None, None, 0, kept_places=kept)
-    for owner in asked:
-        given = {"owner": owner.rstrip("!"), "priority": -1 if owner.endswith("!") else 0, **more}
-        llm.add(Request([1, 2], max_new_tokens=50, **given))  # type: ignore[arg-type]
+    for owner in owners:
+        options = {"owner": owner.rstrip("!"), "priority": -1 if owner.endswith("!") else 0, **more}
+        llm.add(Request([1, 2], max_new_tokens=50, **options))  # type: ignore[arg-type]
     llm.step()
     return [run.request.owner for run in llm.running]
 
@@ -32,7 +32,7 @@ def test_one_owner_leaves_the_last_places_to_others() -> None:
 
 
 def test_each_owner_gets_a_place_in_turn() -> None:
-    """Who has most waiting has no more running, and with one owner the first comes first."""
+    """An owner with more waiting requests gets no more places, and one owner alone is served in order of arrival."""
     assert joined(["a", "a", "a", "a", "b", "b", "c"], places=6, kept=0) == ["a", "b", "c", "a", "b", "a"]
 
 
