@@ -40,11 +40,11 @@ def written(folder: Path, name: str, *rows: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("asked", ["auto", "by name"])
-def test_every_format_is_read_and_found_out(tmp_path: Path, name: str, asked: str) -> None:
+@pytest.mark.parametrize("way", ["auto", "by name"])
+def test_every_format_is_read_and_found_out(tmp_path: Path, name: str, way: str) -> None:
     row, category, text = ROWS[name]
-    (found,) = load_prompts(written(tmp_path, "p.jsonl", row), name if asked == "by name" else "auto")
-    assert (found.category, found.text) == (category, text)
+    (prompt,) = load_prompts(written(tmp_path, "p.jsonl", row), name if way == "by name" else "auto")
+    assert (prompt.category, prompt.text) == (category, text)
     assert name in FORMATS
 
 
@@ -75,15 +75,15 @@ def test_a_line_separator_inside_a_text_does_not_break_the_row(tmp_path: Path) -
 
 def test_a_transcript_ends_before_the_answer_that_is_asked_for(tmp_path: Path) -> None:
     answered = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "Hello."}]}
-    (found,) = load_prompts(written(tmp_path, "p.jsonl", answered))
-    assert [message["role"] for message in found.messages] == ["system", "user"]
+    (prompt,) = load_prompts(written(tmp_path, "p.jsonl", answered))
+    assert [message["role"] for message in prompt.messages] == ["system", "user"]
 
 
 def test_a_tool_call_without_content_is_kept(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "search"}]}
     row = {"messages": [call, {"role": "tool", "content": "found"}]}
-    (found,) = load_prompts(written(tmp_path, "p.jsonl", row))
-    assert "search" in found.text
+    (prompt,) = load_prompts(written(tmp_path, "p.jsonl", row))
+    assert "search" in prompt.text
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
 
 
 def test_the_built_in_prompts_have_several_of_each_category() -> None:
-    found = select(load_prompts(None))
-    assert {"code", "prose", "agentic", "repetitive", "maths", "noise"} == set(found)
-    assert min(map(len, found.values())) >= 4
+    groups = select(load_prompts(None))
+    assert {"code", "prose", "agentic", "repetitive", "maths", "noise"} == set(groups)
+    assert min(map(len, groups.values())) >= 4
 
 
 def test_categories_are_chosen_and_their_prompts_spread() -> None:
@@ -199,15 +199,17 @@ def test_rows_of_text_alone_are_prompts(tmp_path: Path) -> None:
 def test_calls_of_tools_stay_in_the_messages(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     row = {"messages": [call, {"role": "tool", "content": "found"}]}
-    (found,) = load_prompts(written(tmp_path, "p.jsonl", row))
-    assert found.messages[0]["tool_calls"] == call["tool_calls"]
+    (prompt,) = load_prompts(written(tmp_path, "p.jsonl", row))
+    assert prompt.messages[0]["tool_calls"] == call["tool_calls"]
 
 
 def test_prompts_are_of_the_kind_that_a_model_is_for() -> None:
     """Questions for a chat template, texts to go on with without one; a few in a row are of several categories."""
     chat = prompts_of_kind(SimpleNamespace(chat_template="{{ messages }}"))
-    assert len(chat) >= 16 and all(one.messages and one.messages[-1]["role"] == "user" for one in chat)
-    assert {one.category for one in chat[:2]} == {"chat", "code"}
+    assert len(chat) >= 16 and all(prompt.messages and prompt.messages[-1]["role"] == "user" for prompt in chat)
+    assert {prompt.category for prompt in chat[:2]} == {"chat", "code"}
     texts = prompts_of_kind(None)
-    assert len(texts) >= 16 and not any(one.messages for one in texts)
-    assert [one.category for one in texts[:4]] == list(USUAL) and "noise" not in {one.category for one in texts}
+    assert len(texts) >= 16 and not any(prompt.messages for prompt in texts)
+    assert [prompt.category for prompt in texts[:4]] == list(USUAL) and "noise" not in {
+        prompt.category for prompt in texts
+    }

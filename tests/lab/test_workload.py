@@ -24,8 +24,8 @@ class Letters:
 def test_prompts_are_spread_over_those_that_fit() -> None:
     texts = ["a" * length for length in (1, 30, 2, 3, 4, 5)]
     subject = Subject(TableModel.random(5, context_length=24), tokenizer=Letters())
-    found = fitting_prompts(subject, [BenchPrompt("x", text) for text in texts], 16, 2)
-    assert [len(ids) for ids in found] == [1, 3]
+    encoded = fitting_prompts(subject, [BenchPrompt("x", text) for text in texts], 16, 2)
+    assert [len(ids) for ids in encoded] == [1, 3]
     with pytest.raises(ValueError, match="no prompt leaves room for 24 new tokens in a context of 24"):
         fitting_prompts(subject, [BenchPrompt("x", "a")], 24, 2)
     with pytest.raises(ValueError, match="has no tokenizer"):

@@ -41,7 +41,7 @@ def with_draft(shared: ArmSetup, tmp_path: Any) -> str:
 
 @pytest.mark.parametrize("spec", ["none", "ngram,n=2,k=4", "transformers:plain", "transformers:prompt_lookup,k=4,n=2"])
 def test_greedy_ids_are_the_same(spec: str, shared: ArmSetup) -> None:
-    plain, run = (written(one, shared, 20) for one in ("none", spec))
+    plain, run = (written(name, shared, 20) for name in ("none", spec))
     assert run.outputs == plain.outputs
     assert len(run.outputs[0]) == 20
     assert run.seconds > 0 and run.prefill_s > 0 and rate([run]) > 0
@@ -53,9 +53,9 @@ def test_a_batch_that_is_read_together_is_read_once(spec: str) -> None:
     prompts = [[(place * number) % 31 for place in range(600)] for number in (1, 3, 5, 7)]
     unit = Unit("", 0, range(4), prompts, range(4), 1)
     arm = make_arm(spec, ArmSetup(HuggingFaceModel(llama(context=1024)), "a toy"))
-    found = arm.run(unit, (0.0, 4))
-    assert found.draft_s is not None and found.target_s is not None and found.verify_s is not None
-    assert found.seconds >= found.draft_s + found.target_s + found.verify_s > 0
+    result = arm.run(unit, (0.0, 4))
+    assert result.draft_s is not None and result.target_s is not None and result.verify_s is not None
+    assert result.seconds >= result.draft_s + result.target_s + result.verify_s > 0
 
 
 @pytest.mark.parametrize("options", ["", ",k=3", ",k=3,threshold=0.5", ",k=3,schedule=heuristic"])
@@ -83,8 +83,8 @@ def test_a_perfect_draft_is_accepted_whole(shared: ArmSetup, tmp_path: Any) -> N
 @pytest.mark.parametrize("spec", ["none", "transformers:plain"])
 def test_a_seed_fixes_samples(spec: str, shared: ArmSetup) -> None:
     arm = make_arm(spec, shared)
-    one, same, other = (arm.run(Unit.of(PROMPT, 16, seed), (1.0, 1)).outputs for seed in (0, 0, 1))
-    assert one == same != other
+    first, same, other = (arm.run(Unit.of(PROMPT, 16, seed), (1.0, 1)).outputs for seed in (0, 0, 1))
+    assert first == same != other
 
 
 def test_end_of_text_is_passed_over_unless_told() -> None:
@@ -128,9 +128,9 @@ def test_packed_weights_are_unpacked() -> None:
     plain = unpacked(model)
     assert not any(isinstance(module, PackedLinear) for module in plain.modules())
     assert any(isinstance(module, PackedLinear) for module in model.modules())
-    found = plain.state_dict()
-    assert found.keys() == before.keys()
-    assert all(torch.equal(found[name], before[name]) for name in before)
+    weights = plain.state_dict()
+    assert weights.keys() == before.keys()
+    assert all(torch.equal(weights[name], before[name]) for name in before)
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -188,11 +188,11 @@ def test_gguf_holds_the_weights(tmp_path: Any) -> None:
     model = copy.deepcopy(llama()).float()
     write_gguf(model, tmp_path / "m.gguf")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
-    assert torch.equal(found["output.weight"], model.lm_head.weight)
-    assert torch.equal(found["blk.1.ffn_up.weight"], model.model.layers[1].mlp.up_proj.weight)
+    weights = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    assert torch.equal(weights["output.weight"], model.lm_head.weight)
+    assert torch.equal(weights["blk.1.ffn_up.weight"], model.model.layers[1].mlp.up_proj.weight)
     query = model.model.layers[0].self_attn.q_proj.weight  # 4 heads of 4: halves 0 1 | 2 3 become neighbours
-    assert torch.equal(found["blk.0.attn_q.weight"][:4], query[[0, 2, 1, 3]])
+    assert torch.equal(weights["blk.0.attn_q.weight"][:4], query[[0, 2, 1, 3]])
 
 
 def test_gguf_refuses_float64(tmp_path: Any) -> None:

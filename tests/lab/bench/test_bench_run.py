@@ -69,20 +69,20 @@ def test_there_is_a_cell_for_every_arm_category_and_setting(result: BenchResult)
 
 
 def test_the_cells_add_up(result: BenchResult) -> None:
-    for found in result.cells:
-        prompts = 2 if found["category"] == "a" else 1
-        served = prompts if found["batch"] == 1 else 2
-        assert (found["prompts"], found["new_tokens"]) == (prompts, 12 * served)
-        spent = found["draft_s"] + found["target_s"] + found["overhead_s"]
-        assert found["new_tokens"] / spent == pytest.approx(found["tokens_per_s"])
-        low, high = found["speedup_ci95"]
-        assert low <= found["speedup"] + 1e-9 and found["speedup"] <= high + 1e-9
-        assert found["predicted_speedup"] > 0
-        assert found["identical"] is True  # sampled too: the seeds are those of plain decoding
-        assert found["mean_acceptance_length"] >= 1.0
-        if found["arm"] == "plain":
-            assert (found["speedup"], found["predicted_speedup"], found["acceptance_rate"]) == (1.0, 1.0, 0.0)
-    assert any(found["acceptance_rate"] > 0 for found in result.cells)
+    for row in result.cells:
+        prompts = 2 if row["category"] == "a" else 1
+        served = prompts if row["batch"] == 1 else 2
+        assert (row["prompts"], row["new_tokens"]) == (prompts, 12 * served)
+        spent = row["draft_s"] + row["target_s"] + row["overhead_s"]
+        assert row["new_tokens"] / spent == pytest.approx(row["tokens_per_s"])
+        low, high = row["speedup_ci95"]
+        assert low <= row["speedup"] + 1e-9 and row["speedup"] <= high + 1e-9
+        assert row["predicted_speedup"] > 0
+        assert row["identical"] is True  # sampled too: the seeds are those of plain decoding
+        assert row["mean_acceptance_length"] >= 1.0
+        if row["arm"] == "plain":
+            assert (row["speedup"], row["predicted_speedup"], row["acceptance_rate"]) == (1.0, 1.0, 0.0)
+    assert any(row["acceptance_rate"] > 0 for row in result.cells)
 
 
 def test_the_summary_holds_what_a_report_needs(result: BenchResult) -> None:
@@ -94,19 +94,19 @@ def test_the_summary_holds_what_a_report_needs(result: BenchResult) -> None:
     assert set(costs.drafters) == {"ngram,n=1", "recycling"} and costs.rest_s > 0
     assert set(summary["positions"]) == {"ngram,n=1", "recycling"}
     for shares in summary["positions"].values():
-        assert all(1 >= one >= other > 0 for one, other in zip(shares, [*shares[1:], 1e-9], strict=True))
+        assert all(1 >= share >= other > 0 for share, other in zip(shares, [*shares[1:], 1e-9], strict=True))
     for split in summary["rounds"].values():
         assert set(split) == {"draft_s", "target_s", "verify_s", "overhead_s", "prefill_s", "total_s", "rounds"}
         parts = sum(split[name] for name in ("draft_s", "target_s", "verify_s", "overhead_s"))
         assert parts == pytest.approx(split["total_s"])
-    assert all(found["identical"] and not found["differences"] for found in summary["equality"])
+    assert all(row["identical"] and not row["differences"] for row in summary["equality"])
     assert len(summary["equality"]) == len(result.cells)
-    assert {found["category"] for found in summary["overall"]} == {"overall"}
+    assert {row["category"] for row in summary["overall"]} == {"overall"}
     assert len(summary["prefill"]) == 12
 
 
 def test_acceptance_by_position_is_of_the_first_setting(table: MarkovTable) -> None:
-    """Temperatures and batch sizes accept differently: together they would be nobody's."""
+    """Temperatures and batch sizes have different acceptance: a mean over them would describe none."""
     bench = Bench(shared(table), PROMPTS, BenchSettings(("ngram,n=1",), temperatures=(1, 0), batches=(2, 1)))
     summary = bench.run().summary
     assert summary["positions_at"] == {"temperature": 1.0, "batch": 1}
@@ -121,13 +121,13 @@ def test_traces_show_the_first_prompt_of_every_category_and_arm(result: BenchRes
     assert sorted(keys) == sorted((a, c, t) for a in result.summary["arms"] for c in "ab" for t in (0.0, 1.0))
     for trace in traces:
         tokens = 0
-        for found in trace["rounds"]:
-            nodes = len(found["tokens"])
-            assert len(found["texts"]) == len(found["parents"]) == len(found["status"]) == nodes
-            assert found["status"][0] == "root" and found["parents"][0] == -1
-            assert found["next"]["origin"] == "plain" if nodes == 1 else found["next"]["origin"] != "plain"
-            accepted = [i for i, status in enumerate(found["status"]) if status == "accepted"]
-            assert all(found["status"][found["parents"][i]] in ("root", "accepted") for i in accepted)
+        for round_ in trace["rounds"]:
+            nodes = len(round_["tokens"])
+            assert len(round_["texts"]) == len(round_["parents"]) == len(round_["status"]) == nodes
+            assert round_["status"][0] == "root" and round_["parents"][0] == -1
+            assert round_["next"]["origin"] == "plain" if nodes == 1 else round_["next"]["origin"] != "plain"
+            accepted = [i for i, status in enumerate(round_["status"]) if status == "accepted"]
+            assert all(round_["status"][round_["parents"][i]] in ("root", "accepted") for i in accepted)
             tokens += len(accepted) + 1
         assert tokens >= 12
     first = next(t for t in traces if t["arm"] == "plain")
@@ -138,17 +138,17 @@ def test_a_trace_follows_the_output() -> None:
     target, _ = llamas()
     arm = OwnArm("ngram,n=1,k=3", ArmSetup(target, "toy", None))
     arm.enter((0.0, 1))
-    found = arm.run(Unit("a", 0, [0], [[5, 6, 5, 6, 5]], [0], 16), (0.0, 1), True)
+    result = arm.run(Unit("a", 0, [0], [[5, 6, 5, 6, 5]], [0], 16), (0.0, 1), True)
     spelled = []
-    for one in found.trace or []:
-        spelled += [one["tokens"][i] for i, s in enumerate(one["status"]) if s == "accepted"] + [one["next"]["token"]]
-    assert spelled[:16] == found.outputs[0]
+    for row in result.trace or []:
+        spelled += [row["tokens"][i] for i, s in enumerate(row["status"]) if s == "accepted"] + [row["next"]["token"]]
+    assert spelled[:16] == result.outputs[0]
     assert (
-        found.outputs[0]
+        result.outputs[0]
         == Llm(target, None, None, None, None).generate([5, 6, 5, 6, 5], max_new_tokens=16, ignore_eos=True).token_ids
     )
-    assert found.drafts == len(found.rounds) == len(found.trace or [])
-    assert sum(nodes - 1 for nodes, _, _ in found.rounds) == found.drafted
+    assert result.drafts == len(result.rounds) == len(result.trace or [])
+    assert sum(nodes - 1 for nodes, _, _ in result.rounds) == result.drafted
 
 
 def test_a_request_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,18 +184,18 @@ def test_an_observer_is_called_once_a_round_and_changes_nothing(table: MarkovTab
 
 def test_a_rule_that_changes_the_output_is_seen(table: MarkovTable) -> None:
     lossy = shared(table, verifier="min_block,min_accepted=3", allow_lossy=True)
-    found = run_bench(lossy, PROMPTS, BenchSettings(("ngram,n=1",)))
-    wrong = [c for c in found.cells if c["arm"] == "ngram,n=1" and not c["identical"]]
-    assert wrong and sum(e["differences"] for e in found.summary["equality"]) > 0
-    assert "really" in markdown_card(found.cells, found.summary)
+    outcome = run_bench(lossy, PROMPTS, BenchSettings(("ngram,n=1",)))
+    wrong = [c for c in outcome.cells if c["arm"] == "ngram,n=1" and not c["identical"]]
+    assert wrong and sum(e["differences"] for e in outcome.summary["equality"]) > 0
+    assert "really" in markdown_card(outcome.cells, outcome.summary)
 
 
 def test_lengths_are_equal_unless_texts_may_end(table: MarkovTable) -> None:
     ending = MarkovTable(table.distribution, 4, eos_token_ids={1})
     counts = {}
     for ignore_eos in (True, False):
-        found = run_bench(shared(ending, ignore_eos=ignore_eos), PROMPTS, BenchSettings(("ngram",), temperatures=(1,)))
-        counts[ignore_eos] = {c["new_tokens"] for c in found.cells}
+        bench = run_bench(shared(ending, ignore_eos=ignore_eos), PROMPTS, BenchSettings(("ngram",), temperatures=(1,)))
+        counts[ignore_eos] = {c["new_tokens"] for c in bench.cells}
     assert counts[True] == {12, 24}
     assert min(counts[False]) < 12
 
@@ -261,8 +261,8 @@ def test_bad_settings(table: MarkovTable) -> None:
 
 def test_prompts_that_are_too_long_lose_their_beginning(table: MarkovTable) -> None:
     short = MarkovTable(table.distribution, 4, context_length=20)
-    found = Bench(shared(short), {"a": [[1] * 3 + [2] * 8]}, BenchSettings(("ngram",)))
-    assert found.ids == {"a": [[2] * 8]} and found.num_cut == 1
+    bench = Bench(shared(short), {"a": [[1] * 3 + [2] * 8]}, BenchSettings(("ngram",)))
+    assert bench.ids == {"a": [[2] * 8]} and bench.num_cut == 1
 
 
 # -- order, repeats, resuming ----------------------------------------------------------------------------------------
@@ -323,9 +323,9 @@ def test_the_median_run_counts_but_the_first_of_what_remembers(
         bench_run, "make_arm",
         lambda name, _: FakeArm(name, [], lambda: next(script[name]), name == "keeps"),
     )  # fmt: skip
-    found = run_bench(shared(table), {"a": [[1]]}, BenchSettings(("x", "keeps"), repeat=3))
-    assert [c["tokens_per_s"] for c in found.cells] == [0.5, 0.5, pytest.approx(1 / 3)]
-    assert all(trace["rounds"] for trace in found.summary["traces"]) and len(found.summary["traces"]) == 3
+    outcome = run_bench(shared(table), {"a": [[1]]}, BenchSettings(("x", "keeps"), repeat=3))
+    assert [c["tokens_per_s"] for c in outcome.cells] == [0.5, 0.5, pytest.approx(1 / 3)]
+    assert all(trace["rounds"] for trace in outcome.summary["traces"]) and len(outcome.summary["traces"]) == 3
 
 
 def test_batches_are_filled_up_from_the_beginning(table: MarkovTable, calls: list[tuple[Any, ...]]) -> None:
@@ -359,14 +359,14 @@ def test_an_interrupted_run_goes_on_where_it_was(
         file.write('{"result": {"arm": "x", "tempera')  # killed while it wrote
     calls.clear()
     totals = []
-    found = run_bench(
+    outcome = run_bench(
         shared(table), PROMPTS, settings, out, True, lambda done, total, text: totals.append((done, total))
     )
     assert len(before) + len(timed(calls)) == 12  # nothing twice, nothing left out
     assert totals[-1] == (11, 12)
     assert not partial_of(out).exists() and sorted(p.name for p in tmp_path.iterdir()) == ["run.jsonl"]
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert lines[:-1] == json.loads(dumps(found.cells)) and lines[-1]["summary"] is True
+    assert lines[:-1] == json.loads(dumps(outcome.cells)) and lines[-1]["summary"] is True
     keys = {(c["arm"], c["category"], c["temperature"]) for c in lines[:-1]}
     assert len(keys) == 8 == len(lines) - 1
 
@@ -451,9 +451,9 @@ def test_a_cell_by_hand() -> None:
         unit(number=0, seconds=0.5, drafts=4, drafted=12, accepted=6, draft_s=0.1, target_s=0.3),
         unit(number=1, seconds=1.5, drafts=6, drafted=18, accepted=4, draft_s=0.3, target_s=0.9),
     ]
-    found = cell(arm, plain, "a", 2.5, 2)
-    low, high = found.pop("speedup_ci95")
-    assert found == {
+    row = cell(arm, plain, "a", 2.5, 2)
+    low, high = row.pop("speedup_ci95")
+    assert row == {
         "arm": "x", "category": "a", "temperature": 0.0, "batch": 1, "prompts": 2, "new_tokens": 20,
         "tokens_per_s": 10.0, "speedup": 2.0, "mean_acceptance_length": 2.0, "acceptance_rate": pytest.approx(1 / 3),
         "identical": True, "draft_s": pytest.approx(0.4), "target_s": pytest.approx(1.2),
@@ -468,10 +468,10 @@ def test_another_engine_tells_less() -> None:
         unit(seconds=0.5, decoded=9, mean_acceptance_length=3.0),
         unit(number=1, decoded=1, mean_acceptance_length=1.0),
     ]
-    found = cell(arm, [unit("plain"), unit("plain", 1)], "a", None, 2)
-    assert found["mean_acceptance_length"] == pytest.approx(10 / 4)
-    assert all(found[name] is None for name in ("acceptance_rate", "draft_s", "target_s", "overhead_s"))
-    assert found["identical"] is False
+    row = cell(arm, [unit("plain"), unit("plain", 1)], "a", None, 2)
+    assert row["mean_acceptance_length"] == pytest.approx(10 / 4)
+    assert all(row[name] is None for name in ("acceptance_rate", "draft_s", "target_s", "overhead_s"))
+    assert row["identical"] is False
     assert acceptance_length([unit()]) is None
 
 
@@ -494,12 +494,12 @@ def test_the_interval_covers_the_true_ratio() -> None:
 
 @pytest.mark.parametrize("units", [2, 3, 4, 6, 12])
 def test_the_interval_of_few_prompts_covers_the_true_ratio(units: int) -> None:
-    """The lengths of prompts are the same for both arms; what drafting gains of each varies."""
+    """Both arms have the same prompt lengths; the gain from drafting varies."""
     draws, covered = np.random.default_rng(units), 0
     for _ in range(1000):
         base = draws.lognormal(0.0, 0.1, units)
-        mine = base * draws.lognormal(-(0.15**2) / 2, 0.15, units)
-        arm = [unit(number=i, seconds=float(s)) for i, s in enumerate(mine)]
+        seconds = base * draws.lognormal(-(0.15**2) / 2, 0.15, units)
+        arm = [unit(number=i, seconds=float(s)) for i, s in enumerate(seconds)]
         low, high = speedup_ci95(arm, [unit("plain", i, float(s)) for i, s in enumerate(base)])
         covered += low <= 1.0 <= high
     assert covered >= 920

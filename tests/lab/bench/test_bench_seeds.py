@@ -43,11 +43,11 @@ def bench(target: Any, arms: Sequence[str] = (ARM,), prompts: Any = PROMPTS, **m
 
 
 def claims(result: BenchResult) -> dict[tuple[str, float], set[bool | None]]:
-    """What is said of equality, by arm and temperature, in cells of one and of all categories."""
-    found: dict[tuple[str, float], set[bool | None]] = {}
-    for one in (*result.cells, *result.summary["overall"]):
-        found.setdefault((one["arm"], one["temperature"]), set()).add(one["identical"])
-    return found
+    """The values of ``identical`` by arm and temperature, in cells of one and of all categories."""
+    claimed: dict[tuple[str, float], set[bool | None]] = {}
+    for row in (*result.cells, *result.summary["overall"]):
+        claimed.setdefault((row["arm"], row["temperature"]), set()).add(row["identical"])
+    return claimed
 
 
 # -- whose sampled outputs are compared ------------------------------------------------------------------------------
@@ -56,11 +56,11 @@ def claims(result: BenchResult) -> dict[tuple[str, float], set[bool | None]]:
 @pytest.mark.parametrize("verifier", ["auto", "coupled"])
 def test_coupled_arms_say_what_plain_decoding_says(table: MarkovTable, verifier: str) -> None:
     filters = {"top_k": 3, "top_p": 0.9, "min_p": 0.05}
-    found = bench(table, (ARM, "recycling@auto"), temperatures=(0.0, 0.6), verifier=verifier, filters=filters)
-    assert set(map(frozenset, claims(found).values())) == {frozenset({True})}
-    assert any(one["acceptance_rate"] > 0 for one in found.cells if one["temperature"] == 0.6)
-    equality = found.summary["equality"]
-    assert {(e["arm"], e["temperature"]) for e in equality} == set(claims(found))
+    result = bench(table, (ARM, "recycling@auto"), temperatures=(0.0, 0.6), verifier=verifier, filters=filters)
+    assert set(map(frozenset, claims(result).values())) == {frozenset({True})}
+    assert any(row["acceptance_rate"] > 0 for row in result.cells if row["temperature"] == 0.6)
+    equality = result.summary["equality"]
+    assert {(e["arm"], e["temperature"]) for e in equality} == set(claims(result))
     assert sum(e["identical"] for e in equality) == 3 * 2 * 3 and not any(
         e["ties"] or e["differences"] for e in equality
     )
@@ -68,54 +68,54 @@ def test_coupled_arms_say_what_plain_decoding_says(table: MarkovTable, verifier:
 
 @pytest.mark.parametrize(("verifier", "more"), [("point", {}), ("typical", {"allow_lossy": True})])
 def test_a_rule_with_coins_of_its_own_makes_no_claim(table: MarkovTable, verifier: str, more: dict[str, Any]) -> None:
-    found = bench(table, temperatures=(0.0, 1.0), verifier=verifier, **more)
-    assert claims(found)[ARM, 1.0] == {None}
-    assert claims(found)["plain", 1.0] == {True} and claims(found)[ARM, 0.0] <= {True, False}
-    compared = {(e["arm"], e["temperature"]) for e in found.summary["equality"]}
+    result = bench(table, temperatures=(0.0, 1.0), verifier=verifier, **more)
+    assert claims(result)[ARM, 1.0] == {None}
+    assert claims(result)["plain", 1.0] == {True} and claims(result)[ARM, 0.0] <= {True, False}
+    compared = {(e["arm"], e["temperature"]) for e in result.summary["equality"]}
     assert compared == {("plain", 0.0), ("plain", 1.0), (ARM, 0.0)}
-    assert "| not compared |" in markdown_card(found.cells, found.summary)
+    assert "| not compared |" in markdown_card(result.cells, result.summary)
 
 
 def test_a_profile_may_name_such_a_rule(table: MarkovTable, tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"drafter": ARM, "verifier": "point", "controller": "constant"}))
-    found = claims(bench(table, ("auto", ARM), profile=profile))
-    assert found == {("plain", 1.0): {True}, ("auto", 1.0): {None}, (ARM, 1.0): {True}}
+    claimed = claims(bench(table, ("auto", ARM), profile=profile))
+    assert claimed == {("plain", 1.0): {True}, ("auto", 1.0): {None}, (ARM, 1.0): {True}}
 
 
 def test_other_engines_make_no_claim() -> None:
-    found = bench(llamas()[0], ("transformers:plain",), temperatures=(0.0, 1.0))
-    assert claims(found)["transformers:plain", 0.0] == {True}
-    assert claims(found)["transformers:plain", 1.0] == {None}
+    result = bench(llamas()[0], ("transformers:plain",), temperatures=(0.0, 1.0))
+    assert claims(result)["transformers:plain", 0.0] == {True}
+    assert claims(result)["transformers:plain", 1.0] == {None}
 
 
 def test_all_arms_get_the_same_seeds(table: MarkovTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[bool, list[tuple[tuple[int, ...], int | None]]] = {True: [], False: []}
+    requests: dict[bool, list[tuple[tuple[int, ...], int | None]]] = {True: [], False: []}
     add = Engine.add
 
     def noted(self: Engine, request: Request) -> int:
         if list(request.prompt) in [ids for group in PROMPTS.values() for ids in group]:
-            asked[self.drafter is None].append((tuple(request.prompt), request.seed))
+            requests[self.drafter is None].append((tuple(request.prompt), request.seed))
         return add(self, request)
 
     monkeypatch.setattr(Engine, "add", noted)
     last = 2**64 - 1
     bench(table, seed=last)
-    assert sorted(asked[True]) == sorted(asked[False])
-    assert dict(asked[True]) == {(1, 2, 3, 1, 2): last, (3, 1, 3, 1, 3): 0, (2, 2, 1): last}
+    assert sorted(requests[True]) == sorted(requests[False])
+    assert dict(requests[True]) == {(1, 2, 3, 1, 2): last, (3, 1, 3, 1, 3): 0, (2, 2, 1): last}
     with pytest.raises(ValueError, match="a seed must be"):
         BenchSettings(seed=last + 1)
 
 
 def test_results_with_other_seeds_are_not_compared() -> None:
-    """Such as those that an older version left in a partial file, without seeds."""
+    """An older version left such results without seeds in a partial file."""
 
     def unit(arm: str, temperature: float, seeds: list[int] | None, token: int = 7) -> UnitResult:
         return UnitResult(arm, temperature, 1, "a", 0, [0], [[token] * 3], 1.0, 3, 0.0, seeds=seeds)
 
     def same(temperature: float, own: list[int] | None, plain: list[int] | None, token: int = 7) -> bool | None:
-        made = cell([unit("x", temperature, own, token)], [unit("plain", temperature, plain)], "a", None, 1)
-        identical: bool | None = made["identical"]
+        row = cell([unit("x", temperature, own, token)], [unit("plain", temperature, plain)], "a", None, 1)
+        identical: bool | None = row["identical"]
         return identical
 
     assert same(1.0, [5], [5]) is True and same(1.0, [5], [5], token=8) is False
@@ -127,7 +127,7 @@ def test_results_with_other_seeds_are_not_compared() -> None:
 
 
 def words_of(result: BenchResult, folder: Path) -> str:
-    """What the report says of the run."""
+    """What the report says about the run."""
     file = folder / "run.jsonl"
     file.write_text("\n".join(result.lines) + "\n")
     return " ".join(remark.text for remark in verdict(read_run(file)))
@@ -136,7 +136,7 @@ def words_of(result: BenchResult, folder: Path) -> str:
 def test_an_error_that_changes_seeded_text_is_a_real_difference(
     table: MarkovTable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A drafter that turns the noise round which the target is about to use."""
+    """The drafter reverses the noise that the target is about to use."""
     propose = NgramDrafter.propose
 
     def wrong(self: NgramDrafter, context: Context, budget: Budget) -> TokenTree:
@@ -149,17 +149,17 @@ def test_an_error_that_changes_seeded_text_is_a_real_difference(
         bench(table, temperatures=(0.0, 1.0)), tmp_path
     )
     monkeypatch.setattr(NgramDrafter, "propose", wrong)
-    found = bench(table, temperatures=(0.0, 1.0))
-    assert claims(found)[ARM, 0.0] == {True} and False in claims(found)[ARM, 1.0]
-    wrongs = [e for e in found.summary["equality"] if e["differences"]]
+    result = bench(table, temperatures=(0.0, 1.0))
+    assert claims(result)[ARM, 0.0] == {True} and False in claims(result)[ARM, 1.0]
+    wrongs = [e for e in result.summary["equality"] if e["differences"]]
     assert wrongs and {(e["arm"], e["temperature"]) for e in wrongs} == {(ARM, 1.0)}
-    assert not any(e["ties"] for e in found.summary["equality"])
+    assert not any(e["ties"] for e in result.summary["equality"])
     assert (
         "differs from plain decoding's in 2 of 4 compared cells (2 of them sampled, with the same seeds)"
-        in words_of(found, tmp_path)
+        in words_of(result, tmp_path)
     )
-    noted = markdown_card(found.cells, found.summary)
-    assert f"`{ARM}`, a, temperature 1, batch 1" in noted and "really" in noted
+    card = markdown_card(result.cells, result.summary)
+    assert f"`{ARM}`, a, temperature 1, batch 1" in card and "really" in card
 
 
 class Rounds(TableModel):
@@ -177,14 +177,14 @@ def test_a_numerical_tie_is_told_from_a_difference(temperature: float, tmp_path:
     noise = Noise(seed).gumbels(place, 3, torch.device("cpu"))
 
     def distribution(prefix: tuple[int, ...]) -> Tensor:
-        """Tokens 1 and 2 run an even race at one place of this seed's text."""
+        """Tokens 1 and 2 tie at one position of this seed's text."""
         if len(prefix) != len(prompt) + place:
             return torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
         return torch.softmax(torch.tensor([-9.0, 0.0, -2e-12], dtype=torch.float64) - temperature * noise, -1)
 
     arm = f"{ARM}@constant,k=2"
-    found = bench(Rounds(distribution, 3), (arm,), {"a": [prompt]}, temperatures=(temperature,), seed=seed)
-    (told,) = [e for e in found.summary["equality"] if e["arm"] == arm]
-    assert (told["identical"], told["ties"], told["differences"]) == (0, 1, 0)
-    assert claims(found)[arm, temperature] == {False}
-    assert "but for numerical ties in 1 of 1 compared cells (all sampled" in words_of(found, tmp_path)
+    result = bench(Rounds(distribution, 3), (arm,), {"a": [prompt]}, temperatures=(temperature,), seed=seed)
+    (row,) = [e for e in result.summary["equality"] if e["arm"] == arm]
+    assert (row["identical"], row["ties"], row["differences"]) == (0, 1, 0)
+    assert claims(result)[arm, temperature] == {False}
+    assert "but for numerical ties in 1 of 1 compared cells (all sampled" in words_of(result, tmp_path)

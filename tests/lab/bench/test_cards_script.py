@@ -1,4 +1,4 @@
-"""The script that makes a machine's cards measures what is there, names what is not, and keeps what was made."""
+"""The script that makes a machine's cards measures the models that are there, names the others, and keeps old cards."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_what_is_there_is_measured(tmp_path: Path) -> None:
     (tmp_path / "smollm2.gguf").touch()
     (tmp_path / "cards").mkdir()
     (tmp_path / "cards" / "builtin-here.json").touch()
-    said = run(tmp_path, "here", str(tmp_path))
-    assert said.returncode == 0, said.stderr
+    result = run(tmp_path, "here", str(tmp_path))
+    assert result.returncode == 0, result.stderr
     (call,) = (tmp_path / "calls").read_text().splitlines()
     words = call.split()
     assert words[:3] == ["bench", "--target", f"{tmp_path}/smollm2.gguf"]
@@ -34,10 +34,10 @@ def test_what_is_there_is_measured(tmp_path: Path) -> None:
     for name, arm in pairwise(words):
         if name == "--drafter":
             check_arm(arm)
-    assert "builtin-here.json is there: kept" in said.stdout
-    assert said.stdout.count("not measured") == 5
+    assert "builtin-here.json is there: kept" in result.stdout
+    assert result.stdout.count("not measured") == 5
 
 
 def test_it_says_how_it_is_called(tmp_path: Path) -> None:
-    said = run(tmp_path)
-    assert said.returncode == 2 and "benchmarks/cards.sh MACHINE FOLDER" in said.stderr
+    result = run(tmp_path)
+    assert result.returncode == 2 and "benchmarks/cards.sh MACHINE FOLDER" in result.stderr

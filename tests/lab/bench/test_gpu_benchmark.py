@@ -16,8 +16,8 @@ FOLDER = Path(__file__).parents[3] / "benchmarks"
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], int]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    found: Callable[[Sequence[str]], int] = run_path(str(FOLDER / "gpu.py"))["main"]
-    return found
+    gpu_main: Callable[[Sequence[str]], int] = run_path(str(FOLDER / "gpu.py"))["main"]
+    return gpu_main
 
 
 def test_a_dry_run_on_a_cpu(

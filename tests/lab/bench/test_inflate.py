@@ -1,4 +1,4 @@
-"""An inflated model says what the small one says, and small drafters run on it."""
+"""An inflated model computes what the small one computes, and small drafters run on it."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def test_the_public_forward_agrees_too() -> None:
 def test_taps_are_the_small_models() -> None:
     small, big = pair()
     taps = ("layer:0", "layer:1", "layer:2", "last")
-    mine, theirs = scored(small, taps)[1], scored(big, taps)[1]
+    small_taps, big_taps = scored(small, taps)[1], scored(big, taps)[1]
     for name in taps:
-        assert mine[name].shape == theirs[name].shape == (4, 16)
-        assert (mine[name] - theirs[name]).abs().max() < 1e-9
+        assert small_taps[name].shape == big_taps[name].shape == (4, 16)
+        assert (small_taps[name] - big_taps[name]).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
@@ -133,7 +133,7 @@ def test_what_is_multiplied_by_zeros_is_not_zero() -> None:
 
 
 def test_bfloat16_greedy_tokens_of_the_builtin_model() -> None:
-    """Halved norm weights are not rounded; what differs is the order of sums."""
+    """Halving norm weights rounds nothing; only the order of sums differs."""
     prompt = "def read_lines(path):\n"
     small = ft.load("builtin", None, dtype="float32").generate(prompt, max_new_tokens=6, ignore_eos=True)
     big = ft.load("builtin", None, dtype="bfloat16", inflate="40m")
@@ -144,8 +144,8 @@ def test_bfloat16_greedy_tokens_of_the_builtin_model() -> None:
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "wanted"), [("300m", 3e8), ("1b", 1e9), ("3b", 3e9), ("7b", 7e9), (5 * 10**8, 5e8)])
-def test_named_sizes_are_within_a_few_percent(size: str | int, wanted: float) -> None:
+@pytest.mark.parametrize(("size", "expected"), [("300m", 3e8), ("1b", 1e9), ("3b", 3e9), ("7b", 7e9), (5 * 10**8, 5e8)])
+def test_named_sizes_are_within_a_few_percent(size: str | int, expected: float) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(Path(ft.__file__).parent / "zoo" / "target")
@@ -155,7 +155,7 @@ def test_named_sizes_are_within_a_few_percent(size: str | int, wanted: float) ->
         from transformers import LlamaForCausalLM
 
         count = sum(p.numel() for p in LlamaForCausalLM(big).parameters())
-    assert count == pytest.approx(wanted, rel=0.03)
+    assert count == pytest.approx(expected, rel=0.03)
     assert big.head_dim == 64
     assert big.num_attention_heads * 64 == big.hidden_size
     assert 50 < shape.width / shape.layers < 200
@@ -206,8 +206,8 @@ def test_layer_windows_are_blocks() -> None:
         part = model.forward_part([Feed(sequence, [5, 3])], plan, ("layer:1",))[0]
         whole = model.forward([Feed(sequence, [5, 3, 7], [-1, 0, 1])])[0]
         states.append((part.logits, part.taps["layer:1"], whole.logits))
-    for mine, theirs in zip(*states, strict=True):
-        assert (mine - theirs).abs().max() < 1e-9
+    for small_states, big_states in zip(*states, strict=True):
+        assert (small_states - big_states).abs().max() < 1e-9
 
 
 def test_skipped_sublayers_are_blocks() -> None:
@@ -244,9 +244,9 @@ def test_texts_in_caches_of_their_own_are_counted_as_the_small_models(monkeypatc
     assert texts[0].cache is not texts[1].cache
     for text in texts:
         big.prefill(text, TEXT)
-    _, wanted = scored(big, ("layer:1", "last"))
+    _, expected = scored(big, ("layer:1", "last"))
     for rows in big.forward([Feed(text, *TREE) for text in texts], ("layer:1", "last")):
-        assert {name: (states - wanted[name]).abs().max() < 1e-9 for name, states in rows.taps.items()} == {
+        assert {name: (states - expected[name]).abs().max() < 1e-9 for name, states in rows.taps.items()} == {
             "layer:1": True,
             "last": True,
         }
@@ -280,7 +280,7 @@ def test_notes() -> None:
 
 
 def test_packed_in_place() -> None:
-    """Of an inflated model there is one copy of the weights, packed where this machine has a faster layout for them."""
+    """An inflated model has one copy of its weights, packed where this machine has a faster layout for them."""
     small = copy.deepcopy(llama()).bfloat16()
     model = InflatedModel(inflate(small, SHAPE), small, SHAPE, in_place=True)
     assert model.is_lean
@@ -290,9 +290,9 @@ def test_packed_in_place() -> None:
 
 
 def test_seed_fixes_the_weights() -> None:
-    one, same, other = (inflate(llama(), SHAPE, seed).model.layers[0].mlp.up_proj.weight for seed in (0, 0, 1))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
+    first, same, other = (inflate(llama(), SHAPE, seed).model.layers[0].mlp.up_proj.weight for seed in (0, 0, 1))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
 
 
 # -- the front door --------------------------------------------------------------------------------------------------

@@ -35,11 +35,11 @@ def scripted() -> Iterator[tuple[Scripted, str]]:
 def load(
     url: str, prompts: Sequence[str], levels: Sequence[Level] = (), compare: bool = False, **more: Any
 ) -> LoadResult:
-    """A test of one server whose prompts are each asked once."""
-    given: dict[str, Any] = {"requests": len(prompts), "warmup": 1, "timeout_s": 5.0, **more}
-    settings = LoadSettings(levels or [Level("concurrency", 2)], **given)
-    asked = {"toy": [BenchPrompt("toy", text) for text in prompts]}
-    return run_load([Server("server", url)], asked, settings, compare)
+    """A load test of one server that asks each prompt once."""
+    options: dict[str, Any] = {"requests": len(prompts), "warmup": 1, "timeout_s": 5.0, **more}
+    settings = LoadSettings(levels or [Level("concurrency", 2)], **options)
+    categories = {"toy": [BenchPrompt("toy", text) for text in prompts]}
+    return run_load([Server("server", url)], categories, settings, compare)
 
 
 # -- one request -----------------------------------------------------------------------------------------------------
@@ -115,8 +115,8 @@ def test_chat_deltas_thoughts_and_calls_are_text() -> None:
     ],
 )  # fmt: skip
 def test_drafts_in_the_words_of_several_engines(event: dict[str, Any], drafts: Any) -> None:
-    found = drafts_of(event)
-    assert (None if found is None else (found.rounds, found.drafted, found.accepted)) == drafts
+    counts = drafts_of(event)
+    assert (None if counts is None else (counts.rounds, counts.drafted, counts.accepted)) == drafts
 
 
 def test_counters_of_the_first_prefix_are_summed_over_labels() -> None:
@@ -168,10 +168,10 @@ def test_every_pass_and_arm_asks_the_same_with_a_salt_of_its_own(scripted: Any) 
     server, url = scripted
     server.owner = "foretoken"
     load(url, ["a", "b", "c"], compare=True, passes=2, seed=5, temperature=1.0, extra={"top_k": 7})
-    asked = server.seen[2:]  # behind the warm-up
-    assert sorted((body["prompt"], body["seed"]) for body in asked) == sorted([("a", 5), ("b", 6), ("c", 7)] * 4)
-    assert len({body["cache_salt"] for body in asked}) == 4 and all(body["top_k"] == 7 for body in asked)
-    order = [body.get("speculative") is not None for body in asked]
+    bodies = server.seen[2:]  # behind the warm-up
+    assert sorted((body["prompt"], body["seed"]) for body in bodies) == sorted([("a", 5), ("b", 6), ("c", 7)] * 4)
+    assert len({body["cache_salt"] for body in bodies}) == 4 and all(body["top_k"] == 7 for body in bodies)
+    order = [body.get("speculative") is not None for body in bodies]
     assert order == [True] * 3 + [False] * 6 + [True] * 3  # arms take turns at going first
 
 
@@ -184,7 +184,7 @@ def test_unknown_servers_get_no_salt(scripted: Any) -> None:
 def test_categories_take_turns() -> None:
     prompts = {"a": [BenchPrompt("a", "1"), BenchPrompt("a", "2")], "b": [BenchPrompt("b", "3")]}
     asks = LoadSettings([]).asks(prompts, 6)
-    assert [one.prompt.text for one in asks] == ["1", "3", "2", "3", "1", "3"]
+    assert [ask.prompt.text for ask in asks] == ["1", "3", "2", "3", "1", "3"]
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------
@@ -197,9 +197,9 @@ def test_a_text_that_differs_between_arms_is_seen(scripted: Any) -> None:
     server.skew = "!"
     result = load(url, ["a", "b"], compare=True)
     assert [cell["identical"] for cell in result.cells] == [None, False]
-    (found,) = result.summary["equality"]
-    assert (found["compared"], found["different"]) == (2, 2)
-    assert found["examples"][0]["texts"][1].endswith("end!") and found["examples"][0]["character"] == 27
+    (row,) = result.summary["equality"]
+    assert (row["compared"], row["different"]) == (2, 2)
+    assert row["examples"][0]["texts"][1].endswith("end!") and row["examples"][0]["character"] == 27
 
 
 @pytest.mark.parametrize(("less_likely", "ties"), [(-0.75, 2), (-3.0, 0), (None, 0)])
@@ -210,12 +210,12 @@ def test_a_difference_is_a_tie_only_where_the_server_holds_both_tokens_alike(
     server.skew = "!"
     server.logprobs = {"token_id:9": -0.6} | ({} if less_likely is None else {"token_id:8": less_likely})
     result = load(url, ["a", "b"], compare=True)
-    (found,) = result.summary["equality"]
-    assert (found["different"], found["ties"]) == (2, ties) and result.cells[1]["identical"] is False
-    asked = [body for body in server.seen if "logprobs" in body]
-    assert [body["prompt"] for body in asked] == [[5, 6, 0, 1, 2]] * 2
+    (row,) = result.summary["equality"]
+    assert (row["different"], row["ties"]) == (2, ties) and result.cells[1]["identical"] is False
+    bodies = [body for body in server.seen if "logprobs" in body]
+    assert [body["prompt"] for body in bodies] == [[5, 6, 0, 1, 2]] * 2
     gap = None if less_likely is None else pytest.approx(-0.6 - less_likely)
-    assert found["examples"][0]["gap"] == gap
+    assert row["examples"][0]["gap"] == gap
 
 
 def test_texts_are_not_compared_where_they_may_differ(scripted: Any) -> None:
@@ -266,17 +266,20 @@ def test_plain_against_speculation_on_our_own_server() -> None:
 
 
 def test_addresses() -> None:
-    (one,) = parse_addresses(["http://h:1/v1/"], False, ["k"], [])
-    assert (one.name, one.url, one.key, one.model) == ("server", "http://h:1", "k", "")
-    two = parse_addresses(["a=http://h:1", "http://h:2/x?y=http://z"], False, ["k", "l"], ["m"])
-    assert [(one.name, one.key, one.model) for one in two] == [("a", "k", "m"), ("h:2/x?y=http://z", "l", "m")]
-    for given, words in (
+    (server,) = parse_addresses(["http://h:1/v1/"], False, ["k"], [])
+    assert (server.name, server.url, server.key, server.model) == ("server", "http://h:1", "k", "")
+    servers = parse_addresses(["a=http://h:1", "http://h:2/x?y=http://z"], False, ["k", "l"], ["m"])
+    assert [(server.name, server.key, server.model) for server in servers] == [
+        ("a", "k", "m"),
+        ("h:2/x?y=http://z", "l", "m"),
+    ]
+    for addresses, words in (
         (["h:1"], "is no server"),
         (["a=http://h:1", "a=http://h:2"], "two servers are called a"),
         (["http://h:1"] * 2, "two servers"),
     ):
         with pytest.raises(ValueError, match=words):
-            parse_addresses(given, False, [], [])
+            parse_addresses(addresses, False, [], [])
     with pytest.raises(ValueError, match="given 2 times for 1"):
         parse_addresses(["http://h:1"], False, ["k", "l"], [])
     with pytest.raises(ValueError, match="one URL"):
@@ -306,7 +309,7 @@ def test_a_client_that_is_late_says_so() -> None:
 
 
 def test_an_interrupted_test_counts_the_prompts_that_it_has() -> None:
-    """Not those alone whose requests had ended."""
+    """The count includes prompts whose requests had not ended."""
     from foretoken.lab.bench.load.client import Sample
     from foretoken.lab.bench.load.drive import Pass
     from foretoken.lab.bench.load.run import notes
@@ -314,9 +317,9 @@ def test_an_interrupted_test_counts_the_prompts_that_it_has() -> None:
 
     cut = Pass(ServerArm("x", Server("x", "u", "m")), Level("rate", 1.0), 0, [Sample(0, "a")], cut=True)
     groups = {"a": ["one", "two", "three", "four"], "b": ["five", "six", "seven", "eight"]}
-    told = {count: notes([cut], LoadSettings([], requests=count), groups) for count in (8, 10)}
-    assert not any("prompts for" in note for note in told[8])
-    assert any(note.startswith("There are 8 prompts for 10 requests") for note in told[10])
+    by_count = {count: notes([cut], LoadSettings([], requests=count), groups) for count in (8, 10)}
+    assert not any("prompts for" in note for note in by_count[8])
+    assert any(note.startswith("There are 8 prompts for 10 requests") for note in by_count[10])
 
 
 def test_stopping_keeps_what_has_ended(scripted: Any) -> None:
@@ -337,5 +340,5 @@ def test_stopping_keeps_what_has_ended(scripted: Any) -> None:
             driver = Driver(http, settings, prompts, tell)
             return await driver.run([ServerArm("x", Server("x", url, "toy"))])
 
-    (found,) = asyncio.run(asyncio.wait_for(run(), 10))
-    assert found.cut and len(found.samples) == 3 and all(sample.ok for sample in found.samples)
+    (result,) = asyncio.run(asyncio.wait_for(run(), 10))
+    assert result.cut and len(result.samples) == 3 and all(sample.ok for sample in result.samples)

@@ -57,33 +57,33 @@ def main(monkeypatch: pytest.MonkeyPatch, repository: Path) -> Callable[..., int
 
 
 def worktrees(repository: Path) -> Sequence[str]:
-    said = subprocess.run(["git", "-C", str(repository), "worktree", "list"], capture_output=True, text=True)
-    return said.stdout.splitlines()
+    listing = subprocess.run(["git", "-C", str(repository), "worktree", "list"], capture_output=True, text=True)
+    return listing.stdout.splitlines()
 
 
 def test_the_same_commit_is_as_fast_and_writes_the_same(main: Callable[..., int], repository: Path) -> None:
     out = repository / "out.json"
     assert main("first", "first", "--fail-below", "0.3", "--out", str(out)) == 0
-    found = json.loads(out.read_text())
-    assert found["before"] == found["after"] and len(found["before"]) == 40
-    assert {row["same_texts"] for row in found["arms"].values()} == {3}
-    low, high = found["arms"]["plain"]["ratio_ci95"]
-    assert low <= found["arms"]["plain"]["ratio"] <= high
+    report = json.loads(out.read_text())
+    assert report["before"] == report["after"] and len(report["before"]) == 40
+    assert {row["same_texts"] for row in report["arms"].values()} == {3}
+    low, high = report["arms"]["plain"]["ratio_ci95"]
+    assert low <= report["arms"]["plain"]["ratio"] <= high
     assert len(worktrees(repository)) == 1  # nothing is left behind
 
 
 def test_requests_are_sampled_together(main: Callable[..., int], repository: Path) -> None:
     out = repository / "out.json"
     assert main("first", "first", "--temperature", "1", "--top-k", "5", "--together", "4", "--out", str(out)) == 0
-    asked = json.loads(out.read_text())["asked"]
-    assert (asked["temperature"], asked["top_k"], asked["top_p"], asked["together"]) == (1.0, 5, 1.0, 4)
+    settings = json.loads(out.read_text())["asked"]
+    assert (settings["temperature"], settings["top_k"], settings["top_p"], settings["together"]) == (1.0, 5, 1.0, 4)
 
 
 def test_a_slower_commit_fails(main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """It sleeps seven times as long; plain decoding, which does not, is not blamed."""
     assert main("first", "slower", "--fail-below", "0.5") == 1
-    said = capsys.readouterr()
-    assert "drafter: 0." in said.err and "plain:" not in said.err and "3 of 3 texts the same" in said.out
+    captured = capsys.readouterr()
+    assert "drafter: 0." in captured.err and "plain:" not in captured.err and "3 of 3 texts the same" in captured.out
     assert main("slower", "first", "--fail-below", "0.5") == 0
 
 

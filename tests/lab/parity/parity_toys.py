@@ -33,7 +33,7 @@ def parity(drafter: Drafter, target: LanguageModel | None = None, **more: Any) -
     return run_parity(target or models()[0], None, [drafter], PROMPTS, Settings(**settings))
 
 
-def found(report: Report) -> dict[str, int]:
+def differences(report: Report) -> dict[str, int]:
     """Differences by mode."""
     return {check.mode: check.differences for check in report.checks}
 
@@ -81,7 +81,7 @@ class Wavering(TableModel):
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         """The table's rows, with 1e-12 more for token 2 where a feed has several."""
         rows = super().forward(feeds, taps)
-        for one in rows:
-            if len(one.logits) > 1:
-                one.logits[:, 2] += 1e-12
+        for row in rows:
+            if len(row.logits) > 1:
+                row.logits[:, 2] += 1e-12
         return rows

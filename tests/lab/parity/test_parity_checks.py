@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_toys import PROMPTS, SURE, Planted, found, models, parity
+from parity_toys import PROMPTS, SURE, Planted, differences, models, parity
 from scipy.stats import chi2, ncx2
 from torch import Tensor
 
@@ -50,7 +50,7 @@ def test_a_network_passes_with_filters_and_penalties() -> None:
 
 
 def test_modes_are_chosen() -> None:
-    assert set(found(parity(ModelDrafter(models()[1], k=3), modes=["seed", "greedy"]))) == {"greedy", "seed"}
+    assert set(differences(parity(ModelDrafter(models()[1], k=3), modes=["seed", "greedy"]))) == {"greedy", "seed"}
 
 
 def test_a_prediction_is_given_to_drafters_that_use_it() -> None:
@@ -100,12 +100,12 @@ def test_the_plain_drafter_passes() -> None:
 @pytest.mark.parametrize("drafter", [WrongDistributionRecorded, DropsUnlikely])
 def test_wrong_drafters_are_caught_by_the_distribution_alone(drafter: type[Planted]) -> None:
     report = parity(drafter(), samples=1500)
-    assert {mode for mode, count in found(report).items() if count} == {"sampled"}
+    assert {mode for mode, count in differences(report).items() if count} == {"sampled"}
     assert report.differs and not report.passed
 
 
 def test_a_rule_that_accepts_all_is_caught_everywhere() -> None:
-    counts = found(parity(Planted(), verifier=AcceptsAll()))
+    counts = differences(parity(Planted(), verifier=AcceptsAll()))
     assert counts["greedy"] and counts["batch"] and counts["sampled"]
 
 
@@ -133,7 +133,7 @@ class ForgetfulTable(MarkovTable):
 def test_a_corrupted_table_is_caught() -> None:
     right, draft = tables(closeness=0.9, seed=3)
     report = parity(ModelDrafter(draft, k=1), ForgetfulTable(right.table, right.vocab_size))
-    counts = found(report)
+    counts = differences(report)
     assert counts["greedy"] and counts["batch"] and counts["sampled"]
 
 
@@ -154,7 +154,7 @@ def test_a_corrupted_cache_is_caught(monkeypatch: pytest.MonkeyPatch, tree: str)
     assert run_parity(target, None, [drafter], PROMPTS, settings).passed
     monkeypatch.setattr(type(target), "commit", wrong)
     report = run_parity(target, None, [drafter], PROMPTS, settings)
-    assert all(found(report).values())
+    assert all(differences(report).values())
 
 
 def test_twins_that_disturb_each_other_are_caught_in_the_batch() -> None:
@@ -168,7 +168,7 @@ def test_twins_that_disturb_each_other_are_caught_in_the_batch() -> None:
 
     right, draft = models()
     report = parity(ModelDrafter(draft, k=3), Mixed(right.table, right.vocab_size), modes=["greedy", "batch"])
-    assert found(report)["greedy"] == 0 and found(report)["batch"] > 0
+    assert differences(report)["greedy"] == 0 and differences(report)["batch"] > 0
 
 
 def test_an_output_that_goes_on_behind_its_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_an_output_that_goes_on_behind_its_end_is_caught(monkeypatch: pytest.Mon
 
     assert not parity(ModelDrafter(draft, k=3), target, modes=["stop"]).differs
     monkeypatch.setattr(Stopper, "push", only_the_last)
-    assert found(parity(ModelDrafter(draft, k=3), target, modes=["stop"]))["stop"] > 0
+    assert differences(parity(ModelDrafter(draft, k=3), target, modes=["stop"]))["stop"] > 0
 
 
 # -- what the distribution test would see
@@ -191,8 +191,8 @@ def test_an_output_that_goes_on_behind_its_end_is_caught(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("freedom", "noncentrality"), [(1, 0.0), (5, 2.5), (19, 60.0)])
 def test_noncentral_tail_is_scipys(freedom: int, noncentrality: float) -> None:
-    wanted = ncx2.sf(30.0, freedom, noncentrality) if noncentrality else chi2.sf(30.0, freedom)
-    assert noncentral_tail(30.0, freedom, noncentrality) == pytest.approx(wanted, rel=1e-8)
+    expected = ncx2.sf(30.0, freedom, noncentrality) if noncentrality else chi2.sf(30.0, freedom)
+    assert noncentral_tail(30.0, freedom, noncentrality) == pytest.approx(expected, rel=1e-8)
 
 
 def test_a_difference_of_the_size_that_is_seen_is_found_nine_times_in_ten() -> None:
@@ -216,15 +216,15 @@ def _tilted(p: torch.Tensor, by: float) -> torch.Tensor:
 
 
 def _evidence(by: float, drawn: torch.Generator) -> Evidence:
-    """Of twelve prompts, whose first tokens are wrong in opposite directions by turns: all together they look right."""
-    found, coins = Evidence(), Rng(int(torch.randint(1000, (1,), generator=drawn)))
+    """Twelve prompts have first tokens that are wrong in alternating directions: together they look right."""
+    evidence, coins = Evidence(), Rng(int(torch.randint(1000, (1,), generator=drawn)))
     for prompt in range(12):
         p = torch.softmax(torch.randn(24, generator=torch.Generator().manual_seed(prompt), dtype=torch.float64), 0)
         q = _tilted(p, by if prompt % 2 else -by)
         tokens = torch.multinomial(q, 60, replacement=True, generator=drawn).tolist()
-        found.followers[prompt, ()], found.distributions[prompt, ()] = tokens, p
-        found.places += [uniform_place(p, token, coins.uniform()) for token in tokens]
-    return found
+        evidence.followers[prompt, ()], evidence.distributions[prompt, ()] = tokens, p
+        evidence.places += [uniform_place(p, token, coins.uniform()) for token in tokens]
+    return evidence
 
 
 def test_what_the_tables_see_is_found_even_where_errors_cancel_in_all_of_them() -> None:

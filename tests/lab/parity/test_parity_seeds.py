@@ -1,4 +1,4 @@
-"""Parity of sampled outputs: a seed's text is plain decoding's, and what is drawn without one comes again."""
+"""Parity of sampled outputs: a seeded text is plain decoding's, and an unseeded one can be repeated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_toys import PROMPTS, Planted, found, models, parity
+from parity_toys import PROMPTS, Planted, differences, models, parity
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Rng, Scores, TokenTree, Verdict
@@ -53,24 +53,24 @@ def test_a_seeds_text_is_plain_decodings(verifier: str, controller: str) -> None
 
 def test_what_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every prompt alone, and twice in one batch, with the seeds and options of the settings."""
-    asked: list[tuple[int | None, float, int]] = []
+    requests: list[tuple[int | None, float, int]] = []
     add = Engine.add
 
     def noted(self: Engine, request: Request) -> int:
         if self.drafter is not None:
-            asked.append((request.seed, request.params.temperature, request.params.top_k))
+            requests.append((request.seed, request.params.temperature, request.params.top_k))
         return add(self, request)
 
     monkeypatch.setattr(Engine, "add", noted)
     last = 2**64 - 1
     check = seeds_only(ModelDrafter(models()[1]), seed=last - 1, sampling={"temperature": 0.7, "top_k": 3})
     seeds = [last - 1, last, 0, 1, 2, 3]  # they start anew at the end
-    assert asked == [(seed, 0.7, 3) for seed in [*seeds[:3], *seeds]]
+    assert requests == [(seed, 0.7, 3) for seed in [*seeds[:3], *seeds]]
     assert check.identical == 9 and check.drafted
 
 
 class ReadsCoinsOfItsOwn(Planted):
-    """Its draws come from elsewhere: nobody else can repeat them."""
+    """The draws come from elsewhere, so that nobody can repeat them."""
 
     def choose(self, distribution: Tensor, rng: Rng) -> int:
         return draw(distribution, Rng(random_seed()).uniform())
@@ -79,7 +79,7 @@ class ReadsCoinsOfItsOwn(Planted):
 def test_other_draws_of_a_drafter_change_no_coupled_text_but_that_of_other_rules() -> None:
     assert parity(ReadsCoinsOfItsOwn()).passed
     report = parity(ReadsCoinsOfItsOwn(), verifier=RejectionVerifier())
-    assert {mode for mode, count in found(report).items() if count} == {"seed"}
+    assert {mode for mode, count in differences(report).items() if count} == {"seed"}
     check = report.checks[-1]
     assert (check.verifier, check.prompts) == ("rejection", 2 * len(PROMPTS))
     assert "the same batch again gives another text, a real difference" in check.notes[0]
@@ -93,7 +93,7 @@ def test_a_rule_with_coins_of_its_own_gives_the_same_batch_again() -> None:
 
 
 def test_what_has_no_seed_to_keep() -> None:
-    """A drafter that learns drafts otherwise the second time, and a rule for temperature 0 draws nothing."""
+    """A drafter that learns drafts differently the second time, and a rule for temperature 0 draws nothing."""
     learns = parity(SuffixDrafter(share=True), verifier=PointVerifier(), modes=["seed"])
     greedy = parity(ModelDrafter(models()[1]), verifier="greedy", modes=["seed"])
     assert learns.checks == greedy.checks == []
@@ -104,14 +104,14 @@ def test_what_has_no_seed_to_keep() -> None:
 
 
 class ScribblesOnTheNoise(Planted):
-    """Turns the noise of the next position round, which the target is about to use."""
+    """Reverses the noise of the next position, which the target is about to use."""
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
-        made = super().propose(context, budget)
+        tree = super().propose(context, budget)
         if context.sampler.noise is not None:
             place = len(context.tokens) - context.prompt_length
             context.sampler.noise.gumbels(place, self.model.vocab_size, torch.device("cpu")).neg_()
-        return made
+        return tree
 
 
 class TakesTheRootsNoise(CoupledVerifier):
@@ -135,8 +135,8 @@ class AcceptsLikely(CoupledVerifier):
 
 
 def check_planted(report: Report) -> None:
-    """Caught by the seeds alone, as real differences."""
-    assert {mode for mode, count in found(report).items() if count} == {"seed"}
+    """The error is caught by the seeds alone, as real differences."""
+    assert {mode for mode, count in differences(report).items() if count} == {"seed"}
     seeds = report.checks[-1]
     assert seeds.differences and not seeds.ties and not report.passed
     assert any("a real difference" in note and "alone" in note for note in seeds.notes)
@@ -170,7 +170,7 @@ class Rounded(CoupledVerifier):
 
 
 def nearly_tied(gap: float) -> TableModel:
-    """Whose tokens 1 and 2 are ``gap`` apart at the fourth new token of a prompt of one token and this seed."""
+    """A model whose tokens 1 and 2 are ``gap`` apart at the fourth new token of a prompt of one token and this seed."""
     noise = Noise(SEED).gumbels(3, 3, torch.device("cpu"))
 
     def distribution(prefix: tuple[int, ...]) -> Tensor:
@@ -192,14 +192,14 @@ def test_a_gap_within_rounding_is_a_tie_and_a_larger_one_is_not(gap: float, ties
 # -- differences of seeded outputs -----------------------------------------------------------------------------------
 
 
-def gap_of(one: int, other: int, logits: Sequence[float], **params: Any) -> float | None:
+def gap_of(first: int, other: int, logits: Sequence[float], **params: Any) -> float | None:
     """The gap between two first tokens, where the race would be even if all logits were 0."""
     noise = Noise(SEED)
     even = noise.gumbels(0, len(logits), torch.device("cpu"))
     temperature = params.setdefault("temperature", 1.0)
     distribution = torch.softmax(torch.tensor(logits, dtype=torch.float64) - temperature * even, -1)
     sampler = Sampler(SamplingParams(**params), 1, noise)
-    difference = first_difference(TableModel(lambda _: distribution, len(logits)), [0], [one], [other], sampler)
+    difference = first_difference(TableModel(lambda _: distribution, len(logits)), [0], [first], [other], sampler)
     assert difference is not None and difference.position == 0
     return difference.logit_gap
 
@@ -228,9 +228,9 @@ def distribution_gap(
     """Whether two first tokens are a tie, and their gap."""
     target = TableModel(lambda _: torch.tensor(distribution, dtype=torch.float64), len(distribution))
     sampler = Sampler(SamplingParams(temperature=1.0, **params), 1, Noise(seed))
-    found = first_difference(target, [0], tokens[:1], tokens[1:], sampler)
-    assert found is not None
-    return found.is_tie, found.logit_gap
+    difference = first_difference(target, [0], tokens[:1], tokens[1:], sampler)
+    assert difference is not None
+    return difference.is_tie, difference.logit_gap
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.75}, {"min_p": 0.5}])
@@ -274,8 +274,8 @@ def test_the_report_names_the_rule_that_was_used(
         ) -> Verdict:
             if len(tree) > 1:
                 used.add(self.name)
-            made: Verdict = real(self, tree, scores, coins)
-            return made
+            verdict: Verdict = real(self, tree, scores, coins)
+            return verdict
 
         monkeypatch.setattr(cls, "decide_fast", noted)
     assert [check.verifier for check in parity(drafter(), modes=["sampled"], samples=64).checks] == [rule] == list(used)
@@ -287,13 +287,13 @@ def test_the_report_names_the_rule_that_was_used(
 
 @pytest.mark.parametrize("verifier", ["auto", "rejection"])
 def test_the_distribution_is_that_of_requests_without_a_seed(monkeypatch: pytest.MonkeyPatch, verifier: str) -> None:
-    asked: list[int | None] = []
+    seeds: list[int | None] = []
     drawn: list[Any] = []
     add, collect = Engine.add, parity_distribution._collect
 
     def noted(self: Engine, request: Request) -> int:
         if request.params.temperature > 0:
-            asked.append(request.seed)
+            seeds.append(request.seed)
         return add(self, request)
 
     def kept(reference: Reference, outputs: Any) -> Any:
@@ -305,7 +305,7 @@ def test_the_distribution_is_that_of_requests_without_a_seed(monkeypatch: pytest
     before = torch.get_rng_state()
     drafter = ModelDrafter(models()[1], k=3)
     reports = [parity(drafter, modes=["sampled"], samples=96, verifier=verifier, seed=seed) for seed in (1, 1, 2)]
-    assert asked == [None] * (3 * 96)
+    assert seeds == [None] * (3 * 96)
     assert torch.equal(torch.get_rng_state(), before)  # the caller's own draws go on as they would
     assert drawn[0] == drawn[1] != drawn[2]
     assert reports[0].checks[0].verifier == ("block" if verifier == "auto" else "rejection")

@@ -1,4 +1,4 @@
-"""What the report says: how many texts are equal and why others are not, and nothing of what was not tried."""
+"""The report says how many texts are equal, why others are not, and nothing of what was not tried."""
 
 from __future__ import annotations
 
@@ -78,26 +78,26 @@ def test_a_drafter_that_drafted_nothing_was_not_tried() -> None:
     first, last = words(report)
     assert first.startswith("scripted drafted nothing on these prompts: it was not tried")
     assert last == "nothing was drafted on these prompts: whether speculation changes anything was not tried"
-    told = report.public()
-    assert told["tried"] is False and told["untried"] == [first]
-    assert (told["prompts"], told["identical"], told["checks"][0]["tried"]) == (0, 0, False)
+    record = report.public()
+    assert record["tried"] is False and record["untried"] == [first]
+    assert (record["prompts"], record["identical"], record["checks"][0]["tried"]) == (0, 0, False)
 
 
 def test_texts_of_a_drafter_that_drafted_nothing_are_not_counted() -> None:
     report = report_on(models()[0], ScriptedDrafter(), Planted(), prompts=[[0, 1], [2]])
-    told = report.public()
-    assert (told["prompts"], told["identical"], told["tried"]) == (2, 2, True)
-    assert [check["tried"] for check in told["checks"]] == [False, True]
-    found = words(report)
-    assert found[0].startswith("scripted drafted nothing")
-    assert found[1] == "all 2 texts are equal to plain decoding's, token by token"
+    record = report.public()
+    assert (record["prompts"], record["identical"], record["tried"]) == (2, 2, True)
+    assert [check["tried"] for check in record["checks"]] == [False, True]
+    lines = words(report)
+    assert lines[0].startswith("scripted drafted nothing")
+    assert lines[1] == "all 2 texts are equal to plain decoding's, token by token"
 
 
 def test_a_check_in_which_nothing_was_drafted_is_named() -> None:
     checks = [Check("ngram", "greedy", "greedy", 4, 4, drafted=9), Check("ngram", "greedy", "stop", 8, 8)]
-    found = words(Report(checks, complete=True, done=2, planned=2))
-    assert found[0].startswith("ngram drafted nothing in stop: it was not tried there")
-    assert found[1].startswith("all 4 texts")
+    lines = words(Report(checks, complete=True, done=2, planned=2))
+    assert lines[0].startswith("ngram drafted nothing in stop: it was not tried there")
+    assert lines[1].startswith("all 4 texts")
 
 
 def test_an_unfinished_run_says_how_far_it_came() -> None:
@@ -111,9 +111,9 @@ def test_an_unfinished_run_says_how_far_it_came() -> None:
 
 def test_an_unfinished_run_with_a_difference_has_failed_and_says_so() -> None:
     report = Report([Check("ngram", "greedy", "greedy", 4, 3, differences=1, drafted=9)], done=1, planned=6)
-    found = words(report)
-    assert found[0] == "3 of 4 texts are equal to plain decoding's; 1 differs in a way that rounding does not explain"
-    assert found[-1].startswith("FAILED") and found[-1].endswith("only 1 of 6 checks were run")
+    lines = words(report)
+    assert lines[0] == "3 of 4 texts are equal to plain decoding's; 1 differs in a way that rounding does not explain"
+    assert lines[-1].startswith("FAILED") and lines[-1].endswith("only 1 of 6 checks were run")
 
 
 def test_gaps_have_their_range() -> None:
@@ -141,6 +141,6 @@ def test_a_drafter_that_breaks_off_is_said_once_and_nothing_is_said_of_its_texts
 def test_a_difference_beside_a_drafter_that_broke_off_is_said_too() -> None:
     differs = Check("ngram", "greedy", "greedy", 4, 3, differences=1, drafted=9)
     broke = Check("model", "greedy", "greedy", 4, differences=4, broke_off=True)
-    found = words(Report([differs, broke], complete=True))
-    assert found[-1] == "FAILED: there is a difference that rounding does not explain, and a drafter broke off"
-    assert "3 of 4 texts" in found[0]
+    lines = words(Report([differs, broke], complete=True))
+    assert lines[-1] == "FAILED: there is a difference that rounding does not explain, and a drafter broke off"
+    assert "3 of 4 texts" in lines[0]

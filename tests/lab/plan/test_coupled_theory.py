@@ -101,10 +101,10 @@ def test_one_candidate_is_the_formula_of_the_paper(size: int) -> None:
 @pytest.mark.parametrize("size", [3, 7, 40])
 def test_bounds_hold(size: int) -> None:
     p, q = random_pairs(400, size, seed=100 + size)
-    found, slack = coupled_acceptance(p, q), 1e-12
-    assert (found >= coupled_lower_bound(p, q) - slack).all()
-    assert (found <= acceptance_probability(p, q) + slack).all()
-    assert found.max() > 0.9 and found.min() < 0.3  # the pairs are near and far
+    acceptance, slack = coupled_acceptance(p, q), 1e-12
+    assert (acceptance >= coupled_lower_bound(p, q) - slack).all()
+    assert (acceptance <= acceptance_probability(p, q) + slack).all()
+    assert acceptance.max() > 0.9 and acceptance.min() < 0.3  # the pairs are near and far
     assert coupled_acceptance(p, q) == pytest.approx(coupled_acceptance(q, p))  # the races are symmetric
 
 
@@ -117,9 +117,9 @@ def test_more_candidates_agree_with_the_closed_form(k: int) -> None:
 
 def test_more_candidates_are_never_worse() -> None:
     p, q = random_pairs(50, 8, seed=3)
-    found = np.stack([candidates_acceptance(p, q, k) for k in range(1, 9)])
-    assert (np.diff(found, axis=0) >= -1e-12).all()
-    assert found[-1] == pytest.approx((p * (q > 0)).sum(-1))  # all possible tokens are candidates
+    acceptance = np.stack([candidates_acceptance(p, q, k) for k in range(1, 9)])
+    assert (np.diff(acceptance, axis=0) >= -1e-12).all()
+    assert acceptance[-1] == pytest.approx((p * (q > 0)).sum(-1))  # all possible tokens are candidates
 
 
 @cache
@@ -134,8 +134,8 @@ def ranks(times: Array, p: Array, q: Array) -> NDArray[np.intp]:
     with np.errstate(divide="ignore"):
         winners = (times / p).argmin(-1)
         draft = times / q
-    mine = np.take_along_axis(draft, winners[:, None], -1)
-    return np.where(np.isinf(mine[:, 0]), len(p), (draft < mine).sum(-1))
+    winner_times = np.take_along_axis(draft, winners[:, None], -1)
+    return np.where(np.isinf(winner_times[:, 0]), len(p), (draft < winner_times).sum(-1))
 
 
 def test_formulas_agree_with_simulated_races() -> None:
@@ -143,29 +143,29 @@ def test_formulas_agree_with_simulated_races() -> None:
     p, q = random_pairs(6, 6, seed=1)
     assert (p == 0).any() and (q == 0).any()
     p[0], q[0] = [*P, 0.0, 0.0, 0.0], [*Q, 0.0, 0.0, 0.0]
-    for mine, other in zip(p, q, strict=True):
-        found = ranks(times, mine, other)
-        for k, expected in [(1, coupled_acceptance(mine, other))] + [
-            (k, candidates_acceptance(mine, other, k)) for k in (1, 2, 3, 4)
+    for target, proposal in zip(p, q, strict=True):
+        drawn_ranks = ranks(times, target, proposal)
+        for k, expected in [(1, coupled_acceptance(target, proposal))] + [
+            (k, candidates_acceptance(target, proposal, k)) for k in (1, 2, 3, 4)
         ]:
             error = math.sqrt(max(float(expected * (1 - expected)), 1e-9) / DRAWS)
-            assert (found < k).mean() == pytest.approx(float(expected), abs=SIGMAS * error)
+            assert (drawn_ranks < k).mean() == pytest.approx(float(expected), abs=SIGMAS * error)
 
 
 def test_a_simulation_notices_a_wrong_formula() -> None:
     """Negative control: the lower bound, and rejection's acceptance, are no results of these races."""
-    found = float((ranks(races()[:, :3], P, Q) < 1).mean())
+    simulated = float((ranks(races()[:, :3], P, Q) < 1).mean())
     error = SIGMAS * math.sqrt(0.25 / DRAWS)
-    assert abs(found - coupled_lower_bound(P, Q)) > error and abs(found - acceptance_probability(P, Q)) > error
+    assert abs(simulated - coupled_lower_bound(P, Q)) > error and abs(simulated - acceptance_probability(P, Q)) > error
 
 
 def test_recursive_rejection_is_right_at_both_ends() -> None:
     p, q = random_pairs(30, 6, seed=8)
     assert recursive_rejection_acceptance(p, q, 1) == pytest.approx(acceptance_probability(p, q))
-    found = np.stack([recursive_rejection_acceptance(p, q, k) for k in range(1, 7)])
-    assert (np.diff(found, axis=0) >= -1e-12).all() and (found <= 1.0).all()
+    acceptance = np.stack([recursive_rejection_acceptance(p, q, k) for k in range(1, 7)])
+    assert (np.diff(acceptance, axis=0) >= -1e-12).all() and (acceptance <= 1.0).all()
     full = (q > 0).all(-1)
-    assert full.any() and found[-1][full] == pytest.approx(1.0)
+    assert full.any() and acceptance[-1][full] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("rule", [candidates_acceptance, recursive_rejection_acceptance])
@@ -187,13 +187,13 @@ def test_what_the_theory_page_says_of_its_picture(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     names = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "coupled_acceptance.py"))
     p, q = names["random_pairs"](400, 32, 1.5)
-    distance, found = 1.0 - acceptance_probability(p, q), names["acceptances"](p, q)
-    mean = {name: names["means"](distance, values)[1] for name, values in found.items()}
+    distance, acceptances = 1.0 - acceptance_probability(p, q), names["acceptances"](p, q)
+    mean = {name: names["means"](distance, values)[1] for name, values in acceptances.items()}
     middles, bound = names["means"](distance, coupled_lower_bound(p, q))
     assert (mean["rejection, 1"] - mean["coupled, 1"] < mean["coupled, 1"] - bound).all()
     assert (mean["coupled, 4"] > mean["recursive rejection, 4"]).all()
     assert ((mean["coupled, 2"] > mean["recursive rejection, 2"]) == (middles < 0.5)).all()
-    names["plot"](distance, found, tmp_path / "found.png")
+    names["plot"](distance, acceptances, tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -206,7 +206,7 @@ def test_acceptance_by_hand_and_from_total_variation() -> None:
     distributions = np.random.default_rng(0).dirichlet([0.3] * 7, size=(2, 50))
     total_variation = 0.5 * np.abs(distributions[0] - distributions[1]).sum(-1)
     assert acceptance_probability(*distributions) == pytest.approx(1 - total_variation)
-    tensors = (torch.tensor(one) for one in distributions)
+    tensors = (torch.tensor(distribution) for distribution in distributions)
     assert acceptance_probability(*tensors) == pytest.approx(1 - total_variation)
 
 

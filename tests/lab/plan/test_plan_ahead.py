@@ -22,13 +22,13 @@ POSITIONS = [0.6, 0.15, 0.08, 0.02]
 
 def drawn_hits(k: int, fanout: int, positions: list[float], rounds: int = 20_000) -> float:
     """The share of drawn rounds whose outcome is guessed: every place has the rank of the target's token."""
-    rng, found = random.Random(0), 0
+    rng, hits = random.Random(0), 0
     for _ in range(rounds):
         ranks = rng.choices(range(len(positions) + 1), [*positions, 1 - sum(positions)], k=k + 1)
         accepted = next((i for i, rank in enumerate(ranks[:k]) if rank), k)
         rank = ranks[accepted]
-        found += rank < fanout if accepted == k else 0 < rank <= fanout
-    return found / rounds
+        hits += rank < fanout if accepted == k else 0 < rank <= fanout
+    return hits / rounds
 
 
 @pytest.mark.parametrize("fanout", [1, 3])
@@ -55,24 +55,24 @@ def clock(call: float, work: float, s: float) -> float:
 @pytest.mark.parametrize("s", [1.0, 1.5, 2.0, 2.5])
 @pytest.mark.parametrize("c", [0.02, 0.3])
 def test_the_clock(c: float, s: float) -> None:
-    """The time of a round is that of two jobs that slow each other down, and what is drafted after a miss."""
-    given = Assumptions(0.6, c=c, overhead=0.05, v=Measured(TargetCost({1: 1.0, 5: 1.2, 20: 1.6})))
-    row = ahead_row(given, 4, 2, s, POSITIONS)
+    """The time of a round is that of two jobs that slow each other down, plus the draft after a miss."""
+    assumptions = Assumptions(0.6, c=c, overhead=0.05, v=Measured(TargetCost({1: 1.0, 5: 1.2, 20: 1.6})))
+    row = ahead_row(assumptions, 4, 2, s, POSITIONS)
     assert row.work == pytest.approx(c * (1.2 + 4 * (1.2 + 0.4 / 3)))  # five rows, then four calls of ten
     round_ = clock(1.2, row.work, s) + (1 - row.hits) * 4 * c + 0.05
-    assert given.tokens(4) / row.speedup == pytest.approx(round_, abs=2e-3)
-    assert row.without == pytest.approx(given.speedup(4))
+    assert assumptions.tokens(4) / row.speedup == pytest.approx(round_, abs=2e-3)
+    assert row.without == pytest.approx(assumptions.speedup(4))
     assert row.pays == (row.speedup > row.without)
 
 
 def test_break_even() -> None:
-    """At the factor it says both are equal; a little more and it loses."""
-    given = Assumptions(0.7, c=0.1)
-    most = ahead_row(given, 4, 2, 1.0, POSITIONS).contention
+    """At the reported contention both are equal; a little more and drafting ahead loses."""
+    assumptions = Assumptions(0.7, c=0.1)
+    most = ahead_row(assumptions, 4, 2, 1.0, POSITIONS).contention
     assert most is not None and 1 < most < 2
-    assert ahead_row(given, 4, 2, most, POSITIONS).speedup == pytest.approx(given.speedup(4))
-    assert ahead_row(given, 4, 2, most - 0.05, POSITIONS).pays
-    assert not ahead_row(given, 4, 2, most + 0.05, POSITIONS).pays
+    assert ahead_row(assumptions, 4, 2, most, POSITIONS).speedup == pytest.approx(assumptions.speedup(4))
+    assert ahead_row(assumptions, 4, 2, most - 0.05, POSITIONS).pays
+    assert not ahead_row(assumptions, 4, 2, most + 0.05, POSITIONS).pays
 
 
 def test_work_that_outlasts_the_call_never_pays() -> None:
@@ -82,7 +82,7 @@ def test_work_that_outlasts_the_call_never_pays() -> None:
 
 
 def test_sharing_everything_never_pays() -> None:
-    """At 2 the guesses are paid in full, and they are more than a draft."""
+    """At 2 the guesses are paid in full, and they cost more than a draft."""
     for c in (0.01, 0.1, 0.2):
         for k in (1, 3, 6):
             assert not ahead_row(Assumptions(0.9, c=c), k, 2, 2.0, [0.9, 0.05, 0.02]).pays

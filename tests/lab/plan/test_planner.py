@@ -29,9 +29,9 @@ COSTS = RoundCosts(
 
 
 def test_rows_are_the_formulas() -> None:
-    made = plan(Assumptions(0.7, 0.1, 0.05, V), range(1, 9))
-    assert [row.k for row in made.rows] == list(range(9))
-    for row in made.rows[1:]:
+    planned = plan(Assumptions(0.7, 0.1, 0.05, V), range(1, 9))
+    assert [row.k for row in planned.rows] == list(range(9))
+    for row in planned.rows[1:]:
         v = V(row.k + 1)
         tokens = sum(0.7**i for i in range(row.k + 1))
         assert row.tokens == pytest.approx(tokens)
@@ -41,59 +41,67 @@ def test_rows_are_the_formulas() -> None:
         assert row.break_even_c == pytest.approx((tokens - v - 0.05) / row.k)
         assert row.break_even_alpha is not None
         assert expected_tokens(row.break_even_alpha, row.k) == pytest.approx(v + 0.1 * row.k + 0.05)
-    plain = made.rows[0]
+    plain = planned.rows[0]
     assert (plain.tokens, plain.speedups[1], plain.operations, plain.break_even_c) == (1.0, 1.0, 1.0, None)
-    assert made.best is max(made.rows, key=lambda row: row.speedups[1])
+    assert planned.best is max(planned.rows, key=lambda row: row.speedups[1])
 
 
 @pytest.mark.parametrize("spec", list(COSTS.drafters))
 @pytest.mark.parametrize("batch", [1, 3, 16])
 def test_a_profile_is_planned_as_controllers_plan(spec: str, batch: int) -> None:
-    made = plan(Assumptions.measured(COSTS, spec), range(1, 8), (batch,))
-    for row in made.rows:
+    planned = plan(Assumptions.measured(COSTS, spec), range(1, 8), (batch,))
+    for row in planned.rows:
         assert row.speedups[batch] == pytest.approx(COSTS.speedup(spec, row.k, batch))
 
 
 def test_batches_use_up_the_flat_part() -> None:
-    made = plan(Assumptions(0.7, 0.1, v=V), range(1, 9), (1, 4, 16, 64))
-    best = list(made.best_by_batch.values())
+    planned = plan(Assumptions(0.7, 0.1, v=V), range(1, 9), (1, 4, 16, 64))
+    best = list(planned.best_by_batch.values())
     assert best == sorted(best, reverse=True) and best[0] > best[-1] == 0
-    for row in made.rows[1:]:
+    for row in planned.rows[1:]:
         assert row.speedups[4] == pytest.approx(row.tokens * V(4) / (V(4 * (row.k + 1)) + 0.1 * V(4) * row.k))
-    ratio = made.row(4).speedups
-    assert made.limits is not None and made.limits.batch is not None
-    assert ratio[4] > 1 > ratio[16] and 4 < made.limits.batch <= 16
+    ratio = planned.row(4).speedups
+    assert planned.limits is not None and planned.limits.batch is not None
+    assert ratio[4] > 1 > ratio[16] and 4 < planned.limits.batch <= 16
 
 
 def test_limits_are_where_the_speed_up_is_one() -> None:
-    for given in (Assumptions(0.7, 0.1, 0.05, V), Assumptions(0.3, 0.4), Assumptions.measured(COSTS, "model,k=5")):
+    for assumptions in (
+        Assumptions(0.7, 0.1, 0.05, V),
+        Assumptions(0.3, 0.4),
+        Assumptions.measured(COSTS, "model,k=5"),
+    ):
         for batch in (1, 4):
-            made = plan(given, range(1, 7), (batch,))
-            limits, near = made.limits, made.best if made.best.k else made.nearest
+            planned = plan(assumptions, range(1, 7), (batch,))
+            limits, near = planned.limits, planned.best if planned.best.k else planned.nearest
             assert limits is not None and near is not None and limits.alpha is not None
-            at_alpha = Assumptions(limits.alpha, given.c, given.overhead, given.v, given.drafter_grows)
+            at_alpha = Assumptions(
+                limits.alpha, assumptions.c, assumptions.overhead, assumptions.v, assumptions.drafter_grows
+            )
             assert at_alpha.speedup(near.k, batch) == pytest.approx(1.0)
             assert limits.c is not None
-            assert Assumptions(given.acceptance, limits.c, given.overhead, given.v, given.drafter_grows).speedup(
-                near.k, batch
-            ) == pytest.approx(1.0)
+            assert Assumptions(
+                assumptions.acceptance, limits.c, assumptions.overhead, assumptions.v, assumptions.drafter_grows
+            ).speedup(near.k, batch) == pytest.approx(1.0)
             if limits.overhead is not None:
-                at_overhead = Assumptions(given.acceptance, given.c, limits.overhead, given.v, given.drafter_grows)
+                at_overhead = Assumptions(
+                    assumptions.acceptance, assumptions.c, limits.overhead, assumptions.v, assumptions.drafter_grows
+                )
                 assert at_overhead.speedup(near.k, batch) == pytest.approx(1.0)
 
 
 def test_trees_of_a_plan() -> None:
-    given = Assumptions(0.6, 0.1, v=V)
-    made = plan(given, [4], trees=[(3, 2, 1), (1, 1, 1, 1)], positions=[0.6, 0.15, 0.05])
+    assumptions = Assumptions(0.6, 0.1, v=V)
+    planned = plan(assumptions, [4], trees=[(3, 2, 1), (1, 1, 1, 1)], positions=[0.6, 0.15, 0.05])
     parents = branching_parents([3, 2, 1])
     tokens = tree_expected_tokens(parents, positional_success(parents, [0.6, 0.15, 0.05]))
-    assert made.trees[0].tokens == pytest.approx(tokens)
-    assert made.trees[0].speedups[1] == pytest.approx(tokens / (V(16) + 3 * 0.1))
-    assert made.trees[1].speedups[1] == pytest.approx(made.row(4).speedups[1])
-    assert (made.trees[0].shape, made.trees[0].nodes, made.trees[0].depth) == ("3x2x1", 15, 3)
-    guessed = plan(given, [4], trees=[(2,)])
+    assert planned.trees[0].tokens == pytest.approx(tokens)
+    assert planned.trees[0].speedups[1] == pytest.approx(tokens / (V(16) + 3 * 0.1))
+    assert planned.trees[1].speedups[1] == pytest.approx(planned.row(4).speedups[1])
+    assert (planned.trees[0].shape, planned.trees[0].nodes, planned.trees[0].depth) == ("3x2x1", 15, 3)
+    guessed = plan(assumptions, [4], trees=[(2,)])
     assert guessed.trees[0].tokens == pytest.approx(1 + 0.6 + 0.4 * 0.6)
-    assert any("upper estimate" in note for note in guessed.notes) and not any("upper" in n for n in made.notes)
+    assert any("upper estimate" in note for note in guessed.notes) and not any("upper" in n for n in planned.notes)
     chain = plan(Assumptions((0.8, 0.4), v=V), [2], trees=[(1, 1)])
     assert chain.trees[0].tokens == pytest.approx(chain.row(2).tokens)
 
@@ -107,8 +115,8 @@ def test_a_shift_changes_every_step() -> None:
 
 
 def test_sensitivity_is_the_plan_made_again() -> None:
-    given = Assumptions(0.7, 0.1, v=V)
-    changes = {change.what: change for change in plan(given, range(1, 9)).changes}
+    assumptions = Assumptions(0.7, 0.1, v=V)
+    changes = {change.what: change for change in plan(assumptions, range(1, 9)).changes}
     worse = changes["acceptance 0.1 lower"]
     assert worse.speedup == pytest.approx(Assumptions(0.6, 0.1, v=V).speedup(4))
     assert worse.best_k == plan(Assumptions(0.6, 0.1, v=V), range(1, 9)).best.k
@@ -142,8 +150,8 @@ def test_the_words() -> None:
 
 
 def test_notes_say_what_is_not_known() -> None:
-    def notes(given: Assumptions, batch: int = 1) -> str:
-        return " | ".join(plan(given, range(1, 9), (batch,)).notes)
+    def notes(assumptions: Assumptions, batch: int = 1) -> str:
+        return " | ".join(plan(assumptions, range(1, 9), (batch,)).notes)
 
     assert "same" in notes(Assumptions(0.7, 0.1)) and "free" not in notes(Assumptions(0.7, 0.1))
     assert "free" in notes(Assumptions(0.7))
@@ -154,11 +162,11 @@ def test_notes_say_what_is_not_known() -> None:
 
 
 def test_public_form_is_json() -> None:
-    made = plan(Assumptions((0.8, 0.5), 0.1), range(1, 4), (1, 2), [(2, 2)])
-    found = json.loads(json.dumps(made.public(), allow_nan=False))
-    assert found["survival"] == [0.8, 0.5] and found["alpha"] is None
-    assert found["best"]["k"] == made.best.k and len(found["rows"]) == 4
-    assert found["best_by_batch"] == {"1": made.best.k, "2": made.best_by_batch[2]}
+    planned = plan(Assumptions((0.8, 0.5), 0.1), range(1, 4), (1, 2), [(2, 2)])
+    public = json.loads(json.dumps(planned.public(), allow_nan=False))
+    assert public["survival"] == [0.8, 0.5] and public["alpha"] is None
+    assert public["best"]["k"] == planned.best.k and len(public["rows"]) == 4
+    assert public["best_by_batch"] == {"1": planned.best.k, "2": planned.best_by_batch[2]}
 
 
 def test_bad_assumptions() -> None:
@@ -178,13 +186,13 @@ def test_bad_assumptions() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "assumptions",
     [Assumptions(0.7, 0.1, v=V), Assumptions((0.8, 0.5), v=Flat()), Assumptions(0.3, 0.4), Assumptions(1.0)],
     ids=["usual", "survival", "never-pays", "certain"],
 )
-def test_pictures_of_all_sorts(given: Assumptions, tmp_path: Path) -> None:
+def test_pictures_of_all_sorts(assumptions: Assumptions, tmp_path: Path) -> None:
     file = tmp_path / "plan.png"
-    plot(plan(given, [4] if given.c else range(1, 9), (1, 4), [(2, 2)] if given.c else []), file)
+    plot(plan(assumptions, [4] if assumptions.c else range(1, 9), (1, 4), [(2, 2)] if assumptions.c else []), file)
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000
     assert list(tmp_path.iterdir()) == [file]
 

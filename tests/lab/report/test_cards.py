@@ -72,9 +72,9 @@ def test_changed_and_broken_cards_are_one_line(tmp_path: Path, old: str, new: st
     text = to_json(card())
     assert old in text
     file = put(tmp_path, "mine", text.replace(old, new))
-    with pytest.raises(ValueError, match=re.escape(words)) as told:
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
         read_card(file)
-    assert str(told.value).startswith(f"{file} ") and "\n" not in str(told.value)
+    assert str(error.value).startswith(f"{file} ") and "\n" not in str(error.value)
 
 
 def change(body: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_the_page_loads_nothing_and_shows_every_figure() -> None:
 
 
 def test_words() -> None:
-    assert [matrix_name(found) for found in (["avx2", "amx_bf16"], ["avx512f"], [])] == [
+    assert [matrix_name(flags) for flags in (["avx2", "amx_bf16"], ["avx512f"], [])] == [
         "AMX-BF16",
         "AVX512",
         "no AVX2",
@@ -196,10 +196,10 @@ def test_the_figures_are_those_of_the_run() -> None:
         ],
     }  # fmt: skip
     about = origin("builtin", {"quantize": None, "inflate": None, "backend": "auto"}, list(arms)[1:])
-    ours, theirs = card_of(BenchResult([], summary), about).figures
-    assert (ours["method"], ours["drafter"], ours["controller"]) == ("ngram", "ngram", "constant,k=2")
-    assert (ours["plain_tokens_per_s"], ours["tokens_per_s"], ours["speedup_ci95"]) == (10.0, 15.0, [1.0, 2.123])
-    assert ours["equality"] == {"identical": 7, "ties": 2, "differences": 0} and theirs["equality"] is None
-    assert (ours["prefill_s"], ours["ttft_s"], theirs["prefill_s"], theirs["ttft_s"]) == (0.25, None, None, 0.25)
+    ngram, llama = card_of(BenchResult([], summary), about).figures
+    assert (ngram["method"], ngram["drafter"], ngram["controller"]) == ("ngram", "ngram", "constant,k=2")
+    assert (ngram["plain_tokens_per_s"], ngram["tokens_per_s"], ngram["speedup_ci95"]) == (10.0, 15.0, [1.0, 2.123])
+    assert ngram["equality"] == {"identical": 7, "ties": 2, "differences": 0} and llama["equality"] is None
+    assert (ngram["prefill_s"], ngram["ttft_s"], llama["prefill_s"], llama["ttft_s"]) == (0.25, None, None, 0.25)
     assert card_of(BenchResult([], summary), about).model["forward"] == "native"
-    assert theirs["method"] == "llama.cpp" and about.model["kind"] == "built-in"
+    assert llama["method"] == "llama.cpp" and about.model["kind"] == "built-in"

@@ -42,14 +42,14 @@ def cell(arm: str, category: str = "code", temperature: float = 0.0, batch: int 
     speedup = SPEEDUPS[arm] * (1.0 if category == "code" else 0.9)
     length = {"plain": 1.0, FAST: 2.6, SLOW: 1.2, COSTLY: 2.2}[arm]
     draft, target, verify, overhead = (ms / 1000 * 256 / length for ms in ROUNDS[arm])
-    found = {
+    row = {
         "arm": arm, "category": category, "temperature": temperature, "batch": batch, "prompts": 4, "new_tokens": 256,
         "tokens_per_s": 40 * speedup, "speedup": speedup, "speedup_ci95": [speedup - 0.05, speedup + 0.05],
         "mean_acceptance_length": length, "acceptance_rate": 0.25,
         "identical": True, "draft_s": draft, "target_s": target, "overhead_s": verify + overhead,
         "predicted_speedup": speedup * 1.04,
     }  # fmt: skip
-    return {**found, **more}
+    return {**row, **more}
 
 
 def tree_round(origin: str = "recovered", text: str = " b") -> dict[str, Any]:
@@ -67,7 +67,7 @@ def summary(**more: Any) -> dict[str, Any]:
         for arm, ms in ROUNDS.items()
     }
     survival = {FAST: [0.8, 0.5], SLOW: [0.15, 0.05], COSTLY: [0.7, 0.5]}
-    found = {
+    fields = {
         "summary": True, "target": "builtin", "arms": ARMS, "settings": {"dtype": "float32", "max_new_tokens": 64},
         "machine": {
             "hardware": {"cpu": "Test CPU", "cores": 2, "gpus": []}, "versions": {"foretoken": "0.1", "torch": "2.9"},
@@ -88,7 +88,7 @@ def summary(**more: Any) -> dict[str, Any]:
             },
         ],
     }  # fmt: skip
-    return {**found, **more}
+    return {**fields, **more}
 
 
 def written(folder: Path, *lines: Mapping[str, Any] | str) -> Path:
@@ -142,17 +142,17 @@ def page(file: Path) -> Page:
     return Page(render(read_run(file)))
 
 
-def with_class(found: Page, name: str) -> Iterator[dict[str, str | None]]:
-    return (attrs for _, attrs in found.elements if name in (attrs.get("class") or "").split())
+def with_class(parsed: Page, name: str) -> Iterator[dict[str, str | None]]:
+    return (attrs for _, attrs in parsed.elements if name in (attrs.get("class") or "").split())
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_is_well_formed_and_has_every_section(full: Path) -> None:
-    found = page(full)
-    assert {"speedup", "positions", "rounds", "sweeps", "costs", "trace", "table"} <= found.ids
-    words = "".join(found.words)
+    parsed = page(full)
+    assert {"speedup", "positions", "rounds", "sweeps", "costs", "trace", "table"} <= parsed.ids
+    words = "".join(parsed.words)
     for fact in (
         "builtin",
         "Test CPU, 2 cores",
@@ -162,8 +162,8 @@ def test_the_page_is_well_formed_and_has_every_section(full: Path) -> None:
         "load before the run 0.50",
     ):
         assert fact in words
-    linked = {attrs["href"] for tag, attrs in found.elements if tag == "a" and (attrs["href"] or "").startswith("#")}
-    assert {link and link[1:] for link in linked} <= found.ids and len(linked) == 7
+    linked = {attrs["href"] for tag, attrs in parsed.elements if tag == "a" and (attrs["href"] or "").startswith("#")}
+    assert {link and link[1:] for link in linked} <= parsed.ids and len(linked) == 7
 
 
 def test_ids_are_unique(full: Path) -> None:
@@ -205,8 +205,8 @@ def test_text_from_a_model_is_escaped(tmp_path: Path) -> None:
 
 def test_the_trace_opens_on_an_arm_that_drafts(tmp_path: Path) -> None:
     traces = [{"arm": arm, "prompt": "x", "temperature": 0.0, "rounds": [tree_round()]} for arm in ("plain", FAST)]
-    found = shown_data(render(read_run(written(tmp_path, cell(FAST), summary(traces=traces)))))
-    assert [trace["arm"] for trace in found["traces"]] == [FAST, "plain"]
+    data = shown_data(render(read_run(written(tmp_path, cell(FAST), summary(traces=traces)))))
+    assert [trace["arm"] for trace in data["traces"]] == [FAST, "plain"]
 
 
 def shown_data(text: str) -> dict[str, Any]:
@@ -233,11 +233,11 @@ def test_the_whole_run_can_be_downloaded(full: Path) -> None:
 
 
 def test_the_table_has_every_cell(full: Path) -> None:
-    found = page(full)
-    rows = [tag for tag, _ in found.elements].count("tr")
+    parsed = page(full)
+    rows = [tag for tag, _ in parsed.elements].count("tr")
     assert rows == 1 + len(CELLS) + len(MORE)
-    heads = [attrs for tag, attrs in found.elements if tag == "th"]
-    assert len([tag for tag, _ in found.elements if tag == "td"]) == (rows - 1) * len(heads)
+    heads = [attrs for tag, attrs in parsed.elements if tag == "th"]
+    assert len([tag for tag, _ in parsed.elements if tag == "td"]) == (rows - 1) * len(heads)
 
 
 def test_the_script_runs(full: Path, tmp_path: Path) -> None:
@@ -331,17 +331,17 @@ def test_categories_together_weigh_by_time() -> None:
         {"new_tokens": 100, "tokens_per_s": 20, "speedup": 2.0, "speedup_ci95": [1.7, 2.3]},
         {"new_tokens": 100, "tokens_per_s": 10, "speedup": 1.0, "speedup_ci95": [0.8, 1.2]},
     ]
-    found = figures.together(cells)
-    assert found is not None and found.value == pytest.approx(20 / 15)
+    speedup = figures.together(cells)
+    assert speedup is not None and speedup.value == pytest.approx(20 / 15)
     spread = ((0.3 / 3) ** 2 + (0.2 * 2 / 3) ** 2) ** 0.5
-    assert (found.low, found.high) == pytest.approx((20 / 15 - spread, 20 / 15 + spread))
-    assert figures.together([{**cells[0], "speedup_ci95": None}, cells[1]]) == figures.Speedup(found.value)
+    assert (speedup.low, speedup.high) == pytest.approx((20 / 15 - spread, 20 / 15 + spread))
+    assert figures.together([{**cells[0], "speedup_ci95": None}, cells[1]]) == figures.Speedup(speedup.value)
     assert figures.together([{"speedup": None}]) is None
     assert figures.together([{"speedup": 2.0, "speedup_ci95": [2.0, 2.0]}]) == figures.Speedup(2.0)
 
 
 def test_the_run_s_own_overall_and_ties_are_used(tmp_path: Path) -> None:
-    told = cell(FAST, "overall", speedup=1.77, speedup_ci95=[1.7, 1.8])
+    overall = cell(FAST, "overall", speedup=1.77, speedup_ci95=[1.7, 1.8])
     counts = {
         "arm": FAST,
         "category": "code",
@@ -352,7 +352,7 @@ def test_the_run_s_own_overall_and_ties_are_used(tmp_path: Path) -> None:
         "differences": 0,
     }
     cells = [cell(FAST, identical=False), cell(FAST, "prose")]
-    run = read_run(written(tmp_path, *cells, summary(overall=[told], equality=[counts])))
+    run = read_run(written(tmp_path, *cells, summary(overall=[overall], equality=[counts])))
     everything, code, prose = (panel.bars[0] for panel in figures.speedups(run, (0.0, 1)))
     assert (everything.value, everything.low, everything.high) == (1.77, 1.7, 1.8)
     assert (everything.badge, code.badge, prose.badge) == ("ties", "ties", "identical")
@@ -423,8 +423,8 @@ def test_sweeps_show_only_what_varies(full: Path, tmp_path: Path) -> None:
     assert family.points[0][1] == pytest.approx(2.1 * 0.95, rel=0.01)
     temperature = charts["Speed-up against temperature"]
     assert [x for x, _ in temperature.series[0].points] == [0.0, 1.0] and temperature.guides[0].points[0][1] == 1.0
-    one = written(tmp_path, cell(FAST), cell(COSTLY), summary())
-    assert figures.sweeps(read_run(one)) == [] and "sweeps" not in page(one).ids
+    single = written(tmp_path, cell(FAST), cell(COSTLY), summary())
+    assert figures.sweeps(read_run(single)) == [] and "sweeps" not in page(single).ids
 
 
 def test_an_arm_keeps_its_colour() -> None:
@@ -461,14 +461,14 @@ def remarks(run: Run) -> dict[str, str]:
 
 def test_the_verdict_says_what_is_fastest_and_why_another_is_slow(tmp_path: Path) -> None:
     run = read_run(written(tmp_path, *(cell(arm) for arm in ARMS), summary()))
-    found = list(remarks(run))
-    assert found[0] == f"Fastest (greedy, batch 1): {FAST}, 2.10x (95 % CI 2.05 to 2.15), with 2.60 tokens per round."
-    assert found[1].startswith(f"Faster than plain: {COSTLY}, 1.25x")
-    assert found[2] == (
+    lines = list(remarks(run))
+    assert lines[0] == f"Fastest (greedy, batch 1): {FAST}, 2.10x (95 % CI 2.05 to 2.15), with 2.60 tokens per round."
+    assert lines[1].startswith(f"Faster than plain: {COSTLY}, 1.25x")
+    assert lines[2] == (
         f"Slower than plain: {SLOW}, 0.80x (95 % CI 0.75 to 0.85), because few drafts are accepted (0.20 tokens per "
         "round, 25% of them) while the target call grows with its nodes by 0.75 of a plain round."
     )
-    assert found[3] == "Output equals plain decoding's in all 3 compared cells."
+    assert lines[3] == "Output equals plain decoding's in all 3 compared cells."
 
 
 def test_a_expensive_draft_is_named(tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ def test_noise_is_no_verdict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interval", [[2.3, 2.3], None])
 def test_one_prompt_tells_no_arm_from_plain(tmp_path: Path, interval: list[float] | None) -> None:
-    """Its interval has no width, whatever the speed."""
+    """The interval has no width, whatever the speed."""
     cells = [cell(arm, speedup_ci95=interval) for arm in (FAST, SLOW)]
     fast, slow, _ = remarks(read_run(written(tmp_path, cell("plain"), *cells, summary()))).items()
     assert fast[0].endswith("; but this run cannot tell it from plain decoding.") and "2.10x (no interval)" in fast[0]
@@ -528,16 +528,16 @@ def test_an_arm_that_drafted_nothing_is_not_compared(tmp_path: Path) -> None:
     """It decoded plainly: it is not the fastest, and its texts are plain decoding's by themselves."""
     cells = [cell("plain"), cell(FAST), cell(SLOW)]
     run = read_run(written(tmp_path, *cells, summary(drafted=drafted(*cells, counts={FAST: 0}))))
-    found = list(remarks(run))
-    assert found == [
+    lines = list(remarks(run))
+    assert lines == [
         "Nothing is faster than plain decoding (greedy, batch 1).",
-        found[1],
+        lines[1],
         f"{FAST} drafted nothing (greedy, batch 1): it decoded plainly, so nothing of it is compared.",
         "Output equals plain decoding's in all 1 compared cells.",
     ]
-    assert found[1].startswith(f"Slower than plain: {SLOW}")
+    assert lines[1].startswith(f"Slower than plain: {SLOW}")
     alone = read_run(written(tmp_path, *cells[:2], summary(drafted=drafted(*cells[:2], counts={FAST: 0}))))
-    assert list(remarks(alone)) == [found[2]]
+    assert list(remarks(alone)) == [lines[2]]
 
 
 def test_another_engine_that_does_not_tell_its_drafts_is_compared(tmp_path: Path) -> None:
@@ -587,9 +587,9 @@ def test_an_interrupted_run_is_reported_as_far_as_it_goes(tmp_path: Path) -> Non
     file = written(tmp_path, *CELLS, '{"arm": "ngr')
     out = tmp_path / "report.html"
     write_report(file, out)
-    found = Page(out.read_text(encoding="utf-8"))
-    assert {"speedup", "table"} <= found.ids and not {"positions", "rounds", "trace"} & found.ids
-    words = "".join(found.words)
+    parsed = Page(out.read_text(encoding="utf-8"))
+    assert {"speedup", "table"} <= parsed.ids and not {"positions", "rounds", "trace"} & parsed.ids
+    words = "".join(parsed.words)
     assert "interrupted: it has 8 cells and no summary" in words and "Line 9 was cut off" in words
 
 
@@ -598,10 +598,10 @@ def test_a_partial_file_is_reported_too(tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
     partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
     for arm, unit, seconds in (("plain", 0, 2.0), ("plain", 1, 2.0), (FAST, 0, 0.5)):
-        found = UnitResult(arm, 0.0, 1, "code", unit, [unit], [[1, 2, 3, 4]], seconds, 4, 0.1)
-        found.drafts, found.accepted, found.drafted, found.per_pos = 2, 2, 4, [2]
-        found.draft_s, found.target_s, found.verify_s, found.rounds = 0.1, 0.3, 0.05, [[3, 2, 0.05]] * 2
-        partial.add(found)
+        result = UnitResult(arm, 0.0, 1, "code", unit, [unit], [[1, 2, 3, 4]], seconds, 4, 0.1)
+        result.drafts, result.accepted, result.drafted, result.per_pos = 2, 2, 4, [2]
+        result.draft_s, result.target_s, result.verify_s, result.rounds = 0.1, 0.3, 0.05, [[3, 2, 0.05]] * 2
+        partial.add(result)
     partial.close()
     run = read_run(out)  # the file beside it
     assert run.name == "run.jsonl.partial" and "interrupted" in run.notes[0]
@@ -627,9 +627,9 @@ def test_cells_of_another_engine_may_lack_numbers(tmp_path: Path) -> None:
         {**bare, "arm": "failed", "speedup": None},
         summary(positions={}, rounds={}, costs={}, traces=[]),
     )
-    found = page(file)
-    assert "speedup" in found.ids and not {"positions", "rounds", "costs", "trace"} & found.ids
-    assert [bar["data-x"] for bar in with_class(found, "fill")] == ["1.4"]
+    parsed = page(file)
+    assert "speedup" in parsed.ids and not {"positions", "rounds", "costs", "trace"} & parsed.ids
+    assert [bar["data-x"] for bar in with_class(parsed, "fill")] == ["1.4"]
 
 
 @pytest.mark.parametrize(
@@ -690,12 +690,12 @@ def test_plots_show_the_same_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("foretoken.lab.report.plots.DPI", 30)
     small = written(tmp_path, *(cell(arm) for arm in ARMS), summary())
-    found = write_plots(small, tmp_path / "plots")
-    names = {file.stem for file in found}
+    files = write_plots(small, tmp_path / "plots")
+    names = {file.stem for file in files}
     assert names == {"speedup", "positions", "rounds", "predicted", "node_cost", "speed_up_against_k"}
-    for file in found:
+    for file in files:
         assert file.suffix == ".png" and file.read_bytes()[:4] == b"\x89PNG"
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(file.name for file in found)
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(file.name for file in files)
 
 
 def test_plotted_bars_have_the_values(tmp_path: Path) -> None:
@@ -713,7 +713,7 @@ def test_plotted_bars_have_the_values(tmp_path: Path) -> None:
 
 
 def test_wide_intervals_leave_the_bars_their_room() -> None:
-    """Those of two prompts are: they are open where they go on, and the hint has their true ends."""
+    """Two prompts give such intervals: their bars are cut off open, and the tooltip has the true ends."""
     wide, narrow = Bar("a", 1.4, -2.0, 9.0), Bar("b", 1.2, 1.1, 1.3)
     chart = BarChart("Speed-up", "times plain", [wide, narrow], line=1.0)
     assert chart.x_end == pytest.approx(2.8)

@@ -21,20 +21,20 @@ EVIL = "</script><script>alert(1)</script>"
 def cell(arm: str, level: float, load: str = "rate", **more: Any) -> dict[str, Any]:
     slow = 2.0 if arm == "plain" else 1.0
     spread = {"mean": 5 * slow, "p50": 4 * slow, "p90": 8 * slow, "p99": level + 10 * slow}
-    found = {
+    row = {
         "load": load, "level": level, "burst": 1, "arm": arm, "category": "all", "temperature": 0.0, "batch": 1,
         "requests": 8, "completed": 8, "errors": {}, "seconds": 2.0, "requests_per_s": level,
         "tokens_per_s": 30 * level,
         "ttft_ms": spread, "tpot_ms": spread, "e2e_ms": spread, "acceptance_rate": 0.5, "mean_acceptance_length": 2.0,
         "ratios": None if arm == "plain" else {"tokens_per_s": 1.5, "tpot": 2.0}, "identical": None,
     }  # fmt: skip
-    return {**found, **more}
+    return {**row, **more}
 
 
 def summary(**more: Any) -> dict[str, Any]:
     curve = {"load": "rate", "level": 2.0, "percentiles": [0, 50, 100]}
     curves = [{**curve, "arm": arm, "e2e_ms": [1.0, 4.0, 9.0]} for arm in ("plain", "fast")]
-    found = {
+    fields = {
         "summary": True, "kind": "load", "target": "toy", "arms": ["plain", "fast"], "cells": 4, "interrupted": False,
         "servers": {"plain": {"url": "http://h"}, "fast": {"url": "http://h", "drafter": "ngram"}},
         "settings": {"requests": 8, "max_tokens": 16, "temperature": 0.0, "seed": 3},
@@ -43,12 +43,12 @@ def summary(**more: Any) -> dict[str, Any]:
         "categories": {"fast": {"code": {"completed": 4, "tpot_ms": {"p50": 1.25, "p99": 2.0}}}},
         "notes": ["a note"],
     }  # fmt: skip
-    return {**found, **more}
+    return {**fields, **more}
 
 
 def write(folder: Path, cells: list[dict[str, Any]], last: dict[str, Any] | None) -> Path:
     file = folder / "run.jsonl"
-    file.write_text("".join(json.dumps(one) + "\n" for one in [*cells, *([last] if last else [])]))
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*cells, *([last] if last else [])]))
     return file
 
 
@@ -70,8 +70,8 @@ def test_latency_over_rate_has_the_runs_numbers(run: Run) -> None:
 def test_throughput_is_a_curve_or_bars(run: Run, tmp_path: Path) -> None:
     curves = load_figures.throughputs(run, "rate")
     assert all(isinstance(chart, LineChart) for chart in curves)
-    one = read_run(write(tmp_path, [cell("plain", 4, "concurrency"), cell("fast", 4, "concurrency")], summary()))
-    tokens, requests = load_figures.throughputs(one, "concurrency")
+    single = read_run(write(tmp_path, [cell("plain", 4, "concurrency"), cell("fast", 4, "concurrency")], summary()))
+    tokens, requests = load_figures.throughputs(single, "concurrency")
     assert isinstance(tokens, BarChart) and [bar.value for bar in tokens.bars] == [120, 120]
     assert isinstance(requests, BarChart) and requests.x_end == 4
 

@@ -35,15 +35,17 @@ REST = 0.002
 
 def rounds_of(alpha: float, step_s: float, depth: int = 8, nodes: int = 0, asks: float = 1.0) -> list[RaceRound]:
     """A thousand rounds with drafts of ``depth``, each token of which is accepted with chance ``alpha``."""
-    found = []
+    rounds = []
     for i in range(1000):
         if i >= 1000 * asks:
-            found.append(RaceRound(1, 1, 0, 0, 0.0, V.of(1) + REST))
+            rounds.append(RaceRound(1, 1, 0, 0, 0.0, V.of(1) + REST))
             continue
         accepted = next((d for d in range(depth) if alpha ** (d + 1) <= (i + 0.5) / (1000 * asks)), depth)
         rows = 1 + (nodes or depth)
-        found.append(RaceRound(1 + accepted, rows, depth, accepted, step_s * depth, V.of(rows) + REST + step_s * depth))
-    return found
+        rounds.append(
+            RaceRound(1 + accepted, rows, depth, accepted, step_s * depth, V.of(rows) + REST + step_s * depth)
+        )
+    return rounds
 
 
 PLAIN = [RaceRound(1, 1, 0, 0, 0.0, V.of(1) + REST)] * 100
@@ -100,27 +102,27 @@ def test_a_drafter_that_ends_its_own_drafts_is_charged_for_the_levels_that_it_ra
     short = RaceRound(1, 2, 1, 0, 0.005, V.of(2) + REST + 0.005)
     accepted = short._replace(new_tokens=2, accepted=1)
     long = RaceRound(1, 9, 8, 0, 0.040, V.of(9) + REST + 0.040)
-    found = scouted([short, accepted] * 45 + [long] * 5 + [long._replace(new_tokens=2, accepted=1)] * 5)
-    best = best_candidate(found, V, REST)
+    scout = scouted([short, accepted] * 45 + [long] * 5 + [long._replace(new_tokens=2, accepted=1)] * 5)
+    best = best_candidate(scout, V, REST)
     assert best.depth == 1
     assert best.cost.seconds(1) == pytest.approx(0.005)
-    assert found.cost_at(8).seconds(8) == pytest.approx(0.9 * 0.005 + 0.1 * 0.040)
+    assert scout.cost_at(8).seconds(8) == pytest.approx(0.9 * 0.005 + 0.1 * 0.040)
     assert best.predicted == pytest.approx(1.0, rel=0.02)  # 1.5 tokens in 18 ms, plain 12; rows are whole
 
 
 def test_the_speed_that_was_measured_sets_the_scale() -> None:
     """Rounds that took twice what the model says: so do those of every other length."""
-    slow = [one._replace(total_s=2 * one.total_s) for one in rounds_of(0.7, 0.002)]
-    one, other = (best_candidate(scouted(found), V, REST) for found in (rounds_of(0.7, 0.002), slow))
-    assert other.depth == one.depth and other.predicted == pytest.approx(one.predicted / 2)
+    slow = [round_._replace(total_s=2 * round_.total_s) for round_ in rounds_of(0.7, 0.002)]
+    usual, other = (best_candidate(scouted(rounds), V, REST) for rounds in (rounds_of(0.7, 0.002), slow))
+    assert other.depth == usual.depth and other.predicted == pytest.approx(usual.predicted / 2)
 
 
 def test_of_a_tree_only_the_measured_depth_is_known() -> None:
-    found = scouted(rounds_of(0.5, 0.002, nodes=32), trees=True)
-    best = best_candidate(found, V, REST)
-    assert best.depth == 8 and best.predicted == found.standing.speedup
+    scout = scouted(rounds_of(0.5, 0.002, nodes=32), trees=True)
+    best = best_candidate(scout, V, REST)
+    assert best.depth == 8 and best.predicted == scout.standing.speedup
     costs = RoundCosts(V, {best.drafter: best.cost}, REST)
-    assert costs.round_s(best.drafter, 8) == pytest.approx(found.standing.rounds[0].total_s)
+    assert costs.round_s(best.drafter, 8) == pytest.approx(scout.standing.rounds[0].total_s)
 
 
 # -- reasons ---------------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ def test_lists_of_drafters() -> None:
 
 
 def test_a_drafter_in_a_file_is_measured_at_a_longer_length_as_well(tmp_path: Path) -> None:
-    """Its name is in no catalogue, where it was looked for."""
+    """The catalogue, in which its name was looked up, does not have it."""
     file = tmp_path / "mine.py"
     file.write_text(
         "import foretoken as ft\n\n\nclass Mine(ft.Drafter):\n    name = 'mine'\n\n"
@@ -174,7 +176,7 @@ def test_a_drafter_in_a_file_is_measured_at_a_longer_length_as_well(tmp_path: Pa
 
 @pytest.mark.parametrize("name", [row.name for row in rows("drafter") if row.needs_training])
 def test_a_length_that_the_trained_network_has(name: str) -> None:
-    """Some guess a block and no more: their own length is all that they are asked for."""
+    """Some drafters guess exactly one block: no other length is tried."""
     drafter = build_drafter(generous(find("drafter", name).example, False), load_model("builtin"))
     assert drafter is not None and drafter.max_depth >= 1
 

@@ -88,8 +88,8 @@ def test_another_machine(tmp_path: Path) -> None:
         ("weight_storage", "int3"),
         ("gpus", ["one"]),
     ):
-        found = read_profile(written(tmp_path, machine={**machine, key: other}))
-        (reason,) = misfits(found, target)
+        profile = read_profile(written(tmp_path, machine={**machine, key: other}))
+        (reason,) = misfits(profile, target)
         assert key in reason and (str(other) if key != "gpus" else "one") in reason
     load_only = {**machine, "load": 17.0, "versions": {}}
     assert misfits(read_profile(written(tmp_path, machine=load_only)), target) == []
@@ -99,10 +99,10 @@ def test_another_machine(tmp_path: Path) -> None:
 def test_refreshing_measures_the_target() -> None:
     """Really measured, on a tiny target: one call per node count that fits, all positive."""
     target, _ = llamas()
-    found = refresh(COSTS, target)
-    assert sorted(found.target.seconds) == [1, 2, 4, 8, 16, 32, 64] and min(found.target.seconds.values()) > 0
-    factor = found.target.of(1) / V.of(1)
-    assert found.drafters["ngram"].step_s == pytest.approx(0.002 * factor)
+    costs = refresh(COSTS, target)
+    assert sorted(costs.target.seconds) == [1, 2, 4, 8, 16, 32, 64] and min(costs.target.seconds.values()) > 0
+    factor = costs.target.of(1) / V.of(1)
+    assert costs.drafters["ngram"].step_s == pytest.approx(0.002 * factor)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_profiles_of_the_wrong_shape(tmp_path: Path, changes: dict[str, Any]) ->
 
 
 def test_a_target_without_a_network_has_a_fingerprint() -> None:
-    one, _ = fixed_tables([0.5, 0.5], [0.5, 0.5])
+    first, _ = fixed_tables([0.5, 0.5], [0.5, 0.5])
     other, _ = fixed_tables([0.2, 0.3, 0.5], [0.5, 0.3, 0.2])
-    assert fingerprint_of(one) != fingerprint_of(other)
+    assert fingerprint_of(first) != fingerprint_of(other)
 
 
 def test_start_from_is_nothing_to_a_plain_controller() -> None:

@@ -128,9 +128,9 @@ def test_arms_of_a_heat_come_equally_far_in_turns() -> None:
     world = World(GOOD)
     arms = [FakeArm(world, "plain", ""), FakeArm(world, "suffix", "", 4)]
     plain, drafted = heat(arms, [1, 2], world.clock, 1e9)
-    assert sum(one.new_tokens for one in plain) == sum(one.new_tokens for one in drafted) == world.answer
+    assert sum(round_.new_tokens for round_ in plain) == sum(round_.new_tokens for round_ in drafted) == world.answer
     assert len(drafted) < len(plain) == world.answer
-    turns = sum(one != other for one, other in zip(world.steps, world.steps[1:], strict=False))
+    turns = sum(step != other for step, other in zip(world.steps, world.steps[1:], strict=False))
     assert turns >= world.answer // BLOCK
 
 
@@ -139,12 +139,12 @@ def test_a_heat_ends_in_time_and_drops_its_answers() -> None:
     arms = [FakeArm(world, "plain", ""), FakeArm(world, "suffix", "", 4)]
     heat(arms, [1, 2], world.clock, 0.2)
     assert 0.2 <= world.now < 0.2 + 2 * PLAIN_S and all(arm.left == 0 for arm in arms)
-    written = [sum(one.new_tokens for one in lap) for lap in heat(arms, [1], world.clock, 1e9, 16)]
+    written = [sum(round_.new_tokens for round_ in lap) for lap in heat(arms, [1], world.clock, 1e9, 16)]
     assert all(16 <= count < 16 + 5 for count in written)
 
 
 def test_a_machine_that_slows_down_is_no_gain() -> None:
-    """Ten times slower from the middle on: prompt by prompt, an arm would seem to gain or lose as much."""
+    """Ten times slower from the middle on: measured prompt by prompt, an arm would seem to gain or lose as much."""
     world = World({"useless": (0.0, 0.0)}, slow_from=0.3)
     arms = [FakeArm(world, "plain", ""), FakeArm(world, "useless", "", 4)]
     standing = Standing()
@@ -160,7 +160,7 @@ def test_a_pause_is_no_cost() -> None:
 
 
 def test_texts_are_compared() -> None:
-    """As far as both went: a text that is cut is no other text."""
+    """Texts are compared up to the end of the shorter one: a cut text is no different text."""
     standing = Standing()
     for own, plain in (((1, 2, 3), (1, 2)), ((1, 2), (1, 2, 3)), ((1, 3), (1, 2))):
         laps = [[RaceRound(len(ids), 1, 0, 0, 0.0, 0.1, tokens=ids)] for ids in (own, plain)]
@@ -172,9 +172,9 @@ def test_impossible_figures_are_seen() -> None:
     """1.00 tokens a round and 1.38 times plain decoding's speed."""
     own, plain = [RaceRound(1, 1, 0, 0, 0.0, 0.010)] * 20, [RaceRound(1, 1, 0, 0, 0.0, 0.0138)] * 20
     assert not Standing(own, plain).is_possible and Standing(own, own).is_possible
-    assert Standing([one._replace(new_tokens=2) for one in own], own).is_possible
+    assert Standing([round_._replace(new_tokens=2) for round_ in own], own).is_possible
     assert not Standing(own[:3], plain).is_known
-    noisy = Standing([one._replace(total_s=0.0098) for one in own], own)
+    noisy = Standing([round_._replace(total_s=0.0098) for round_ in own], own)
     assert noisy.is_possible and noisy.measured > 1.02 and noisy.speedup == 1.0  # never more than can be
 
 
@@ -232,7 +232,7 @@ def test_half_of_the_best_go_on() -> None:
     tune(job(world))
     final = [(name, controller, prompt) for name, controller, prompt in world.seen if prompt == tuple(PROMPTS[2])]
     last = [(name, controller) for name, controller, prompt in world.seen if prompt == tuple(PROMPTS[1])][-3:]
-    assert len({one[:2] for one in final}) == 5  # plain decoding, three fixed ways, auto
+    assert len({arm[:2] for arm in final}) == 5  # plain decoding, three fixed ways, auto
     assert len(set(last)) == 3 and any(name == "plain" for name, _ in last)
 
 
@@ -245,8 +245,8 @@ def test_plain_decoding_is_chosen_where_nothing_pays() -> None:
 def test_auto_is_chosen_when_it_keeps_up() -> None:
     fixed, auto = Way("ngram", "constant,k=3"), Way("ngram", "auto")
 
-    def chosen(one: float, other: float) -> Way | None:
-        rows = [search.TunedRow(way, speed, 3.0, 99, True) for way, speed in ((fixed, one), (auto, other))]
+    def chosen(fixed_speed: float, auto_speed: float) -> Way | None:
+        rows = [search.TunedRow(way, speed, 3.0, 99, True) for way, speed in ((fixed, fixed_speed), (auto, auto_speed))]
         return search._chosen(rows)
 
     assert [chosen(*pair) for pair in ((1.5, 1.47), (1.5, 1.4), (1.01, 1.0))] == [auto, fixed, None]
@@ -262,7 +262,7 @@ def test_a_network_and_a_copier_make_a_router() -> None:
 
 
 def test_a_broken_measurement_is_made_again_and_else_told() -> None:
-    """Plain decoding pauses beside the drafter's first rounds: they seem to gain what they cannot."""
+    """Plain decoding pauses beside the drafter's first rounds, which seem to gain the impossible."""
     world = World({"ngram": (0.0, 0.0), "suffix": (0.8, 0.0001)})
     once = job(world, drafters=("ngram", "suffix"))
     outcome = tune(once)
@@ -277,14 +277,14 @@ def test_a_broken_measurement_is_made_again_and_else_told() -> None:
 
 def test_no_tree_is_looked_for_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeing which choices of a draft model are accepted cannot be cut: 32 of its rounds must fit."""
-    asked: list[str] = []
+    calls: list[str] = []
     monkeypatch.setattr(search, "can_fill", lambda spec: spec.startswith("quantized"))
-    monkeypatch.setattr(search, "measured_shape", lambda *args: asked.append("shape") or {})
+    monkeypatch.setattr(search, "measured_shape", lambda *args: calls.append("shape") or {})
     monkeypatch.setattr(search, "sequoia_spec", lambda *args: None)
     tune(job(World({**GOOD, "quantized": (0.95, 0.01)}), drafters=("quantized,bits=4,k=4",), minutes=0.05))
-    assert asked == []
+    assert calls == []
     tune(job(World({**GOOD, "quantized": (0.95, 0.01)}), drafters=("quantized,bits=4,k=4",), minutes=3.0))
-    assert asked == ["shape"]
+    assert calls == ["shape"]
 
 
 def test_a_prompt_that_is_answered_by_one_token_ends_no_search() -> None:
@@ -317,9 +317,9 @@ def test_a_budget_too_small_to_measure_anything(began_s: float, words: str) -> N
         tune(job(World(GOOD), began_s=began_s))
     text = str(error.value)
     assert words in text and "give --minutes" in text and "\n" not in text
-    wanted = float(text.split("give --minutes ")[1].split()[0])
+    minutes = float(text.split("give --minutes ")[1].split()[0])
     world = World(GOOD)
-    assert wanted > 1 and tune(job(world, began_s=began_s, minutes=wanted)).rows
+    assert minutes > 1 and tune(job(world, began_s=began_s, minutes=minutes)).rows
 
 
 def test_a_slow_machine_gives_an_answer_from_few_tokens() -> None:
@@ -329,7 +329,7 @@ def test_a_slow_machine_gives_an_answer_from_few_tokens() -> None:
 
 
 def test_the_answers_to_the_first_prompts_are_too_short_to_measure_on() -> None:
-    """There are others, and time for them."""
+    """Other prompts are left, and time for them."""
     short = (tuple(PROMPTS[0]), tuple(PROMPTS[1]))
     outcome = tune(job(World(GOOD, short=short), drafters=("ngram", "suffix")))
     assert {row.way.drafter for row in outcome.rows} >= {"ngram,k=16", "suffix"} and not outcome.skipped
@@ -366,9 +366,9 @@ def test_a_real_arm_writes_what_plain_decoding_writes_and_ends_at_the_models_end
     work = Workload(Subject(target), [], 24)
     first = EngineRacer(work, None)
     plain, drafted = heat([first, EngineRacer(work, _ngram(), "constant,k=4")], prompt, lambda: 0.0, 1.0)
-    assert sum(one.new_tokens for one in plain) == sum(one.new_tokens for one in drafted) == 24
-    assert all(one.depth == 0 for one in plain) and any(one.depth for one in drafted)
-    assert [one.room for one in plain] == list(range(24, 0, -1))
+    assert sum(round_.new_tokens for round_ in plain) == sum(round_.new_tokens for round_ in drafted) == 24
+    assert all(round_.depth == 0 for round_ in plain) and any(round_.depth for round_ in drafted)
+    assert [round_.room for round_ in plain] == list(range(24, 0, -1))
     first.begin(prompt)
     words = [first._engine.step()[0][1].token_ids[0] for _ in range(6)]
     first.cancel()

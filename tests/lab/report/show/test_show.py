@@ -59,19 +59,19 @@ def drafter(name: str) -> Drafter:
 
 def output(case: str, tokens: int = 25) -> Output:
     name, rule, temperature = CASES[case]
-    busy = engine(tables()[0], drafter(name), make("verifier", rule))
+    speculative = engine(tables()[0], drafter(name), make("verifier", rule))
     seed = 5 if rule == "coupled" else None
     request = Request(PROMPT, SamplingParams(temperature), tokens, seed=seed, explain=True)
-    (run,) = serve(busy, [request])
+    (run,) = serve(speculative, [request])
     return output_of(run, None)
 
 
 def test_a_child_whose_turn_did_not_come_is_not_called_rejected() -> None:
-    """Equal siblings are gone on from together: the child of one is accepted before the other's are tried."""
+    """The walk goes on from equal siblings together: the child of one is accepted before the other's are tried."""
     for seed in range(12):  # the tenth has one
         torch.manual_seed(seed)
-        for one in run_of("multi_round", 60).rounds:
-            assert all("u = " in node.why for node in one.nodes if node.status == "rejected")
+        for round_ in run_of("multi_round", 60).rounds:
+            assert all("u = " in node.why for node in round_.nodes if node.status == "rejected")
 
 
 def run_of(case: str, tokens: int = 25) -> Shown:
@@ -82,7 +82,7 @@ def run_of(case: str, tokens: int = 25) -> Shown:
 def test_every_token_of_the_text_is_in_the_round_that_wrote_it(case: str) -> None:
     out = output(case)
     run = shown_run(out, None, "", ())
-    words = [word for one in run.rounds for word in one.words]
+    words = [word for round_ in run.rounds for word in round_.words]
     assert [word.text for word in words] == [f"{token} " for token in out.token_ids]
     assert [word.origin for word in words] == out.origins
 
@@ -90,14 +90,14 @@ def test_every_token_of_the_text_is_in_the_round_that_wrote_it(case: str) -> Non
 @each_case
 def test_statuses_are_what_the_trace_says(case: str) -> None:
     seen = set()
-    for one in run_of(case).rounds:
-        found = statuses(one.trace)
-        seen |= set(found)
-        assert [i for i, status in enumerate(found) if status == "accepted"] == list(one.trace.accepted)
-        assert [i for i, status in enumerate(found) if status == "probe"] == list(one.trace.probes)
-        for i, status in enumerate(found):  # nothing can be rejected on the way that was never gone
-            above = found[one.trace.parents[i]] if i else "root"
-            if status == "rejected" and one.trace.verifier not in ("block", "traversal", "kseq", "multi_round"):
+    for round_ in run_of(case).rounds:
+        labels = statuses(round_.trace)
+        seen |= set(labels)
+        assert [i for i, status in enumerate(labels) if status == "accepted"] == list(round_.trace.accepted)
+        assert [i for i, status in enumerate(labels) if status == "probe"] == list(round_.trace.probes)
+        for i, status in enumerate(labels):  # nothing can be rejected on the way that was never gone
+            above = labels[round_.trace.parents[i]] if i else "root"
+            if status == "rejected" and round_.trace.verifier not in ("block", "traversal", "kseq", "multi_round"):
                 assert above in ("root", "accepted")
     assert {"root", "accepted", "rejected"} <= seen
     assert ("probe" in seen) == (case == "probes")
@@ -105,22 +105,22 @@ def test_statuses_are_what_the_trace_says(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["rejection", "multi_round", "without_replacement", "kseq", "point"])
 def test_every_test_finds_its_node(case: str) -> None:
-    for one in run_of(case, 60).rounds:
-        found = deciding_tests(one.trace)
-        assert list(found.values()) == one.trace.tests  # all of them, in order
-        status = statuses(one.trace)
-        for node, toss in found.items():
-            twins = [i for i in one.trace.accepted if one.trace.tokens[i] == one.trace.tokens[node]]
+    for round_ in run_of(case, 60).rounds:
+        tests = deciding_tests(round_.trace)
+        assert list(tests.values()) == round_.trace.tests  # all of them, in order
+        status = statuses(round_.trace)
+        for node, toss in tests.items():
+            twins = [i for i in round_.trace.accepted if round_.trace.tokens[i] == round_.trace.tokens[node]]
             again = twins and (status[node] == "untried" or case == "kseq")
             assert (status[node] == "accepted") == passed(toss) or again
-        for node in one.nodes:
+        for node in round_.nodes:
             if node.status == "rejected":
                 assert "u = " in node.why and "≥" in node.why, node
 
 
 def test_reasons_are_true() -> None:
-    for one in run_of("rejection", 60).rounds:
-        for node in one.reasons:
+    for round_ in run_of("rejection", 60).rounds:
+        for node in round_.reasons:
             assert node.p is not None and node.q is not None
             ratio = node.p / node.q
             if "at least 1" in node.why:
@@ -134,13 +134,13 @@ def test_reasons_are_true() -> None:
 
 def test_what_the_target_took_is_named() -> None:
     for case in ("greedy", "coupled"):
-        for one in run_of(case).rounds:
-            for node in one.nodes:
+        for round_ in run_of(case).rounds:
+            for node in round_.nodes:
                 if node.status == "rejected":
                     taken = node.why.split("is ")[1].strip("'")
-                    sibling = [n for n in one.trace.accepted if one.trace.parents[n] == node.parent]
-                    wanted = one.trace.tokens[sibling[0]] if sibling else one.trace.next_token
-                    assert taken == str(wanted) != node.text
+                    sibling = [n for n in round_.trace.accepted if round_.trace.parents[n] == node.parent]
+                    token = round_.trace.tokens[sibling[0]] if sibling else round_.trace.next_token
+                    assert taken == str(token) != node.text
 
 
 @each_case
@@ -153,7 +153,7 @@ def test_pages_load_nothing_and_show_every_round(case: str) -> None:
     body = text.split("<body>")[1].split("</body>")[0]
     ElementTree.fromstring(f"<body>{body}</body>")
     ribbon = re.sub(r"<[^>]*>", "", body.split('class="ribbon">')[1].split("</div>")[0])
-    assert html.unescape(ribbon) == "a prompt" + "".join(w.text for one in run.rounds for w in one.words)
+    assert html.unescape(ribbon) == "a prompt" + "".join(w.text for round_ in run.rounds for w in round_.words)
 
 
 @each_case
@@ -190,11 +190,11 @@ def test_the_best_round_has_accepted_and_rejected_tokens() -> None:
 
 
 def test_boxes_do_not_overlap() -> None:
-    for one in run_of("traversal").rounds:
-        drawn = draw_tree(one.nodes, one.next_token).markup
-        found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', drawn)
-        boxes = [tuple(map(float, box)) for box in found]
-        assert len(boxes) == len(one.nodes) + 1
+    for round_ in run_of("traversal").rounds:
+        drawn = draw_tree(round_.nodes, round_.next_token).markup
+        matches = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', drawn)
+        boxes = [tuple(map(float, box)) for box in matches]
+        assert len(boxes) == len(round_.nodes) + 1
         for i, (x, y, w, h) in enumerate(boxes):
             for x2, y2, w2, h2 in boxes[i + 1 :]:
                 assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
@@ -205,15 +205,15 @@ def test_lines_of_a_tree() -> None:
         0, [7, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [None] * 5, [None] * 5, [1], 9, False, "model", verifier="greedy"
     )  # fmt: skip
     out = Output("", [1, 9], "length", None, ["accepted", "recovered"], rounds=[trace])  # type: ignore[arg-type]
-    (one,) = shown_run(out, None, "", ()).rounds
-    assert [(line.branch + line.text, line.kind) for line in lines_of(one)] == [
+    (round_,) = shown_run(out, None, "", ()).rounds
+    assert [(line.branch + line.text, line.kind) for line in lines_of(round_)] == [
         ("7", "root"),
         ("├─ 1", "accepted"),
         ("│  ├─ 9", "recovered"),
         ("│  └─ 3", "rejected"),
         ("└─ 2", "rejected"),
     ]
-    assert one.caption.startswith("model: 4 drafted, 1 accepted; recovered: '9' in place")
+    assert round_.caption.startswith("model: 4 drafted, 1 accepted; recovered: '9' in place")
 
 
 def test_tokens_are_shown_as_they_are() -> None:

@@ -35,11 +35,11 @@ def test_our_traces_read_back_to_the_same_page(case: str, tmp_path: Path) -> Non
     run = shown_run(output(case, 40), None, "a prompt\n", FACTS)
     back = read_trace(written(tmp_path, *to_lines(run, "us"))).choose(None)
     assert list(back.facts) == [("engine", "us"), *FACTS]
-    ours, theirs = page.render(run), page.render(back)
+    original, restored = page.render(run), page.render(back)
     begin = '<ul class="legend">'
-    assert theirs[theirs.index(begin) :] == ours[ours.index(begin) :]
+    assert restored[restored.index(begin) :] == original[original.index(begin) :]
     assert back.best() == run.best()
-    assert [one.drafted for one in back.rounds] == [one.drafted for one in run.rounds]
+    assert [round_.drafted for round_ in back.rounds] == [round_.drafted for round_ in run.rounds]
 
 
 def test_a_round_needs_only_drafts_and_what_was_accepted(tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_a_tree_of_another_engine(tmp_path: Path) -> None:
     more = {"parents": [0, 0, 2], "accepted": [2], "next": "x", "draft_ms": 2, "target_ms": 8, "drafter": "theirs"}
     file = written(tmp_path, HEAD, {"type": "request", "prompt": "<p>"}, a_round(**more))
     run = read_trace(file).choose(None)
-    (one,) = run.rounds
-    assert [node.status for node in one.nodes[1:]] == ["rejected", "accepted", "rejected"]
-    assert one.caption.startswith("theirs: 3 drafted, 1 accepted; recovered: 'x'")
-    assert one.caption.endswith("draft 2.0 ms, target 8.0 ms")
+    (round_,) = run.rounds
+    assert [node.status for node in round_.nodes[1:]] == ["rejected", "accepted", "rejected"]
+    assert round_.caption.startswith("theirs: 3 drafted, 1 accepted; recovered: 'x'")
+    assert round_.caption.endswith("draft 2.0 ms, target 8.0 ms")
     text = page.render(run)
     assert "&lt;p&gt;" in text and "token -1" not in text
     assert "<svg" in picture.render(run, 0)
@@ -95,9 +95,9 @@ def test_a_tree_of_another_engine(tmp_path: Path) -> None:
 )
 def test_a_broken_line_is_told_by_file_and_line(tmp_path: Path, row: Any, words: str) -> None:
     file = written(tmp_path, HEAD, a_round(), "", row)
-    with pytest.raises(ValueError, match=re.escape(words)) as told:
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
         read_trace(file)
-    assert str(told.value).startswith(f"{file}, line 4: ") and "\n" not in str(told.value)
+    assert str(error.value).startswith(f"{file}, line 4: ") and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_what_is_no_trace_says_so(tmp_path: Path, head: Any, words: str) -> None
 def test_several_requests_and_totals(tmp_path: Path) -> None:
     total = {"type": "total", "label": "12:00", "rounds": 4, "drafted": 12, "accepted": 6, "per_position": [0.8, 0.5]}
     trace = read_trace(written(tmp_path, HEAD, a_round(request="x"), a_round(request="y", accepted=[]), total))
-    assert [found.cells for found in trace.totals] == [
+    assert [row.cells for row in trace.totals] == [
         ["x", "1", "3", "2", "67%", "3.00", "", "1.00 1.00"],
         ["y", "1", "3", "0", "0%", "1.00", "", ""],
         ["12:00", "4", "12", "6", "50%", "2.50", "", "0.80 0.50"],
